@@ -1,0 +1,35 @@
+# Two commands matter: `make demo` and `make test`. Both set everything up by themselves.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+help: ## show the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "moesim needs Python 3.11 or newer: make PYTHON=python3.11 …"; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(STAMP) ## create .venv with pinned versions
+
+demo: $(STAMP) ## profile this PC, record a trace, replay it under several policies
+	$(BIN)/python -m moesim.demo --out out/demo
+
+test: $(STAMP) ## all tests (CPU only; gpu tests add themselves where CUDA is there)
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: $(STAMP) ## style, types, import diagram
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+bench: $(STAMP) ## print speed and memory figures as ratios
+	$(BIN)/python -m benchmarks
+
+clean: ## remove what the targets made
+	rm -rf .venv out build dist *.egg-info

@@ -1,0 +1,1 @@
+"""The decisions: routing, assignment, prefetch and cache, one policy per file."""

@@ -1,0 +1,1 @@
+"""Registered assignment policies: one file each, named after the policy."""

@@ -1,0 +1,280 @@
+"""What a policy is asked, and what it may know.
+
+Four questions, four small protocols. A policy decides; it never waits, copies, computes or counts
+bytes. It sees small dense arrays about the *active* experts of one layer step, and a view of the
+machine at that moment. The simulator and the runtime ask the same objects through the same planner.
+
+Shape legend: A active experts, G GPUs, L MoE layers, E routed experts per layer, K experts per token,
+T tokens of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from traces.schema import ModelShape, Phase
+
+CPU = 0
+"""Lane code of the CPU in `Assignment.lanes`; GPU *g* is ``1 + g``."""
+
+ABSENT, IN_FLIGHT, RESIDENT = 0, 1, 2
+"""States of an expert in one memory."""
+
+
+class PolicyError(ValueError):
+    """A policy is unknown, wrongly parametrised, unsupported by the trace, or answered something illegal."""
+
+
+class ExpertKey(NamedTuple):
+    """One routed expert of the model."""
+
+    layer: int
+    expert: int
+
+
+class Swap(NamedTuple):
+    """A copy that a cache asks for by itself: `incoming` takes the place of `outgoing`."""
+
+    outgoing: ExpertKey
+    incoming: ExpertKey
+
+
+@dataclass(slots=True)
+class LayerWork:
+    """What one MoE layer asks for in one step. Arrays are read-only for policies.
+
+    Attributes:
+        step: forward pass, counted over the whole run from 0.
+        layer: MoE layer, 0-based.
+        phase: ``Phase.PREFILL`` or ``Phase.DECODE``.
+        experts: int32 [A], ascending.
+        tokens: int32 [A], tokens routed to each (the workload).
+        state: int8 [A] on the (home) GPU: ABSENT, IN_FLIGHT or RESIDENT when the layer step is planned.
+        cpu_s: float64 [A], compute on the CPU once the weights are in host memory.
+        host_s: float64 [A], until the weights are in host memory; 0 if they are.
+        gpu_s: float64 [G, A], compute on each GPU once resident.
+        arrive_s: float64 [G, A], until the weights are on that GPU (SSD read included); 0 if resident,
+            the remaining time if in flight.
+        routing: uint16 [T, K], experts of every token, best first.
+        weights: float16 [T, K] combine weights, or None where the trace has none.
+        scores: float16 [T, E] gate scores before top-k, or None.
+        predicted: predictor name (``pred1_raw`` …) -> float16 [T, E] scores for a coming layer.
+    """
+
+    step: int
+    layer: int
+    phase: Phase
+    experts: np.ndarray
+    tokens: np.ndarray
+    state: np.ndarray
+    cpu_s: np.ndarray
+    host_s: np.ndarray
+    gpu_s: np.ndarray
+    arrive_s: np.ndarray
+    routing: np.ndarray
+    weights: np.ndarray | None = None
+    scores: np.ndarray | None = None
+    predicted: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+class Assignment(NamedTuple):
+    """Where each active expert is computed, and in which order they are launched.
+
+    Attributes:
+        lanes: int8 [A]: CPU (0) or 1 + GPU index.
+        order: int [A] permutation of positions, first launched first; None for ascending expert id.
+            Each lane keeps this order, except that a GPU runs resident experts before arrivals.
+    """
+
+    lanes: np.ndarray
+    order: np.ndarray | None = None
+
+
+class MachineView(Protocol):
+    """What a real system would know at the moment of planning. No clock, no future."""
+
+    shape: ModelShape
+    layers: int
+    experts: int
+    gpus: int
+
+    def resident(self, layer: int, gpu: int = 0) -> np.ndarray:
+        """Bool [E]: usable on that GPU now."""
+
+    def in_flight(self, layer: int, gpu: int = 0) -> np.ndarray:
+        """Bool [E]: being copied to that GPU."""
+
+    def capacity(self, layer: int, gpu: int = 0) -> int:
+        """Cache slots: of this layer (per-layer scope) or of the whole GPU (global scope)."""
+
+    def copy_s(self, layer: int) -> float:
+        """Seconds to copy one expert of this layer from host memory to a GPU."""
+
+    def link_wait_s(self, gpu: int = 0) -> float:
+        """Seconds until the host-to-GPU link has served everything already queued on it."""
+
+    def cpu_s(self, layer: int, tokens: np.ndarray) -> np.ndarray:
+        """Seconds one expert takes on the CPU, float64, same shape as `tokens`."""
+
+    def gpu_s(self, layer: int, tokens: np.ndarray) -> np.ndarray:
+        """Seconds one resident expert takes on a GPU, float64, same shape as `tokens`."""
+
+
+class Gate(NamedTuple):
+    """What a layer's gate said about the tokens of this step.
+
+    `experts` uint16 [T, K] as recorded, best first; `weights` float16 [T, K] or None; `scores` float16 [T, E] or None.
+    """
+
+    step: int
+    layer: int
+    phase: Phase
+    experts: np.ndarray
+    weights: np.ndarray | None
+    scores: np.ndarray | None
+
+
+class Routing(NamedTuple):
+    """Which experts really serve the tokens: `experts` uint16 [T, K], `weights` float [T, K] or None.
+
+    Fewer experts for a token: repeat none, mark unused places with weight 0 and expert 65535.
+    """
+
+    experts: np.ndarray
+    weights: np.ndarray | None
+
+
+class Future(Protocol):
+    """The whole routing of a replay, given only to policies that declare ``oracle = True``."""
+
+    def next_use(self, step: int, layer: int, expert: int) -> int:
+        """First step strictly after `step` in which this expert is active; a number past the end if never."""
+
+    def next_uses(self, step: int, layer: int, experts: np.ndarray) -> np.ndarray:
+        """int64, same shape as `experts`: `next_use` of each."""
+
+    def active(self, step: int, layer: int) -> np.ndarray:
+        """int32 [A], ascending: the experts that layer step will use; empty past the end."""
+
+    @property
+    def never(self) -> int:
+        """The number that stands for "never again"."""
+
+
+class Policy:
+    """What all four kinds share. Subclass the kind's own base below.
+
+    A class declares its parameters as keyword arguments of `__init__` and checks them there.
+    `needs` names the optional trace columns it reads; `oracle` says that it must see the future.
+    One instance serves one run.
+    """
+
+    oracle: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def start(self, context: RunContext) -> None:
+        """Learn the sizes of the run, once, before the first layer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What is fixed for one run.
+
+    Attributes:
+        shape: the model.
+        gpus: number of GPUs.
+        capacity_slots: int [L] cache slots per layer (per-layer scope), or one entry (global scope).
+        scope: ``layer`` or ``global``.
+        seed: for policies that draw: ``random.Random(seed)`` or ``numpy.random.default_rng(seed)``.
+        calibration: activation counts float64 [L, E] of a calibration trace, or None.
+        future: only for oracles.
+        extras: calibration artefacts by name (tables, trained networks).
+    """
+
+    shape: ModelShape
+    gpus: int
+    capacity_slots: np.ndarray
+    scope: str
+    seed: int = 0
+    calibration: np.ndarray | None = None
+    future: Future | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+
+class AssignmentPolicy(Policy):
+    """On which device is each active expert computed, in which order?"""
+
+    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+        """Place every active expert exactly once."""
+        raise NotImplementedError
+
+
+class PrefetchPolicy(Policy):
+    """What should be on its way before it is asked for?
+
+    `keep_late` decides about a prefetch whose layer has come before its copy started: kept (it then
+    counts as demand) or dropped.
+    """
+
+    keep_late: bool = True
+
+    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+        """Keys of coming layers, most wanted first; the planner drops what is present and trims to the budget."""
+        raise NotImplementedError
+
+
+class CachePolicy(Policy):
+    """Who leaves, who comes in? Asked once per layer step and memory, never about bytes.
+
+    Experts are passed as flat keys, ``layer * E + expert`` (int64), so one policy serves both scopes.
+    """
+
+    def accessed(self, work: LayerWork) -> None:
+        """Note the active experts of a layer step: `work.state` says which were hits."""
+
+    def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
+        """Bool, same shape as `incoming`: which fetched experts may enter. Default: all."""
+        del work
+        return np.ones(len(incoming), dtype=np.bool_)
+
+    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+        """Choose one distinct victim among `candidates` for each of `incoming`, -1 to decline its admission.
+
+        `candidates` int64 [C] ascending: residents of the scope that nobody holds. `incoming` int64 [M] in launch order.
+        With M > C the planner passes only the first C.
+        """
+        raise NotImplementedError
+
+    def admitted(self, keys: np.ndarray) -> None:
+        """Note keys that have entered (demand fetch, prefetch, swap or initial filling)."""
+
+    def evicted(self, keys: np.ndarray) -> None:
+        """Note keys that have left."""
+
+    def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
+        """Flat keys that fill the cache before the run; None for an empty start."""
+        del capacity_slots
+        return None
+
+    def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
+        """Copies the cache itself asks for when its window closes (DALI Alg. 2). Default: none."""
+        del work, view
+        return ()
+
+
+class RoutingPolicy(Policy):
+    """Which experts serve this token? Anything but ``as-recorded`` changes model output, and reports say so."""
+
+    alters: ClassVar[bool] = True
+
+    def route(self, gate: Gate, view: MachineView) -> Routing:
+        """Experts and combine weights as they will really be used."""
+        raise NotImplementedError
+
+

@@ -1,0 +1,1 @@
+"""Registered cache policies: one file each, named after the policy."""

@@ -1,0 +1,1 @@
+"""Registered prefetch policies: one file each, named after the policy."""

@@ -1,0 +1,1 @@
+"""Registered routing policies: one file each, named after the policy."""

@@ -1,0 +1,1 @@
+"""The virtual world: SimPy lanes that replay a trace through the planner."""

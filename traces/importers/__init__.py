@@ -1,0 +1,1 @@
+"""One foreign trace format per file."""
