@@ -171,12 +171,13 @@ class Policy:
     """What all four kinds share. Subclass the kind's own base below.
 
     A class declares its parameters as keyword arguments of `__init__` and checks them there.
-    `needs` names the optional trace columns it reads; `oracle` says that it must see the future.
+    `needs` names the optional trace columns it reads (a parameter may change it, so ask the instance); `oracle`
+    says that it must see the future.
     One instance serves one run.
     """
 
     oracle: ClassVar[bool] = False
-    needs: ClassVar[tuple[str, ...]] = ()
+    needs: tuple[str, ...] = ()
 
     def start(self, context: RunContext) -> None:
         """Learn the sizes of the run, once, before the first layer step."""

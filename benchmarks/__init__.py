@@ -1,0 +1,1 @@
+"""Speed and memory, printed as ratios against something independent measured in the same run."""

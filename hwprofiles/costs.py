@@ -1,0 +1,311 @@
+"""Tokens to seconds, bytes to seconds: what one model's operations cost on one machine.
+
+An expert is a pile of weights that must be read once, however many tokens it serves, so its time is flat while
+reading dominates and linear once arithmetic does. That picture (the *roofline*) is all a datasheet can give; a
+measured curve replaces it at the size that was measured, and then the roofline only carries the curve to experts of
+other sizes.
+
+Shape legend: T tokens, E experts, L MoE layers, H hidden, F expert intermediate.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hwprofiles.fit import isotonic
+
+if TYPE_CHECKING:
+    from hwprofiles.profile import HardwareProfile
+    from hwprofiles.schema import ReferenceExpert
+    from traces.schema import ModelShape
+
+_FIRST_TABLE_TOKENS = 256
+_WIDE_DTYPES = {"f32", "fp32", "float32"}
+
+
+class _Roofline(NamedTuple):
+    """Seconds of work that reads `bytes` and does `flops`: overhead + the slower of the two."""
+
+    overhead_s: float
+    bytes_per_s: float
+    flops_per_s: float
+
+    def seconds(self, read_bytes: float, flops: np.ndarray) -> np.ndarray:
+        """Float64, same shape as `flops`."""
+        return self.overhead_s + np.maximum(read_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+
+class Costs:
+    """Seconds of every operation of one model on one machine.
+
+    A cost that the profile lacks raises `ProfileError` when it is first asked for, not before: a machine without an
+    SSD figure is fine as long as no expert is read from SSD.
+
+    Args:
+        profile: the machine.
+        shape: the model.
+    """
+
+    def __init__(self, profile: HardwareProfile, shape: ModelShape) -> None:
+        self.profile = profile
+        self.shape = shape
+        self._cpu: list[np.ndarray] = [np.empty(0)] * shape.layers
+        self._gpu: list[np.ndarray] = [np.empty(0)] * shape.layers
+        self._dense = _DenseSizes.of(shape)
+        self._roofs: dict[str, _Roofline] = {}
+        self._links: dict[tuple[str, int], float] = {}
+        self._planning: dict[str, tuple[float, float]] = {}
+
+    # --- experts
+
+    def cpu_s(self, layer: int, tokens: np.ndarray) -> np.ndarray:
+        """Look up the seconds one expert of `layer` takes on the CPU lane, weights in host memory.
+
+        Args:
+            layer: MoE layer.
+            tokens: int, any shape, >= 0; 0 tokens take 0 seconds.
+
+        Returns:
+            float64, same shape as `tokens`; `cpu_first_s` is not included.
+
+        Raises:
+            ProfileError: the profile has no CPU cost.
+        """
+        try:
+            return self._cpu[layer].take(tokens)
+        except IndexError:
+            self._cpu = self._grown("cpu", tokens)
+            return self._cpu[layer].take(tokens)
+
+    def gpu_s(self, layer: int, tokens: np.ndarray, gpu: int = 0) -> np.ndarray:
+        """Look up the seconds one resident expert of `layer` takes on a GPU; all GPUs of a machine are alike.
+
+        Args, returns and raises as `cpu_s`.
+        """
+        del gpu
+        try:
+            return self._gpu[layer].take(tokens)
+        except IndexError:
+            self._gpu = self._grown("gpu", tokens)
+            return self._gpu[layer].take(tokens)
+
+    @property
+    def cpu_first_s(self) -> float:
+        """Seconds that the first CPU expert of a layer step takes beyond the later ones."""
+        return self.profile.number("costs.cpu.first_s")
+
+    def _grown(self, lane: str, tokens: np.ndarray) -> list[np.ndarray]:
+        """Tables of every layer [tokens] that reach past the largest of `tokens`; equal sizes share one table."""
+        length = max(_FIRST_TABLE_TOKENS, 2 * (int(np.max(tokens)) + 1))
+        tables = {size: self._expert_table(lane, size, length) for size in sorted(set(self.shape.expert_bytes))}
+        return [tables[size] for size in self.shape.expert_bytes]
+
+    def _expert_table(self, lane: str, expert_bytes: int, length: int) -> np.ndarray:
+        """Seconds by tokens, float64 [length].
+
+        Source: `costs.<lane>.points` where the profile has it, carried to this size by the roofline; else the
+        roofline itself (reference/algorithms.md §0: flat below saturation, linear above).
+        """
+        tokens = np.arange(length, dtype=np.float64)
+        here = self._roof(lane).seconds(expert_bytes, tokens * self.shape.expert_flops_per_token)
+        curve = self.profile.curves.get(f"costs.{lane}.points")
+        if curve is not None and curve.reference is not None:
+            there = self._roof(lane).seconds(curve.reference.bytes, tokens * _flops_per_token(curve.reference))
+            inside = np.minimum(tokens, curve.at[-1])
+            last = self._roof(lane).seconds(
+                curve.reference.bytes, np.asarray(curve.at[-1] * _flops_per_token(curve.reference))
+            )
+            beyond = np.where(tokens > curve.at[-1], there / last, 1.0)
+            measured = np.interp(inside, curve.at, isotonic(np.asarray(curve.seconds))) * beyond
+            here = measured * (here / there)
+        here[0] = 0.0
+        here.flags.writeable = False
+        return here
+
+    @property
+    def extrapolated(self) -> tuple[str, ...]:
+        """Expert sizes whose times follow from another, measured size by bytes and FLOPs, in words."""
+        said = []
+        for lane in ("cpu", "gpu"):
+            curve = self.profile.curves.get(f"costs.{lane}.points")
+            if curve is None or curve.reference is None:
+                continue
+            known = curve.reference
+            for size in sorted(set(self.shape.expert_bytes)):
+                wanted = (self.shape.hidden, self.shape.expert_intermediate, size)
+                if wanted != (known.hidden, known.intermediate, known.bytes):
+                    said.append(
+                        f"{lane}: experts of {wanted[0]} x {wanted[1]}, {size} bytes, from {curve.kind}"
+                        f" {known.hidden} x {known.intermediate}, {known.bytes} bytes ({known.dtype})"
+                    )
+        return tuple(said)
+
+    # --- links
+
+    def copy_s(self, layer: int, gpu: int = 0) -> float:
+        """Seconds to copy one expert of `layer` from host memory to a GPU."""
+        del gpu
+        return self._link_s("h2d", self.shape.expert_bytes[layer])
+
+    def writeback_s(self, layer: int, gpu: int = 0) -> float:
+        """Seconds to copy one expert of `layer` from a GPU to host memory."""
+        del gpu
+        return self._link_s("d2h", self.shape.expert_bytes[layer])
+
+    def read_s(self, layer: int) -> float:
+        """Seconds to read one expert of `layer` from SSD into host memory."""
+        return self._link_s("ssd", self.shape.expert_bytes[layer])
+
+    def _link_s(self, link: str, size: int) -> float:
+        """Latency + bytes / bandwidth, or the measured curve with that line below and beyond it."""
+        seconds = self._links.get((link, size))
+        if seconds is None:
+            seconds = self._links[link, size] = self._link_model(link, size)
+        return seconds
+
+    def _link_model(self, link: str, size: int) -> float:
+        latency_s = self.profile.number(f"costs.{link}.latency_s")
+        bytes_per_s = self.profile.number(f"costs.{link}.bytes_per_s")
+        curve = self.profile.curves.get(f"costs.{link}.points")
+        if curve is None:
+            return latency_s + size / bytes_per_s
+        measured = isotonic(np.asarray(curve.seconds))
+        if size > curve.at[-1]:
+            return float(measured[-1]) + (size - curve.at[-1]) / bytes_per_s
+        return float(np.interp(size, (0.0, *curve.at), (min(latency_s, measured[0]), *measured)))
+
+    def activation_s(self, tokens: int) -> float:
+        """Seconds to move hidden states to the CPU and results back, once per layer with CPU experts.
+
+        Source: DAOP Table I charges 0.02 ms per layer at one token.
+        """
+        moved_bytes = 2 * tokens * self.shape.hidden * self._dense.element_bytes
+        return self.profile.number("costs.activation.latency_s") + moved_bytes / self.profile.number(
+            "costs.activation.bytes_per_s"
+        )
+
+    # --- the dense part
+
+    def dense_s(self, tokens: int, context_tokens: int, sequences: int) -> float:
+        """Seconds of one layer's dense part on the GPU: attention, norms, gate, shared experts.
+
+        Args:
+            tokens: of this step, all sequences together.
+            context_tokens: key/value entries of each sequence after this step, its own included (the longest where
+                sequences differ: padding is read too).
+            sequences: in this step; each is taken to have its share of the tokens.
+
+        Raises:
+            ProfileError: the profile has no dense cost.
+        """
+        sizes = self._dense
+        # q queries at the end of a context of c see c - (q - 1) / 2 keys on average (causal attention)
+        keys_seen = context_tokens - (tokens / sequences - 1) / 2
+        flops = 2.0 * sizes.layer_params * tokens + sizes.attention_flops * tokens * keys_seen
+        kept_bytes = sizes.kv_bytes * context_tokens * sequences
+        return self._dense_roof(sizes.layer_params * sizes.param_bytes + kept_bytes, flops)
+
+    def head_s(self, tokens: int, logits: int | None = None) -> float:
+        """Seconds of what happens once per step: embedding, feed-forward of the dense layers, output head.
+
+        Args:
+            tokens: of this step.
+            logits: positions whose output is wanted (prefill: one per sequence); all tokens when None.
+        """
+        sizes = self._dense
+        outputs = tokens if logits is None else logits
+        flops = 2.0 * (sizes.dense_layer_params * tokens + sizes.head_params * outputs)
+        return self._dense_roof((sizes.dense_layer_params + sizes.head_params) * sizes.param_bytes, flops)
+
+    def _dense_roof(self, read_bytes: float, flops: float) -> float:
+        roof = self._roof("dense")
+        return roof.overhead_s + max(read_bytes / roof.bytes_per_s, flops / roof.flops_per_s)
+
+    # --- control
+
+    def planning_s(self, policy_name: str, active: int) -> float:
+        """Seconds the control lane plans one layer step with `active` experts.
+
+        A policy that the profile does not name costs what ``costs.planning.default`` says.
+        """
+        known = self._planning.get(policy_name)
+        if known is None:
+            table = f"costs.planning.{policy_name}"
+            if f"{table}.base_s" not in self.profile.numbers:
+                table = "costs.planning.default"
+            known = self.profile.number(f"{table}.base_s"), self.profile.number(f"{table}.per_expert_s")
+            self._planning[policy_name] = known
+        return known[0] + known[1] * active
+
+    @property
+    def dispatch_s(self) -> float:
+        """Seconds to hand one operation to a lane."""
+        return self.profile.number("costs.dispatch.per_op_s")
+
+    @property
+    def first_op_s(self) -> float:
+        """Seconds from the end of planning to the first operation of a layer step."""
+        return self.profile.number("costs.dispatch.first_op_s")
+
+    @property
+    def join_s(self) -> float:
+        """Seconds to join the lanes' results at the end of a layer step."""
+        return self.profile.number("costs.dispatch.join_s")
+
+    def _roof(self, lane: str) -> _Roofline:
+        roof = self._roofs.get(lane)
+        if roof is None:
+            roof = self._roofs[lane] = _Roofline(
+                *(self.profile.number(f"costs.{lane}.{key}") for key in _Roofline._fields)
+            )
+        return roof
+
+
+def _flops_per_token(expert: ReferenceExpert) -> int:
+    """Gate, up and down projections, multiply-adds counted twice: ``6 H F``."""
+    return 6 * expert.hidden * expert.intermediate
+
+
+class _DenseSizes(NamedTuple):
+    """Parameters outside the routed experts, by when they are read."""
+
+    layer_params: float
+    """One MoE layer: attention, gate, shared experts."""
+    dense_layer_params: float
+    """All layers without routed experts together."""
+    head_params: float
+    """Output head; of the embedding only the tokens' own rows are read."""
+    param_bytes: float
+    kv_bytes: float
+    """Keys and values of one token in one layer."""
+    attention_flops: float
+    """Per query and key: scores and weighted values."""
+    element_bytes: int
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> _DenseSizes:
+        """Count parameters; their bytes are `shape.other_bytes` shared out evenly, so bytes are conserved.
+
+        Where the shape does not know its attention (0 heads), four H x H matrices and full-width keys are assumed.
+        """
+        element_bytes = 4 if shape.dtype in _WIDE_DTYPES else 2
+        if shape.heads and shape.head_dim:
+            query_width = shape.heads * shape.head_dim
+            kv_width = (shape.kv_heads or shape.heads) * shape.head_dim
+        else:
+            query_width = kv_width = shape.hidden
+        attention = 2 * shape.hidden * (query_width + kv_width)
+        layer = attention + shape.hidden * shape.experts + 3 * shape.hidden * shape.shared_intermediate
+        dense = len(shape.dense_layers) * (attention + 3 * shape.hidden * shape.dense_intermediate)
+        head = shape.vocab * shape.hidden
+        return cls(
+            layer_params=layer,
+            dense_layer_params=dense,
+            head_params=head,
+            param_bytes=shape.other_bytes / (shape.layers * layer + dense + 2 * head),
+            kv_bytes=2.0 * kv_width * element_bytes,
+            attention_flops=4.0 * query_width,
+            element_bytes=element_bytes,
+        )

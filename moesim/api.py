@@ -1,0 +1,371 @@
+"""The functions that the command line and notebooks share: open, replay, compare.
+
+Nothing here prints. `replay` sets up one run (profile, costs, policies, memory), walks the trace, and
+returns a `Run` whose metrics, timeline and effective configuration say everything about it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hwprofiles.costs import Costs
+from hwprofiles.profile import HardwareProfile, default_profile, load_profile
+from policies.base import PolicyError
+from policies.plan import MemoryPlan
+from policies.planner import Planner
+from policies.residency import PER_LAYER, CacheSize
+from policies.systems import System, compose
+from sim.replay import Replay, ReplayResult
+from traces.batch import compose as compose_steps
+from traces.future import RecordedFuture
+from traces.metrics import summarise
+from traces.perfetto import write_perfetto
+from traces.reader import Trace, open_trace
+from traces.timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import pandas as pd
+
+    from policies.plan import Policies
+    from traces.batch import RoutedStep
+    from traces.schema import ModelShape
+
+DEFAULT_CACHE_RATIO = 0.25
+
+
+@dataclass(slots=True)
+class Run:
+    """One finished replay.
+
+    Attributes:
+        metrics: every figure, as `moesim replay --json` prints it; keys are explained in `traces.metrics`.
+        timeline: spans, accesses and steps.
+        config: the effective configuration, digests included.
+        warnings: what a reader of the figures should know.
+    """
+
+    metrics: dict[str, Any]
+    timeline: Timeline
+    config: dict[str, Any]
+    warnings: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """One object with metrics, configuration and warnings."""
+        return {**self.metrics, "config": self.config, "warnings": self.warnings}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """How a user states the sizes of memories; at most one of the first three.
+
+    Attributes:
+        cache_ratio: share of all experts that the GPU cache holds.
+        slots_per_layer: experts per layer.
+        gpu_memory_bytes: memory of each GPU; the expert cache is what everything else leaves of it.
+        host_memory_bytes: host memory for experts; None holds them all (no SSD reads).
+        scope: ``layer`` or ``global``.
+        staging: staging slots beside each cache; None takes the profile's.
+        prefetch_budget_bytes: most bytes prefetched per layer step.
+        gpu_split: with several GPUs, ``layers`` or ``experts``.
+    """
+
+    cache_ratio: float | None = None
+    slots_per_layer: int | None = None
+    gpu_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    scope: str = PER_LAYER
+    staging: int | None = None
+    prefetch_budget_bytes: int | None = None
+    gpu_split: str = "layers"
+
+    def plan(self, shape: ModelShape, profile: HardwareProfile, system: System) -> MemoryPlan:
+        """Turn options into sizes.
+
+        Raises:
+            PolicyError: contradicting options, or no room to stage even one expert.
+        """
+        given = [self.cache_ratio, self.slots_per_layer, self.gpu_memory_bytes]
+        if sum(value is not None for value in given) > 1:
+            raise PolicyError(
+                "cache size: expected at most one of --cache-ratio, --slots-per-layer and --gpu-memory; drop the others"
+            )
+        staging = self.staging or system.staging or profile.memory.staging_experts
+        ratio = DEFAULT_CACHE_RATIO if all(value is None for value in given) else self.cache_ratio
+        total_bytes = None
+        if self.gpu_memory_bytes is not None:
+            total_bytes = self._left_on_gpu(shape, staging, profile.gpus)
+        gpu = CacheSize.of(
+            shape.expert_bytes,
+            shape.experts,
+            scope=self.scope,
+            ratio=ratio,
+            slots_per_layer=self.slots_per_layer,
+            total_bytes=total_bytes,
+        )
+        return MemoryPlan(gpu, self._host(shape, staging), staging, self.prefetch_budget_bytes, self.gpu_split)
+
+    def _left_on_gpu(self, shape: ModelShape, staging: int, gpus: int) -> int:
+        """Bytes left for the expert cache on each GPU."""
+        assert self.gpu_memory_bytes is not None
+        split = gpus if self.gpu_split == "layers" else 1
+        rest = shape.other_bytes // split
+        left = self.gpu_memory_bytes - rest - staging * shape.max_expert_bytes
+        if left < 0:
+            raise PolicyError(
+                f"--gpu-memory: no room to stage {staging} experts: {self.gpu_memory_bytes:,} bytes hold"
+                f" {rest:,} of non-expert weights but not {staging} x {shape.max_expert_bytes:,} beside them;"
+                " give more memory, or fewer --staging slots"
+            )
+        return left * split
+
+    def _host(self, shape: ModelShape, staging: int) -> CacheSize | None:
+        if self.host_memory_bytes is None:
+            return None
+        total = sum(shape.expert_bytes) * shape.experts
+        left = self.host_memory_bytes - staging * shape.max_expert_bytes
+        if left < 0:
+            raise PolicyError(
+                f"--host-memory: no room to stage {staging} experts of {shape.max_expert_bytes:,} bytes in"
+                f" {self.host_memory_bytes:,} bytes; give more memory"
+            )
+        if left >= total:
+            return None
+        return CacheSize.of(shape.expert_bytes, shape.experts, scope="global", total_bytes=left)
+
+
+def profile_of(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
+    """A profile by name, path or itself; None takes the default (see `hwprofiles.profile.default_profile`)."""
+    if hw is None:
+        return default_profile()
+    return hw if isinstance(hw, HardwareProfile) else load_profile(hw)
+
+
+def needed_columns(policies: Policies) -> tuple[str, ...]:
+    """Optional trace columns that some policy of a run reads."""
+    return tuple(dict.fromkeys(column for policy in policies.all() for column in policy.needs))
+
+
+def check_needs(trace: Trace, policies: Policies) -> None:
+    """Refuse, before anything runs, a policy whose column the trace lacks.
+
+    Raises:
+        TraceError: naming policy and column.
+    """
+    for kind, policy in (
+        ("assignment", policies.assignment),
+        ("prefetch", policies.prefetch),
+        ("cache", policies.caches[0]),
+        ("routing", policies.routing),
+    ):
+        trace.require(policy.needs, f"{kind} policy {policies.names.get(kind)!r}")
+
+
+def activation_counts(trace: Trace, *, phase: int | None = None) -> np.ndarray:
+    """How often each expert was chosen, float64 [L, E]: what ``--warm`` fills caches from."""
+    shape = trace.shape
+    counts = np.zeros(shape.layers * shape.experts)
+    for rows in trace.sequences():
+        chosen = rows.experts.astype(np.int64) + rows.layer.astype(np.int64)[:, None] * shape.experts
+        if phase is not None:
+            chosen = chosen[rows.phase == phase]
+        counts += np.bincount(chosen.ravel(), minlength=len(counts))
+    return counts.reshape(shape.layers, shape.experts)
+
+
+def replay(
+    trace: str | Path | Trace,
+    policy: str = "greedy",
+    *,
+    cache: str | None = None,
+    prefetch: str | None = None,
+    routing: str | None = None,
+    host_cache: str = "lru",
+    hw: str | Path | HardwareProfile | None = None,
+    memory: MemoryOptions | None = None,
+    batch: int = 1,
+    steps: int | None = None,
+    seed: int = 0,
+    warm: str | Path | Trace | None = None,
+    out: str | Path | None = None,
+    perfetto: str | Path | None = None,
+    progress: Callable[[RoutedStep], None] | None = None,
+) -> Run:
+    """Replay a trace through a policy on a machine.
+
+    Args:
+        trace: a moesim trace, by path or opened.
+        policy: a system or an assignment policy; `cache`, `prefetch` and `routing` replace one part of it.
+        host_cache: cache policy of host memory, used only where that is limited.
+        hw: hardware profile by name, path or itself.
+        memory: sizes of caches and staging.
+        batch: sequences that run together.
+        steps: keep the first so many forward passes.
+        seed: for policies that draw.
+        warm: calibration trace from which policies may fill the cache before the run.
+        out: folder for ``timeline.parquet``, ``accesses.parquet`` and ``steps.parquet``.
+        perfetto: file for the Chrome-trace timeline.
+        progress: called after each forward pass.
+
+    Raises:
+        TraceError, ProfileError, PolicyError: bad input, in one line; nothing half-written stays behind.
+    """
+    begin_s = time.perf_counter()
+    opened = trace if isinstance(trace, Trace) else open_trace(trace)
+    profile = profile_of(hw)
+    system = compose(policy, cache=cache, prefetch=prefetch, routing=routing)
+    options = memory or MemoryOptions()
+    plan = options.plan(opened.shape, profile, system)
+    policies = system.build(gpus=profile.gpus, host_cache=host_cache if plan.host is not None else None)
+    check_needs(opened, policies)
+    calibration = None if warm is None else _warm_counts(warm, opened)
+    oracle = any(p.oracle for p in policies.all())
+    future = RecordedFuture.of(opened, batch=batch, steps=steps) if oracle else None
+    costs = Costs(profile, opened.shape)
+    planner = Planner(opened.shape, costs, policies, plan, seed=seed, future=future, calibration=calibration)
+    timeline = Timeline(profile.lanes, None if out is None else Path(out))
+    try:
+        result = Replay(profile, costs, planner, timeline).run(
+            compose_steps(opened, batch=batch, steps=steps, columns=needed_columns(policies)), progress
+        )
+        timeline.close()
+    except BaseException:
+        timeline.discard()
+        raise
+    metrics = summarise(timeline, power=profile.power)
+    metrics["routing"] = "altered" if policies.routing.alters else "recorded"
+    metrics["gate_mass_kept"] = float(np.mean(planner.gate_mass)) if planner.gate_mass else None
+    metrics["memory_high_bytes"] = {
+        **{f"gpu{g}": tier.memory.used_high_bytes for g, tier in enumerate(planner.gpu)},
+        **({"host": planner.host.memory.used_high_bytes} if planner.host else {}),
+    }
+    metrics |= {"steps": result.steps, "layer_steps": result.layer_steps, "events": result.events}
+    metrics["wall_s"] = time.perf_counter() - begin_s
+    if perfetto is not None:
+        write_perfetto(perfetto, {"simulated": timeline})
+    config = _config(opened, profile, system, options, plan, batch=batch, steps=steps, seed=seed, warm=warm)
+    return Run(metrics, timeline, config, _warnings(opened, profile, costs, plan, result))
+
+
+def compare(
+    trace: str | Path | Trace, policies: Sequence[str], **options: Any
+) -> tuple[pd.DataFrame, dict[str, Run]]:
+    """Replay one trace under several policies; see `replay` for the options.
+
+    A policy may be written ``greedy+lru+residual``: assignment or system, then cache, then prefetch.
+
+    Returns:
+        A table with one row per policy (fastest decode first, then prefill), and the runs by policy.
+    """
+    import pandas as pd  # noqa: PLC0415 - half a second that a plain replay need not pay
+
+    runs: dict[str, Run] = {}
+    opened = trace if isinstance(trace, Trace) else open_trace(trace)
+    for name in dict.fromkeys(policies):
+        policy, *parts = name.split("+")
+        given = dict(zip(("cache", "prefetch"), parts, strict=False))
+        if len(parts) > 2:  # noqa: PLR2004
+            raise PolicyError(f"policy {name!r}: expected at most assignment+cache+prefetch")
+        runs[name] = replay(opened, policy, **{**options, **given})
+    columns = ("tpot_s", "decode_tokens_per_s", "ttft_s", "prefill_tokens_per_s", "hit_rate_active", "makespan_s")
+    table = pd.DataFrame({name: {c: run.metrics[c] for c in columns} for name, run in runs.items()}).T
+    table.insert(0, "policy", table.index)
+    for link in ("h2d", "ssd"):
+        table[f"{link}_bytes"] = [
+            sum(count for lane, count in run.metrics["bytes"].items() if lane.startswith(link))
+            for run in runs.values()
+        ]
+    return table.sort_values("makespan_s").reset_index(drop=True), runs
+
+
+def _warm_counts(warm: str | Path | Trace, trace: Trace) -> np.ndarray:
+    calibration = warm if isinstance(warm, Trace) else open_trace(warm)
+    if (calibration.shape.layers, calibration.shape.experts) != (trace.shape.layers, trace.shape.experts):
+        raise PolicyError(
+            f"--warm {calibration.path}: expected {trace.shape.layers} layers x {trace.shape.experts} experts as in"
+            f" {trace.path}, found {calibration.shape.layers} x {calibration.shape.experts}; record it from the same model"
+        )
+    return activation_counts(calibration)
+
+
+def _config(
+    trace: Trace,
+    profile: HardwareProfile,
+    system: System,
+    options: MemoryOptions,
+    plan: MemoryPlan,
+    *,
+    batch: int,
+    steps: int | None,
+    seed: int,
+    warm: str | Path | Trace | None,
+) -> dict[str, Any]:
+    shape = trace.shape
+    return {
+        "trace": str(trace.path),
+        "trace_digest": trace.digest(),
+        "model": shape.name,
+        "hw": profile.name,
+        "hw_kind": profile.kind,
+        "hw_digest": profile.digest,
+        "assignment": system.assignment,
+        "cache": system.cache,
+        "prefetch": system.prefetch,
+        "routing": system.routing,
+        "cache_scope": plan.gpu.scope,
+        "cache_slots": plan.gpu.slots.tolist(),
+        "cache_bytes": plan.gpu.total_bytes,
+        "cache_ratio": plan.gpu.total_bytes / (sum(shape.expert_bytes) * shape.experts),
+        "host_bytes": None if plan.host is None else plan.host.total_bytes,
+        "staging": plan.staging,
+        "prefetch_budget_bytes": options.prefetch_budget_bytes,
+        "gpu_split": plan.gpu_split,
+        "batch": batch,
+        "steps": steps,
+        "seed": seed,
+        "warm": None if warm is None else str(warm.path if isinstance(warm, Trace) else warm),
+        "git_commit": _git_commit(),
+    }
+
+
+def _warnings(
+    trace: Trace, profile: HardwareProfile, costs: Costs, plan: MemoryPlan, result: ReplayResult
+) -> list[str]:
+    shape = trace.shape
+    found = []
+    needed = plan.gpu.total_bytes // (profile.gpus if plan.gpu_split == "layers" else 1)
+    needed += plan.staging * shape.max_expert_bytes + shape.other_bytes
+    if needed > profile.memory.gpu_bytes:
+        found.append(
+            f"this cache needs {needed / 2**30:.1f} GiB of GPU memory with the rest of the model;"
+            f" {profile.name} has {profile.memory.gpu_bytes / 2**30:.1f} GiB: use --gpu-memory to size it to the machine"
+        )
+    if plan.host is None and sum(shape.expert_bytes) * shape.experts > profile.memory.host_bytes:
+        found.append("the experts exceed this machine's host memory: use --host-memory to read from its SSD")
+    if shape.assumed:
+        found.append(f"model shape {shape.name}: stated defaults for {', '.join(shape.assumed)}")
+    if costs.extrapolated:
+        found.append(f"profile {profile.name}: extrapolated by bytes and FLOPs: {', '.join(costs.extrapolated)}")
+    if result.steps == 0:
+        found.append("nothing was replayed")
+    return found
+
+
+def _git_commit() -> str | None:
+    """Commit of the checkout this runs in, or None outside one."""
+    root = Path(__file__).resolve().parents[1]
+    head = root / ".git" / "HEAD"
+    if not head.is_file() or shutil.which("git") is None:
+        return None
+    text = head.read_text().strip()
+    if not text.startswith("ref: "):
+        return text
+    ref = root / ".git" / text[5:]
+    return ref.read_text().strip() if ref.is_file() else None

@@ -1,0 +1,35 @@
+"""Least recently used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from policies.kernels import stamp
+from policies.scored import ScoredCache
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from policies.base import LayerWork, RunContext
+
+
+class LRU(ScoredCache):
+    """Evict the expert whose last use is oldest.
+
+    Step-atomic: the active experts of a layer step are used at the same instant, so ties are real and go to the
+    lower id. Entering counts as a use, so that a prefetched expert that nobody asked for ages and leaves.
+    """
+
+    def start(self, context: RunContext) -> None:
+        """Begin the count of layer steps."""
+        super().start(context)
+        self._now = 0.0
+
+    def accessed(self, work: LayerWork) -> None:
+        """Stamp the active experts with the layer step's number."""
+        self._now += 1.0
+        stamp(self.score, work.experts, work.layer * self.experts, self._now)
+
+    def admitted(self, keys: np.ndarray) -> None:
+        """Stamp what enters."""
+        self.score[keys] = self._now

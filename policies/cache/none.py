@@ -1,0 +1,24 @@
+"""No cache: every fetched expert runs from staging and is gone afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from policies.base import CachePolicy, LayerWork
+
+
+class NoCache(CachePolicy):
+    """Admit nothing."""
+
+    def accessed(self, work: LayerWork) -> None:
+        """Remember nothing."""
+
+    def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
+        """Refuse all."""
+        del work
+        return np.zeros(len(incoming), dtype=np.bool_)
+
+    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+        """Decline all."""
+        del candidates
+        return np.full(len(incoming), -1, np.int64)

@@ -1,0 +1,74 @@
+"""A cache that is filled once and never changes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from policies.base import CachePolicy, LayerWork, PolicyError, RunContext
+from policies.parameters import expect_choice
+
+Fill = Literal["auto", "calibrated", "lowest", "random"]
+
+
+class Static(CachePolicy):
+    """Fill the cache before the run and leave it so.
+
+    In per-layer scope every layer is filled by itself; in global scope the whole model is ranked at once (as
+    Fiddler places its popular experts).
+
+    Args:
+        fill: ``calibrated`` takes the most often activated experts of the calibration trace, ties to the lower id;
+            ``lowest`` the lowest ids of every layer; ``random`` draws with the run's seed; ``auto``
+            is ``calibrated`` where there is a calibration, else ``lowest``.
+
+    Source: Fiddler and DAOP (popular experts by calibration); HybriMoE's released code (lowest ids).
+    """
+
+    def __init__(self, *, fill: Fill = "auto") -> None:
+        expect_choice("fill", fill, Fill)
+        self.fill = fill
+
+    def start(self, context: RunContext) -> None:
+        """Keep what ranks the experts.
+
+        Raises:
+            PolicyError: ``fill=calibrated`` without calibration counts.
+        """
+        if self.fill == "calibrated" and context.calibration is None:
+            raise PolicyError(
+                "cache policy 'static': fill=calibrated needs the counts of a calibration trace; found none"
+            )
+        self._context = context
+
+    def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
+        """Rank all experts, most wanted first, and keep what fits: int64 flat keys, ascending."""
+        shape, rank = self._context.shape, self._rank()
+        if self._context.scope == "global":
+            return np.sort(np.argsort(rank, axis=None, kind="stable")[: int(capacity_slots[0])])
+        by_layer = np.argsort(rank, axis=1, kind="stable")
+        filled = [layer * shape.experts + by_layer[layer, :slots] for layer, slots in enumerate(capacity_slots)]
+        return np.sort(np.concatenate(filled)).astype(np.int64)
+
+    def accessed(self, work: LayerWork) -> None:
+        """Remember nothing."""
+
+    def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
+        """Refuse all."""
+        del work
+        return np.zeros(len(incoming), dtype=np.bool_)
+
+    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+        """Decline all."""
+        del candidates
+        return np.full(len(incoming), -1, np.int64)
+
+    def _rank(self) -> np.ndarray:
+        """Float64 [L, E], lowest for the most wanted; stable sorting leaves ties to the lower key."""
+        shape = self._context.shape
+        if self.fill == "random":
+            return np.random.default_rng(self._context.seed).random((shape.layers, shape.experts))
+        if self.fill == "lowest" or self._context.calibration is None:
+            return np.tile(np.arange(shape.experts, dtype=np.float64), (shape.layers, 1))
+        return -np.asarray(self._context.calibration, dtype=np.float64)

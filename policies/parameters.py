@@ -1,0 +1,158 @@
+"""What a policy can be told: text from a command line, or TOML values, become checked constructor arguments.
+
+A policy's parameters are the keyword arguments of its `__init__`, with their annotations and defaults.
+Nothing is declared twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from policies.base import PolicyError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+REQUIRED = inspect.Parameter.empty
+"""Stands for the default of a parameter that has none."""
+
+_WORDS: dict[str, bool] = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+class Parameter(NamedTuple):
+    """One constructor argument: `accepts` is its annotation, `default` may be `REQUIRED`."""
+
+    name: str
+    accepts: Any
+    default: Any
+
+    @property
+    def type_label(self) -> str:
+        """The accepted types in words: ``int or none``, ``id, fifo or lru``."""
+        return _label(self.accepts)
+
+
+def expect(holds: bool, name: str, expected: str, got: object) -> None:
+    """Check a parameter in a policy's `__init__`.
+
+    Raises:
+        PolicyError: `holds` is false; the text reads ``name: expected …, got …``.
+    """
+    if not holds:
+        raise PolicyError(f"{name}: expected {expected}, got {got!r}")
+
+
+def expect_choice(name: str, got: object, choices: Any) -> None:
+    """Check that `got` is one of the values of the ``Literal`` type `choices`.
+
+    Raises:
+        PolicyError: it is not; the text lists the values.
+    """
+    expect(got in get_args(choices), name, _label(choices), got)
+
+
+def parameters(cls: type) -> tuple[Parameter, ...]:
+    """List what `cls` can be told, in the order of its `__init__`."""
+    if cls.__init__ is object.__init__:  # type: ignore[misc]
+        return ()
+    try:
+        hints = get_type_hints(cls.__init__)  # type: ignore[misc]
+    except NameError:
+        hints = {}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = [p for p in inspect.signature(cls).parameters.values() if p.kind in named]
+    return tuple(Parameter(p.name, hints.get(p.name, _guess(p.default)), p.default) for p in found)
+
+
+def split(text: str) -> dict[str, str]:
+    """Split ``a=1,b=x`` into names and texts; hyphens in names are underscores.
+
+    Raises:
+        PolicyError: a part is not ``name=value``, or a name comes twice.
+    """
+    values: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (name and equals and value):
+            raise PolicyError(f"expected name=value, got {part.strip()!r}")
+        name = name.replace("-", "_")
+        if name in values:
+            raise PolicyError(f"{name}: given twice")
+        values[name] = value
+    return values
+
+
+def typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn `values` into arguments for `cls`: texts are parsed by annotation, other values checked.
+
+    Raises:
+        PolicyError: a parameter is unknown or missing, or a value does not fit.
+    """
+    known = {parameter.name: parameter for parameter in parameters(cls)}
+    for name in values:
+        if name not in known:
+            raise PolicyError(f"unknown parameter {name!r}; known: {', '.join(known) or 'none'}")
+    for parameter in known.values():
+        if parameter.default is REQUIRED and parameter.name not in values:
+            raise PolicyError(f"{parameter.name}: expected {parameter.type_label}, got nothing")
+    return {name: _convert(known[name], value) for name, value in values.items()}
+
+
+def _convert(parameter: Parameter, value: Any) -> Any:
+    for option in _options(parameter.accepts):
+        fits, result = _as(option, value)
+        if fits:
+            return result
+    raise PolicyError(f"{parameter.name}: expected {parameter.type_label}, got {value!r}")
+
+
+def _as(option: Any, value: Any) -> tuple[bool, Any]:
+    """Whether `value` is a value (or the text of a value) of type `option`, and that value."""
+    word = value.lower() if isinstance(value, str) else value
+    if option is bool:
+        word = _WORDS.get(word, word) if isinstance(word, str) else word
+        return isinstance(word, bool), word
+    if option in (int, float):
+        return _number(option, value)
+    if option is type(None):
+        return word is None or word == "none", None
+    if get_origin(option) is Literal:
+        return value in get_args(option), value
+    return option is Any or (isinstance(option, type) and isinstance(value, option)), value
+
+
+def _number(option: type[int | float], value: Any) -> tuple[bool, Any]:
+    """As `_as`, for numbers: integers pass as floats, floats not as integers, truth values as neither."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, option)):
+        return False, value
+    try:
+        return True, option(value)
+    except ValueError:
+        return False, value
+
+
+_TRY_ORDER = (type(None), bool, int, float)
+
+
+def _options(accepts: Any) -> list[Any]:
+    """The members of a union, narrow ones first, so that ``int | str`` reads "4" as a number."""
+    members = list(get_args(accepts)) if get_origin(accepts) in (Union, types.UnionType) else [accepts]
+    narrow = [member for member in _TRY_ORDER if member in members]
+    return narrow + [member for member in members if member not in narrow]
+
+
+def _guess(default: Any) -> Any:
+    """A type for a parameter without an annotation: that of its default."""
+    return type(default) if isinstance(default, (bool, int, float, str)) else int | float | bool | str | None
+
+
+def _label(accepts: Any) -> str:
+    names: list[str] = []
+    for option in _options(accepts):
+        if get_origin(option) is Literal:
+            names.extend(str(value) for value in get_args(option))
+        else:
+            names.append({type(None): "none", bool: "true or false"}.get(option, getattr(option, "__name__", "any")))
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -1,0 +1,47 @@
+"""Ask the coming layers' gates what they would choose now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from policies.base import PrefetchPolicy
+from policies.parameters import expect, expect_choice
+from policies.prediction import Tie, most_wanted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from policies.base import ExpertKey, LayerWork, MachineView
+
+_COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")
+
+
+class NextGate(PrefetchPolicy):
+    """Prefetch the experts that the next gates choose for this layer's gate input.
+
+    Adjacent layers see similar hidden states, so gate l+1 on the input of gate l is a fair guess.
+
+    Args:
+        size: experts per layer ahead, ranked by predicted workload (tokens whose predicted top-k holds them).
+        depth: layers ahead, nearest first: 1 as Mixtral-Offloading, 3 as HybriMoE's look-ahead.
+        refill: False lets experts that are present use up their place (the share of `size` found is then the paper's
+            prefetch accuracy); True takes the next in rank instead.
+        tie: between equal workloads, ``id`` takes the lower id; ``score`` the higher summed score, which matters for
+            one sequence, where all k predicted experts have workload 1.
+
+    Source: Mixtral-Offloading; HybriMoE, section on prefetching (the impact ranking is another policy).
+    """
+
+    def __init__(self, *, size: int = 4, depth: int = 1, refill: bool = False, tie: Tie = "id") -> None:
+        expect(size >= 0, "size", "a number >= 0", size)
+        expect(1 <= depth <= len(_COLUMNS), "depth", f"1 to {len(_COLUMNS)}", depth)
+        expect_choice("tie", tie, Tie)
+        self.size, self.depth, self.refill, self.tie = size, depth, refill, tie
+        self.needs = _COLUMNS[:depth]
+
+    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+        """Rank each layer ahead by itself; nearer layers come first."""
+        wanted: list[ExpertKey] = []
+        for ahead, column in enumerate(self.needs, start=1):
+            wanted += most_wanted(work, view, column, ahead, size=self.size, refill=self.refill, tie=self.tie)
+        return wanted

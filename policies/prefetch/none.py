@@ -1,0 +1,21 @@
+"""No prefetch: experts move when they are asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from policies.base import PrefetchPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from policies.base import ExpertKey, LayerWork, MachineView
+
+
+class NoPrefetch(PrefetchPolicy):
+    """Want nothing."""
+
+    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+        """Return an empty list."""
+        del work, view
+        return ()

@@ -1,0 +1,18 @@
+"""The routing of the trace, or of the model's own gate, untouched."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from policies.base import Gate, MachineView, Routing, RoutingPolicy
+
+
+class AsRecorded(RoutingPolicy):
+    """Every token keeps the experts its gate chose."""
+
+    alters: ClassVar[bool] = False
+
+    def route(self, gate: Gate, view: MachineView) -> Routing:
+        """Return the gate's own choice."""
+        del view
+        return Routing(gate.experts, gate.weights)

@@ -1,0 +1,121 @@
+"""One memory and the policy that rules it: admission with victims, staging for what is declined."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from policies.base import CachePolicy, LayerWork, PolicyError
+from policies.look import distinct_members
+from policies.residency import PER_LAYER
+
+if TYPE_CHECKING:
+    from policies.residency import Residency
+
+
+class Tier:
+    """A `Residency` with its cache policy. The planner is its only caller."""
+
+    def __init__(self, memory: Residency, cache: CachePolicy, name: str) -> None:
+        self.memory = memory
+        self.cache = cache
+        self.name = name
+        self.replaces = type(cache).replacements is not CachePolicy.replacements
+        self._equal_sizes = len(set(memory.expert_bytes)) == 1 or memory.size.scope == PER_LAYER
+        self._admits_all = type(cache).admits is CachePolicy.admits
+
+    def fill(self, keys: np.ndarray) -> None:
+        """Make the policy's initial content resident."""
+        self.memory.fill(keys)
+        self.cache.admitted(keys)
+
+    def admit(self, work: LayerWork, layer: int, keys: np.ndarray, landing_s: np.ndarray) -> list[bool]:
+        """Give each absent key of one layer a place in the cache, or send it to staging.
+
+        Free places go first, in launch order; then the policy names victims among unheld residents.
+
+        Returns:
+            For each key, whether it is staged.
+
+        Raises:
+            PolicyError: the policy named a victim that is not a candidate, or one twice.
+        """
+        memory = self.memory
+        wanted = keys if self._admits_all else keys[self.cache.admits(work, keys)]
+        room = max(0, memory.free_bytes(layer) // memory.expert_bytes[layer])
+        placed = wanted
+        if len(wanted) > room:
+            made = self._make_room(layer, wanted[room:])
+            placed = wanted if room + len(made) == len(wanted) else np.concatenate((wanted[:room], made))
+        if len(placed) == len(keys):
+            memory.reserve(layer, keys, landing_s)
+            self.cache.admitted(keys)
+            return [False] * len(keys)
+        staged = np.isin(keys, placed, invert=True)
+        if len(placed):
+            memory.reserve(layer, placed, landing_s[~staged])
+            self.cache.admitted(placed)
+        memory.stage(keys[staged], landing_s[staged])
+        return staged.tolist()
+
+    def cancel(self, key: int) -> None:
+        """Take back a copy that has not started."""
+        layer, expert = divmod(key, self.memory.experts)
+        keys = np.array([key])
+        if self.memory.staged[layer, expert]:
+            self.memory.drop_staged(keys)
+        else:
+            self.memory.evict(keys)
+            self.cache.evicted(keys)
+
+    def swap(self, outgoing: int, incoming: int, landing_s: float) -> None:
+        """Replace a resident by an absent expert whose copy is now in flight."""
+        out, into = np.array([outgoing]), np.array([incoming])
+        self.memory.evict(out)
+        self.cache.evicted(out)
+        self.memory.reserve(incoming // self.memory.experts, into, np.array([landing_s]))
+        self.cache.admitted(into)
+
+    def _make_room(self, layer: int, incoming: np.ndarray) -> np.ndarray:
+        """Evict for as many of `incoming` as the policy finds victims for; returns those, in order."""
+        if not self._equal_sizes:
+            return self._make_room_unequal(layer, incoming)
+        candidates = self.memory.candidates(layer)
+        incoming = incoming[: len(candidates)]
+        if not len(incoming):
+            return incoming
+        victims = self.cache.victims(incoming, candidates)
+        if victims.min() < 0:
+            incoming, victims = incoming[victims >= 0], victims[victims >= 0]
+        self._evict(victims, candidates)
+        return incoming
+
+    def _make_room_unequal(self, layer: int, incoming: np.ndarray) -> np.ndarray:
+        """Global pool with unequal experts: evict one by one until each incoming expert fits."""
+        placed = []
+        free = self.memory.free_bytes(layer)
+        size = self.memory.expert_bytes[layer]
+        for i in range(len(incoming)):
+            while free < size:
+                candidates = self.memory.candidates(layer)
+                if not len(candidates):
+                    break
+                victim = self.cache.victims(incoming[i : i + 1], candidates)
+                if victim[0] < 0:
+                    break
+                self._evict(victim, candidates)
+                free += self.memory.expert_bytes[int(victim[0]) // self.memory.experts]
+            if free >= size:
+                placed.append(i)
+                free -= size
+        return incoming[placed]
+
+    def _evict(self, victims: np.ndarray, candidates: np.ndarray) -> None:
+        if not distinct_members(victims, candidates):
+            raise PolicyError(
+                f"cache policy {self.name!r}: victims {victims.tolist()} are not distinct members of the"
+                f" {len(candidates)} candidates it was given"
+            )
+        self.memory.evict(victims)
+        self.cache.evicted(victims)

@@ -1,0 +1,1 @@
+"""The real world: expert weights in memory, lanes that compute and copy, and models that run. PyTorch lives here."""

@@ -1,0 +1,165 @@
+"""Operations that slow each other while they overlap. SimPy has no such thing.
+
+Picture people sharing a narrow bench: each works at full speed alone; while another works beside him,
+each slows by a known factor. An operation has an amount of work in seconds-when-alone, and a rate: one
+over the product of the slowdowns that the others running now impose on its class. Whenever somebody
+starts or stops, work done so far is settled and the expected end moves. Two operations that slow each
+other by 2 are processor sharing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from simpy.events import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from simpy.core import Environment
+
+CLASSES = ("ssd", "h2d", "d2h", "gpu", "cpu", "control")
+"""Classes of work. Also the order of events at the same instant: reads and copies land first, then GPU and CPU
+results, then control; within a class the operation that was scheduled first ends first."""
+
+PRIORITY = {name: 2 + rank for rank, name in enumerate(CLASSES)}
+"""The same order as SimPy priorities, after its own URGENT and NORMAL."""
+
+
+class Slots:
+    """Staging slots that a copy must win before it starts; `lane` is who waits for them."""
+
+    __slots__ = ("free", "lane")
+
+    def __init__(self, lane: int, free: int = 0) -> None:
+        self.lane = lane
+        self.free = free
+
+
+class Operation(Event):
+    """Something one lane does without interruption: a product, a copy, a read, a plan.
+
+    It is the SimPy event of its own expected end; if that moves, an `_End` stands in for it.
+
+    Attributes:
+        lane: index of the lane.
+        kind: kind of span.
+        work_s: seconds it takes alone.
+        on_end: called with the operation when its work is done.
+        staged: needs a staging slot before it starts.
+        frees: gives one back when it ends.
+        start_s: when it started; negative before.
+        end: the event that counts as its end, if that is not the operation itself (which would be a cycle).
+    """
+
+    __slots__ = (
+        "end", "expert", "frees", "kind", "lane", "layer", "left_s", "nbytes", "on_end", "rate", "settled_s",
+        "staged", "start_s", "step", "work_s",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        lane: int,
+        kind: int,
+        step: int,
+        layer: int,
+        expert: int,
+        work_s: float,
+        nbytes: int = 0,
+        on_end: Callable[[Operation], None] | None = None,
+    ) -> None:
+        # As simpy.Timeout does: triggered from birth, processed when its time comes.
+        self._ok = True
+        self._value = None
+        self._defused = False
+        self.lane = lane
+        self.kind = kind
+        self.step = step
+        self.layer = layer
+        self.expert = expert
+        self.work_s = work_s
+        self.nbytes = nbytes
+        self.on_end = on_end
+        self.staged = False
+        self.frees: Slots | None = None
+        self.start_s = -1.0
+        self.end: Event | None = None
+
+
+class _End(Event):
+    """A later or earlier end of an operation than first expected."""
+
+    def __init__(self, operation: Operation) -> None:
+        self._ok = True
+        self._value = operation
+        self._defused = False
+
+
+class Contention:
+    """Runs operations at rates that depend on what else is running.
+
+    Args:
+        env: the clock.
+        lane_classes: class of every lane.
+        slowdown: ``slowdown(victim_class, other_class) >= 1``.
+        finished: called with each operation when its work is done.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        lane_classes: Sequence[str],
+        slowdown: Callable[[str, str], float],
+        finished: Callable[[Operation], None],
+    ) -> None:
+        self._env = env
+        self._schedule = env.schedule
+        self._finished = finished
+        self._priority = [PRIORITY[name] for name in lane_classes]
+        self._slowdown = [[slowdown(victim, other) for other in lane_classes] for victim in lane_classes]
+        self._running: list[Operation] = []
+        self.events = 0
+        if all(factor == 1.0 for row in self._slowdown for factor in row):
+            self.start = self._start_alone
+
+    def start(self, operation: Operation) -> None:
+        """Begin an operation now."""
+        operation.start_s = operation.settled_s = self._env.now
+        operation.left_s = operation.work_s
+        operation.rate = 0.0
+        self._running.append(operation)
+        self._adjust()
+
+    def _start_alone(self, operation: Operation) -> None:
+        """Begin an operation on a machine where nothing slows anything."""
+        operation.start_s = self._env.now
+        operation.callbacks = [self._finished]
+        self.events += 1
+        self._schedule(operation, self._priority[operation.lane], operation.work_s)
+
+    def _adjust(self) -> None:
+        """Settle and re-schedule every operation whose rate has changed."""
+        now_s = self._env.now
+        for operation in self._running:
+            factors = self._slowdown[operation.lane]
+            rate = 1.0
+            for other in self._running:
+                if other is not operation:
+                    rate /= factors[other.lane]
+            if rate != operation.rate:
+                operation.left_s = max(0.0, operation.left_s - (now_s - operation.settled_s) * operation.rate)
+                end: Event = operation if operation.rate == 0.0 else _End(operation)
+                operation.end = None if end is operation else end
+                operation.settled_s = now_s
+                operation.rate = rate
+                end.callbacks = [self._ended]
+                self.events += 1
+                self._schedule(end, self._priority[operation.lane], operation.left_s / rate)
+
+    def _ended(self, end: Event) -> None:
+        operation: Operation = end if isinstance(end, Operation) else end._value  # noqa: SLF001 - our own event
+        if (operation.end or operation) is not end:
+            return  # it has moved since
+        self._running.remove(operation)
+        self._adjust()
+        self._finished(operation)

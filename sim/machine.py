@@ -1,0 +1,120 @@
+"""The machine: workers that serve lanes, one operation at a time, as a hardware profile says.
+
+A lane is a kind of work (GPU compute, host-to-GPU copies, …); a worker is who does it. Where lanes share
+a worker, they take turns in the profile's order. Inside a lane, demand goes before prefetches, prefetches
+before replacements, and otherwise first come, first served. Nothing is preempted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from sim.contention import Contention, Operation, Slots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from simpy.core import Environment
+
+    from hwprofiles.profile import HardwareProfile
+    from traces.timeline import Timeline
+
+DEMAND, AHEAD, REPLACING = 0, 1, 2
+"""Priorities inside a lane."""
+
+
+class Worker:
+    """Serves the queues of its lanes in order; busy with at most one operation."""
+
+    __slots__ = ("_start", "busy", "gates", "queues", "waiting")
+
+    def __init__(self, start: Callable[[Operation], None]) -> None:
+        self._start = start
+        self.busy = False
+        self.waiting = 0
+        self.queues: list[deque[Operation]] = []
+        self.gates: list[Slots | None] = []
+
+    def serve(self) -> None:
+        """Start the next operation that may start, if idle."""
+        if self.busy or not self.waiting:
+            return
+        for queue, gate in zip(self.queues, self.gates, strict=True):
+            if not queue:
+                continue
+            if gate is not None and queue[0].staged:
+                if gate.free < 1:
+                    continue
+                gate.free -= 1
+            self.busy = True
+            self.waiting -= 1
+            self._start(queue.popleft())
+            return
+
+
+class Machine:
+    """Lanes of one hardware profile in virtual time; every finished operation becomes a span."""
+
+    def __init__(self, env: Environment, profile: HardwareProfile, timeline: Timeline) -> None:
+        self.env = env
+        self.lanes = profile.lanes
+        classes = [lane.rstrip("0123456789") for lane in self.lanes]
+        self.contention = Contention(env, classes, profile.contention.slowdown, self._finished)
+        self._record = timeline.spans.extend
+        self._worker_of: list[Worker] = [Worker(self.contention.start)] * len(self.lanes)
+        self._queue: list[list[deque[Operation]]] = [[] for _ in self.lanes]
+        self.staging = [Slots(self.lanes.index(f"h2d{gpu}")) for gpu in range(profile.gpus)]
+        self.host_staging = Slots(self.lanes.index("ssd") if "ssd" in self.lanes else -1)
+        for lanes in profile.workers.values():
+            worker = Worker(self.contention.start)
+            for name in lanes:
+                index = self.lanes.index(name)
+                self._worker_of[index] = worker
+                for priority in (DEMAND, AHEAD, REPLACING):
+                    queue: deque[Operation] = deque()
+                    self._queue[index].append(queue)
+                    worker.queues.append(queue)
+                    worker.gates.append(self._gate(name, priority))
+
+    def _gate(self, lane: str, priority: int) -> Slots | None:
+        if lane.startswith("h2d") and priority == DEMAND:
+            return self.staging[int(lane[3:])]
+        return self.host_staging if lane == "ssd" else None
+
+    def submit(self, operation: Operation, priority: int = DEMAND) -> None:
+        """Queue an operation; it starts at once if its worker is idle."""
+        worker = self._worker_of[operation.lane]
+        if not worker.busy and not worker.waiting and not operation.staged:
+            worker.busy = True
+            self.contention.start(operation)
+            return
+        self._queue[operation.lane][priority].append(operation)
+        worker.waiting += 1
+        worker.serve()
+
+    def withdraw(self, operation: Operation, priority: int) -> bool:
+        """Take back an operation that has not started; False if it has."""
+        try:
+            self._queue[operation.lane][priority].remove(operation)
+        except ValueError:
+            return False
+        self._worker_of[operation.lane].waiting -= 1
+        return True
+
+    def _finished(self, operation: Operation) -> None:
+        """Record the span, let the operation's consequences queue, then let its worker go on."""
+        lane = operation.lane
+        self._record((
+            lane, operation.kind, operation.step, operation.layer, operation.expert,
+            operation.start_s, self.env.now, operation.nbytes,
+        ))  # fmt: skip
+        worker = self._worker_of[lane]
+        worker.busy = False
+        if operation.frees is not None:
+            operation.frees.free += 1
+            self._worker_of[operation.frees.lane].serve()
+        if operation.on_end is not None:
+            operation.on_end(operation)
+        if worker.waiting:
+            worker.serve()

@@ -1,0 +1,129 @@
+"""Copies in virtual time: SSD to host memory to GPU, as a chain, demand before prefetch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from policies.plan import FETCH, READ, REPLACE
+from sim.contention import Operation
+from sim.machine import AHEAD, DEMAND, REPLACING
+from traces import timeline as kinds
+
+if TYPE_CHECKING:
+    from hwprofiles.costs import Costs
+    from policies.plan import Copies
+    from policies.planner import Planner
+    from sim.machine import Machine
+
+
+class Transfers:
+    """Carries out the planner's copies and reports their landings to it."""
+
+    def __init__(self, machine: Machine, planner: Planner, costs: Costs) -> None:
+        self._machine = machine
+        self._planner = planner
+        shape = planner.shape
+        self._experts = shape.experts
+        self._bytes = shape.expert_bytes
+        self._dispatch_s = costs.dispatch_s
+        self._copy_s = [[costs.copy_s(layer, g) for layer in range(shape.layers)] for g in range(planner.gpus)]
+        self._read_s = [costs.read_s(layer) for layer in range(shape.layers)] if planner.host else []
+        self._link = [machine.lanes.index(f"h2d{gpu}") for gpu in range(planner.gpus)]
+        self._ssd = machine.lanes.index("ssd") if "ssd" in machine.lanes else -1
+        self._landing: dict[tuple[int, int], Operation] = {}  # (gpu, key) -> GPU compute that waits
+        self._reading: dict[int, list[Then]] = {}  # key -> what waits for host memory
+        self._waiting: dict[int, dict[tuple[int, int, int], Operation]] = {}  # layer -> prefetches not started
+
+    def enqueue(self, copies: Copies, step: int) -> None:
+        """Queue copies in their order."""
+        layer = copies.layer
+        priority = DEMAND if copies.kind in {FETCH, READ} else REPLACING if copies.kind == REPLACE else AHEAD
+        for i, expert in enumerate(copies.experts):
+            key = layer * self._experts + expert
+            if copies.kind == READ:
+                self._read(step, layer, expert, priority, staged=copies.host_staged[i])
+                continue
+            link = Operation(
+                self._link[copies.gpu],
+                copies.kind,
+                step,
+                layer,
+                expert,
+                self._copy_s[copies.gpu][layer] + self._dispatch_s,
+                self._bytes[layer],
+                self._landed,
+            )
+            link.staged = copies.kind == FETCH and copies.staged[i]
+            link.frees = self._machine.host_staging if copies.host_staged[i] else None
+            first = link
+            if copies.read[i]:
+                first = self._read(step, layer, expert, priority, staged=copies.host_staged[i])
+                self._reading[key].append(Then(link, priority))
+            elif key in self._reading:
+                self._reading[key].append(Then(link, priority))
+            else:
+                self._machine.submit(link, priority)
+            if priority == AHEAD:
+                self._waiting.setdefault(layer, {})[copies.gpu, layer, expert] = first
+
+    def when_landed(self, gpu: int, key: int, compute: Operation) -> None:
+        """Submit `compute` when a copy in flight lands on a GPU."""
+        self._landing[gpu, key] = compute
+
+    def when_read(self, key: int, compute: Operation) -> None:
+        """Submit `compute` when an expert on its way from the SSD is in host memory."""
+        self._reading[key].append(Then(compute))
+
+    def begin_layer(self, layer: int) -> None:
+        """Drop, or turn into demand, the prefetches for this layer whose chain has not started."""
+        waiting = self._waiting.pop(layer, None)
+        if not waiting:
+            return
+        machine = self._machine
+        unstarted = {key: op for key, op in waiting.items() if self._idle(op) and machine.withdraw(op, AHEAD)}
+        for key in self._planner.late(list(unstarted)):
+            operation = unstarted.pop(key)
+            if operation.kind == kinds.READ:
+                del self._reading[self._key(operation)]
+        for operation in unstarted.values():
+            if operation.kind == kinds.READ:
+                for then in self._reading[self._key(operation)]:
+                    then.priority = DEMAND
+            machine.submit(operation, DEMAND)
+
+    def _idle(self, operation: Operation) -> bool:
+        """Whether a prefetch's first operation has not started and serves nothing else."""
+        alone = operation.kind != kinds.READ or len(self._reading[self._key(operation)]) == 1
+        return operation.start_s < 0.0 and alone
+
+    def _key(self, operation: Operation) -> int:
+        return operation.layer * self._experts + operation.expert
+
+    def _read(self, step: int, layer: int, expert: int, priority: int, *, staged: bool) -> Operation:
+        work_s = self._read_s[layer] + self._dispatch_s
+        operation = Operation(self._ssd, kinds.READ, step, layer, expert, work_s, self._bytes[layer], self._read_done)
+        operation.staged = staged
+        self._reading[layer * self._experts + expert] = []
+        self._machine.submit(operation, priority)
+        return operation
+
+    def _read_done(self, operation: Operation) -> None:
+        self._planner.read_done(operation.layer, operation.expert)
+        for then in self._reading.pop(self._key(operation)):
+            self._machine.submit(then.operation, then.priority)
+
+    def _landed(self, operation: Operation) -> None:
+        gpu = self._link.index(operation.lane)
+        self._planner.landed(gpu, operation.layer, operation.expert)
+        compute = self._landing.pop((gpu, self._key(operation)), None)
+        if compute is not None:
+            self._machine.submit(compute)
+
+
+class Then:
+    """What follows once an expert is in host memory."""
+
+    __slots__ = ("operation", "priority")
+
+    def __init__(self, operation: Operation, priority: int = DEMAND) -> None:
+        self.operation, self.priority = operation, priority

@@ -1,0 +1,476 @@
+"""The expert store gives back every byte it was given, or says in one line why not."""
+
+import errno
+import json
+import os
+import shutil
+import threading
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from runtime import direct_io, sources
+from runtime.direct_io import BLOCK_BYTES, DirectFile
+from runtime.errors import RuntimeFault, StoreError
+from runtime.memory import DeviceSlots, HostTier
+from runtime.store import DATA_NAME, INDEX_NAME, JOURNAL_NAME, open_store
+from runtime.store_build import build_random_store, build_store
+from traces.schema import ModelShape
+
+SHAPE = ModelShape(
+    name="toy", layers=3, experts=4, top_k=2, hidden=32, expert_intermediate=16, expert_bytes=(1,) * 3, other_bytes=0
+)
+# gate and up 2 x 16 x 32, down 32 x 16: 1,536 weights of 2 bytes fit one block
+SHAPE_STRIDE = 4096
+
+
+@pytest.fixture(scope="module")
+def mixtral():
+    """Return a random two-layer model of four experts."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    return MixtralForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(mixtral, tmp_path_factory):
+    """Return the model as a sharded directory with one tensor per expert and projection."""
+    directory = tmp_path_factory.mktemp("checkpoint") / "toy-mixtral"
+    mixtral.save_pretrained(directory, max_shard_size="64KB")
+    names = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(names.values())) > 2
+    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in names
+    return directory
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Return a small random store."""
+    with build_random_store(SHAPE, tmp_path / "store") as built:
+        yield built
+
+
+class KilledError(Exception):
+    """The process was killed here."""
+
+
+def kill_after(records):
+    """Make a progress callback that kills the build after so many records."""
+
+    def progress(at):
+        if at.records == records:
+            raise KilledError
+
+    return progress
+
+
+def contents(directory):
+    return (directory / DATA_NAME).read_bytes(), (directory / INDEX_NAME).read_bytes()
+
+
+# -- what was stored comes back ------------------------------------------------------------------
+
+
+def test_every_expert_reads_back_bit_for_bit(mixtral, tmp_path):
+    with build_store(mixtral, tmp_path / "s") as store, HostTier(1, store.slot_bytes) as tier:
+        for layer in range(2):
+            experts = mixtral.model.layers[layer].mlp.experts
+            for expert in range(4):
+                store.read_into(layer, expert, tier.record(0), check=True)
+                weights = tier.weights(0, store.layout(layer))
+                assert torch.equal(weights.up, experts.gate_up_proj[expert])
+                assert torch.equal(weights.down, experts.down_proj[expert])
+
+
+def test_a_checkpoint_and_its_model_in_memory_give_the_same_bytes(mixtral, checkpoint, tmp_path):
+    build_store(mixtral, tmp_path / "memory").close()
+    build_store(checkpoint, tmp_path / "disk").close()
+    assert contents(tmp_path / "memory")[0] == contents(tmp_path / "disk")[0]
+
+
+def test_converting_whole_layers_gives_the_same_bytes_as_one_expert_at_a_time(checkpoint, tmp_path, monkeypatch):
+    build_store(checkpoint, tmp_path / "one").close()
+    monkeypatch.setattr(sources._Recipe, "one_by_one", lambda self, count: False)
+    build_store(checkpoint, tmp_path / "whole").close()
+    assert contents(tmp_path / "one") == contents(tmp_path / "whole")
+
+
+def test_one_expert_at_a_time_never_reads_the_tensors_of_another(checkpoint):
+    source = sources.CheckpointSource(checkpoint)
+    asked = []
+    read = source._tensor
+    source._tensor = lambda key, part=None: (asked.append(key), read(key, part))[1]
+    source.expert(1, 2)
+    where = "model.layers.1.block_sparse_moe.experts.2"
+    assert sorted(asked) == [f"{where}.{name}.weight" for name in ("w1", "w2", "w3")]
+
+
+def test_records_are_contiguous_and_begin_on_blocks(mixtral, tmp_path):
+    """Gate and up 96 x 32, down 32 x 48, four bytes each: 18,432 bytes, padded to five blocks."""
+    with build_store(mixtral, tmp_path / "s") as store:
+        assert store.layout(0).expert_bytes == 96 * 32 * 4 + 32 * 48 * 4 == 18_432
+        assert store.record_bytes(0) == store.slot_bytes == 20_480
+        assert store.index.offsets == tuple(range(0, 8 * 20_480, 20_480))
+        assert (tmp_path / "s" / DATA_NAME).stat().st_size == 8 * 20_480
+
+
+def test_a_store_may_hold_another_dtype_than_its_model(checkpoint, mixtral, tmp_path):
+    with build_store(checkpoint, tmp_path / "s", dtype="bfloat16") as store, HostTier(1, store.slot_bytes) as tier:
+        store.read_into(0, 3, tier.record(0))
+        expected = mixtral.model.layers[0].mlp.experts.down_proj[3].bfloat16()
+        assert torch.equal(tier.weights(0, store.layout(0)).down, expected)
+
+
+# -- random stores -------------------------------------------------------------------------------
+
+
+def test_equal_seeds_give_equal_bytes_and_other_seeds_others(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        build_random_store(SHAPE, tmp_path / name, seed).close()
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert contents(tmp_path / "a")[0] != contents(tmp_path / "c")[0]
+
+
+def test_distinct_records_bound_the_disk_and_are_used_in_turn(tmp_path):
+    """Twelve experts share five records: expert 5 (layer 1, expert 1) reads the first again."""
+    with build_random_store(SHAPE, tmp_path / "s", distinct=5) as store, HostTier(2, store.slot_bytes) as tier:
+        assert store.index.distinct == 5
+        assert store.index.data_bytes == 5 * SHAPE_STRIDE
+        assert store.index.records == ((0, 1, 2, 3), (4, 0, 1, 2), (3, 4, 0, 1))
+        store.read_into(0, 0, tier.record(0))
+        store.read_into(1, 1, tier.record(1))
+        assert torch.equal(tier.record(0), tier.record(1))
+        store.verify()
+
+
+def test_distinct_beyond_the_number_of_experts_is_refused(tmp_path):
+    with pytest.raises(StoreError, match=r"distinct: expected 1 to 12 .*got 13"):
+        build_random_store(SHAPE, tmp_path / "s", distinct=13)
+
+
+# -- builds that are stopped ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("records", [1, 5, 12])
+def test_a_killed_build_continues_and_gives_the_same_bytes(tmp_path, records):
+    build_random_store(SHAPE, tmp_path / "whole").close()
+    with pytest.raises(KilledError):
+        build_random_store(SHAPE, tmp_path / "s", progress=kill_after(records))
+    with pytest.raises(StoreError, match="an unfinished build; run it again to continue"):
+        open_store(tmp_path / "s")
+    seen = []
+    build_random_store(SHAPE, tmp_path / "s", progress=seen.append).close()
+    assert [at.records for at in seen] == list(range(records + 1, 13))
+    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == [DATA_NAME, INDEX_NAME]
+
+
+def test_a_checkpoint_build_continues_too(checkpoint, tmp_path):
+    build_store(checkpoint, tmp_path / "whole").close()
+    with pytest.raises(KilledError):
+        build_store(checkpoint, tmp_path / "s", progress=kill_after(3))
+    build_store(checkpoint, tmp_path / "s").close()
+    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+
+
+def test_what_the_journal_vouches_for_is_checked(tmp_path):
+    """A record that did not reach the disk, and a journal line that was torn, are written again."""
+    build_random_store(SHAPE, tmp_path / "whole").close()
+    with pytest.raises(KilledError):
+        build_random_store(SHAPE, tmp_path / "s", progress=kill_after(6))
+    with (tmp_path / "s" / (DATA_NAME + ".part")).open("r+b") as data:
+        data.seek(2 * SHAPE_STRIDE + 100)
+        data.write(b"lost")
+    with (tmp_path / "s" / JOURNAL_NAME).open("a") as journal:
+        journal.write("6 12345")
+    seen = []
+    build_random_store(SHAPE, tmp_path / "s", progress=seen.append).close()
+    assert seen[0].records == 3
+    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+
+
+def test_a_build_killed_between_its_last_renames_continues(tmp_path):
+    directory = tmp_path / "s"
+    with pytest.raises(KilledError):
+        build_random_store(SHAPE, directory, progress=kill_after(12))
+    (directory / (DATA_NAME + ".part")).rename(directory / DATA_NAME)
+    seen = []
+    build_random_store(SHAPE, directory, progress=seen.append).close()
+    assert seen == []
+    open_store(directory, verify=True).close()
+
+
+def test_the_journal_of_another_model_is_not_trusted(tmp_path):
+    build_random_store(SHAPE, tmp_path / "whole", 2).close()
+    with pytest.raises(KilledError):
+        build_random_store(SHAPE, tmp_path / "s", 1, progress=kill_after(6))
+    build_random_store(SHAPE, tmp_path / "s", 2).close()
+    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+
+
+def test_two_builds_in_one_directory_are_refused(tmp_path):
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold(_at):
+        entered.set()
+        leave.wait(20)
+
+    first = threading.Thread(target=lambda: build_random_store(SHAPE, tmp_path / "s", progress=hold).close())
+    first.start()
+    try:
+        assert entered.wait(20)
+        with pytest.raises(StoreError, match="another build is at work here"):
+            build_random_store(SHAPE, tmp_path / "s")
+    finally:
+        leave.set()
+        first.join()
+    open_store(tmp_path / "s", verify=True).close()
+
+
+def test_a_full_disk_is_refused_before_the_first_byte(tmp_path, monkeypatch):
+    usage = SimpleNamespace(free=12 * SHAPE_STRIDE - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(StoreError, match="of free disk space, found"):
+        build_random_store(SHAPE, tmp_path / "s")
+    assert (tmp_path / "s" / (DATA_NAME + ".part")).stat().st_size == 0
+
+
+def test_a_finished_store_is_opened_not_built_and_not_overwritten(tmp_path):
+    build_random_store(SHAPE, tmp_path / "s", 1).close()
+    seen = []
+    build_random_store(SHAPE, tmp_path / "s", 1, progress=seen.append).close()
+    assert seen == []
+    with pytest.raises(StoreError, match=r"found that of toy \(random\)"):
+        build_random_store(SHAPE, tmp_path / "s", 2)
+
+
+# -- stores that cannot be trusted ---------------------------------------------------------------
+
+
+def test_a_truncated_store_is_refused(store):
+    path = store.directory / DATA_NAME
+    os.truncate(path, 12 * SHAPE_STRIDE - 1)
+    with pytest.raises(StoreError, match=r"experts\.bin: expected 49152 bytes, found 49151; it was truncated"):
+        open_store(store.directory)
+
+
+def test_a_store_truncated_while_open_is_noticed_by_the_read(store):
+    os.truncate(store.directory / DATA_NAME, 11 * SHAPE_STRIDE + 512)
+    with HostTier(1, store.slot_bytes) as tier, pytest.raises(StoreError, match="at byte 45056, the file ended after"):
+        store.read_into(2, 3, tier.record(0))
+
+
+def test_a_flipped_bit_is_found_where_it_is(store):
+    path = store.directory / DATA_NAME
+    raw = bytearray(path.read_bytes())
+    raw[6 * SHAPE_STRIDE + 17] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(StoreError, match=r"layer 1, expert 2 \(byte 24576\): checksum does not match"):
+        open_store(store.directory, verify=True)
+    with open_store(store.directory) as damaged, HostTier(1, store.slot_bytes) as tier:
+        damaged.read_into(1, 1, tier.record(0), check=True)
+        with pytest.raises(StoreError, match="layer 1, expert 2"):
+            damaged.read_into(1, 2, tier.record(0), check=True)
+
+
+def test_an_altered_index_is_refused(store):
+    path = store.directory / INDEX_NAME
+    path.write_text(path.read_text().replace('"toy (random)"', '"toy (altered)"'))
+    with pytest.raises(StoreError, match="its digest does not match: it was altered"):
+        open_store(store.directory)
+
+
+def test_another_version_is_refused(store):
+    path = store.directory / INDEX_NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
+    with pytest.raises(StoreError, match="store version: expected 1, found 99"):
+        open_store(store.directory)
+
+
+def test_a_foreign_index_is_refused(store):
+    (store.directory / INDEX_NAME).write_text("[1, 2]")
+    with pytest.raises(StoreError, match="expected the index of an expert store"):
+        open_store(store.directory)
+
+
+def test_missing_files_are_named(store, tmp_path):
+    (store.directory / DATA_NAME).unlink()
+    with pytest.raises(StoreError, match=r"experts\.bin: cannot open: No such file"):
+        open_store(store.directory)
+    with pytest.raises(StoreError, match=r"expected an expert store with store\.json, found none"):
+        open_store(tmp_path / "nowhere")
+
+
+# -- reads ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """Return a file of nine blocks that differ everywhere, and its bytes."""
+    raw = torch.randint(0, 256, (9 * BLOCK_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    path = tmp_path / "numbered"
+    path.write_bytes(raw.numpy().tobytes())
+    return path, raw
+
+
+def read_blocks(path, first, blocks, *, pretend_direct=False):
+    """Read blocks through `DirectFile`; with `pretend_direct`, by its rules for direct I/O on any file system."""
+    with HostTier(1, blocks * BLOCK_BYTES) as tier, DirectFile(path, direct=False) as file:
+        file.direct = pretend_direct
+        file.read_into(first * BLOCK_BYTES, memoryview(tier.record(0).numpy()))
+        return tier.record(0).clone()
+
+
+@pytest.mark.parametrize("most", [BLOCK_BYTES, 5000, 3 * BLOCK_BYTES + 1])
+@pytest.mark.parametrize("direct", [False, True])
+def test_short_reads_are_continued_and_direct_ones_from_whole_blocks(numbered, monkeypatch, most, direct):
+    path, raw = numbered
+    places = []
+    real = os.preadv
+
+    def short(descriptor, buffers, offset):
+        places.append(offset)
+        return real(descriptor, [buffers[0][:most]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    found = read_blocks(path, 1, 7, pretend_direct=direct)
+    assert torch.equal(found, raw[BLOCK_BYTES : 8 * BLOCK_BYTES])
+    assert len(places) >= 7 * BLOCK_BYTES // most
+    if direct:
+        assert all(place % BLOCK_BYTES == 0 for place in places)
+
+
+def test_a_disk_that_only_trickles_is_a_fault_not_a_hang(numbered, monkeypatch):
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: real(fd, [buffers[0][:100]], at))
+    with pytest.raises(RuntimeFault, match="at byte 4096 gave 100 bytes, 4 times in a row; check the disk"):
+        read_blocks(numbered[0], 1, 2, pretend_direct=True)
+
+
+def test_a_failing_disk_is_named_with_file_and_place(numbered, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(RuntimeFault, match=r"numbered: reading 8192 bytes at byte 4096 failed: .*\(EIO\)"):
+        read_blocks(numbered[0], 1, 2)
+
+
+@pytest.mark.parametrize("refused_by", ["open", "read"])
+def test_a_file_system_without_direct_io_is_said_plainly_and_its_cache_is_dropped(numbered, monkeypatch, refused_by):
+    path, raw = numbered
+    forgotten = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _fd, at, size, advice: forgotten.append((at, size, advice)))
+    if refused_by == "open":
+        real = os.open
+
+        def no_direct(name, flags, *mode):
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return real(name, flags, *mode)
+
+        monkeypatch.setattr(os, "open", no_direct)
+    else:
+
+        def refuse(_descriptor):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        monkeypatch.setattr(direct_io, "_probe", refuse)
+    with DirectFile(path) as file, HostTier(1, BLOCK_BYTES) as tier:
+        assert not file.direct
+        assert "refuses" in file.reason
+        assert "page cache" in file.reason
+        file.read_into(BLOCK_BYTES, memoryview(tier.record(0).numpy()))
+        assert torch.equal(tier.record(0), raw[BLOCK_BYTES : 2 * BLOCK_BYTES])
+    assert forgotten == [(BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_DONTNEED)]
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [HostTier, DeviceSlots])
+def test_slots_are_aligned_disjoint_and_handed_out_lowest_first(kind):
+    with kind(3, 5000) as tier:
+        assert tier.slot_bytes == 8192
+        assert [tier.take(), tier.take(), tier.take()] == [0, 1, 2]
+        assert all(tier.record(slot).data_ptr() % BLOCK_BYTES == 0 for slot in range(3))
+        tier.record(1).fill_(7)
+        assert (int(tier.record(0).max()), int(tier.record(2).max())) == (0, 0)
+        with pytest.raises(RuntimeFault, match="all 3 slots of 8192 bytes on cpu are taken"):
+            tier.take()
+        tier.give_back(1)
+        assert (tier.free, tier.take()) == (1, 1)
+
+
+def test_views_share_the_slot(store):
+    with HostTier(1, store.slot_bytes) as tier:
+        store.read_into(0, 0, tier.record(0))
+        weights = tier.weights(0, store.layout(0))
+        assert weights.up.data_ptr() == tier.record(0).data_ptr()
+        weights.down.fill_(1.0)
+        at = store.layout(0).tensors[1].offset_bytes
+        assert torch.equal(tier.record(0)[at : at + 2].view(torch.bfloat16), torch.ones(1, dtype=torch.bfloat16))
+        assert tier.weights(0, store.layout(0)) is weights
+
+
+def test_memory_is_there_before_the_run():
+    """Untouched pages would not count: 64 MiB of slots are 64 MiB resident."""
+    before = psutil.Process().memory_info().rss
+    with HostTier(16, 4 << 20) as tier:
+        assert tier.total_bytes == 64 << 20
+        assert psutil.Process().memory_info().rss - before >= 60 << 20
+
+
+def test_forked_lanes_see_the_same_slots():
+    with HostTier(1, BLOCK_BYTES) as tier:
+        child = os.fork()
+        if child == 0:
+            memoryview(tier.record(0).numpy())[5] = 42
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert int(tier.record(0)[5]) == 42
+
+
+def test_more_memory_than_there_is_is_refused_in_words():
+    with pytest.raises(RuntimeFault, match=r"GiB available; ask for a smaller cache"):
+        HostTier(1 << 20, 1 << 30)
+
+
+def test_page_locking_without_a_gpu_is_refused_in_words(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeFault, match=r"cannot page-lock .* there is no CUDA device"):
+        HostTier(1, BLOCK_BYTES, page_lock=True)
+
+
+def test_page_locking_that_cuda_refuses_names_the_way_out(monkeypatch):
+    class Runtime:
+        def cudaHostRegister(self, *_):  # noqa: N802 - CUDA's name
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    with pytest.raises(RuntimeFault, match=r"CUDA error 2; ask for less host memory, or raise the limit"):
+        HostTier(1, BLOCK_BYTES, page_lock=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_page_locked_slots_copy_to_device_slots(store):
+    with HostTier(1, store.slot_bytes, page_lock=True) as tier, DeviceSlots(1, store.slot_bytes, "cuda") as device:
+        assert tier.memory.is_pinned()
+        store.read_into(1, 2, tier.record(0), check=True)
+        device.record(0).copy_(tier.record(0), non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(device.weights(0, store.layout(1)).up.cpu(), tier.weights(0, store.layout(1)).up)

@@ -1,0 +1,135 @@
+"""The whole routing of a replay, laid open for oracles.
+
+An oracle mostly asks about *now*: "when is each resident used next?" So one row of next uses per
+layer is kept for the step last asked about, and moving one step ahead touches only the experts
+that were active in it. A question about any other step is answered by binary search.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from traces.batch import compose
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from traces.batch import RoutedStep
+    from traces.reader import Trace
+
+_FAR_STEPS = 32
+"""Beyond so many steps, searching afresh is cheaper than moving along."""
+
+
+class RecordedFuture:
+    """Answers the oracle's questions about steps that were composed beforehand.
+
+    Memory: 14 bytes per active expert of a layer step, nothing else that grows.
+
+    Args:
+        steps: the steps of the replay, in order, from step 0.
+    """
+
+    def __init__(self, steps: Iterable[RoutedStep]) -> None:
+        experts, sizes, count = [np.empty(0, np.int32)], array("q"), 0
+        layers = 1
+        pending: list[np.ndarray] = []
+        for step in steps:
+            layers = len(step.layers)
+            pending += [routed.experts for routed in step.layers]
+            sizes.extend(len(routed.experts) for routed in step.layers)
+            count += 1
+            if len(pending) > 8192:  # few long arrays instead of many short ones
+                experts.append(np.concatenate(pending))
+                pending = []
+        self.steps = count
+        self.layers = layers
+        self._experts = np.concatenate([*experts, *pending])
+        edges = np.concatenate(([0], np.cumsum(np.frombuffer(sizes, np.int64)))).astype(np.int64)
+        self._edges = memoryview(edges)  # plain integers out, at half the price of numpy's
+        self.width = int(self._experts.max(initial=0)) + 1
+        self._index(np.diff(edges))
+
+    @classmethod
+    def of(cls, trace: Trace, *, batch: int = 1, steps: int | None = None) -> Self:
+        """The future of replaying `trace` in batches of `batch`, cut after `steps` forward passes."""
+        return cls(compose(trace, batch=batch, steps=steps))
+
+    @property
+    def never(self) -> int:
+        """The number of steps: past the end, so larger than any use."""
+        return self.steps
+
+    def next_use(self, step: int, layer: int, expert: int) -> int:
+        """First step strictly after `step` in which this expert is active; `never` if there is none."""
+        if expert >= self.width:
+            return self.steps
+        return int(self._row(step, layer)[expert])
+
+    def next_uses(self, step: int, layer: int, experts: np.ndarray) -> np.ndarray:
+        """int64, same shape as `experts`: `next_use` of each."""
+        row = self._row(step, layer)
+        try:
+            return row[experts.astype(np.intp)]  # numpy is several times faster with its own index type
+        except IndexError:  # an expert that is never active may lie beyond the row: onto the spare last entry
+            return row[np.minimum(experts, self.width)]
+
+    def active(self, step: int, layer: int) -> np.ndarray:
+        """int32 [A], ascending: the experts that layer step uses; empty past the end."""
+        if not 0 <= step < self.steps:
+            return self._experts[:0]
+        place = step * self.layers + layer
+        return self._experts[self._edges[place] : self._edges[place + 1]]
+
+    def _index(self, sizes: np.ndarray) -> None:
+        """Sort the uses by (layer, expert), and link each use to the following one."""
+        place = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        key = place % self.layers * np.int32(self.width) + self._experts
+        step = place // self.layers
+        order = np.argsort(key, kind="stable")
+        ranked = key[order]
+        uses = step[order].astype(np.int32)
+        self._uses = memoryview(uses)
+        following = np.append(uses[1:], np.int32(self.steps))
+        following[np.flatnonzero(np.diff(ranked))] = self.steps
+        if len(ranked):
+            following[-1] = self.steps
+        self._following = np.empty(len(order), dtype=np.int32)
+        self._following[order] = following[: len(order)]
+        self._starts = np.searchsorted(ranked, np.arange(self.layers * self.width + 1)).tolist()
+        self._now = [-1] * self.layers
+        self._rows = [self._searched(-1, layer) for layer in range(self.layers)]
+
+    def _searched(self, step: int, layer: int) -> np.ndarray:
+        """int64 [width + 1]: next uses after `step` at `layer`, found from nothing."""
+        row = np.full(self.width + 1, self.steps, dtype=np.int64)
+        base = layer * self.width
+        for expert in range(self.width):
+            start, stop = self._starts[base + expert], self._starts[base + expert + 1]
+            place = bisect_right(self._uses, step, start, stop)
+            if place < stop:
+                row[expert] = self._uses[place]
+        return row
+
+    def _row(self, step: int, layer: int) -> np.ndarray:
+        """int64 [width + 1]: next uses strictly after `step` at `layer`."""
+        now = self._now[layer]
+        if step == now:
+            return self._rows[layer]
+        if step < now:  # a look back must not undo the way already gone
+            return self._searched(step, layer)
+        if step >= self.steps:
+            return np.full(self.width + 1, self.steps, dtype=np.int64)
+        if step - now > _FAR_STEPS:
+            self._rows[layer] = self._searched(step, layer)
+        else:
+            row = self._rows[layer]
+            for passed in range(now + 1, step + 1):
+                start, stop = self._edges[place := passed * self.layers + layer], self._edges[place + 1]
+                row[self._experts[start:stop].astype(np.intp)] = self._following[start:stop].astype(np.int64)
+        self._now[layer] = step
+        return self._rows[layer]

@@ -1,0 +1,181 @@
+"""What a run was worth: every figure a report may print, computed from the three tables of a timeline.
+
+The folds of `traces.folds` go over the tables once; here their numbers become metrics, and `METRICS`
+is the one place that defines them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from traces.folds import Accesses, Copies, LayerSteps, Lanes, Steps
+from traces.schema import Phase
+from traces.timeline import DELAYED, HIT, MISS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from traces.timeline import Timeline
+
+METRICS: dict[str, str] = {
+    "steps": "forward passes",
+    "layer_steps": "MoE layers of forward passes in which anything was computed",
+    "batches": "groups of sequences that ran together",
+    "accesses": "distinct active experts, summed over layer steps",
+    "hits": "accesses that found the expert resident when the layer step was planned",
+    "delayed_hits": "accesses that found it being copied",
+    "misses": "accesses that found it absent",
+    "hit_rate_active": "hits / accesses, CPU-computed experts included",
+    "hit_rate_gpu": "the same over GPU-assigned experts only; null if there are none",
+    "hit_rate_token": "tokens of hits / tokens of accesses",
+    "ttft_s": "seconds from the start of a batch to the end of its prefill, mean over batches; null without prefill",
+    "tpot_s": "seconds between the ends of consecutive steps of a batch, mean over decode steps; null without decode",
+    "tpot_p50_s": "median of the same",
+    "tpot_p95_s": "95th percentile of the same, linearly interpolated",
+    "prefill_tokens": "prompt tokens computed",
+    "decode_tokens": "tokens generated one by one",
+    "prefill_tokens_per_s": "prompt tokens of all sequences / prefill seconds; null without prefill",
+    "prefill_tokens_per_s_seq": "own prompt tokens / prefill seconds, mean over sequences",
+    "decode_tokens_per_s": "generated tokens of all sequences / decode seconds; null without decode",
+    "decode_tokens_per_s_seq": "own generated tokens / own decode seconds, mean over sequences (DALI's definition)",
+    "bytes": "link -> bytes moved",
+    "bandwidth": "link -> bytes per second while it was busy; null if it never was",
+    "busy_s": "lane -> seconds in which it worked",
+    "stall_s": "compute lane -> seconds idle after planning while the expert it computed next was being copied",
+    "planning_s": "seconds spent in decisions",
+    "planning_share": "planning_s / makespan_s",
+    "imbalance": "|CPU busy - busiest GPU| / the longer of both, mean over layer steps",
+    "prefetched": "prefetches copied to a GPU",
+    "prefetch_accuracy": "prefetched experts used before they left / prefetched; null without prefetches",
+    "prefetch_coverage": "prefetched experts used / (those + misses); null without prefetches",
+    "prefetch_timeliness": "prefetched experts fully there when used / used; null if none was used",
+    "refetch_rate_5": "copies to a GPU of experts that had been on it within the five steps before / copies to GPUs",
+    "makespan_s": "seconds from the first start to the last end",
+    "energy_j": "joules: idle watts over the makespan plus extra watts while busy; null without power figures",
+    "tokens_per_kj": "generated tokens per kilojoule; null without power figures or without decode",
+}
+"""Every key of `summarise`: its unit or what is divided by what."""
+
+PLATFORM = "platform"
+"""Key of the power table for watts drawn whatever happens."""
+
+
+def summarise(timeline: Timeline, *, power: Mapping[str, tuple[float, float]] | None = None) -> dict[str, Any]:
+    """Compute all `METRICS` of a run in one pass.
+
+    Memory does not depend on the length of the run, except for eight bytes per decode step.
+
+    Args:
+        timeline: a run, in memory or loaded.
+        power: lane -> (idle watts, busy watts), and optionally ``platform`` -> (idle watts, ignored).
+    """
+    lanes, layer_steps, copies = Lanes(timeline.lanes), LayerSteps(timeline.lanes), Copies(timeline.lanes)
+    accesses, steps = Accesses(timeline.lanes), Steps()
+    waiting = timeline.access_chunks()
+    reached = -1
+    for spans in timeline.chunks():
+        lanes.add(spans)
+        layer_steps.add(spans)
+        seen = copies.add_spans(spans)
+        while reached < seen and (chunk := next(waiting, None)) is not None:
+            accesses.add(chunk)
+            copies.add_accesses(chunk)
+            reached = int(chunk["step"][-1])
+        copies.settle(min(seen, reached) - 1)  # a prefetch ends at most one step after it was issued
+    layer_steps.add(None)
+    for chunk in waiting:
+        accesses.add(chunk)
+        copies.add_accesses(chunk)
+    copies.settle()
+    for chunk in timeline.step_chunks():
+        steps.add(chunk)
+    start_s, end_s = min(lanes.start_s, steps.start_s), max(lanes.end_s, steps.end_s)
+    makespan_s = float(end_s - start_s) if end_s >= start_s else 0.0
+    figures: dict[str, Any] = {
+        **_access_figures(accesses),
+        **_step_figures(steps),
+        **_lane_figures(timeline.lanes, lanes, makespan_s),
+        **_copy_figures(copies, int(accesses.states[MISS])),
+        **_energy_figures(timeline.lanes, lanes, makespan_s, power, steps.tokens[Phase.DECODE]),
+        "layer_steps": layer_steps.layer_steps,
+        "stall_s": {
+            lane: float(layer_steps.stall_s[i]) for i, lane in enumerate(timeline.lanes) if lane.startswith(("cpu", "gpu"))
+        },
+        "imbalance": _ratio(layer_steps.imbalance, layer_steps.layer_steps),
+        "makespan_s": makespan_s,
+    }
+    return {name: figures[name] for name in METRICS}
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return float(part / whole) if whole else None
+
+
+def _access_figures(accesses: Accesses) -> dict[str, Any]:
+    states, gpu, tokens = accesses.states, accesses.gpu_states, accesses.token_states
+    return {
+        "accesses": int(states.sum()),
+        "hits": int(states[HIT]),
+        "delayed_hits": int(states[DELAYED]),
+        "misses": int(states[MISS]),
+        "hit_rate_active": _ratio(states[HIT], states.sum()),
+        "hit_rate_gpu": _ratio(gpu[HIT], gpu.sum()),
+        "hit_rate_token": _ratio(tokens[HIT], tokens.sum()),
+    }
+
+
+def _step_figures(steps: Steps) -> dict[str, Any]:
+    figures: dict[str, Any] = {"steps": steps.steps, "batches": steps.batches}
+    for phase in Phase:
+        tokens = steps.tokens[phase]
+        figures[f"{phase.label}_tokens"] = tokens
+        figures[f"{phase.label}_tokens_per_s"] = _ratio(tokens, steps.seconds[phase])
+        figures[f"{phase.label}_tokens_per_s_seq"] = steps.per_sequence(phase)
+    gaps_s = np.frombuffer(steps.gaps_s)
+    figures["ttft_s"] = _ratio(sum(steps.ttft_s), len(steps.ttft_s))
+    figures["tpot_s"] = _ratio(float(gaps_s.sum()), len(gaps_s))
+    for percent in (50, 95):
+        figures[f"tpot_p{percent}_s"] = float(np.percentile(gaps_s, percent)) if len(gaps_s) else None
+    return figures
+
+
+def _lane_figures(names: tuple[str, ...], lanes: Lanes, makespan_s: float) -> dict[str, Any]:
+    links = [i for i, name in enumerate(names) if name.startswith(("h2d", "d2h", "ssd"))]
+    return {
+        "bytes": {names[i]: int(lanes.bytes[i]) for i in links},
+        "bandwidth": {names[i]: _ratio(lanes.bytes[i], lanes.busy_s[i]) for i in links},
+        "busy_s": {name: float(lanes.busy_s[i]) for i, name in enumerate(names)},
+        "planning_s": lanes.planning_s,
+        "planning_share": _ratio(lanes.planning_s, makespan_s),
+    }
+
+
+def _copy_figures(copies: Copies, misses: int) -> dict[str, Any]:
+    some = copies.prefetched > 0
+    return {
+        "prefetched": copies.prefetched,
+        "prefetch_accuracy": _ratio(copies.used, copies.prefetched),
+        "prefetch_coverage": _ratio(copies.used, copies.used + misses) if some else None,
+        "prefetch_timeliness": _ratio(copies.timely, copies.used),
+        "refetch_rate_5": _ratio(copies.refetched, copies.copies),
+    }
+
+
+def _energy_figures(
+    names: tuple[str, ...],
+    lanes: Lanes,
+    makespan_s: float,
+    power: Mapping[str, tuple[float, float]] | None,
+    tokens: int,
+) -> dict[str, Any]:
+    if power is None:
+        return {"energy_j": None, "tokens_per_kj": None}
+    busy_s = dict(zip(names, lanes.busy_s.tolist(), strict=True))
+    energy_j = 0.0
+    for lane, (idle_w, busy_w) in power.items():
+        energy_j += idle_w * makespan_s
+        if lane != PLATFORM:
+            energy_j += (busy_w - idle_w) * busy_s.get(lane, 0.0)
+    return {"energy_j": energy_j, "tokens_per_kj": _ratio(tokens, energy_j / 1000) if tokens else None}

@@ -1,0 +1,289 @@
+"""A trace is read like a tape: forward, one sequence at a time, and only the columns somebody asked for.
+
+Everything a replay relies on is checked while it streams past, so a damaged file is named by file,
+row and column instead of surfacing later as a wrong number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from traces.arrow import codes, values
+from traces.errors import TraceError
+from traces.files import sha256
+from traces.schema import METADATA_KEY, OPTIONAL_COLUMNS, REQUIRED_COLUMNS, ModelShape, Phase, TraceHeader
+from traces.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_width
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_DTYPES = {"seq": np.int32, "pos": np.int32, "layer": np.int16, "token": np.int32, "experts": np.uint16}
+_AGAIN = "was it cut off while copying? record or import it again"
+
+
+@dataclass(slots=True)
+class SequenceRows:
+    """All rows of one sequence, sorted by pos, layer. N rows, K experts per token, E experts per layer.
+
+    Attributes:
+        seq: sequence id.
+        pos: int32 [N].
+        phase: int8 [N], codes of `Phase`.
+        layer: int16 [N].
+        experts: uint16 [N, K], best first.
+        columns: the optional columns asked for: float16 [N, K] or [N, E]; ``token`` int32 [N].
+    """
+
+    seq: int
+    pos: np.ndarray
+    phase: np.ndarray
+    layer: np.ndarray
+    experts: np.ndarray
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+class Trace:
+    """An opened trace: its header is read and its columns are checked, its rows are not read yet."""
+
+    def __init__(self, path: Path, file: pq.ParquetFile, header: TraceHeader) -> None:
+        self.path = path
+        self.header = header
+        self.shape: ModelShape = header.shape
+        self.columns: frozenset[str] = frozenset(OPTIONAL_COLUMNS) & frozenset(file.schema_arrow.names)
+        self.rows: int = file.metadata.num_rows
+        self.size_bytes: int = path.stat().st_size
+
+    def __repr__(self) -> str:
+        return f"Trace({str(self.path)!r}, {self.shape.name}, {self.rows} rows)"
+
+    def digest(self) -> str:
+        """sha256 of the file, in hexadecimal."""
+        return sha256(self.path)
+
+    def require(self, columns: Iterable[str], who: str) -> None:
+        """Check that the optional `columns` are present.
+
+        Raises:
+            TraceError: naming `who` needs which column.
+        """
+        for name in columns:
+            if name not in self.columns:
+                has = ", ".join(sorted(self.columns)) or "no optional column"
+                raise TraceError(
+                    f"{self.path}: {who} needs column {name!r}, this trace has {has};"
+                    f" record a trace with it, or choose a policy that does not need it"
+                )
+
+    def sequences(self, columns: Iterable[str] = ()) -> Iterator[SequenceRows]:
+        """Stream the trace, one whole sequence at a time, holding little more than that sequence.
+
+        Args:
+            columns: optional columns to read; all others are never touched.
+
+        Raises:
+            TraceError: a column is missing, or the rows break a promise of the format.
+        """
+        wanted = tuple(dict.fromkeys(columns))
+        self.require(wanted, "this replay")
+        pieces: list[dict[str, np.ndarray]] = []
+        first = 0
+        for base, block in self._blocks(wanted):
+            seq = block["seq"]
+            edges = [0, *(np.flatnonzero(np.diff(seq)) + 1).tolist(), len(seq)]
+            for start, stop in zip(edges[:-1], edges[1:], strict=True):
+                if pieces and pieces[0]["seq"][0] != seq[start]:
+                    yield self._sequence(pieces, first)
+                    pieces = []
+                if not pieces:
+                    first = base + start
+                pieces.append({name: values[start:stop] for name, values in block.items()})
+        yield self._sequence(pieces, first)
+
+    def _blocks(self, wanted: tuple[str, ...]) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """Checked blocks of rows as (number of the first row, name -> array)."""
+        names = [*REQUIRED_COLUMNS, *wanted]
+        row_bytes = sum(2 * max(column_width(name, self.header), 1) for name in names)
+        rows = max(1024, min(ROW_GROUP_ROWS, ROW_GROUP_BYTES // row_bytes))
+        base, last = 0, (-1, -1)
+        with _parquet(self.path) as file:
+            batches = file.iter_batches(rows, columns=names, use_threads=False)
+            while True:
+                try:
+                    batch = next(batches, None)
+                except (pa.ArrowException, OSError) as error:
+                    raise TraceError(f"{self.path}: after row {base}: {_first_line(error)}; {_AGAIN}") from None
+                if batch is None:
+                    return
+                if batch.num_rows:
+                    block = {name: self._column(name, batch.column(name), base) for name in names}
+                    last = self._check_order(block, base, last)
+                    yield base, block
+                    base += batch.num_rows
+
+    def _bad(self, row: int, column: str, expected: str, got: object, way_out: str = "record or import it again") -> TraceError:
+        return TraceError(f"{self.path}: row {row}: {column}: expected {expected}, got {got}; {way_out}")
+
+    def _column(self, name: str, array: Any, base: int) -> np.ndarray:
+        """One column of a block as numpy, with its values checked."""
+        if array.null_count:
+            row = base + int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
+            raise self._bad(row, name, "a value", "null")
+        if name == "phase":
+            return self._phases(array, base)
+        width = column_width(name, self.header)
+        if not width:
+            scalars = values(array)
+            if name == "layer":
+                self._check_range(name, scalars.reshape(-1, 1), self.shape.layers, base)
+            return scalars.astype(_DTYPES[name])
+        matrix = self._matrix(name, array, width, base)
+        if name == "experts":
+            self._check_range(name, matrix, self.shape.experts, base)
+            ranked = np.sort(matrix, axis=1)
+            if (repeats := (ranked[:, 1:] == ranked[:, :-1]).any(axis=1)).any():
+                row = int(np.argmax(repeats))
+                raise self._bad(base + row, name, "distinct ids", matrix[row].tolist())
+            return matrix.astype(np.uint16)
+        with np.errstate(over="ignore"):
+            half = matrix.astype(np.float16)
+        if not (finite := np.isfinite(half)).all():
+            row, place = divmod(int(np.argmin(finite.reshape(-1))), width)
+            raise self._bad(base + row, f"{name}[{place}]", "a finite number", matrix[row, place])
+        return half
+
+    def _phases(self, array: Any, base: int) -> np.ndarray:
+        phases = codes(array, [phase.label for phase in Phase])
+        if (phases < 0).any():
+            row = int(np.argmax(phases < 0))
+            raise self._bad(base + row, "phase", "'prefill' or 'decode'", repr(array[row].as_py()))
+        return phases
+
+    def _matrix(self, name: str, array: Any, width: int, base: int) -> np.ndarray:
+        """[N, width] of a list column, without visiting rows one by one."""
+        lengths = np.diff(values(array.offsets))
+        if (lengths != width).any():
+            row = int(np.argmax(lengths != width))
+            what = "top-k of the header" if name in ("experts", "weights") else "experts of the header"
+            raise self._bad(base + row, name, f"{width} values ({what})", int(lengths[row]))
+        flat = array.flatten()
+        if flat.null_count:
+            row = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False))) // width
+            raise self._bad(base + row, name, "values", "null")
+        return values(flat).reshape(-1, width)
+
+    def _check_range(self, name: str, matrix: np.ndarray, limit: int, base: int) -> None:
+        if matrix.size and not (matrix.min() >= 0 and matrix.max() < limit):
+            outside = (matrix < 0) | (matrix >= limit)
+            row, place = divmod(int(np.argmax(outside.reshape(-1))), matrix.shape[1])
+            raise self._bad(
+                base + row, name, f"0..{limit - 1}", matrix[row, place], "does the header's shape fit this trace?"
+            )
+
+    def _check_order(self, block: dict[str, np.ndarray], base: int, last: tuple[int, int]) -> tuple[int, int]:
+        layers = self.shape.layers
+        seq = np.concatenate(([last[0]], block["seq"]))
+        place = np.concatenate(([last[1]], block["pos"].astype(np.int64) * layers + block["layer"]))
+        step = np.diff(seq)
+        later = (step > 0) | ((step == 0) & (np.diff(place) > 0))
+        if not later.all():
+            row = int(np.argmin(later))
+            here = f"seq {block['seq'][row]} pos {block['pos'][row]} layer {block['layer'][row]}"
+            before = f"seq {seq[row]} pos {place[row] // layers} layer {place[row] % layers}"
+            raise self._bad(base + row, "seq, pos, layer", "ascending rows", f"{here} after {before}", "sort the rows")
+        return int(seq[-1]), int(place[-1])
+
+    def _sequence(self, pieces: list[dict[str, np.ndarray]], first: int) -> SequenceRows:
+        """Join the pieces of one sequence and check that its steps are whole."""
+        rows = pieces[0] if len(pieces) == 1 else {n: np.concatenate([p[n] for p in pieces]) for n in pieces[0]}
+        phase, layer, pos = rows["phase"], rows["layer"], rows["pos"]
+        layers = self.shape.layers
+        prompt = int(np.searchsorted(phase, Phase.DECODE)) if phase[-1] == Phase.DECODE else len(phase)
+        if (back := np.diff(phase) < 0).any():
+            row = first + int(np.argmax(back)) + 1
+            raise self._bad(row, "phase", "decode until the sequence ends", "'prefill' after 'decode'")
+        if prompt and len(missing := np.setdiff1d(np.arange(layers), layer[:prompt])):
+            raise self._bad(first, "layer", f"a prefill token at each of {layers} layers", f"none at layer {missing[0]}")
+        decode = layer[prompt:]
+        whole = np.resize(np.arange(layers, dtype=np.int16), len(decode))
+        if len(decode) % layers or (decode != whole).any():
+            row = int(np.argmax(decode != whole)) if (decode != whole).any() else len(decode) - 1
+            raise self._bad(
+                first + prompt + row, "layer", f"every decode token at all {layers} layers (next: {whole[row]})"
+                if (decode != whole).any() else f"every decode token at all {layers} layers", f"layer {decode[row]}"
+                f" of pos {pos[prompt + row]}" if (decode != whole).any() else f"the end after layer {decode[row]}",
+                "a token without all its layers cannot be replayed",
+            )
+        if len(decode) and (np.diff(pos[prompt:].reshape(-1, layers), axis=1) != 0).any():
+            mixed = (np.diff(pos[prompt:].reshape(-1, layers), axis=1) != 0).any(axis=1)
+            row = first + prompt + int(np.argmax(mixed)) * layers
+            raise self._bad(row, "pos", f"one position for all {layers} layers of a decode token", "several")
+        optional = {name: rows[name] for name in rows if name not in REQUIRED_COLUMNS}
+        return SequenceRows(int(rows["seq"][0]), pos, phase, layer, rows["experts"], optional)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _parquet(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path, read_dictionary=["phase"], memory_map=False, pre_buffer=False)
+    except FileNotFoundError:
+        raise TraceError(f"{path}: no such file; `moesim record` or `moesim trace import` makes a trace") from None
+    except IsADirectoryError:
+        raise TraceError(f"{path}: expected a Parquet file, found a folder") from None
+    except (pa.ArrowException, OSError) as error:
+        raise TraceError(f"{path}: not a readable Parquet file: {_first_line(error)}; {_AGAIN}") from None
+
+
+def _check_schema(path: Path, schema: pa.Schema) -> None:
+    """Refuse missing columns and wrong kinds; other widths of integers and floats are converted while reading."""
+    if missing := [name for name in REQUIRED_COLUMNS if name not in schema.names]:
+        raise TraceError(
+            f"{path}: column {missing[0]!r} is missing, found {', '.join(schema.names)};"
+            " `moesim trace import` converts foreign layouts"
+        )
+    for name in schema.names:
+        if name not in (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS):
+            continue
+        found = schema.field(name).type
+        inner = found.value_type if pa.types.is_list(found) or pa.types.is_dictionary(found) else found
+        if name == "phase":
+            good, expected = pa.types.is_string(inner), "dictionary of strings"
+        elif name in ("seq", "pos", "layer", "token"):
+            good, expected = pa.types.is_integer(found), "integers"
+        elif name == "experts":
+            good, expected = pa.types.is_list(found) and pa.types.is_integer(inner), "list<uint16>"
+        else:
+            good, expected = pa.types.is_list(found) and pa.types.is_floating(inner), "list<float16>"
+        if not good:
+            raise TraceError(f"{path}: column {name!r}: expected {expected}, found {found}; import it again")
+
+
+def open_trace(path: Path | str) -> Trace:
+    """Open a trace and check all that can be known without reading rows.
+
+    Raises:
+        TraceError: no such file, not Parquet, cut off, foreign, without header, of another schema version, or empty.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise TraceError(f"{path}: expected a Parquet file, found a folder")
+    with _parquet(path) as file:
+        metadata = file.schema_arrow.metadata or {}
+        if METADATA_KEY not in metadata:
+            raise TraceError(
+                f"{path}: expected the header 'moesim' in the Parquet metadata, found none;"
+                " `moesim trace import` makes a trace of a foreign file"
+            )
+        header = TraceHeader.from_json(metadata[METADATA_KEY], where=str(path))
+        _check_schema(path, file.schema_arrow)
+        if not file.metadata.num_rows:
+            raise TraceError(f"{path}: expected at least one row, found an empty trace; {_AGAIN}")
+        return Trace(path, file, header)
