@@ -136,7 +136,7 @@ class GateTap:
                 heard.scores = self._facts.scores(every)
             self.heard.append(heard)
             if self._predictions and every is not None:
-                self._predict(layer, lambda asked: gate.forward(asked.view_as(state), *args[1:], **keywords))
+                self._predict(layer, lambda asked: gate.forward(asked.to(state).view_as(state), *args[1:], **keywords))
             self._forget(layer - AHEAD)
 
         return hook

@@ -46,19 +46,18 @@ class DenseLayer(NamedTuple):
             return torch.randn(*shape, device=device).mul_(0.02).to(dtype)
 
         kept = (heads, CONTEXT, HEAD_DIM)
-        return cls(
-            draw(3 * hidden, hidden), draw(hidden, hidden), draw(EXPERTS, hidden), draw(*kept), draw(*kept), draw(hidden)
-        )
+        weights = draw(3 * hidden, hidden), draw(hidden, hidden), draw(EXPERTS, hidden)
+        return cls(*weights, draw(*kept), draw(*kept), draw(hidden))
 
     @property
     def params(self) -> int:
         """Weights read once per step."""
-        return self.qkv.numel() + self.out.numel() + self.gate.numel()
+        return int(self.qkv.numel() + self.out.numel() + self.gate.numel())
 
     @property
     def bytes(self) -> int:
         """Bytes read once per step: weights, keys and values."""
-        return (self.params + self.keys.numel() + self.values.numel()) * self.qkv.itemsize
+        return int(self.params + self.keys.numel() + self.values.numel()) * int(self.qkv.itemsize)
 
     def flops(self, tokens: int) -> float:
         """Multiply-adds count twice, for weights and for attention over the context."""

@@ -52,7 +52,7 @@ def measure_disk(findings: Findings, folder: Path, *, file_bytes: int, seconds: 
     path = folder / _FILE_NAME
     try:
         if shutil.disk_usage(folder).free < 2 * file_bytes:
-            raise RuntimeFault(f"{folder}: less than {2 * file_bytes >> 20} MiB are free; name a folder on another disk")
+            raise RuntimeFault(f"{folder}: fewer than {2 * file_bytes >> 20} MiB are free; name another folder")
         _write_noise(path, file_bytes)
         with DirectFile(path) as file:
             how = "direct reads around the page cache"
@@ -85,13 +85,6 @@ def _measure_reads(findings: Findings, file: DirectFile, seconds: float, source:
     return core_share
 
 
-def disk_reader(file: DirectFile, size: int) -> Callable[[int], None]:
-    """Return operation number i: read another piece of `size` bytes into memory of its own."""
-    memory = mmap.mmap(-1, size)
-    pieces = file.size_bytes // size
-    return lambda index: file.read_into(index * 7 % pieces * size, memoryview(memory))
-
-
 def _write_noise(path: Path, file_bytes: int) -> None:
     """Fill a file with bytes that no disk can compress, and wait until they are there."""
     noise = np.random.default_rng(0).bytes(8 * MIB)
@@ -111,5 +104,3 @@ def _file_system(folder: Path) -> str:
         if whole == part.mountpoint or whole.startswith(part.mountpoint.rstrip("/") + "/")
     ]
     return max(mounts, default=(0, "unknown"))[1]
-
-

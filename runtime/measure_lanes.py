@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from itertools import count
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
+import torch
 
-from runtime.measure_timing import Findings, once_s, sample
+from runtime.measure_timing import Findings, sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 _OPERATIONS: Final = 64
+_ROUNDS: Final = 3
+
+
+class LaneWork(NamedTuple):
+    """What a lane does while others are measured: operation number i, on so many threads."""
+
+    threads: int
+    run: Callable[[int], object]
 
 
 def measure_dispatch(findings: Findings, *, seconds: float) -> None:
@@ -63,7 +74,7 @@ def _nothing() -> None:
 
 
 def measure_contention(
-    findings: Findings, work: Mapping[str, Callable[[int], object]], pairs: list[tuple[str, str]], *, seconds: float
+    findings: Findings, work: Mapping[str, LaneWork], pairs: list[tuple[str, str]], *, seconds: float
 ) -> None:
     """Measure each pair (victim, other) of lane classes: the victim's operation alone and beside the other's.
 
@@ -71,14 +82,13 @@ def measure_contention(
 
     Args:
         findings: receives ``contention.<victim>.<other>``.
-        work: lane class -> operation number i.
+        work: lane class -> what it does.
         pairs: of lane classes on different workers.
         seconds: to spend.
     """
     for victim, other in pairs:
-        ratios = [
-            _slowdown(work[victim], work[other], seconds / (2 * _ROUNDS * len(pairs))) for _ in range(_ROUNDS)
-        ]
+        share_s = seconds / (2 * _ROUNDS * len(pairs))
+        ratios = [_slowdown(work[victim], work[other], share_s) for _ in range(_ROUNDS)]
         findings.number(
             f"contention.{victim}.{other}",
             np.maximum(ratios, 1.0),
@@ -86,25 +96,25 @@ def measure_contention(
         )
 
 
-_ROUNDS: Final = 3
-
-
-def _slowdown(victim: Callable[[int], object], other: Callable[[int], object], seconds: float) -> float:
-    alone = float(np.median(sample(victim, seconds, fewest=3)))
+def _slowdown(victim: LaneWork, other: LaneWork, seconds: float) -> float:
+    torch.set_num_threads(victim.threads)
+    alone = float(np.median(sample(victim.run, seconds, fewest=3)))
     stop, running = threading.Event(), threading.Event()
 
     def neighbour() -> None:
-        index = 0
-        while not stop.is_set():
-            once_s(other, index)
-            index += 1
+        torch.set_num_threads(other.threads)
+        for index in count():
+            other.run(index)
             running.set()
+            if stop.is_set():
+                return
 
     thread = threading.Thread(target=neighbour, name="measured-neighbour", daemon=True)
     thread.start()
     try:
         running.wait()
-        beside = float(np.median(sample(victim, seconds, fewest=3)))
+        torch.set_num_threads(victim.threads)
+        beside = float(np.median(sample(victim.run, seconds, fewest=3)))
     finally:
         stop.set()
         thread.join()

@@ -47,7 +47,8 @@ def measure_planning(findings: Findings, names: Sequence[str], *, seconds: float
         findings.line(f"costs.planning.{name}", ("base_s", "per_expert_s"), line, source)
         findings.report(f"planning-{name}", line.report)
         if name == DEFAULT:
-            findings.line("costs.planning.default", ("base_s", "per_expert_s"), line, f"{source}; taken for policies not measured")
+            words = f"{source}; taken for policies that were not measured"
+            findings.line("costs.planning.default", ("base_s", "per_expert_s"), line, words)
 
 
 def _planning(name: str, active: int) -> Callable[[Callable[[int], object], int], float]:

@@ -5,7 +5,8 @@ whole shelf is allocated before the run and written once, because memory that wa
 first use costs a page fault, and reading it measures the zero page). A slot holds any expert's record; looking at it
 as weight tensors costs nothing, since the views are made once per slot and layout.
 
-Who may use which slot is decided elsewhere (`policies/residency.py`); a shelf only knows free from taken.
+Who may use which slot is decided elsewhere (`policies/residency.py`); a shelf only knows free from taken, and only
+one thread takes and gives back.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Slots:
         self._rows = list(memory.view(self.slots, slot_bytes)) if self.slots else []
         self._free = list(range(self.slots - 1, -1, -1))  # lowest first from the end
         self._taken = [False] * self.slots
-        self._views: dict[tuple[int, int], ExpertWeights] = {}
+        self._views: dict[tuple[int, int], tuple[ExpertLayout, ExpertWeights]] = {}
 
     @property
     def total_bytes(self) -> int:
@@ -88,8 +89,8 @@ class Slots:
         key = (slot, id(layout))
         found = self._views.get(key)
         if found is None:
-            found = self._views[key] = layout.views(self._rows[slot])
-        return found
+            found = self._views[key] = (layout, layout.views(self._rows[slot]))  # the layout stays, so does its id
+        return found[1]
 
     def close(self) -> None:
         """Let go of the memory; views handed out keep theirs alive."""

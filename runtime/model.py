@@ -26,7 +26,7 @@ from runtime.errors import RuntimeFault, StoreError
 from runtime.expert_math import MODULE_GATING, ExpertLayout, combine, expert_forward, group_tokens
 from runtime.hf import tensor_bytes
 from runtime.memory import HostTier
-from runtime.sources import layout_of, moe_blocks, read_config
+from runtime.sources import checkpoint_digest, layout_of, moe_blocks, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,12 +88,16 @@ class OffloadedModel:
         model: the library's model, in evaluation mode.
         layers: its MoE layers.
         handler: who computes the experts; may be set and replaced at any time between forward passes.
+        digest: names the checkpoint, as `StoreIndex.model_digest` does.
         dense_bytes: bytes of everything that is loaded.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[MoeLayer], handler: ExpertsHandler | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Sequence[MoeLayer], digest: str, handler: ExpertsHandler | None = None
+    ) -> None:
         self.model: Any = model
         self.layers = tuple(layers)
+        self.digest = digest
         self.handler = handler
         self.dense_bytes = tensor_bytes(model)
         for layer in self.layers:
@@ -138,7 +142,19 @@ class OffloadedModel:
             model = model.eval().to(device)
         except (RuntimeError, AssertionError) as error:  # out of memory; or a torch without CUDA
             raise RuntimeFault(f"{device}: no room for {directory.name}: {str(error).splitlines()[0]}") from None
-        return cls(model, found, handler)
+        return cls(model, found, checkpoint_digest(directory), handler)
+
+    def check_store(self, store: ExpertStore) -> None:
+        """Make sure that a store holds this model's experts, from this very checkpoint.
+
+        Raises:
+            StoreError: it holds another's.
+        """
+        if store.index.model_digest != self.digest:
+            raise StoreError(
+                f"{store.directory}: expected the experts of this model's checkpoint, found those of"
+                f" {store.index.model} (another model or version); build a store from this directory"
+            )
 
     def watch_gates(self, seen: Callable[[int, torch.Tensor, Any], None]) -> list[RemovableHandle]:
         """Observe the gates: `seen` gets the MoE layer, the gate's input and whatever it returned, as it returns.

@@ -270,8 +270,10 @@ class _Clerk:
 
 def _to_numpy(layers: list[torch.Tensor], kept: torch.Tensor) -> np.ndarray:
     """Bring the kept tokens of all layers to the host in one copy, [N, L, …]; floats become 16 bits wide."""
-    halves = [values[kept].half() if values.is_floating_point() else values[kept] for values in layers]
-    stacked: np.ndarray = torch.stack(halves, dim=1).cpu().numpy()
+    picked = [values.to(kept.device)[kept] for values in layers]  # layers of a large model may lie on several devices
+    stacked: np.ndarray = (
+        torch.stack([one.half() if one.is_floating_point() else one for one in picked], 1).cpu().numpy()
+    )
     return stacked
 
 

@@ -4,7 +4,8 @@ Picture a warehouse with a ledger. `experts.bin` is the warehouse: records of fi
 beginning on a block boundary, so that one direct read brings one expert. `store.json` is the ledger: which record
 holds which expert, how its bytes become weights, and a checksum of each. The ledger is written last and sealed with
 its own digest; without it there is no store, so a build that was killed leaves nothing that could be mistaken for
-one. It leaves a journal instead, and the next build of the same model continues where it stopped.
+one. It leaves a journal instead, and the next build of the same model continues where it stopped
+(`runtime/store_build.py`).
 """
 
 from __future__ import annotations

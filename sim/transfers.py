@@ -93,8 +93,9 @@ class Transfers:
 
     def _idle(self, operation: Operation) -> bool:
         """Whether a prefetch's first operation has not started and serves nothing else."""
-        alone = operation.kind != kinds.READ or len(self._reading[self._key(operation)]) == 1
-        return operation.start_s < 0.0 and alone
+        if operation.start_s >= 0.0:
+            return False
+        return operation.kind != kinds.READ or len(self._reading[self._key(operation)]) == 1
 
     def _key(self, operation: Operation) -> int:
         return operation.layer * self._experts + operation.expert

@@ -1,0 +1,154 @@
+"""A machine and a model small enough to compute by hand: every cost is a round number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+
+from policies.plan import MemoryPlan
+from policies.planner import Planner
+from policies.residency import CacheSize
+from policies.systems import System
+from sim.replay import Replay
+from traces.batch import RoutedLayer, RoutedStep
+from traces.schema import ModelShape, Phase
+from traces.timeline import Timeline
+
+
+def shape(layers: int = 1, experts: int = 4, top_k: int = 1, expert_bytes=100) -> ModelShape:
+    """A model whose experts have `expert_bytes` (one number, or one per layer)."""
+    sizes = tuple(expert_bytes) if isinstance(expert_bytes, (list, tuple)) else (expert_bytes,) * layers
+    return ModelShape("hand", layers, experts, top_k, 4, 4, sizes, 1)
+
+
+@dataclass
+class HandCosts:
+    """Constant seconds per operation; compute grows by `per_token` x (tokens - 1)."""
+
+    cpu: float = 10.0
+    gpu: float = 1.0
+    copy: float = 4.0
+    read: float = 8.0
+    dense: float = 2.0
+    head: float = 0.0
+    plan: float = 0.0
+    dispatch_s: float = 0.0
+    first_op_s: float = 0.0
+    join_s: float = 0.0
+    activation: float = 0.0
+    cpu_first_s: float = 0.0
+    per_token: float = 0.0
+
+    def _compute(self, base, tokens):
+        return base * (1 + self.per_token * (np.asarray(tokens, np.float64) - 1))
+
+    def cpu_s(self, layer, tokens):
+        return self._compute(self.cpu, tokens)
+
+    def gpu_s(self, layer, tokens, gpu=0):
+        return self._compute(self.gpu, tokens)
+
+    def copy_s(self, layer, gpu=0):
+        return self.copy
+
+    def read_s(self, layer):
+        return self.read
+
+    def dense_s(self, tokens, context_tokens, sequences):
+        return self.dense
+
+    def head_s(self, tokens):
+        return self.head
+
+    def planning_s(self, policy, active):
+        return self.plan
+
+    def activation_s(self, tokens):
+        return self.activation
+
+
+@dataclass
+class HandProfile:
+    """Lanes and workers like a real profile's; `slow` maps (victim class, other class) to a factor."""
+
+    gpus: int = 1
+    slow: dict = field(default_factory=dict)
+    shared_worker: tuple[str, ...] = ()
+
+    @property
+    def lanes(self):
+        devices = [f"{kind}{g}" for kind in ("gpu", "h2d", "d2h") for g in range(self.gpus)]
+        return ("control", "cpu", *devices, "ssd")
+
+    @property
+    def workers(self):
+        alone = {lane: (lane,) for lane in self.lanes if lane not in self.shared_worker}
+        return alone | ({"shared": self.shared_worker} if self.shared_worker else {})
+
+    @property
+    def contention(self):
+        return SimpleNamespace(slowdown=lambda victim, other: self.slow.get((victim, other), 1.0))
+
+
+def routed(layer: int, *experts: int, tokens=None, top_k: int | None = None, **optional) -> RoutedLayer:
+    """One token that chose `experts` (or the given tokens per expert)."""
+    chosen = np.array(sorted(experts), np.int32)
+    counts = np.ones(len(experts), np.int32) if tokens is None else np.array(tokens, np.int32)
+    return RoutedLayer(
+        layer=layer,
+        experts=chosen,
+        tokens=counts,
+        routing=np.array([experts], np.uint16),
+        weights=optional.pop("weights", None),
+        scores=optional.pop("scores", None),
+        predicted=optional,
+    )
+
+
+def steps(*layer_lists: list[RoutedLayer], phase: Phase = Phase.DECODE) -> list[RoutedStep]:
+    """Forward passes of one sequence."""
+    return [RoutedStep(i, phase, 0, 1, i + 1, 1, layers) for i, layers in enumerate(layer_lists)]
+
+
+def plan_of(
+    model: ModelShape,
+    system: System,
+    costs: HandCosts | None = None,
+    *,
+    slots: int = 0,
+    scope: str = "layer",
+    host_slots: int | None = None,
+    gpus: int = 1,
+    staging: int = 2,
+    future=None,
+    **more,
+) -> Planner:
+    """A planner with `slots` per layer (global scope: their bytes together)."""
+    size = CacheSize.of(model.expert_bytes, model.experts, scope=scope, slots_per_layer=slots)
+    host = None
+    if host_slots is not None:
+        host = CacheSize.of(
+            model.expert_bytes, model.experts, scope="global", total_bytes=host_slots * model.max_expert_bytes
+        )
+    policies = system.build(gpus=gpus, host_cache=None if host is None else "lru")
+    memory = MemoryPlan(size, host, staging, more.pop("budget", None), more.pop("split", "layers"))
+    return Planner(model, costs or HandCosts(), policies, memory, future=future, **more)
+
+
+def run(planner: Planner, forward_passes: list[RoutedStep], profile: HandProfile | None = None):
+    """Replay and return (result, spans as a frame)."""
+    profile = profile or HandProfile(gpus=planner.gpus)
+    timeline = Timeline(profile.lanes)
+    result = Replay(profile, planner.costs, planner, timeline).run(forward_passes)
+    timeline.close()
+    return result, timeline
+
+
+def spans(timeline: Timeline, kind: str | None = None) -> list[tuple]:
+    """(lane, expert, start_s, end_s) in order of recording."""
+    frame = timeline.frame()
+    if kind is not None:
+        frame = frame[frame["kind"] == kind]
+    return list(zip(frame["lane"], frame["expert"], frame["start_s"], frame["end_s"], strict=True))
