@@ -154,7 +154,7 @@ def inverse(estimate: Estimate) -> Estimate:
     )
 
 
-def fit_line(samples: Mapping[float, np.ndarray], *, seed: int = 0) -> Line:
+def fit_line(samples: Mapping[int, np.ndarray], *, seed: int = 0) -> Line:
     """Fit seconds = base + slope x size to the medians, with relative residuals and neither constant negative.
 
     Args:

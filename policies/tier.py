@@ -46,7 +46,7 @@ class Tier:
         room = max(0, memory.free_bytes(layer) // memory.expert_bytes[layer])
         placed = wanted
         if len(wanted) > room:
-            made = self._make_room(layer, wanted[room:])
+            made = self._make_room(layer, wanted[room:], memory.free_bytes(layer) - room * memory.expert_bytes[layer])
             placed = wanted if room + len(made) == len(wanted) else np.concatenate((wanted[:room], made))
         if len(placed) == len(keys):
             memory.reserve(layer, keys, landing_s)
@@ -77,10 +77,13 @@ class Tier:
         self.memory.reserve(incoming // self.memory.experts, into, np.array([landing_s]))
         self.cache.admitted(into)
 
-    def _make_room(self, layer: int, incoming: np.ndarray) -> np.ndarray:
-        """Evict for as many of `incoming` as the policy finds victims for; returns those, in order."""
+    def _make_room(self, layer: int, incoming: np.ndarray, free: int) -> np.ndarray:
+        """Evict for as many of `incoming` as the policy finds victims for; returns those, in order.
+
+        `free` bytes are left over, too few for one expert.
+        """
         if not self._equal_sizes:
-            return self._make_room_unequal(layer, incoming)
+            return self._make_room_unequal(layer, incoming, free)
         candidates = self.memory.candidates(layer)
         incoming = incoming[: len(candidates)]
         if not len(incoming):
@@ -91,10 +94,9 @@ class Tier:
         self._evict(victims, candidates)
         return incoming
 
-    def _make_room_unequal(self, layer: int, incoming: np.ndarray) -> np.ndarray:
+    def _make_room_unequal(self, layer: int, incoming: np.ndarray, free: int) -> np.ndarray:
         """Global pool with unequal experts: evict one by one until each incoming expert fits."""
         placed = []
-        free = self.memory.free_bytes(layer)
         size = self.memory.expert_bytes[layer]
         for i in range(len(incoming)):
             while free < size:

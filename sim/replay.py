@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 from simpy.core import Environment
 
 from policies.base import CPU, RESIDENT
@@ -54,7 +55,8 @@ class Replay:
         lanes = profile.lanes
         self._control = lanes.index("control")
         self._gpu = [lanes.index(f"gpu{gpu}") for gpu in range(profile.gpus)]
-        self._lanes = [lanes.index("cpu"), *self._gpu]  # lane code of an assignment -> lane
+        self._lanes = [lanes.index("cpu"), *self._gpu]
+        self._lane_of = np.array(self._lanes, np.int8)  # lane code of an assignment -> lane
         self._d2h = [lanes.index(f"d2h{gpu}") for gpu in range(profile.gpus)]
         self._experts = planner.shape.experts
         self._dispatch_s = costs.dispatch_s
@@ -110,7 +112,8 @@ class Replay:
         self.transfers.begin_layer(layer)
         plan = planner.plan(routed, step.step, step.phase, self.env.now)
         work = plan.work
-        self._timeline.access(step.step, layer, work.experts, work.tokens, plan.lanes, work.state)
+        lanes = self._lane_of[plan.lanes]
+        self._timeline.access(step.step, layer, work.experts, work.tokens, lanes, work.state)
         yield self._alone(self._control, PLAN, step.step, layer, plan.planning_s)
         # 5. lanes work
         self._layer_steps += 1

@@ -4,6 +4,7 @@ The driver is the step-atomic definition written down once: look at all active e
 tell the policy, then let the misses in, with nothing that is active among the candidates. One expert per step
 makes it sequential.
 """
+# ruff: noqa: D101, D102 - the protocols in policies/base.py document these names
 
 from __future__ import annotations
 
@@ -45,10 +46,11 @@ def work(
     predicted=None,
     state=None,
 ) -> LayerWork:
-    """A `LayerWork` with read-only arrays; `gpu_s` and `arrive_s` may be given for one GPU as flat lists."""
+    """A `LayerWork` with read-only arrays; flat `gpu_s` and `arrive_s` are one GPU's."""
     experts = np.arange(len(cpu_s)) if experts is None else experts
     active = len(experts)
     zeros = np.zeros(active)
+    gpu_s = np.array(np.atleast_2d(gpu_s if len(gpu_s) else zeros), np.float64)
     made = LayerWork(
         step=step,
         layer=layer,
@@ -58,8 +60,8 @@ def work(
         state=np.array(np.full(active, ABSENT) if state is None else state, np.int8),
         cpu_s=np.array(cpu_s if len(cpu_s) else zeros, np.float64),
         host_s=np.array(zeros if host_s is None else host_s, np.float64),
-        gpu_s=np.array(np.atleast_2d(gpu_s if len(gpu_s) else zeros), np.float64),
-        arrive_s=np.array(np.atleast_2d(zeros if arrive_s is None else arrive_s), np.float64),
+        gpu_s=gpu_s,
+        arrive_s=np.array(np.broadcast_to(0.0 if arrive_s is None else arrive_s, gpu_s.shape), np.float64, order="C"),
         routing=np.array([[0]] if routing is None else routing, np.uint16),
         predicted={name: np.array(values, np.float16) for name, values in (predicted or {}).items()},
     )

@@ -58,7 +58,10 @@ class Kind(NamedTuple):
 KINDS = {
     "qwen3": Kind(
         "Qwen3MoeConfig",
-        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, "norm_topk_prob": True},
+        {
+            "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8,
+            "norm_topk_prob": True,
+        },
         "softmax", True, 2,
     ),
     "qwen2": Kind(
@@ -132,5 +135,6 @@ def zoo(name: str) -> LocalModel:
 
 def by_hand(name: str, gate: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """Score hidden states [T, H] with a gate's own weights, without calling the gate."""
-    logits = torch.nn.functional.linear(hidden.float(), gate.weight, getattr(gate, "bias", None))
+    with torch.no_grad():
+        logits = torch.nn.functional.linear(hidden.float(), gate.weight, getattr(gate, "bias", None))
     return logits.sigmoid() if KINDS[name].scoring == "sigmoid" else logits.softmax(-1)

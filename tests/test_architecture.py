@@ -43,7 +43,7 @@ POLICIES_USE = {"numpy", "scipy", "pulp", "highspy", "numba"}
 """Everything outside the standard library that a decision may need."""
 
 CLOCKS_AND_IO = {
-    "asyncio", "datetime", "io", "logging", "os", "shutil", "socket", "sqlite3", "subprocess", "tempfile", "threading", "time",
+    "asyncio", "datetime", "io", "logging", "os", "shutil", "socket", "subprocess", "tempfile", "threading", "time",
 }  # fmt: skip
 """What no policy may touch: time is given to it, and files and processes are none of its business."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -208,12 +209,10 @@ def test_lfu_decay_forgets_an_old_favourite():
 
 
 def test_lfu_variants_differ_on_a_returning_favourite():
-    """0 is used twice, leaves, and returns with one count (in-cache) or three (perfect) against 1's two."""
-    accesses = one_by_one([0, 0, 1, 1, 1, 0, 1, 2])
-    assert drive(LFU(), accesses, 1).hits == drive(LFU(variant="perfect"), accesses, 1).hits
-    accesses = one_by_one([0, 0, 1, 1, 1, 2, 0, 3])
-    assert drive(LFU(variant="in-cache", tie="id"), accesses, 2).evicted == [0, 2, 0]
-    assert drive(LFU(variant="perfect", tie="id"), accesses, 2).evicted == [0, 2, 0]
+    """0 leaves with four uses and returns for two: six in all beat 1's five, two since its return do not."""
+    accesses = one_by_one([0] * 4 + [1] * 5 + [2, 0, 0, 3])
+    assert drive(LFU(variant="in-cache"), accesses, 2).evicted == [0, 2, 0]
+    assert drive(LFU(variant="perfect"), accesses, 2).evicted == [0, 2, 1]
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 7])
@@ -241,9 +240,10 @@ def test_a_prefetched_expert_that_nobody_asks_for_leaves_in_its_turn():
     assert policy.victims(np.array([4, 5]), np.array([1, 2, 3])).tolist() == [3, 1]
 
 
-TRACES = [("qwen3_30b_a3b_top6", 48, 128, 40), ("olmoe_1b_7b_decode299", 16, 64, 100), ("gpt_oss_20b", 24, 32, 150)]
+TRACES = [("qwen3_30b_a3b_top6", 48, 128, 40), ("olmoe_1b_7b_decode299", 16, 64, 80), ("gpt_oss_20b", 24, 32, 105)]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="libcachesim is published for Linux only")
 @pytest.mark.parametrize(("name", "layers", "experts", "tokens"), TRACES)
 def test_lru_and_lfu_equal_libcachesim_on_real_traces(name, layers, experts, tokens):
     """One expert at a time, keys of all layers in one cache of an eighth of the model: hit for hit.
@@ -251,7 +251,8 @@ def test_lru_and_lfu_equal_libcachesim_on_real_traces(name, layers, experts, tok
     libCacheSim's LFU evicts the least recently used among equal counts and forgets at eviction, which is our
     ``variant=in-cache,tie=lru``; the other variants are other algorithms.
     """
-    libcachesim = pytest.importorskip("libcachesim")
+    import libcachesim
+
     steps = flattened(real_trace(name, tokens), experts)
     capacity = layers * experts // 8
     for ours, theirs in ((LRU(), libcachesim.LRU), (LFU(tie="lru"), libcachesim.LFU)):

@@ -127,7 +127,7 @@ def test_a_directory_with_tokenizer_uses_it(tmp_path):
 def test_a_large_vocabulary_without_tokenizer_is_refused(tmp_path):
     config = type(zoo("mixtral").model.config)(**(zoo("mixtral").model.config.to_dict() | {"vocab_size": 300}))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(TraceError, match="expected a tokenizer .* or a byte-level vocabulary"):
+    with pytest.raises(TraceError, match=r"expected a tokenizer .* or a byte-level vocabulary"):
         hf.load_model(tmp_path)
 
 

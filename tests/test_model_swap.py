@@ -313,6 +313,22 @@ def test_results_are_weighted_and_added_to_their_tokens():
     assert combine(torch.zeros(2, 1), [first, second], weights).tolist() == [[11.0], [5.0]]
 
 
+# -- what does not belong together ---------------------------------------------------------------
+
+
+def test_a_store_belongs_to_one_checkpoint(tmp_path):
+    """Same architecture, same shapes, one weight changed: another model."""
+    first = make_checkpoint(CONFIGS["olmoe"](), tmp_path / "first")
+    model = AutoModelForCausalLM.from_pretrained(first)
+    with torch.no_grad():
+        model.model.embed_tokens.weight += 1
+    model.save_pretrained(tmp_path / "second")
+    with build_store(first, tmp_path / "s") as store:
+        OffloadedModel.load(first).check_store(store)
+        with pytest.raises(StoreError, match=r"found those of first \(another model or version\)"):
+            OffloadedModel.load(tmp_path / "second").check_store(store)
+
+
 # -- what cannot be offloaded --------------------------------------------------------------------
 
 

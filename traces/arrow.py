@@ -46,5 +46,6 @@ def codes(column: Any, names: Sequence[str]) -> np.ndarray:
     if not isinstance(column, pa.DictionaryArray):
         column = column.dictionary_encode()
     known = {name: code for code, name in enumerate(names)}
-    order = np.array([known.get(name, -1) for name in column.dictionary.to_pylist()], dtype=np.int8)
-    return order[values(column.indices)]
+    order: np.ndarray = np.array([known.get(name, -1) for name in column.dictionary.to_pylist()], dtype=np.int8)
+    undone: np.ndarray = order[values(column.indices)]
+    return undone

@@ -7,7 +7,7 @@ decode step *i* the *i*-th generated token of each sequence that is still alive.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import islice, pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +35,7 @@ class RoutedLayer:
         routing: uint16 [T, K] experts of every token, best first.
         weights: float16 [T, K], or None when not asked for.
         scores: float16 [T, E], or None when not asked for.
-        predicted: predictor name -> float16 [T, E]; a predictor whose target lies past the last layer is left out.
+        predicted: predictor name -> float16 [T, E]; left out where its target lies past the last layer.
     """
 
     layer: int
@@ -111,8 +111,9 @@ class _Group:
     def __init__(self, group: list[SequenceRows], layers: int, experts: int, index: int) -> None:
         self.group, self.layers, self.experts, self.index = group, layers, experts, index
         self.prompts = [int(np.count_nonzero(rows.phase == Phase.PREFILL)) for rows in group]
-        lengths = [(len(rows.pos) - prompt) // layers for rows, prompt in zip(group, self.prompts, strict=True)]
-        self.lengths = np.array(lengths)
+        decoded = [len(rows.pos) - prompt for rows, prompt in zip(group, self.prompts, strict=True)]
+        self.lengths = np.array(decoded) // layers
+        self.columns = [name for name in group[0].columns if name != "token"]
 
     def steps(self) -> Iterator[RoutedStep]:
         if any(self.prompts):
@@ -128,8 +129,8 @@ class _Group:
         order = np.argsort(layer, kind="stable")
         edges = np.searchsorted(layer[order], np.arange(self.layers + 1))
         routing = rows["experts"][order]
-        active = [_active(routing[a:b], self.experts) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-        views = {name: _cut(values[order], edges) for name, values in rows.items() if name in self._columns}
+        active = [_active(routing[a:b], self.experts) for a, b in pairwise(edges)]
+        views = {name: _cut(values[order], edges) for name, values in rows.items() if name in self.columns}
         layers = self._layers([a for a, _ in active], [n for _, n in active], _cut(routing, edges), views)
         present = [(r, p) for r, p in zip(self.group, self.prompts, strict=True) if p]
         tokens = sum(len(np.unique(r.pos[:p])) for r, p in present)
@@ -154,7 +155,7 @@ class _Group:
         views: dict[str, list[np.ndarray]]
         if alive[0] == 1:  # one sequence: every row is a layer step of its own
             shape = (places, 1, -1)
-            views = {name: list(rows[name].reshape(shape)) for name in self._columns}
+            views = {name: list(rows[name].reshape(shape)) for name in self.columns}
             active: list[np.ndarray] = list(np.sort(routing.astype(np.int32), axis=1))
             tokens: list[np.ndarray] = list(np.ones(routing.shape, dtype=np.int32))
             routed = list(routing.reshape(shape))
@@ -163,8 +164,9 @@ class _Group:
             order = np.argsort(key, kind="stable")
             edges = np.concatenate(([0], np.cumsum(np.repeat(alive, self.layers))))
             routing = routing[order]
-            views = {name: _cut(rows[name][order], edges) for name in self._columns}
-            counts = np.bincount((key[order, None] * self.experts + routing).reshape(-1), minlength=places * self.experts)
+            views = {name: _cut(rows[name][order], edges) for name in self.columns}
+            flat = (key[order, None] * self.experts + routing).reshape(-1)
+            counts = np.bincount(flat, minlength=places * self.experts)
             flat = np.flatnonzero(counts)
             cuts = np.searchsorted(flat, np.arange(places + 1) * self.experts)
             active = _cut((flat % self.experts).astype(np.int32), cuts)
@@ -175,19 +177,15 @@ class _Group:
             part = layers[place * self.layers : (place + 1) * self.layers]
             yield RoutedStep(0, Phase.DECODE, self.index, sequences, positions, sequences, part)
 
-    @property
-    def _columns(self) -> tuple[str, ...]:
-        return tuple(name for name in self.group[0].columns if name != "token")
-
     def _gather(self, spans: list[slice]) -> dict[str, np.ndarray]:
-        """The rows in `spans` of each sequence, in sequence order; views when there is only one sequence."""
-        parts: dict[str, list[np.ndarray]] = {"experts": [], "layer": [], **{name: [] for name in self._columns}}
+        """The rows in `spans` of each sequence, in sequence order; views where there is only one."""
+        parts: dict[str, list[np.ndarray]] = {name: [] for name in ("experts", "layer", *self.columns)}
         for sequence, span in zip(self.group, spans, strict=True):
             parts["experts"].append(sequence.experts[span])
             parts["layer"].append(sequence.layer[span])
-            for name in self._columns:
+            for name in self.columns:
                 parts[name].append(sequence.columns[name][span])
-        return {name: values[0] if len(values) == 1 else np.concatenate(values) for name, values in parts.items()}
+        return {name: _joined(values) for name, values in parts.items()}
 
     def _layers(
         self,
@@ -204,11 +202,16 @@ class _Group:
         if predictors:
             reach = {name: self.layers - int(name[len("pred")]) for name in predictors}
             predicted = [
-                {name: views[name][i] for name in predictors if layer < reach[name]} for i, layer in enumerate(numbers)
+                {name: views[name][place] for name in predictors if layer < reach[name]}
+                for place, layer in enumerate(numbers)
             ]
         weights: Iterable[Any] = views.get("weights", nothing)
         scores: Iterable[Any] = views.get("scores", nothing)
         return list(map(RoutedLayer, numbers, active, tokens, routing, weights, scores, predicted))
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _active(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
@@ -221,4 +224,4 @@ def _active(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
 def _cut(values: np.ndarray, edges: np.ndarray) -> list[np.ndarray]:
     """Views of `values` between consecutive `edges`."""
     bounds = edges.tolist()
-    return [values[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [values[a:b] for a, b in pairwise(bounds)]

@@ -111,7 +111,7 @@ class Steps:
         return total / count if count else None
 
     def _speed(self, phase: Phase, per_batch: float, sequences: int) -> None:
-        """Prefill: tokens of the whole batch over time, shared by `sequences`; summed over sequences that is `per_batch`."""
+        """Add a batch's prefill: the speeds of its sequences add up to `per_batch` tokens per second."""
         total, count = self._speeds[phase]
         self._speeds[phase] = (total + per_batch, count + sequences)
 
@@ -229,9 +229,10 @@ class Copies:
     """What became of copies to a GPU: were prefetches used, was something brought back that had just left?
 
     The tables do not say when an expert leaves a cache, so departures are inferred. Events of one expert are ordered by
-    step, and within a step copies (by start) before the access. A prefetch was *used* if the next event is a hit or a
-    delayed hit; a miss in the very step of the copy is looked past, since a prefetch for the next step may be issued
-    after it. A copy is a *re-fetch* if the expert had been on the GPU (copied, hit or delayed) in the five steps before.
+    step, and within a step copies (by start) before the access. A prefetch was *used* if the next event is a hit or
+    a delayed hit; a miss in the very step of the copy is looked past, since a prefetch for the next step may be
+    issued after it. A copy is a *re-fetch* if the expert had been on the GPU (copied, hit or delayed) in the five
+    steps before. Source of the idea: SMoE's re-fetch rate, which counts from evictions that only a cache can see.
     """
 
     def __init__(self, lanes: Sequence[str]) -> None:

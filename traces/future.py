@@ -50,7 +50,7 @@ class RecordedFuture:
         self.layers = layers
         self._experts = np.concatenate([*experts, *pending])
         edges = np.concatenate(([0], np.cumsum(np.frombuffer(sizes, np.int64)))).astype(np.int64)
-        self._edges = memoryview(edges)  # plain integers out, at half the price of numpy's
+        self._edges = memoryview(edges.data)  # plain integers out, at half the price of numpy's
         self.width = int(self._experts.max(initial=0)) + 1
         self._index(np.diff(edges))
 
@@ -73,10 +73,12 @@ class RecordedFuture:
     def next_uses(self, step: int, layer: int, experts: np.ndarray) -> np.ndarray:
         """int64, same shape as `experts`: `next_use` of each."""
         row = self._row(step, layer)
+        uses: np.ndarray
         try:
-            return row[experts.astype(np.intp)]  # numpy is several times faster with its own index type
+            uses = row[experts.astype(np.intp)]  # numpy is several times faster with its own index type
         except IndexError:  # an expert that is never active may lie beyond the row: onto the spare last entry
-            return row[np.minimum(experts, self.width)]
+            uses = row[np.minimum(experts, self.width)]
+        return uses
 
     def active(self, step: int, layer: int) -> np.ndarray:
         """int32 [A], ascending: the experts that layer step uses; empty past the end."""
@@ -93,7 +95,7 @@ class RecordedFuture:
         order = np.argsort(key, kind="stable")
         ranked = key[order]
         uses = step[order].astype(np.int32)
-        self._uses = memoryview(uses)
+        self._uses = memoryview(uses.data)
         following = np.append(uses[1:], np.int32(self.steps))
         following[np.flatnonzero(np.diff(ranked))] = self.steps
         if len(ranked):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from traces.folds import Accesses, Copies, LayerSteps, Lanes, Steps
+from traces.folds import Accesses, Copies, Lanes, LayerSteps, Steps
 from traces.schema import Phase
 from traces.timeline import DELAYED, HIT, MISS
 
@@ -101,7 +101,9 @@ def summarise(timeline: Timeline, *, power: Mapping[str, tuple[float, float]] | 
         **_energy_figures(timeline.lanes, lanes, makespan_s, power, steps.tokens[Phase.DECODE]),
         "layer_steps": layer_steps.layer_steps,
         "stall_s": {
-            lane: float(layer_steps.stall_s[i]) for i, lane in enumerate(timeline.lanes) if lane.startswith(("cpu", "gpu"))
+            lane: stall_s
+            for lane, stall_s in zip(timeline.lanes, layer_steps.stall_s.tolist(), strict=True)
+            if lane.startswith(("cpu", "gpu"))
         },
         "imbalance": _ratio(layer_steps.imbalance, layer_steps.layer_steps),
         "makespan_s": makespan_s,

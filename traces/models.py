@@ -31,7 +31,8 @@ WEIGHTS = (*BLOCKS, MIXED)
 _SHORT_ROWS = {"q4_k": "q5_0", "q6_k": "q8_0"}
 """What llama.cpp falls back to when a row is no multiple of 256 weights."""
 
-_WORDS = ("name", "layers", "experts", "top_k", "expert_bytes", "hidden", "expert_intermediate", "shared_intermediate", "vocab")
+_NEEDED = ("layers", "experts", "top_k")
+_WORDS = ("name", *_NEEDED, "expert_bytes", "hidden", "expert_intermediate", "shared_intermediate", "vocab")
 _DEFAULT_HIDDEN, _DEFAULT_INTERMEDIATE = 2048, 1024
 
 
@@ -137,8 +138,6 @@ def _from_table(name: str, entry: dict[str, Any], weights: str, scale: int) -> M
     per_layer = _attention_weights({**entry, "hidden": hidden}) + 2 * hidden
     others = total * per_layer + layers * hidden * (experts + 3 * shared) + 3 * len(dense) * hidden * dense_intermediate
     others += 2 * vocab * hidden
-    other_format = {MIXED: "q4_k", "mxfp4": "bf16"}.get(weights, weights)
-    size, count = BLOCKS[other_format]
     return ModelShape(
         name=name,
         layers=layers,
@@ -147,7 +146,7 @@ def _from_table(name: str, entry: dict[str, Any], weights: str, scale: int) -> M
         hidden=hidden,
         expert_intermediate=intermediate,
         expert_bytes=tuple(expert_bytes(name, hidden, intermediate, weights, layer, total) for layer in moe),
-        other_bytes=others * count // size,
+        other_bytes=_other_bytes(others, weights),
         dense_layers=dense,
         shared_experts=entry.get("shared", 0),
         shared_intermediate=shared,
@@ -165,12 +164,13 @@ def _from_table(name: str, entry: dict[str, Any], weights: str, scale: int) -> M
 
 def _attention_weights(entry: dict[str, Any]) -> int:
     """Weights of one attention block; ``4 H²`` where its sizes are not known."""
-    hidden, heads = entry["hidden"], entry.get("heads", 0)
+    hidden: int = entry["hidden"]
+    heads: int = entry.get("heads", 0)
     if "kv_lora_rank" in entry:
-        rank, nope, rope, value = (entry[key] for key in ("kv_lora_rank", "qk_nope", "qk_rope", "v_head"))
-        return hidden * heads * (nope + rope) + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
+        rank, nope, rope, value = (int(entry[key]) for key in ("kv_lora_rank", "qk_nope", "qk_rope", "v_head"))
+        return hidden * (heads * (nope + rope + value) + rank + rope) + rank * heads * (nope + value)
     if entry.get("kv_heads") and entry.get("head_dim"):
-        return 2 * hidden * entry["head_dim"] * (heads + entry["kv_heads"])
+        return 2 * hidden * int(entry["head_dim"]) * (heads + int(entry["kv_heads"]))
     return 4 * hidden * hidden
 
 
@@ -182,45 +182,51 @@ def _in_words(spec: str, weights: str) -> ModelShape:
             raise TraceError(f"shape {spec!r}: unknown word {part!r}; known: {', '.join(_WORDS)}{_meant(key, _WORDS)}")
         words[key] = value
     sizes = {key: _whole(spec, key, value) for key, value in words.items() if key != "name"}
-    for key in ("layers", "experts", "top_k"):
+    for key in _NEEDED:
         if key not in sizes:
             raise TraceError(f"shape {spec!r}: expected {key}=…; layers, experts and top_k are always needed")
-    assumed = {"other_bytes"}
-    hidden, intermediate = sizes.get("hidden", 0), sizes.get("expert_intermediate", 0)
-    if "expert_bytes" in sizes and not (hidden and intermediate):
-        size, count = BLOCKS["q4_k" if weights == MIXED else weights]
-        area = max(1, sizes["expert_bytes"] * size // (3 * count))  # H × F
-        assumed |= {key for key in ("hidden", "expert_intermediate") if key not in sizes}
-        hidden = hidden or (area // intermediate if intermediate else math.isqrt(2 * area))  # H = 2 F where both are free
-        hidden = max(1, hidden)
-        intermediate = intermediate or max(1, round(area / hidden))
-    elif not (hidden and intermediate):
-        assumed |= {key for key in ("hidden", "expert_intermediate") if key not in sizes}
-        hidden, intermediate = hidden or _DEFAULT_HIDDEN, intermediate or _DEFAULT_INTERMEDIATE
-    layers = sizes["layers"]
+    layers, experts = sizes["layers"], sizes["experts"]
+    hidden, intermediate = _hidden_and_intermediate(sizes, weights)
+    assumed = {"other_bytes", "scoring", "norm_topk"} | ({"hidden", "expert_intermediate", "expert_bytes"} - set(sizes))
     if "expert_bytes" in sizes:
         bytes_by_layer = (sizes["expert_bytes"],) * layers
     else:
-        assumed.add("expert_bytes")
-        bytes_by_layer = tuple(expert_bytes("", hidden, intermediate, weights, layer, layers) for layer in range(layers))
+        every = range(layers)
+        bytes_by_layer = tuple(expert_bytes("", hidden, intermediate, weights, layer, layers) for layer in every)
     shared, vocab = sizes.get("shared_intermediate", 0), sizes.get("vocab", 0)
-    others = layers * (4 * hidden * hidden + 2 * hidden + hidden * (sizes["experts"] + 3 * shared)) + 2 * vocab * hidden
-    size, count = BLOCKS[{MIXED: "q4_k", "mxfp4": "bf16"}.get(weights, weights)]
+    others = layers * hidden * (4 * hidden + 2 + experts + 3 * shared) + 2 * vocab * hidden
     return ModelShape(
         name=words.get("name", "custom"),
         layers=layers,
-        experts=sizes["experts"],
+        experts=experts,
         top_k=sizes["top_k"],
         hidden=hidden,
         expert_intermediate=intermediate,
         expert_bytes=bytes_by_layer,
-        other_bytes=others * count // size,
+        other_bytes=_other_bytes(others, weights),
         shared_experts=int(shared > 0),
         shared_intermediate=shared,
         vocab=vocab,
         dtype=weights,
-        assumed=tuple(sorted(assumed | {"scoring", "norm_topk"})),
+        assumed=tuple(sorted(assumed)),
     )
+
+
+def _hidden_and_intermediate(sizes: dict[str, int], weights: str) -> tuple[int, int]:
+    """H and F as given, or such that ``3 H F`` weights fill `expert_bytes` (H = 2 F if both are free), or defaults."""
+    hidden, intermediate = sizes.get("hidden", 0), sizes.get("expert_intermediate", 0)
+    if "expert_bytes" in sizes:
+        block, count = BLOCKS["q4_k" if weights == MIXED else weights]
+        area = max(1, sizes["expert_bytes"] * block // (3 * count))
+        hidden = hidden or max(1, area // intermediate if intermediate else math.isqrt(2 * area))
+        intermediate = intermediate or max(1, round(area / hidden))
+    return hidden or _DEFAULT_HIDDEN, intermediate or _DEFAULT_INTERMEDIATE
+
+
+def _other_bytes(weights_count: int, weights: str) -> int:
+    """Bytes of all that is no routed expert: in the experts' format, bf16 beside MXFP4, four bits in mixed files."""
+    block, count = BLOCKS[{MIXED: "q4_k", "mxfp4": "bf16"}.get(weights, weights)]
+    return weights_count * count // block
 
 
 def _whole(spec: str, key: str, value: str) -> int:

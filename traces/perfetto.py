@@ -6,7 +6,7 @@ Simulated and measured runs given together lie one below the other on the same c
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from traces.files import written_beside
 from traces.timeline import KIND_NAMES
@@ -39,7 +39,7 @@ def write_perfetto(path: Path | str, timelines: Mapping[str, Timeline]) -> None:
 
 def _events(process: int, name: str, timeline: Timeline) -> Iterator[list[str]]:
     """Batches of events as JSON: names first, then complete events in microseconds."""
-    meta = [("process_name", 0, {"name": name})]
+    meta: list[tuple[str, int, dict[str, Any]]] = [("process_name", 0, {"name": name})]
     for lane, label in enumerate(timeline.lanes):
         meta += [("thread_name", lane, {"name": label}), ("thread_sort_index", lane, {"sort_index": lane})]
     yield [
@@ -49,7 +49,8 @@ def _events(process: int, name: str, timeline: Timeline) -> Iterator[list[str]]:
     for chunk in timeline.chunks():
         rows = zip(*(chunk[column].tolist() for column in _COLUMNS), strict=True)
         yield [
-            f'{{"ph":"X","pid":{process},"tid":{lane},"name":"{_title(kind, layer, expert)}","cat":"{KIND_NAMES[kind]}",'
+            f'{{"ph":"X","pid":{process},"tid":{lane},'
+            f'"name":"{_title(kind, layer, expert)}","cat":"{KIND_NAMES[kind]}",'
             f'"ts":{start_s * 1e6:.3f},"dur":{(end_s - start_s) * 1e6:.3f},"args":{{"kind":"{KIND_NAMES[kind]}",'
             f'"step":{step},"layer":{layer},"expert":{expert},"bytes":{nbytes}}}}}'
             for lane, kind, step, layer, expert, start_s, end_s, nbytes in rows

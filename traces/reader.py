@@ -7,6 +7,7 @@ row and column instead of surfacing later as a wrong number.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from traces.arrow import codes, values
+from traces.checks import check_sequence
 from traces.errors import TraceError
 from traces.files import sha256
 from traces.schema import METADATA_KEY, OPTIONAL_COLUMNS, REQUIRED_COLUMNS, ModelShape, Phase, TraceHeader
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _DTYPES = {"seq": np.int32, "pos": np.int32, "layer": np.int16, "token": np.int32, "experts": np.uint16}
-_AGAIN = "was it cut off while copying? record or import it again"
+_RENEW = "record or import it again"
+_AGAIN = f"was it cut off while copying? {_RENEW}"
 
 
 @dataclass(slots=True)
@@ -96,7 +99,7 @@ class Trace:
         for base, block in self._blocks(wanted):
             seq = block["seq"]
             edges = [0, *(np.flatnonzero(np.diff(seq)) + 1).tolist(), len(seq)]
-            for start, stop in zip(edges[:-1], edges[1:], strict=True):
+            for start, stop in pairwise(edges):
                 if pieces and pieces[0]["seq"][0] != seq[start]:
                     yield self._sequence(pieces, first)
                     pieces = []
@@ -117,7 +120,8 @@ class Trace:
                 try:
                     batch = next(batches, None)
                 except (pa.ArrowException, OSError) as error:
-                    raise TraceError(f"{self.path}: after row {base}: {_first_line(error)}; {_AGAIN}") from None
+                    reason = _first_line(error)
+                    raise TraceError(f"{self.path}: after row {base}: {reason}; {_AGAIN}") from None
                 if batch is None:
                     return
                 if batch.num_rows:
@@ -126,7 +130,7 @@ class Trace:
                     yield base, block
                     base += batch.num_rows
 
-    def _bad(self, row: int, column: str, expected: str, got: object, way_out: str = "record or import it again") -> TraceError:
+    def _bad(self, row: int, column: str, expected: str, got: object, way_out: str = _RENEW) -> TraceError:
         return TraceError(f"{self.path}: row {row}: {column}: expected {expected}, got {got}; {way_out}")
 
     def _column(self, name: str, array: Any, base: int) -> np.ndarray:
@@ -181,9 +185,8 @@ class Trace:
         if matrix.size and not (matrix.min() >= 0 and matrix.max() < limit):
             outside = (matrix < 0) | (matrix >= limit)
             row, place = divmod(int(np.argmax(outside.reshape(-1))), matrix.shape[1])
-            raise self._bad(
-                base + row, name, f"0..{limit - 1}", matrix[row, place], "does the header's shape fit this trace?"
-            )
+            fit = "does the header's shape fit this trace?"
+            raise self._bad(base + row, name, f"0..{limit - 1}", matrix[row, place], fit)
 
     def _check_order(self, block: dict[str, np.ndarray], base: int, last: tuple[int, int]) -> tuple[int, int]:
         layers = self.shape.layers
@@ -195,34 +198,16 @@ class Trace:
             row = int(np.argmin(later))
             here = f"seq {block['seq'][row]} pos {block['pos'][row]} layer {block['layer'][row]}"
             before = f"seq {seq[row]} pos {place[row] // layers} layer {place[row] % layers}"
-            raise self._bad(base + row, "seq, pos, layer", "ascending rows", f"{here} after {before}", "sort the rows")
+            raise self._bad(base + row, "order", "rows by seq, pos, layer", f"{here} after {before}", "sort the rows")
         return int(seq[-1]), int(place[-1])
 
     def _sequence(self, pieces: list[dict[str, np.ndarray]], first: int) -> SequenceRows:
         """Join the pieces of one sequence and check that its steps are whole."""
-        rows = pieces[0] if len(pieces) == 1 else {n: np.concatenate([p[n] for p in pieces]) for n in pieces[0]}
+        rows = pieces[0]
+        if len(pieces) > 1:
+            rows = {name: np.concatenate([piece[name] for piece in pieces]) for name in rows}
         phase, layer, pos = rows["phase"], rows["layer"], rows["pos"]
-        layers = self.shape.layers
-        prompt = int(np.searchsorted(phase, Phase.DECODE)) if phase[-1] == Phase.DECODE else len(phase)
-        if (back := np.diff(phase) < 0).any():
-            row = first + int(np.argmax(back)) + 1
-            raise self._bad(row, "phase", "decode until the sequence ends", "'prefill' after 'decode'")
-        if prompt and len(missing := np.setdiff1d(np.arange(layers), layer[:prompt])):
-            raise self._bad(first, "layer", f"a prefill token at each of {layers} layers", f"none at layer {missing[0]}")
-        decode = layer[prompt:]
-        whole = np.resize(np.arange(layers, dtype=np.int16), len(decode))
-        if len(decode) % layers or (decode != whole).any():
-            row = int(np.argmax(decode != whole)) if (decode != whole).any() else len(decode) - 1
-            raise self._bad(
-                first + prompt + row, "layer", f"every decode token at all {layers} layers (next: {whole[row]})"
-                if (decode != whole).any() else f"every decode token at all {layers} layers", f"layer {decode[row]}"
-                f" of pos {pos[prompt + row]}" if (decode != whole).any() else f"the end after layer {decode[row]}",
-                "a token without all its layers cannot be replayed",
-            )
-        if len(decode) and (np.diff(pos[prompt:].reshape(-1, layers), axis=1) != 0).any():
-            mixed = (np.diff(pos[prompt:].reshape(-1, layers), axis=1) != 0).any(axis=1)
-            row = first + prompt + int(np.argmax(mixed)) * layers
-            raise self._bad(row, "pos", f"one position for all {layers} layers of a decode token", "several")
+        check_sequence(pos, phase, layer, self.shape.layers, lambda row, *what: self._bad(first + row, *what))
         optional = {name: rows[name] for name in rows if name not in REQUIRED_COLUMNS}
         return SequenceRows(int(rows["seq"][0]), pos, phase, layer, rows["experts"], optional)
 
@@ -235,7 +220,8 @@ def _parquet(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, read_dictionary=["phase"], memory_map=False, pre_buffer=False)
     except FileNotFoundError:
-        raise TraceError(f"{path}: no such file; `moesim record` or `moesim trace import` makes a trace") from None
+        way_out = "`moesim record` or `moesim trace import` makes a trace"
+        raise TraceError(f"{path}: no such file; {way_out}") from None
     except IsADirectoryError:
         raise TraceError(f"{path}: expected a Parquet file, found a folder") from None
     except (pa.ArrowException, OSError) as error:
@@ -243,7 +229,7 @@ def _parquet(path: Path) -> pq.ParquetFile:
 
 
 def _check_schema(path: Path, schema: pa.Schema) -> None:
-    """Refuse missing columns and wrong kinds; other widths of integers and floats are converted while reading."""
+    """Refuse missing columns and wrong kinds; other widths of numbers are converted while reading."""
     if missing := [name for name in REQUIRED_COLUMNS if name not in schema.names]:
         raise TraceError(
             f"{path}: column {missing[0]!r} is missing, found {', '.join(schema.names)};"
@@ -270,7 +256,7 @@ def open_trace(path: Path | str) -> Trace:
     """Open a trace and check all that can be known without reading rows.
 
     Raises:
-        TraceError: no such file, not Parquet, cut off, foreign, without header, of another schema version, or empty.
+        TraceError: no such file, not Parquet, cut off, foreign, no header, another schema version, or empty.
     """
     path = Path(path)
     if path.is_dir():

@@ -57,7 +57,7 @@ _STEPS = {
     "step": np.int32, "phase": np.int8, "batch": np.int32, "tokens": np.int32, "sequences": np.int32,
     "start_s": np.float64, "end_s": np.float64,
 }  # fmt: skip
-TABLES = {"timeline": _SPANS, "accesses": _ACCESSES, "steps": _STEPS}
+TABLES: dict[str, dict[str, Any]] = {"timeline": _SPANS, "accesses": _ACCESSES, "steps": _STEPS}
 
 
 class Timeline:
@@ -214,7 +214,7 @@ class Timeline:
                 reason = (str(error).splitlines() or ["unreadable"])[0]
                 raise TraceError(f"{path}: not a readable table of a run: {reason}; replay again with --out") from None
             raw = (schema.metadata or {}).get(METADATA_KEY)
-            if raw is None or missing_column(schema.names, columns):
+            if raw is None or not set(columns) <= set(schema.names):
                 raise TraceError(
                     f"{path}: expected a moesim table with columns {', '.join(columns)},"
                     f" found {', '.join(schema.names)}; replay again with --out"
@@ -264,16 +264,12 @@ class Timeline:
     def _frame(self, table: str) -> pd.DataFrame:
         schema = _schema(table, self.lanes)
         parts = [_table(table, chunk, self._names) for chunk in self._read(table)]
-        return pa.concat_tables([schema.empty_table(), *parts]).to_pandas()
+        frame: pd.DataFrame = pa.concat_tables([schema.empty_table(), *parts]).to_pandas()
+        return frame
 
     def _path(self, table: str) -> Path:
         assert self.out_dir is not None
         return self.out_dir / f"{table}.parquet"
-
-
-def missing_column(found: Sequence[str], wanted: Sequence[str] | dict[str, Any]) -> str | None:
-    """First of `wanted` that is not among `found`."""
-    return next((name for name in wanted if name not in found), None)
 
 
 def _names(lanes: Sequence[str]) -> dict[tuple[str, str], tuple[str, ...]]:

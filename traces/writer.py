@@ -30,7 +30,7 @@ _SCALARS = {"seq": np.int32, "pos": np.int32, "layer": np.int16, "token": np.int
 
 
 def column_width(name: str, header: TraceHeader) -> int:
-    """Values per row of a list column: K for experts and weights, E for scores and predictions, 0 for scalars."""
+    """Values per row: K for experts and weights, E for scores and predictions, 0 for columns without lists."""
     if name in ("experts", "weights"):
         return header.shape.top_k
     return 0 if name in _SCALARS or name == "phase" else header.shape.experts
@@ -46,7 +46,8 @@ def arrow_schema(header: TraceHeader, columns: Iterable[str]) -> pa.Schema:
         "experts": pa.list_(pa.uint16()),
         "token": pa.int32(),
     }
-    fields = [pa.field(name, types.get(name, pa.list_(pa.float16()))) for name in (*REQUIRED_COLUMNS, *columns)]
+    names = (*REQUIRED_COLUMNS, *columns)
+    fields = [pa.field(name, types.get(name, pa.list_(pa.float16()))) for name in names]
     return pa.schema(fields, metadata={METADATA_KEY: header.to_json()})
 
 
@@ -65,7 +66,8 @@ class TraceWriter:
     def __init__(self, path: Path | str, header: TraceHeader, columns: Iterable[str] = ()) -> None:
         wanted = set(columns)
         if unknown := sorted(wanted - set(OPTIONAL_COLUMNS)):
-            raise TraceError(f"{path}: column {unknown[0]!r} is unknown; known: {', '.join(OPTIONAL_COLUMNS)}")
+            known = ", ".join(OPTIONAL_COLUMNS)
+            raise TraceError(f"{path}: column {unknown[0]!r} is unknown; known: {known}")
         self.path = Path(path)
         self.header = header
         self.columns = tuple(name for name in OPTIONAL_COLUMNS if name in wanted)
@@ -98,7 +100,7 @@ class TraceWriter:
             self._parquet().close()
             if kind is None:
                 if not self.rows:
-                    raise TraceError(f"{self.path}: no rows were written: expected at least one token; nothing is left")
+                    raise TraceError(f"{self.path}: expected at least one row, got none; nothing was written")
                 os.replace(part_path(self.path), self.path)  # noqa: PTH105 - named as the promise is
         finally:
             self._writer = None
@@ -122,22 +124,22 @@ class TraceWriter:
         """Append N rows, sorted by seq, pos, layer, also across calls.
 
         Args:
-            seq: [N] or one number for all rows; so are `pos`, `phase` (codes of `Phase`), `layer` and `token`.
+            seq: [N] or one number for all rows, as are `pos`, `phase`, `layer` and `token`.
             pos: absolute position in the sequence.
-            phase: 0 prefill, 1 decode.
+            phase: codes of `Phase`.
             layer: MoE layer.
             experts: [N, K] ids, best first.
             weights: [N, K] combine weights as applied.
             scores: [N, E] gate scores before top-k.
-            pred1_raw: [N, E] gate of layer l+1 applied to the gate input of layer l; zeros where there is no such layer.
+            pred1_raw: [N, E] gate of layer l+1 applied to the gate input of layer l; zeros where no such layer is.
             pred2_raw: as `pred1_raw` for layer l+2.
             pred3_raw: as `pred1_raw` for layer l+3.
             pred1_res: as `pred1_raw` with the residual correction.
             token: token id.
 
         Raises:
-            TraceError: a wrong shape, a missing or undeclared column, ids out of range, values that are not finite,
-                rows out of order.
+            TraceError: a wrong shape, a missing or undeclared column, ids out of range, values that are not
+                finite, rows out of order.
         """
         given = {
             "weights": weights, "scores": scores, "pred1_raw": pred1_raw, "pred2_raw": pred2_raw,
@@ -154,8 +156,8 @@ class TraceWriter:
         for name, value in (("seq", seq), ("pos", pos), ("layer", layer), ("phase", phase)):
             block[name] = self._scalar(name, value, count)
         for name in self.columns:
-            value = given[name]
-            block[name] = self._scalar(name, value, count) if name == "token" else self._matrix(name, value, count)
+            check = self._scalar if name == "token" else self._matrix
+            block[name] = check(name, given[name], count)
         self._check_order(block)
         if not count:
             return
@@ -171,12 +173,11 @@ class TraceWriter:
     def _scalar(self, name: str, value: Any, count: int) -> np.ndarray:
         array = np.asarray(value)
         if array.ndim > 1 or array.size not in (1, count) or array.dtype.kind not in "iu":
-            raise TraceError(f"{self._place()}: {name}: expected {count} integers, got {array.dtype} {array.shape}")
+            got = f"{array.dtype} {array.shape}"
+            raise TraceError(f"{self._place()}: {name}: expected {count} integers, got {got}")
         limit = {"layer": self.header.shape.layers, "phase": len(Phase)}.get(name, 1 << 31)
-        if array.size and name != "token" and not (0 <= array.min() and array.max() < limit):
-            raise TraceError(
-                f"{self._place()}: {name}: expected 0..{limit - 1}, got {array.min()}..{array.max()}"
-            )
+        if array.size and name != "token" and not (array.min() >= 0 and array.max() < limit):
+            raise TraceError(f"{self._place()}: {name}: expected 0..{limit - 1}, got {array.min()}..{array.max()}")
         return np.broadcast_to(array.astype(_SCALARS.get(name, np.int8)), (count,))
 
     def _matrix(self, name: str, value: Any, count: int) -> np.ndarray:
@@ -185,7 +186,7 @@ class TraceWriter:
         if array.shape != (count, width):
             raise TraceError(f"{self._place()}: {name}: expected shape ({count}, {width}), got {array.shape}")
         if name == "experts":
-            if array.size and not (0 <= array.min() and array.max() < self.header.shape.experts):
+            if array.size and not (array.min() >= 0 and array.max() < self.header.shape.experts):
                 raise TraceError(
                     f"{self._place()}: experts: expected ids 0..{self.header.shape.experts - 1},"
                     f" got {array.min()}..{array.max()}"

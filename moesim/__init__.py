@@ -1,0 +1,67 @@
+"""moesim: which expert should be where, when, computed by whom.
+
+`import moesim` gives notebooks the functions that the command line calls. Each is imported when it is first
+touched, so the import itself costs nothing and never loads torch::
+
+    import moesim
+    run = moesim.replay("trace.parquet", "greedy", cache="lru", hw="rtx3090-epyc7532")
+    run.metrics["decode_tokens_per_s"]
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hwprofiles.profile import HardwareProfile, list_profiles, load_profile, save_profile
+    from moesim.api import MemoryOptions, Run, compare, replay
+    from moesim.report import comparison_figure, comparison_text, run_text
+    from policies.registry import register
+    from traces.perfetto import write_perfetto
+    from traces.reader import Trace, open_trace
+    from traces.timeline import Timeline
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "HardwareProfile",
+    "MemoryOptions",
+    "Run",
+    "Timeline",
+    "Trace",
+    "compare",
+    "comparison_figure",
+    "comparison_text",
+    "list_profiles",
+    "load_profile",
+    "open_trace",
+    "register",
+    "replay",
+    "run_text",
+    "save_profile",
+    "write_perfetto",
+]
+
+_HOMES = {
+    "moesim.api": ("MemoryOptions", "Run", "compare", "replay"),
+    "moesim.report": ("comparison_figure", "comparison_text", "run_text"),
+    "hwprofiles.profile": ("HardwareProfile", "list_profiles", "load_profile", "save_profile"),
+    "policies.registry": ("register",),
+    "traces.perfetto": ("write_perfetto",),
+    "traces.reader": ("Trace", "open_trace"),
+    "traces.timeline": ("Timeline",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, when it is asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'moesim' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Names that notebooks complete."""
+    return sorted([*__all__, "__version__"])

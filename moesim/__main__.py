@@ -1,0 +1,5 @@
+"""`python -m moesim` is `moesim`."""
+
+from moesim.cli import main
+
+main()

@@ -1,0 +1,151 @@
+"""`moesim trace info`, `stats` and `import`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moesim import cli_options as options
+
+FEW = 4
+"""Entries of a list that are still worth printing."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Look into traces, or make them of foreign files.",
+)
+
+
+@app.command("info", short_help="Say what a trace holds.")
+def info(trace: options.TraceFile, as_json: options.AsJson = False) -> None:
+    """Read all rows once, check them, and say what the trace holds.
+
+    \b
+    Example:
+      moesim trace info trace.parquet
+    """
+    from traces.reader import open_trace
+    from traces.sizes import format_bytes
+    from traces.stats import info as found_in
+
+    found = found_in(open_trace(trace))
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    sizes = " or ".join(format_bytes(count) for count in found["expert_bytes"])
+    facts = {
+        "trace": f"{found['path']}, {format_bytes(found['size_bytes'])}, {found['rows']:,} rows",
+        "split": found["split"],
+        "shape": f"{found['model']}: {found['layers']} MoE layers x {found['experts']} experts, top {found['top_k']}",
+        "one expert": sizes,
+        "tokens": (
+            f"{found['prefill_tokens']:,} prompt, {found['decode_tokens']:,} generated, in"
+            f" {found['sequences']:,} sequence{'s' * (found['sequences'] != 1)}"
+        ),
+        "columns": ", ".join(found["columns"]) or "only the required ones",
+        "assumed": ", ".join(found["assumed"]),
+    }
+    facts |= {name: _words(value) for name, value in found["provenance"].items()}
+    facts = {name: text for name, text in facts.items() if text}
+    width = max(map(len, facts))
+    print("\n".join(f"{name:<{width}}  {text}" for name, text in facts.items()))
+
+
+@app.command("stats", short_help="Characterise its routing, layer by layer.")
+def stats(trace: options.TraceFile, batch: options.Batch = 1, as_json: options.AsJson = False) -> None:
+    """Characterise the routing of a trace, layer by layer, before any machine is involved.
+
+    \b
+    Example:
+      moesim trace stats trace.parquet --batch 8
+    """
+    from traces.reader import open_trace
+    from traces.stats import stats as found_in
+
+    found = found_in(open_trace(trace), batch=batch)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    print(_stats_text(found))
+
+
+@app.command("import", short_help="Make a trace of a foreign file.")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A foreign routing trace.", show_default=False)],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The trace to write.", show_default=False)],
+    shape: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|WORDS",
+            help="The model: a name (see: list models), or layers=1,experts=6,top_k=1,expert_bytes=1MiB.",
+            show_default=False,
+        ),
+    ],
+    weights: Annotated[str, typer.Option(metavar="FORMAT", help="Weight format that decides the bytes.")] = "bf16",
+    as_json: options.AsJson = False,
+) -> None:
+    """Make a trace of a foreign file. The file does not tell the sizes of its model, so --shape does.
+
+    \b
+    Examples:
+      moesim trace import routing.parquet q.parquet --shape qwen3-30b-a3b --weights q4_k_m
+      moesim trace import toy.parquet t.parquet --shape layers=1,experts=6,top_k=1,expert_bytes=1MiB
+    """
+    options.check_places(files=[target])
+    from moesim.progress import bar
+    from traces.importers import import_trace
+    from traces.models import model_shape
+    from traces.sizes import format_bytes
+
+    model = model_shape(shape, weights)
+    with bar("importing") as show:
+        done = import_trace(source, target, shape=model, progress=show)
+    if as_json:
+        facts = {"trace": str(done.path), "importer": done.importer, "rows": done.rows, "sequences": done.sequences}
+        shape_facts = {"model": done.shape.name, "expert_bytes": sorted(set(done.shape.expert_bytes))}
+        print(json.dumps(facts | shape_facts | {"columns": done.columns, "notes": done.notes}, indent=2))
+        return
+    sizes = " or ".join(format_bytes(count) for count in sorted(set(done.shape.expert_bytes)))
+    print(
+        f"{done.rows:,} rows of {done.sequences:,} sequence{'s' * (done.sequences != 1)};"
+        f" {done.shape.name}: {done.shape.layers} MoE layers x {done.shape.experts} experts, top {done.shape.top_k},"
+        f" {sizes} each ({weights})"
+    )
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(f"wrote {done.path}")
+
+
+def _words(value: Any) -> str:
+    """A JSON value on one line; a long list only by its length."""
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) if len(value) <= FEW else f"{len(value):,} entries"
+    return str(value)
+
+
+def _stats_text(found: dict[str, Any]) -> str:
+    """One row per layer; without decode only what prefill tells."""
+    columns = {
+        "active": ("active", "{:.1f}"),
+        "active in prefill": ("active_prefill", "{:.1f}"),
+        "entropy, bits": ("entropy_bits", "{:.2f}"),
+        "busiest": ("max_share", "{:.1%}"),
+        "overlap": ("overlap", "{:.2f}"),
+        "working set": ("working_set", "{:.1f}"),
+        "touched": ("touched", "{:.0f}"),
+    }
+    lists = {title: (found[key], form) for title, (key, form) in columns.items() if found[key] is not None}
+    lists |= {f"LRU {float(r):.1%}": (v, "{:.1%}") for r, v in found["lru"].items() if v is not None}
+    layers = range(len(next(iter(lists.values()))[0]))
+    rows = [["layer", *lists], *([str(n), *(form.format(v[n]) for v, form in lists.values())] for n in layers)]
+    head = (
+        f"{found['prefill_tokens']:,} prompt and {found['decode_tokens']:,} generated tokens,"
+        f" {found['decode_steps']:,} decode steps at batch {found['batch']};"
+        f" overlap by chance: {found['overlap_chance']:.2f}"
+    )
+    from moesim.report import aligned
+
+    return "\n".join([head, "", *aligned(rows)])

@@ -1,0 +1,71 @@
+"""Progress bars for people; silence for files, pipes and tests.
+
+A bar appears on standard error, and only if that is a terminal, so standard output stays clean for results.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from traces.batch import RoutedStep
+    from traces.reader import Trace
+
+
+@contextmanager
+def bar(what: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
+    """Show a bar while the block runs; yield a function that is told how much is done so far.
+
+    Args:
+        what: said beside the bar.
+        total: how much there is to do; None where nobody knows.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _done: None
+        return
+    from rich.console import Console  # noqa: PLC0415 - only people at a terminal pay for it
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.update(task, completed=done)
+
+
+@contextmanager
+def messages(what: str) -> Iterator[Callable[[str], None]]:
+    """Show what is being done while the block runs, as a spinner with a changing text."""
+    if not sys.stderr.isatty():
+        yield lambda _text: None
+        return
+    from rich.console import Console  # noqa: PLC0415 - as above
+
+    with Console(stderr=True).status(what) as status:
+        yield lambda text: status.update(f"{what}: {text}")
+
+
+@contextmanager
+def replaying(what: str, trace: Trace, steps: int | None) -> Iterator[Callable[[RoutedStep], None]]:
+    """Show the progress of a replay; yield what `replay` takes as `progress`.
+
+    With `steps` the bar counts forward passes, otherwise tokens at layers, of which the trace has one per row.
+    """
+    done = 0
+
+    with bar(what, steps or trace.rows) as show:
+
+        def after(step: RoutedStep) -> None:
+            nonlocal done
+            done += 1 if steps else step.tokens * trace.shape.layers
+            show(done)
+
+        yield after

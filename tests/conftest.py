@@ -1,0 +1,76 @@
+"""Shared fixtures: a small model shape, small traces, and the folder of other people's traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from traces.schema import ModelShape, Phase, TraceHeader
+from traces.writer import TraceWriter
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared_traces() -> Path:
+    """The folder with real traces of other people; it is not part of the project."""
+    folder = SHARED / "traces"
+    if not folder.is_dir():
+        pytest.skip("the folder ../shared/traces with real traces does not exist here")
+    return folder
+
+
+@pytest.fixture
+def tiny_shape() -> ModelShape:
+    """3 MoE layers of 8 experts, top-2, one MiB per expert."""
+    return ModelShape(
+        name="tiny",
+        layers=3,
+        experts=8,
+        top_k=2,
+        hidden=64,
+        expert_intermediate=32,
+        expert_bytes=(1 << 20,) * 3,
+        other_bytes=1 << 20,
+    )
+
+
+def write_trace(path, shape, sequences=((4, 6),), *, columns=(), seed=0, header=None, ragged=False):
+    """Write a synthetic trace: one (prompt tokens, decode tokens) pair per sequence, experts drawn from `seed`.
+
+    With `ragged`, the last layer of a prefill holds the final prompt token only.
+    """
+    rng = np.random.default_rng(seed)
+    with TraceWriter(path, header or TraceHeader(shape, {"tool": "test"}), columns) as writer:
+        for seq, (prompt, decode) in enumerate(sequences):
+            count = prompt + decode
+            pos = np.repeat(np.arange(count), shape.layers)
+            layer = np.tile(np.arange(shape.layers), count)
+            keep = (pos >= prompt - 1) | (layer < shape.layers - 1) if ragged else np.ones(len(pos), bool)
+            pos, layer = pos[keep], layer[keep]
+            scores = rng.random((len(pos), shape.experts)).astype(np.float16)
+            scores += np.arange(shape.experts, dtype=np.float16) / 64  # some experts are busier than others
+            experts = np.argsort(-scores, axis=1, kind="stable")[:, : shape.top_k]
+            optional = {}
+            for name in columns:
+                if name == "token":
+                    optional[name] = rng.integers(0, 256, len(pos))
+                elif name == "weights":
+                    optional[name] = np.take_along_axis(scores, experts, axis=1)
+                else:
+                    optional[name] = scores if name == "scores" else rng.random(scores.shape)
+            phase = np.where(pos < prompt, Phase.PREFILL, Phase.DECODE)
+            writer.write(seq, pos, phase, layer, experts, **optional)
+    return Path(path)
+
+
+@pytest.fixture
+def make_trace(tmp_path, tiny_shape):
+    """Write a synthetic trace into `tmp_path`: ``make_trace(sequences=((prompt, decode), …), shape=…, columns=…)``."""
+
+    def make(name="trace.parquet", *, shape=None, sequences=((4, 6),), **options):
+        return write_trace(tmp_path / name, shape or tiny_shape, sequences, **options)
+
+    return make

@@ -1,0 +1,61 @@
+"""Hypothesis strategies for small models and traces, shared by all invariants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from traces.schema import ModelShape, Phase, TraceHeader
+from traces.writer import TraceWriter
+
+
+@st.composite
+def shapes(draw, max_layers=3, max_experts=8):
+    """Models of a few layers and experts; bytes per expert may differ by layer."""
+    layers = draw(st.integers(1, max_layers))
+    experts = draw(st.integers(2, max_experts))
+    return ModelShape(
+        name="drawn",
+        layers=layers,
+        experts=experts,
+        top_k=draw(st.integers(1, min(3, experts))),
+        hidden=64,
+        expert_intermediate=32,
+        expert_bytes=tuple(draw(st.lists(st.sampled_from([1 << 18, 1 << 20]), min_size=layers, max_size=layers))),
+        other_bytes=1 << 20,
+    )
+
+
+@dataclass(frozen=True)
+class DrawnTrace:
+    """Routing by token: `sequences` holds (prompt tokens, experts int [tokens, L, K]) pairs."""
+
+    shape: ModelShape
+    sequences: tuple[tuple[int, np.ndarray], ...]
+
+    def write(self, path):
+        """Write it as a trace file."""
+        layers = self.shape.layers
+        with TraceWriter(path, TraceHeader(self.shape)) as writer:
+            for seq, (prompt, experts) in enumerate(self.sequences):
+                tokens = len(experts)
+                pos = np.repeat(np.arange(tokens), layers)
+                phase = np.where(pos < prompt, Phase.PREFILL, Phase.DECODE)
+                writer.write(seq, pos, phase, np.tile(np.arange(layers), tokens), experts.reshape(-1, self.shape.top_k))
+        return path
+
+
+@st.composite
+def traces(draw, max_sequences=3, max_prompt=3, max_decode=6, **options):
+    """Traces of up to `max_sequences` sequences, each with at least one token; prompts may be empty."""
+    shape = draw(shapes(**options))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    sequences = []
+    for _ in range(draw(st.integers(1, max_sequences))):
+        prompt = draw(st.integers(0, max_prompt))
+        tokens = prompt + draw(st.integers(0 if prompt else 1, max_decode))
+        ranked = rng.random((tokens, shape.layers, shape.experts)).argsort(axis=2)
+        sequences.append((prompt, ranked[:, :, : shape.top_k]))
+    return DrawnTrace(shape, tuple(sequences))

@@ -1,0 +1,168 @@
+"""What every policy promises, whoever wrote it: one suite over all registered names."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from cache_driver import LayerStep, View, context, drive, shape, work
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.base import Gate, RunContext
+from policies.registry import find, names, resolve
+from traces.schema import PREDICTION_COLUMNS, Phase
+
+LAYERS, EXPERTS = 3, 6
+
+
+@st.composite
+def works(draw):
+    """A layer step: from one active expert to all, any residency, one or two GPUs, with predictions."""
+    experts = sorted(draw(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS)))
+    active, gpus, tokens = len(experts), draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    seconds = st.floats(0, 0.1, allow_nan=False)
+    times = st.lists(seconds, min_size=active, max_size=active)
+    score = st.lists(st.floats(-4, 4, width=16), min_size=EXPERTS, max_size=EXPERTS)
+    predicted = draw(st.lists(score, min_size=tokens, max_size=tokens))
+    return work(
+        experts=experts,
+        layer=draw(st.integers(0, LAYERS - 1)),
+        tokens=draw(st.lists(st.integers(1, 50), min_size=active, max_size=active)),
+        cpu_s=draw(times),
+        host_s=draw(times),
+        gpu_s=[draw(times) for _ in range(gpus)],
+        arrive_s=[draw(times) for _ in range(gpus)],
+        state=draw(st.lists(st.integers(0, 2), min_size=active, max_size=active)),
+        routing=[draw(st.permutations(experts))[: draw(st.just(1))] for _ in range(tokens)],
+        predicted=dict.fromkeys(PREDICTION_COLUMNS, predicted),
+    )
+
+
+@st.composite
+def views(draw, gpus):
+    keys = st.sets(st.tuples(st.integers(0, gpus - 1), st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)))
+    resident = draw(keys)
+    return View(LAYERS, EXPERTS, gpus, resident, draw(keys) - resident)
+
+
+def started(kind, name, gpus):
+    policy = resolve(name, kind)
+    policy.start(RunContext(shape(LAYERS, EXPERTS), gpus, np.full(LAYERS, 2), "layer"))
+    return policy
+
+
+@pytest.mark.parametrize("name", names("assignment"))
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), now=works())
+def test_assignment_places_every_active_expert_once_on_a_legal_lane(name, data, now):
+    gpus = len(now.gpu_s)
+    view = data.draw(views(gpus))
+    before = copy.deepcopy(now)
+    answer = started("assignment", name, gpus).assign(now, view)
+    active = len(now.experts)
+    assert answer.lanes.dtype == np.int8
+    assert answer.lanes.shape == (active,)
+    assert 0 <= answer.lanes.min() <= answer.lanes.max() <= gpus
+    if answer.order is not None:
+        assert sorted(answer.order.tolist()) == list(range(active))
+    again = started("assignment", name, gpus).assign(now, view)
+    assert again.lanes.tolist() == answer.lanes.tolist()
+    assert np.array_equal(now.cpu_s, before.cpu_s)
+    assert answer.lanes is not again.lanes
+
+
+@pytest.mark.parametrize("name", names("prefetch"))
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), now=works())
+def test_prefetch_names_distinct_absent_experts_of_coming_layers(name, data, now):
+    gpus = len(now.gpu_s)
+    view = data.draw(views(gpus))
+    wanted = list(started("prefetch", name, gpus).prefetch(now, view))
+    assert len(set(wanted)) == len(wanted)
+    for key in wanted:
+        assert now.layer < key.layer < LAYERS
+        assert 0 <= key.expert < EXPERTS
+    if now.layer == LAYERS - 1:
+        assert wanted == []
+    assert wanted == list(started("prefetch", name, gpus).prefetch(now, view))
+
+
+@pytest.mark.parametrize("name", names("prefetch"))
+def test_prefetch_declares_the_columns_it_reads(name):
+    """With only what `needs` names in the trace, it answers."""
+    policy = started("prefetch", name, 1)
+    assert set(policy.needs) <= set(PREDICTION_COLUMNS) | {"scores", "weights"}
+    predicted = {column: [[0.5] * EXPERTS] for column in policy.needs if column in PREDICTION_COLUMNS}
+    policy.prefetch(work(experts=[0], predicted=predicted), View(LAYERS, EXPERTS))
+
+
+@st.composite
+def runs(draw):
+    """Layer steps in replay order, from one active expert to all."""
+    active = st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS)
+    count = draw(st.integers(0, 8))
+    return [LayerStep(i // LAYERS, i % LAYERS, sorted(draw(active))) for i in range(count * LAYERS // 2)]
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+@pytest.mark.parametrize("name", names("cache"))
+@settings(max_examples=25, deadline=None)
+@given(steps=runs(), capacity=st.integers(0, LAYERS * EXPERTS))
+def test_cache_never_overflows_and_evicts_only_candidates(name, scope, steps, capacity):
+    """The driver checks victims; empty caches, full ones and those that hold everything included."""
+    capacity = min(capacity, EXPERTS) if scope == "layer" else capacity
+    first, second = (
+        drive(resolve(name, "cache"), steps, capacity, layers=LAYERS, experts=EXPERTS, scope=scope, seed=3)
+        for _ in range(2)
+    )
+    assert first == second
+    assert first.hits <= first.accesses
+    if capacity == 0:
+        assert first.hits == 0
+
+
+@pytest.mark.parametrize("name", names("cache"))
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), steps=runs())
+def test_cache_survives_prefetches_it_never_asked_for(name, data, steps):
+    """Keys enter and leave without being used, as prefetches of other layers do."""
+    policy = resolve(name, "cache")
+    policy.start(context(steps, 2, layers=LAYERS, experts=EXPERTS, scope="global"))
+    keys = st.integers(0, LAYERS * EXPERTS - 1)
+    inside: set[int] = set()
+    for step, layer, active in steps:
+        policy.accessed(work(experts=active, step=step, layer=layer))
+        entering = np.array(sorted(data.draw(st.sets(keys, max_size=4)) - inside), np.int64)
+        policy.admitted(entering)
+        inside |= set(entering.tolist())
+        incoming = np.array(sorted(data.draw(st.sets(keys, max_size=3)) - inside), np.int64)[: len(inside)]
+        victims = policy.victims(incoming, np.array(sorted(inside), np.int64))
+        assert victims.shape == incoming.shape
+        left = [victim for victim in victims.tolist() if victim >= 0]
+        assert len(set(left)) == len(left)
+        assert set(left) <= inside
+        policy.evicted(np.array(left, np.int64))
+        inside -= set(left)
+
+
+@pytest.mark.parametrize("name", names("routing"))
+def test_routing_keeps_the_shape_and_says_whether_it_alters(name):
+    experts = np.array([[3, 1], [0, 2]], np.uint16)
+    weights = np.array([[0.6, 0.4], [0.9, 0.1]], np.float16)
+    scores = np.array([[0.1, 0.3, 0.1, 0.5, 0, 0], [0.6, 0.1, 0.2, 0.1, 0, 0]], np.float16)
+    policy = started("routing", name, 1)
+    routed = policy.route(Gate(0, 0, Phase.DECODE, experts, weights, scores), View(LAYERS, EXPERTS))
+    assert routed.experts.shape == experts.shape
+    if not policy.alters:
+        assert np.array_equal(routed.experts, experts)
+        assert np.array_equal(routed.weights, weights)
+
+
+@pytest.mark.parametrize("kind", ["assignment", "cache", "prefetch", "routing"])
+def test_every_policy_documents_itself(kind):
+    for name in names(kind):
+        cls = find(name, kind)
+        assert cls.__doc__
+        assert cls.__module__ == f"policies.{kind}.{name.replace('-', '_')}"
