@@ -239,7 +239,7 @@ def replay(
     except BaseException:
         timeline.discard()
         raise
-    metrics = summarise(timeline, power=profile.power)
+    metrics = summarise(timeline, power=_watts(profile))
     metrics["routing"] = "altered" if policies.routing.alters else "recorded"
     metrics["gate_mass_kept"] = float(np.mean(planner.gate_mass)) if planner.gate_mass else None
     metrics["memory_high_bytes"] = {
@@ -320,7 +320,7 @@ def _config(
         "prefetch": system.prefetch,
         "routing": system.routing,
         "cache_scope": plan.gpu.scope,
-        "cache_slots": plan.gpu.slots.tolist(),
+        "cache_slots": int(plan.gpu.slots[0]),
         "cache_bytes": plan.gpu.total_bytes,
         "cache_ratio": plan.gpu.total_bytes / (sum(shape.expert_bytes) * shape.experts),
         "host_bytes": None if plan.host is None else plan.host.total_bytes,
@@ -356,6 +356,15 @@ def _warnings(
     if result.steps == 0:
         found.append("nothing was replayed")
     return found
+
+
+def _watts(profile: HardwareProfile) -> dict[str, tuple[float, float]] | None:
+    """Idle and busy watts by lane, as the metrics take them."""
+    power = profile.power
+    if power is None:
+        return None
+    lanes = {lane: (power.idle_w[lane], power.busy_w[lane]) for lane in profile.lanes}
+    return {**lanes, "platform": (power.platform_idle_w, 0.0)}
 
 
 def _git_commit() -> str | None:

@@ -38,7 +38,10 @@ def fingerprint(plan: Plan) -> tuple[Any, ...]:
         tuple(plan.work.state.tolist()),
         tuple(plan.lanes.tolist()),
         tuple(plan.order),
-        tuple((c.kind, c.gpu, c.layer, *map(tuple, (c.experts, c.staged, c.read, c.host_staged))) for c in plan.copies),
+        tuple(
+            (c.kind, c.gpu, c.layer, tuple(c.experts), tuple(c.staged), tuple(c.read), tuple(c.host_staged))
+            for c in plan.copies
+        ),
         tuple(plan.staging_slots),
         tuple((gpu, *swap.outgoing, *swap.incoming) for gpu, swap in plan.swaps),
     )

@@ -57,6 +57,10 @@ class Operation(Event):
         "staged", "start_s", "step", "work_s",
     )  # fmt: skip
 
+    left_s: float
+    rate: float
+    settled_s: float
+
     def __init__(
         self,
         lane: int,
@@ -66,7 +70,7 @@ class Operation(Event):
         expert: int,
         work_s: float,
         nbytes: int = 0,
-        on_end: Callable[[Operation], None] | None = None,
+        on_end: Callable[[Operation], object] | None = None,
     ) -> None:
         # As simpy.Timeout does: triggered from birth, processed when its time comes.
         self._ok = True
@@ -113,17 +117,18 @@ class Contention:
         finished: Callable[[Operation], None],
     ) -> None:
         self._env = env
-        self._schedule = env.schedule
+        self._schedule: Callable[[Event, int, float], None] = env.schedule  # type: ignore[assignment] # any int sorts
         self._finished = finished
         self._priority = [PRIORITY[name] for name in lane_classes]
         self._slowdown = [[slowdown(victim, other) for other in lane_classes] for victim in lane_classes]
         self._running: list[Operation] = []
         self.events = 0
-        if all(factor == 1.0 for row in self._slowdown for factor in row):
-            self.start = self._start_alone
-
-    def start(self, operation: Operation) -> None:
+        alone = all(factor == 1.0 for row in self._slowdown for factor in row)
+        self.start: Callable[[Operation], None] = self._start_alone if alone else self._start
         """Begin an operation now."""
+
+    def _start(self, operation: Operation) -> None:
+        """Begin an operation on a machine where lanes slow each other."""
         operation.start_s = operation.settled_s = self._env.now
         operation.left_s = operation.work_s
         operation.rate = 0.0

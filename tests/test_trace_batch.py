@@ -36,7 +36,9 @@ def by_brute_force(drawn, batch):
 def test_steps_hold_exactly_the_tokens_of_the_batch(tmp_path_factory, drawn, batch, chunk):
     path = drawn.write(tmp_path_factory.mktemp("t") / "t.parquet")
     limit = traces.batch.CHUNK_COUNTS
-    traces.batch.CHUNK_COUNTS = chunk * drawn.shape.layers * max(drawn.shape.experts, batch)  # cut after every few steps
+    traces.batch.CHUNK_COUNTS = (
+        chunk * drawn.shape.layers * max(drawn.shape.experts, batch)
+    )  # cut after every few steps
     try:
         steps = list(compose(open_trace(path), batch=batch))
     finally:

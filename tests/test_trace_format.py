@@ -68,11 +68,17 @@ def test_ragged_prefill_is_legal(make_trace):
 
 def test_nothing_is_left_when_writing_fails(tmp_path, tiny_shape):
     path = tmp_path / "t.parquet"
-    with pytest.raises(RuntimeError, match="out of luck"), TraceWriter(path, TraceHeader(tiny_shape)) as writer:
-        writer.write(0, 0, Phase.DECODE, np.arange(3), np.array([[0, 1]] * 3))
-        raise RuntimeError("out of luck")
-    with pytest.raises(TraceError, match="at least one row"), TraceWriter(path, TraceHeader(tiny_shape)):
-        pass
+
+    def fail_after(rows):
+        with TraceWriter(path, TraceHeader(tiny_shape)) as writer:
+            writer.write(0, 0, Phase.DECODE, np.arange(rows), np.array([[0, 1]] * rows).reshape(rows, 2))
+            if rows:
+                raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fail_after(3)
+    with pytest.raises(TraceError, match="at least one row"):
+        fail_after(0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -127,7 +133,7 @@ def test_damage_inside_a_file_is_one_line(make_trace):
     data = bytearray(path.read_bytes())
     data[200:1200] = bytes(1000)
     path.write_bytes(data)
-    with pytest.raises(TraceError, match="trace.parquet") as caught:
+    with pytest.raises(TraceError, match=r"trace.parquet") as caught:
         list(open_trace(path).sequences())
     assert "\n" not in str(caught.value)
 
@@ -183,6 +189,7 @@ def swap(first, second):
         (put("phase", 9, "prefill"), "row 9: phase: expected decode until the sequence ends"),
         (swap(6, 7), "row 7: order: expected rows by seq, pos, layer"),
         (drop(7), "row 7: layer: expected layer 1 of 3 of the decode token at pos 2, got layer 2 at pos 2"),
+        (put("pos", 11, 4), "row 11: layer: expected layer 2 of 3 of the decode token at pos 3, got layer 2 at pos 4"),
         (drop(11), "row 10: layer: expected layer 2 of 3 of the decode token at pos 3, got the end"),
         (drop(1, 4), "row 0: layer: expected prompt tokens at each of 3 layers, got none at layer 1"),
         (drop(*range(12)), "found an empty trace"),

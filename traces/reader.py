@@ -63,6 +63,7 @@ class Trace:
         self.size_bytes: int = path.stat().st_size
 
     def __repr__(self) -> str:
+        """Say which file, which model and how many rows."""
         return f"Trace({str(self.path)!r}, {self.shape.name}, {self.rows} rows)"
 
     def digest(self) -> str:
@@ -218,7 +219,7 @@ def _first_line(error: BaseException) -> str:
 
 def _parquet(path: Path) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path, read_dictionary=["phase"], memory_map=False, pre_buffer=False)
+        return pq.ParquetFile(path, pre_buffer=False)
     except FileNotFoundError:
         way_out = "`moesim record` or `moesim trace import` makes a trace"
         raise TraceError(f"{path}: no such file; {way_out}") from None

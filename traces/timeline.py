@@ -88,11 +88,13 @@ class Timeline:
                 self._writers[name] = _writer(part_path(self._path(name)), _schema(name, self.lanes))
 
     def __enter__(self) -> Self:
+        """Record in a block: `close` at its end, `discard` on an exception."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Finish the tables, or leave nothing behind."""
         if kind is None:
             self.close()
         else:

@@ -81,6 +81,7 @@ class TraceWriter:
         self._writer: pq.ParquetWriter | None = None
 
     def __enter__(self) -> Self:
+        """Begin the file beside its final name."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._writer = pq.ParquetWriter(
             part_path(self.path),
@@ -94,6 +95,7 @@ class TraceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Finish the file and give it its name, or leave nothing behind."""
         try:
             if kind is None:
                 self._flush(self._buffered)

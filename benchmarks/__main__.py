@@ -1,0 +1,16 @@
+"""`make bench`: every figure that the README and the issues quote."""
+
+from __future__ import annotations
+
+from benchmarks import memory_and_start, planning, replay_speed
+
+
+def main() -> None:
+    """Run all reports."""
+    for report in (replay_speed.report, planning.report, memory_and_start.report):
+        report()
+        print()
+
+
+if __name__ == "__main__":
+    main()

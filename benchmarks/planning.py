@@ -1,0 +1,103 @@
+"""The decision and the whole planning of one layer step, in microseconds of CPU time."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hwprofiles.costs import Costs
+from hwprofiles.profile import load_profile
+from policies.plan import MemoryPlan
+from policies.planner import Planner
+from policies.residency import CacheSize
+from policies.systems import compose
+from traces.batch import RoutedLayer
+from traces.models import model_shape
+from traces.schema import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from policies.base import LayerWork
+
+REPEATS = 2000
+
+
+def best_s(function: Callable[[], object], repeats: int = REPEATS, rounds: int = 7) -> float:
+    """Median over rounds of the mean CPU seconds of one call."""
+    means = []
+    for _ in range(rounds):
+        begin_s = time.process_time()
+        for _ in range(repeats):
+            function()
+        means.append((time.process_time() - begin_s) / repeats)
+    return float(np.median(means))
+
+
+def planner(assignment: str, slots: int = 32) -> Planner:
+    """A planner for Qwen3-30B-A3B on the default machine."""
+    shape = model_shape("qwen3-30b-a3b")
+    size = CacheSize.of(shape.expert_bytes, shape.experts, slots_per_layer=slots)
+    policies = compose(assignment, cache="lru").build(gpus=1, host_cache=None)
+    return Planner(shape, Costs(load_profile("rtx3090-epyc7532"), shape), policies, MemoryPlan(size))
+
+
+def layer_steps(active: int, count: int, seed: int = 0) -> list[RoutedLayer]:
+    """Random layer steps of 48 layers with `active` active experts each."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for i in range(count):
+        experts = np.sort(draw.choice(128, active, replace=False)).astype(np.int32)
+        tokens = draw.integers(1, 2 if active == 8 else 12, active).astype(np.int32)
+        found.append(RoutedLayer(i % 48, experts, tokens, experts.astype(np.uint16)[None], None, None, {}))
+    return found
+
+
+def decision_s(assignment: str, active: int) -> float:
+    """One `assign` of an assignment policy at so many active experts."""
+    book = planner(assignment)
+    captured: list[LayerWork] = []
+    policy = book.policies.assignment
+    original = policy.assign
+
+    def capture(work: LayerWork, view: object) -> object:
+        captured.append(work)
+        return original(work, view)  # type: ignore[arg-type]
+
+    policy.assign = capture  # type: ignore[method-assign,assignment]
+    book.plan(layer_steps(active, 1)[0], 0, Phase.DECODE, 0.0)
+    work = captured[0]
+    return best_s(lambda: original(work, book), REPEATS if active <= 8 else REPEATS // 4)
+
+
+def planning_s(assignment: str, active: int) -> float:
+    """Median CPU seconds of `Planner.plan` alone, over layer steps with misses, victims and landings."""
+    book = planner(assignment)
+    steps = layer_steps(active, 960 if active <= 8 else 240)
+    spent: list[float] = []
+    for round_ in range(4):
+        total = 0.0
+        for i, routed in enumerate(steps):
+            begin_s = time.perf_counter()
+            plan = book.plan(routed, i, Phase.DECODE, 0.0)
+            total += time.perf_counter() - begin_s
+            for copies in plan.copies:
+                for expert in copies.experts:
+                    book.landed(copies.gpu, copies.layer, expert)
+            book.complete(plan, 0.0)
+        if round_:
+            spent.append(total / len(steps))
+    return float(np.median(spent))
+
+
+def report() -> None:
+    """Print the figures beside their targets."""
+    print("planning (Qwen3-30B-A3B shape, 32 slots per layer; microseconds)")
+    for active, limit in ((8, 3), (128, 10)):
+        print(f"  greedy decision alone, {active:3} active: {decision_s('greedy', active) * 1e6:6.2f}  (target {limit})")
+    for assignment in ("greedy", "on-demand"):
+        for active, limit in ((8, 25), (128, 120)):
+            spent_us = planning_s(assignment, active) * 1e6
+            print(f"  whole planning, {assignment:9}, {active:3} active: {spent_us:6.1f}  (target {limit})")

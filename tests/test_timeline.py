@@ -1,0 +1,136 @@
+"""The record of a run: nothing is lost, nothing is half-written, and Perfetto can open it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import traces.timeline as tl
+from policies.base import ABSENT, IN_FLIGHT, RESIDENT
+from traces.errors import TraceError
+from traces.perfetto import write_perfetto
+from traces.timeline import COMPUTE, DENSE, FETCH, KIND_NAMES, PLAN, Timeline
+
+LANES = ("cpu", "gpu0", "h2d0", "d2h0", "ssd", "control")
+
+
+def record(timeline, steps=3, layers=2):
+    """Two active experts per layer step, one on the CPU and one fetched to the GPU."""
+    now = 0.0
+    for step in range(steps):
+        begun = now
+        for layer in range(layers):
+            timeline.span(1, DENSE, step, layer, -1, now, now + 1.0, 0)
+            timeline.span(5, PLAN, step, layer, -1, now + 1.0, now + 1.5, 0)
+            experts, tokens = np.array([2, 6]), np.array([1, 1])
+            timeline.access(step, layer, experts, tokens, np.array([0, 1]), np.array([tl.HIT, tl.MISS]))
+            timeline.span(2, FETCH, step, layer, 6, now + 1.5, now + 3.5, 1000 + step)
+            timeline.span(0, COMPUTE, step, layer, 2, now + 1.5, now + 2.5, 0)
+            timeline.span(1, COMPUTE, step, layer, 6, now + 3.5, now + 4.0, 0)
+            now += 4.0
+        timeline.step(step, int(step > 0), 0, 1, 1, begun, now)
+    return timeline
+
+
+def test_states_mean_the_same_to_planner_and_timeline():
+    assert (tl.MISS, tl.DELAYED, tl.HIT) == (ABSENT, IN_FLIGHT, RESIDENT)
+    assert [KIND_NAMES[kind] for kind in (tl.DENSE, tl.READ, tl.JOIN)] == ["dense", "read", "join"]
+
+
+def test_memory_and_disk_hold_the_same(tmp_path, monkeypatch):
+    """Also when every step is a chunk of its own."""
+    monkeypatch.setattr(tl, "CHUNK_SPANS", 10)
+    monkeypatch.setattr(tl, "CHUNK_ACCESSES", 2)
+    monkeypatch.setattr(tl, "CHUNK_STEPS", 1)
+    inside = record(Timeline(LANES))
+    with Timeline(LANES, tmp_path / "run") as outside:
+        record(outside)
+    loaded = Timeline.load(tmp_path / "run")
+    assert loaded.lanes == LANES
+    for name in ("frame", "access_frame", "step_frame"):
+        expected = getattr(inside, name)()
+        assert len(expected) in (30, 12, 3)
+        assert expected.equals(getattr(outside, name)())
+        assert expected.equals(getattr(loaded, name)())
+    assert len(list(inside.chunks())) == 3
+    assert loaded.frame().iloc[2].to_dict() == {
+        "lane": "h2d0", "kind": "fetch", "step": 0, "layer": 0, "expert": 6,
+        "start_s": 1.5, "end_s": 3.5, "bytes": 1000,
+    }  # fmt: skip
+    access = loaded.access_frame().iloc[1].to_dict()
+    assert access == {"step": 0, "layer": 0, "expert": 6, "tokens": 1, "lane": "gpu0", "state": "miss"}
+    assert loaded.step_frame()["phase"].tolist() == ["prefill", "decode", "decode"]
+
+
+def test_same_run_is_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        with Timeline(LANES, tmp_path / name) as timeline:
+            record(timeline)
+    for table in tl.TABLES:
+        files = [tmp_path / name / f"{table}.parquet" for name in ("a", "b")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_files_appear_only_when_the_run_is_whole(tmp_path):
+    def interrupted():
+        with Timeline(LANES, tmp_path) as timeline:
+            record(timeline)
+            assert len(list(tmp_path.glob("*.part"))) == 3
+            assert not list(tmp_path.glob("*.parquet"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_run_is_flushed_while_it_goes(tmp_path):
+    """What waits in memory never exceeds a chunk and one step."""
+    timeline = Timeline(LANES, tmp_path)
+    experts = np.arange(2)
+    for step in range(20):
+        for layer in range(600):
+            timeline.access(step, layer, experts, experts, experts, experts)
+            for _ in range(10):
+                timeline.span(0, COMPUTE, step, layer, 1, float(step), step + 1.0, 0)
+        timeline.step(step, 1, 0, 1, 1, float(step), step + 1.0)
+        assert len(timeline.spans) <= 8 * (tl.CHUNK_SPANS + 6_000)
+        assert len(timeline._accesses) <= tl.CHUNK_ACCESSES + 600
+    timeline.close()
+    assert pq.read_metadata(tmp_path / "timeline.parquet").num_rows == 120_000
+    assert pq.read_metadata(tmp_path / "accesses.parquet").num_rows == 24_000
+
+
+def test_loading_something_else_is_one_line(tmp_path):
+    with pytest.raises(TraceError, match=r"timeline.parquet: not a readable table"):
+        Timeline.load(tmp_path)
+    with Timeline(LANES, tmp_path) as timeline:
+        record(timeline)
+    (tmp_path / "steps.parquet").write_bytes((tmp_path / "steps.parquet").read_bytes()[:100])
+    with pytest.raises(TraceError, match=r"steps.parquet: not a readable table") as caught:
+        Timeline.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_perfetto_shows_two_runs_side_by_side(tmp_path):
+    path = tmp_path / "trace.json"
+    write_perfetto(path, {"simulated": record(Timeline(LANES)), "measured": record(Timeline(LANES), steps=1)})
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {1: "simulated", 2: "measured"}
+    threads = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1]
+    assert threads == list(LANES)
+    spans = [e for e in events if e["ph"] == "X"]
+    assert [sum(e["pid"] == pid for e in spans) for pid in (1, 2)] == [30, 10]
+    fetch = next(e for e in spans if e["cat"] == "fetch")
+    assert (fetch["ts"], fetch["dur"], fetch["tid"]) == (1.5e6, 2e6, 2)
+    assert fetch["args"] == {"kind": "fetch", "step": 0, "layer": 0, "expert": 6, "bytes": 1000}
+
+
+def test_perfetto_of_an_empty_run_is_still_json(tmp_path):
+    path = tmp_path / "trace.json"
+    write_perfetto(path, {"nothing": Timeline(LANES)})
+    assert not [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
