@@ -174,7 +174,7 @@ def fit_line(samples: Mapping[int, np.ndarray], *, seed: int = 0) -> Line:
         return _nonnegative(columns[keep] / medians[keep, None])
 
     def predict(constants: np.ndarray) -> np.ndarray:
-        return columns @ constants
+        return np.asarray(columns @ constants)
 
     (base, slope), report = _with_report(seconds, solve, predict, draws=_LINE_DRAWS, seed=seed)
     return Line(base, slope, report)
@@ -209,7 +209,7 @@ def fit_roofline(
         return np.where(constants > 0, constants, fastest)
 
     def predict(constants: np.ndarray) -> np.ndarray:
-        return constants[0] + np.maximum(moved * constants[1], work * constants[2])
+        return np.asarray(constants[0] + np.maximum(moved * constants[1], work * constants[2]))
 
     def solve(medians: np.ndarray, keep: np.ndarray) -> np.ndarray:
         order = np.argsort((work / moved)[keep], kind="stable")

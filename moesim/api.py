@@ -17,9 +17,9 @@ import numpy as np
 from hwprofiles.costs import Costs
 from hwprofiles.profile import HardwareProfile, default_profile, load_profile
 from policies.base import PolicyError
-from policies.plan import MemoryPlan
+from policies.plan import LAYERS, MemoryPlan
 from policies.planner import Planner
-from policies.residency import PER_LAYER, CacheSize
+from policies.residency import GLOBAL, PER_LAYER, CacheSize
 from policies.systems import System, compose
 from sim.replay import Replay, ReplayResult
 from traces.batch import compose as compose_steps
@@ -84,7 +84,7 @@ class MemoryOptions:
     scope: str = PER_LAYER
     staging: int | None = None
     prefetch_budget_bytes: int | None = None
-    gpu_split: str = "layers"
+    gpu_split: str = LAYERS
 
     def plan(self, shape: ModelShape, profile: HardwareProfile, system: System) -> MemoryPlan:
         """Turn options into sizes.
@@ -110,12 +110,14 @@ class MemoryOptions:
             slots_per_layer=self.slots_per_layer,
             total_bytes=total_bytes,
         )
+        if profile.gpus > 1 and self.scope == GLOBAL and self.gpu_split == LAYERS:
+            gpu = gpu.split(profile.gpus)
         return MemoryPlan(gpu, self._host(shape, staging), staging, self.prefetch_budget_bytes, self.gpu_split)
 
     def _left_on_gpu(self, shape: ModelShape, staging: int, gpus: int) -> int:
         """Bytes left for the expert cache on each GPU."""
         assert self.gpu_memory_bytes is not None
-        split = gpus if self.gpu_split == "layers" else 1
+        split = gpus if self.gpu_split == LAYERS else 1
         rest = shape.other_bytes // split
         left = self.gpu_memory_bytes - rest - staging * shape.max_expert_bytes
         if left < 0:
@@ -138,7 +140,7 @@ class MemoryOptions:
             )
         if left >= total:
             return None
-        return CacheSize.of(shape.expert_bytes, shape.experts, scope="global", total_bytes=left)
+        return CacheSize.of(shape.expert_bytes, shape.experts, scope=GLOBAL, total_bytes=left)
 
 
 def profile_of(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
@@ -323,6 +325,7 @@ def _config(
         "cache_slots": int(plan.gpu.slots[0]),
         "cache_bytes": plan.gpu.total_bytes,
         "cache_ratio": plan.gpu.total_bytes / (sum(shape.expert_bytes) * shape.experts),
+        "gpus": profile.gpus,
         "host_bytes": None if plan.host is None else plan.host.total_bytes,
         "staging": plan.staging,
         "prefetch_budget_bytes": options.prefetch_budget_bytes,
@@ -340,7 +343,7 @@ def _warnings(
 ) -> list[str]:
     shape = trace.shape
     found = []
-    needed = plan.gpu.total_bytes // (profile.gpus if plan.gpu_split == "layers" else 1)
+    needed = plan.gpu.total_bytes // (profile.gpus if plan.gpu_split == LAYERS else 1)
     needed += plan.staging * shape.max_expert_bytes + shape.other_bytes
     if needed > profile.memory.gpu_bytes:
         found.append(

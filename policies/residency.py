@@ -73,6 +73,10 @@ class CacheSize:
             return cls(scope, np.array([pool // int(sizes.max())], np.int64), np.array([pool], np.int64))
         return cls(scope, np.full(len(sizes), slots, np.int64), slots * sizes)
 
+    def split(self, gpus: int) -> CacheSize:
+        """One GPU's share of a global pool whose layers are divided among `gpus`."""
+        return CacheSize(self.scope, self.slots // gpus, self.pool_bytes // gpus)
+
     @property
     def total_bytes(self) -> int:
         """Bytes the cache may occupy."""

@@ -11,7 +11,7 @@ executor tells by how much.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 import platform
 from contextlib import contextmanager
@@ -97,13 +97,13 @@ def measure(
     """
     extent = _QUICK if quick else _FULL
     target = Path(out)
-    findings = Findings(date=datetime.datetime.now(tz=datetime.UTC).date().isoformat())
+    findings = Findings(date=dt.datetime.now(tz=dt.UTC).date().isoformat())
     tell = progress or (lambda _what, _done: None)
     load = os.getloadavg()[0]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
     size = REFERENCE if shape is None else Size(shape.hidden, shape.expert_intermediate)
     cuda = torch.cuda.is_available()
-    with _torch_threads(max(1, cores - 1)), torch.inference_mode():
+    with _torch_threads(max(1, cores - 1)):
         tell("expert compute on the CPU", 0.0)
         dtype = choose_dtype(size, seconds=0.05 * extent.seconds)
         _measure_cpu(findings, size, dtype, cores, extent)
@@ -122,13 +122,13 @@ def measure(
             tell("what lanes cost each other", 0.9)
             _measure_host_contention(findings, size, dtype, cores, extent)
     _state_memory(findings, cores)
-    reads_share = cores <= 2 and (disk.core_share or 0.0) > _BUSY_READ  # noqa: PLR2004 - both cores are taken
+    reads_share = cores <= 2 and (disk.core_share or 0.0) > _BUSY_READ
     profile = HardwareProfile(
         name=target.stem,
         kind="measured",
         description=(
-            f"{_processor()}, {cores} cores, {_accelerator_name()}; {dtype_name(dtype)} experts on the CPU; {disk.words};"
-            f" load average {load:.1f} when it began"
+            f"{_processor()}, {cores} cores, {_accelerator_name()}; {dtype_name(dtype)} experts on the CPU;"
+            f" {disk.words}; load average {load:.1f} when it began"
         ),
         date=findings.date,
         accelerator="cuda" if cuda else "host",
@@ -159,7 +159,7 @@ def _measure_host_accelerator(
     """Measure one core: with two cores it is what the CPU lane has too, so its experts are not measured again."""
     source = "host accelerator, 1 thread, weights read from memory"
     with _torch_threads(1):
-        if cores > 2:  # noqa: PLR2004 - the CPU lane has more than one thread
+        if cores > 2:
             measure_experts(
                 findings, "gpu", size, dtype, tokens=extent.tokens, seconds=0.15 * extent.seconds, source=source
             )

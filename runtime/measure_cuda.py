@@ -52,16 +52,9 @@ def measure_cuda_copies(findings: Findings, device: str, *, seconds: float) -> N
         host.memory.fill_(1)
         for link, source, target in (("h2d", host, there), ("d2h", there, host)):
 
-            def copy(size: int, source: torch.Tensor = source.memory, target: torch.Tensor = target.memory) -> Callable:
-                pieces = len(source) // size
-
-                def work(index: int) -> None:
-                    at = index % pieces * size
-                    target[at : at + size].copy_(source[at : at + size], non_blocking=True)
-
-                return work
-
-            by_size = {size: sample(copy(size), share_s, once=once) for size in COPY_BYTES}
+            by_size = {
+                size: sample(_copies(source.memory, target.memory, size), share_s, once=once) for size in COPY_BYTES
+            }
             findings.link(link, by_size, fit_line(by_size), f"page-locked copies on {device}, CUDA events")
 
         def there_and_back(size: int) -> Callable[[int], None]:
@@ -79,3 +72,14 @@ def measure_cuda_copies(findings: Findings, device: str, *, seconds: float) -> N
         fit_line(moved),
         f"line through page-locked copies of hidden states from and to {device}, synchronised, by bytes",
     )
+
+
+def _copies(source: torch.Tensor, target: torch.Tensor, size: int) -> Callable[[int], None]:
+    """Return operation number i: enqueue a copy of piece ``i`` of `size` bytes."""
+    pieces = len(source) // size
+
+    def work(index: int) -> None:
+        at = index % pieces * size
+        target[at : at + size].copy_(source[at : at + size], non_blocking=True)
+
+    return work

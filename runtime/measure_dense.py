@@ -61,7 +61,7 @@ class DenseLayer(NamedTuple):
 
     def flops(self, tokens: int) -> float:
         """Multiply-adds count twice, for weights and for attention over the context."""
-        return 2.0 * self.params * tokens + 4.0 * self.out.shape[0] * tokens * CONTEXT
+        return 2.0 * self.params * tokens + 4.0 * int(self.out.shape[0]) * tokens * CONTEXT
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Attend, choose experts, and return the next hidden states [T, H]."""

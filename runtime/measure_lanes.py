@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable  # noqa: TC003 - a field's type
 from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -45,7 +45,9 @@ def measure_dispatch(findings: Findings, *, seconds: float) -> None:
 
     thread = threading.Thread(target=lane, name="measured-lane", daemon=True)
     thread.start()
-    first, each, join = [], [], []
+    first: list[float] = []
+    each: list[float] = []
+    join: list[float] = []
     operations: list[Callable[[], None]] = [_nothing] * _OPERATIONS
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or len(first) < 20:
@@ -100,14 +102,19 @@ def _slowdown(victim: LaneWork, other: LaneWork, seconds: float) -> float:
     torch.set_num_threads(victim.threads)
     alone = float(np.median(sample(victim.run, seconds, fewest=3)))
     stop, running = threading.Event(), threading.Event()
+    failed: list[Exception] = []
 
     def neighbour() -> None:
-        torch.set_num_threads(other.threads)
-        for index in count():
-            other.run(index)
+        try:
+            torch.set_num_threads(other.threads)
+            for index in count():
+                other.run(index)
+                running.set()
+                if stop.is_set():
+                    return
+        except Exception as error:  # noqa: BLE001 - handed to the waiting thread below
+            failed.append(error)
             running.set()
-            if stop.is_set():
-                return
 
     thread = threading.Thread(target=neighbour, name="measured-neighbour", daemon=True)
     thread.start()
@@ -118,4 +125,6 @@ def _slowdown(victim: LaneWork, other: LaneWork, seconds: float) -> float:
     finally:
         stop.set()
         thread.join()
+    if failed:
+        raise failed[0]
     return beside / alone

@@ -52,11 +52,14 @@ class Operation(Event):
         end: the event that counts as its end, if that is not the operation itself (which would be a cycle).
     """
 
-    __slots__ = (
-        "end", "expert", "frees", "kind", "lane", "layer", "left_s", "nbytes", "on_end", "rate", "settled_s",
-        "staged", "start_s", "step", "work_s",
-    )  # fmt: skip
-
+    # As simpy.Timeout: triggered from birth, processed when its time comes. Class attributes, as most never change.
+    _ok = True
+    _value = None
+    _defused = False
+    staged = False
+    frees: Slots | None = None
+    start_s = -1.0
+    end: Event | None = None
     left_s: float
     rate: float
     settled_s: float
@@ -72,10 +75,6 @@ class Operation(Event):
         nbytes: int = 0,
         on_end: Callable[[Operation], object] | None = None,
     ) -> None:
-        # As simpy.Timeout does: triggered from birth, processed when its time comes.
-        self._ok = True
-        self._value = None
-        self._defused = False
         self.lane = lane
         self.kind = kind
         self.step = step
@@ -84,10 +83,6 @@ class Operation(Event):
         self.work_s = work_s
         self.nbytes = nbytes
         self.on_end = on_end
-        self.staged = False
-        self.frees: Slots | None = None
-        self.start_s = -1.0
-        self.end: Event | None = None
 
 
 class _End(Event):
@@ -119,6 +114,7 @@ class Contention:
         self._env = env
         self._schedule: Callable[[Event, int, float], None] = env.schedule  # type: ignore[assignment] # any int sorts
         self._finished = finished
+        self._alone = [finished]
         self._priority = [PRIORITY[name] for name in lane_classes]
         self._slowdown = [[slowdown(victim, other) for other in lane_classes] for victim in lane_classes]
         self._running: list[Operation] = []
@@ -138,7 +134,7 @@ class Contention:
     def _start_alone(self, operation: Operation) -> None:
         """Begin an operation on a machine where nothing slows anything."""
         operation.start_s = self._env.now
-        operation.callbacks = [self._finished]
+        operation.callbacks = self._alone[:]
         self.events += 1
         self._schedule(operation, self._priority[operation.lane], operation.work_s)
 

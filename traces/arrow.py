@@ -33,6 +33,12 @@ def lists(matrix: np.ndarray) -> pa.Array:
     return pa.ListArray.from_arrays(numbers(offsets), numbers(matrix.reshape(-1)))
 
 
+def flat(array: Any) -> pa.Array:
+    """The values of all lists of a list array, one behind the other (`flatten` would import pyarrow.compute)."""
+    offsets = values(array.offsets)
+    return array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+
+
 def named(codes: np.ndarray, names: Sequence[str]) -> pa.Array:
     """Codes int8 and the names behind them, as a dictionary array."""
     data = [name.encode() for name in names]

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from traces.arrow import codes, values
+from traces.arrow import codes, flat, values
 from traces.checks import check_sequence
 from traces.errors import TraceError
 from traces.files import sha256
@@ -176,11 +176,11 @@ class Trace:
             row = int(np.argmax(lengths != width))
             what = "top-k of the header" if name in ("experts", "weights") else "experts of the header"
             raise self._bad(base + row, name, f"{width} values ({what})", int(lengths[row]))
-        flat = array.flatten()
-        if flat.null_count:
-            row = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False))) // width
+        inner = flat(array)
+        if inner.null_count:
+            row = int(np.argmax(inner.is_null().to_numpy(zero_copy_only=False))) // width
             raise self._bad(base + row, name, "values", "null")
-        return values(flat).reshape(-1, width)
+        return values(inner).reshape(-1, width)
 
     def _check_range(self, name: str, matrix: np.ndarray, limit: int, base: int) -> None:
         if matrix.size and not (matrix.min() >= 0 and matrix.max() < limit):

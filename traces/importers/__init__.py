@@ -109,7 +109,5 @@ def _importer_of(source: Path) -> tuple[str, Any]:
     for name, module in known.items():
         if module.recognises(source):
             return name, module
-    layouts = "; ".join(
-        f"{name}: {str(module.__doc__).strip().splitlines()[0]}" for name, module in known.items()
-    )
+    layouts = "; ".join(f"{name}: {str(module.__doc__).strip().splitlines()[0]}" for name, module in known.items())
     raise TraceError(f"{source}: no importer knows this layout (or the file is cut off); known: {layouts}")

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from traces.arrow import codes, values
+from traces.arrow import codes, flat, values
 from traces.errors import TraceError
 from traces.schema import Phase
 
@@ -168,8 +168,8 @@ def _matrix(path: Path, base: int, name: str, array: Any) -> np.ndarray:
     if len(lengths) and (lengths != lengths[0]).any():
         row = int(np.argmax(lengths != lengths[0]))
         raise TraceError(f"{path}: row {base + row}: {name}: expected {lengths[0]} values, got {lengths[row]}")
-    flat = array.flatten()
-    if flat.null_count:
-        row = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False))) // int(lengths[0])
+    inner = flat(array)
+    if inner.null_count:
+        row = int(np.argmax(inner.is_null().to_numpy(zero_copy_only=False))) // int(lengths[0])
         raise TraceError(f"{path}: row {base + row}: {name}: expected numbers, got null")
-    return values(flat).reshape(len(lengths), -1)
+    return values(inner).reshape(len(lengths), -1)
