@@ -119,7 +119,8 @@ class Costs:
             )
             beyond = np.where(tokens > curve.at[-1], there / last, 1.0)
             measured = np.interp(inside, curve.at, isotonic(np.asarray(curve.seconds))) * beyond
-            here = measured * (here / there)
+            # the border between reading and computing moves with the size, so the product may dip; it must not
+            here = np.maximum.accumulate(measured * (here / there))
         here[0] = 0.0
         here.flags.writeable = False
         return here

@@ -253,7 +253,13 @@ def replay(
     if perfetto is not None:
         write_perfetto(perfetto, {"simulated": timeline})
     config = _config(opened, profile, system, options, plan, batch=batch, steps=steps, seed=seed, warm=warm)
-    return Run(metrics, timeline, config, _warnings(opened, profile, costs, plan, result))
+    warnings = _warnings(opened, profile, costs, plan, result)
+    if metrics["misses"] and not any(tier.memory.used_high_bytes for tier in planner.gpu) and plan.gpu.total_bytes:
+        warnings.append(
+            f"the GPU cache stayed empty: it starts so, and {system.assignment} with {system.cache} never found a copy"
+            " worth its time; fill it before the run with --warm TRACE, or let a prefetch or another cache policy fill it"
+        )
+    return Run(metrics, timeline, config, warnings)
 
 
 def compare(
@@ -322,7 +328,7 @@ def _config(
         "prefetch": system.prefetch,
         "routing": system.routing,
         "cache_scope": plan.gpu.scope,
-        "cache_slots": int(plan.gpu.slots[0]),
+        "cache_slots": plan.gpu.slots.tolist(),
         "cache_bytes": plan.gpu.total_bytes,
         "cache_ratio": plan.gpu.total_bytes / (sum(shape.expert_bytes) * shape.experts),
         "gpus": profile.gpus,
@@ -333,6 +339,7 @@ def _config(
         "batch": batch,
         "steps": steps,
         "seed": seed,
+        "filled_by": "calibration" if warm is not None else "its policy, or empty",
         "warm": None if warm is None else str(warm.path if isinstance(warm, Trace) else warm),
         "git_commit": _git_commit(),
     }

@@ -259,7 +259,7 @@ class CachePolicy(Policy):
         """Note keys that have left."""
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
-        """Flat keys that fill the cache before the run; None for an empty start."""
+        """Flat keys that fill the cache before the run; None for the calibration's favourites, or empty without one."""
         del capacity_slots
         return None
 

@@ -24,6 +24,7 @@ from policies.base import (
     PolicyError,
     RunContext,
 )
+from policies.filling import fitting
 from policies.host import HostMemory
 from policies.look import legal, look, missing
 from policies.plan import FETCH, LAYERS, PREFETCH, READ, REPLACE, Copies, MemoryPlan, Plan, Policies
@@ -106,7 +107,10 @@ class Planner:
                 )
             )
         for tier in [*self.gpu, self.host.tier] if self.host else self.gpu:
-            keys = tier.cache.initial(tier.memory.size.slots)
+            size = tier.memory.size
+            keys = tier.cache.initial(size.slots)
+            if keys is None and calibration is not None:
+                keys = fitting(-calibration, size.slots, size.scope)
             if keys is None:
                 continue
             if tier in self.gpu and self._split_layers and self.gpus > 1:

@@ -80,7 +80,8 @@ def measure_contention(
 ) -> None:
     """Measure each pair (victim, other) of lane classes: the victim's operation alone and beside the other's.
 
-    Alone and beside take turns, so that a drifting machine slows both.
+    Alone and beside take turns, so that a drifting machine slows both. Means, not medians: work that stands still
+    now and then gets less done, and that is what a rate is.
 
     Args:
         findings: receives ``contention.<victim>.<other>``.
@@ -94,13 +95,13 @@ def measure_contention(
         findings.number(
             f"contention.{victim}.{other}",
             np.maximum(ratios, 1.0),
-            f"{victim} beside {other}: median time over median time alone, in {_ROUNDS} rounds of both",
+            f"{victim} beside {other}: mean time over mean time alone, in {_ROUNDS} rounds of both",
         )
 
 
 def _slowdown(victim: LaneWork, other: LaneWork, seconds: float) -> float:
     torch.set_num_threads(victim.threads)
-    alone = float(np.median(sample(victim.run, seconds, fewest=3)))
+    alone = float(np.mean(sample(victim.run, seconds, fewest=3)))
     stop, running = threading.Event(), threading.Event()
     failed: list[Exception] = []
 
@@ -121,7 +122,7 @@ def _slowdown(victim: LaneWork, other: LaneWork, seconds: float) -> float:
     try:
         running.wait()
         torch.set_num_threads(victim.threads)
-        beside = float(np.median(sample(victim.run, seconds, fewest=3)))
+        beside = float(np.mean(sample(victim.run, seconds, fewest=3)))
     finally:
         stop.set()
         thread.join()

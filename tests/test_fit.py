@@ -33,7 +33,7 @@ def test_a_line_through_exact_points_is_found_exactly():
 
 def test_latency_and_bandwidth_lie_in_their_intervals_about_as_often_as_promised():
     inside_latency = inside_bandwidth = 0
-    for seed in range(40):
+    for seed in range(20):
         line = fit_line(noisy_link(20e-6, 12e9, seed=seed), seed=seed)
         low, high = line.base_s.interval
         inside_latency += low <= 20e-6 <= high
@@ -41,8 +41,8 @@ def test_latency_and_bandwidth_lie_in_their_intervals_about_as_often_as_promised
         inside_bandwidth += rate.interval[0] <= 12e9 <= rate.interval[1]
         assert rate.value == pytest.approx(12e9, rel=0.1)
         assert line.report.residual_worst < 0.25
-    assert inside_latency >= 34
-    assert inside_bandwidth >= 34
+    assert inside_latency >= 17
+    assert inside_bandwidth >= 17
 
 
 def test_one_late_measurement_in_twenty_does_not_move_the_line():

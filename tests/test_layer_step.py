@@ -121,3 +121,12 @@ def test_events_are_counted_as_simpy_counts_them(slots):
     replay = Replay(profile, planner.costs, planner, Timeline(profile.lanes))
     result = replay.run(steps([routed(0, 0, 1)], [routed(0, 1, 2)]))
     assert next(replay.env._eid) - result.events == 3
+
+
+def test_a_calibration_fills_a_cache_that_would_start_empty():
+    """Counts say expert 2 then 0: both are hits from the first step on."""
+    import numpy as np
+
+    planner = plan_of(shape(), ON_GPU, slots=2, calibration=np.array([[5.0, 0.0, 9.0, 1.0]]))
+    _, timeline = run(planner, steps([routed(0, 0, 1, 2)]))
+    assert timeline.access_frame()["state"].tolist() == ["hit", "miss", "hit"]

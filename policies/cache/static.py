@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from policies.base import CachePolicy, LayerWork, PolicyError, RunContext
+from policies.filling import fitting
 from policies.parameters import expect_choice
 
 Fill = Literal["auto", "calibrated", "lowest", "random"]
@@ -44,12 +45,7 @@ class Static(CachePolicy):
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Rank all experts, most wanted first, and keep what fits: int64 flat keys, ascending."""
-        shape, rank = self._context.shape, self._rank()
-        if self._context.scope == "global":
-            return np.sort(np.argsort(rank, axis=None, kind="stable")[: int(capacity_slots[0])])
-        by_layer = np.argsort(rank, axis=1, kind="stable")
-        filled = [layer * shape.experts + by_layer[layer, :slots] for layer, slots in enumerate(capacity_slots)]
-        return np.sort(np.concatenate(filled)).astype(np.int64)
+        return fitting(self._rank(), capacity_slots, self._context.scope)
 
     def accessed(self, work: LayerWork) -> None:
         """Remember nothing."""

@@ -1,0 +1,32 @@
+"""First in, first out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from policies.scored import ScoredCache
+
+if TYPE_CHECKING:
+    from policies.base import LayerWork, RunContext
+
+
+class FIFO(ScoredCache):
+    """Evict the expert that entered first; a hit changes nothing.
+
+    Experts of one layer step enter in launch order. Equal to libCacheSim's FIFO on one request at a time.
+    """
+
+    def start(self, context: RunContext) -> None:
+        """Begin to count entries."""
+        super().start(context)
+        self._entries = 0
+
+    def accessed(self, work: LayerWork) -> None:
+        """Remember nothing."""
+
+    def admitted(self, keys: np.ndarray) -> None:
+        """Number what enters."""
+        self.score[keys] = self._entries + np.arange(len(keys))
+        self._entries += len(keys)

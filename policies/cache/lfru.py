@@ -1,0 +1,66 @@
+"""Least frequently recently used: frequency discounted by age."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from policies.kernels import count_accesses, stamp
+from policies.parameters import expect_choice
+from policies.scored import ScoredCache
+
+if TYPE_CHECKING:
+    from policies.base import LayerWork, RunContext
+
+Variant = Literal["perfect", "in-cache"]
+
+
+class LFRU(ScoredCache):
+    """Evict the lowest ``uses / (now - last use + 1)``; ties to the lower id.
+
+    A use is one layer step in which the expert is active. Now counts the layer steps that this memory has
+    seen, of all layers; in per-layer scope every age then has the same factor, which changes no order but through the + 1.
+
+    Args:
+        variant: ``perfect`` counts the uses of the whole run (2608.07911, the best causal policy of peers §1.1);
+            ``in-cache`` counts from 1 on entering and forgets at eviction (tinyserve, vLLM #37190).
+
+    Source: peers §1.3.
+    """
+
+    def __init__(self, *, variant: Variant = "perfect") -> None:
+        expect_choice("variant", variant, Variant)
+        self.variant = variant
+
+    def start(self, context: RunContext) -> None:
+        """Begin all counts at 0; `perfect` counts everybody from the start."""
+        super().start(context)
+        self._uses = np.zeros(len(self.score))
+        self._last = np.zeros(len(self.score))
+        self._counted = np.full(len(self.score), self.variant == "perfect")
+        self._now = 0.0
+
+    def accessed(self, work: LayerWork) -> None:
+        """Count and stamp the active experts."""
+        self._now += 1.0
+        first = work.layer * self.experts
+        count_accesses(self._uses, self._counted, work.experts, first, self.experts, 1.0)
+        stamp(self._last, work.experts, first, self._now)
+
+    def admitted(self, keys: np.ndarray) -> None:
+        """Entering is a use in the cache, and fresh."""
+        self._last[keys] = self._now
+        if self.variant == "in-cache":
+            self._uses[keys] = 1.0
+            self._counted[keys] = True
+
+    def evicted(self, keys: np.ndarray) -> None:
+        """Forget what leaves, unless all-time counts are kept."""
+        if self.variant == "in-cache":
+            self._counted[keys] = False
+
+    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+        """Choose the lowest frequency per age."""
+        self.score[candidates] = self._uses[candidates] / (self._now - self._last[candidates] + 1.0)
+        return super().victims(incoming, candidates)

@@ -1,0 +1,34 @@
+"""Last in, first out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from policies.scored import ScoredCache
+
+if TYPE_CHECKING:
+    from policies.base import LayerWork, RunContext
+
+
+class LIFO(ScoredCache):
+    """Evict the expert that entered last; a hit changes nothing.
+
+    Experts of one layer step enter in launch order. What is held stays, so the last of a step leaves in the next.
+
+    Source: a baseline of FlashMoE (algorithms §5.5).
+    """
+
+    def start(self, context: RunContext) -> None:
+        """Begin to count entries."""
+        super().start(context)
+        self._entries = 0
+
+    def accessed(self, work: LayerWork) -> None:
+        """Remember nothing."""
+
+    def admitted(self, keys: np.ndarray) -> None:
+        """Number what enters, downwards."""
+        self.score[keys] = -self._entries - np.arange(len(keys), dtype=np.float64)
+        self._entries += len(keys)
