@@ -16,6 +16,7 @@ import numpy as np
 
 from hwprofiles.costs import Costs
 from hwprofiles.profile import HardwareProfile, default_profile, load_profile
+from policies import cache_only
 from policies.base import PolicyError
 from policies.plan import LAYERS, MemoryPlan
 from policies.planner import Planner
@@ -260,6 +261,53 @@ def replay(
             " worth its time; fill it before the run with --warm TRACE, or let a prefetch or another cache policy fill it"
         )
     return Run(metrics, timeline, config, warnings)
+
+
+def replay_cache(
+    trace: str | Path | Trace,
+    cache: str = "lru",
+    *,
+    memory: MemoryOptions | None = None,
+    hw: str | Path | HardwareProfile | None = None,
+    batch: int = 1,
+    steps: int | None = None,
+    seed: int = 0,
+    warm: str | Path | Trace | None = None,
+) -> dict[str, Any]:
+    """Hits of a cache alone: every miss is fetched and offered to it; no machine, no time.
+
+    LRU and Belady run in a compiled loop; every other policy is asked step by step.
+
+    Raises:
+        TraceError, ProfileError, PolicyError: as `replay`.
+    """
+    begin_s = time.perf_counter()
+    opened = trace if isinstance(trace, Trace) else open_trace(trace)
+    shape = opened.shape
+    system = compose("on-demand", cache=cache)
+    size = (memory or MemoryOptions()).plan(shape, profile_of(hw), system).gpu
+    policy = system.build(gpus=1, host_cache=None).caches[0]
+    opened.require(policy.needs, f"cache policy {cache!r}")
+    future = RecordedFuture.of(opened, batch=batch, steps=steps) if policy.oracle else None
+    calibration = None if warm is None else _warm_counts(warm, opened)
+    passes = compose_steps(opened, batch=batch, steps=steps, columns=policy.needs)
+    if calibration is None and cache_only.has_compiled_loop(cache, shape, size):
+        counts = cache_only.replay_compiled(cache, shape, size, passes, future=future)
+    else:
+        counts = cache_only.drive(
+            policy, cache, shape, size, passes, future=future, seed=seed, calibration=calibration
+        )
+    return {
+        "cache": cache,
+        "scope": size.scope,
+        "cache_slots": size.slots.tolist(),
+        "accesses": counts.accesses,
+        "hits": counts.hits,
+        "misses": counts.accesses - counts.hits,
+        "hit_rate_active": counts.hit_rate,
+        "hits_by_layer": counts.hits_by_layer.tolist(),
+        "wall_s": time.perf_counter() - begin_s,
+    }
 
 
 def compare(

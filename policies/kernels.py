@@ -212,7 +212,13 @@ def outscored(incoming: np.ndarray, candidates: np.ndarray, score: np.ndarray) -
     """
     worst = lowest(candidates, score, score, len(incoming))
     victims = np.full(len(incoming), -1, np.int64)
-    rank = np.argsort(-score[incoming], kind="mergesort")
+    rank = np.empty(len(incoming), np.int64)  # best first; a few keys, so by insertion
+    for n in range(len(incoming)):
+        at = n
+        while at > 0 and score[incoming[n]] > score[incoming[rank[at - 1]]]:
+            rank[at] = rank[at - 1]
+            at -= 1
+        rank[at] = n
     for n in range(len(incoming)):
         key = incoming[rank[n]]
         if worst[n] < 0 or score[key] < score[worst[n]]:

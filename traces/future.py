@@ -80,6 +80,11 @@ class RecordedFuture:
             uses = row[np.minimum(experts, self.width)]
         return uses
 
+    @property
+    def following(self) -> np.ndarray:
+        """int32, one entry per access in replay order: the step of that expert's next use; `never` if there is none."""
+        return self._following
+
     def active(self, step: int, layer: int) -> np.ndarray:
         """int32 [A], ascending: the experts that layer step uses; empty past the end."""
         if not 0 <= step < self.steps:

@@ -1,0 +1,270 @@
+"""A cache alone: which accesses hit, with no machine and no time.
+
+Every miss is fetched and offered to the cache, as with on-demand assignment and nothing in flight. Any cache
+policy can be driven so; LRU and Belady also have a compiled loop over whole blocks of layer steps, which
+the tests hold equal to the policies themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import types as nb
+
+from policies.base import ABSENT, LayerWork, RunContext
+from policies.filling import fitting
+from policies.kernels import compiled, lowest, outscored
+from policies.residency import GLOBAL, CacheSize, Residency
+from policies.tier import Tier
+from traces.schema import ModelShape, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from policies.base import CachePolicy, Future
+    from traces.batch import RoutedLayer, RoutedStep
+    from traces.future import RecordedFuture
+
+BLOCK_ACCESSES = 1 << 16
+"""Accesses gathered before the compiled loop runs: memory does not grow with the trace."""
+
+_LRU, _BELADY, _BELADY_ADMITTING = range(3)
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """What a cache alone did. `hits_by_layer` and `accesses_by_layer`: int64 [L]."""
+
+    hits_by_layer: np.ndarray
+    accesses_by_layer: np.ndarray
+
+    @property
+    def hits(self) -> int:
+        """Accesses that found their expert resident."""
+        return int(self.hits_by_layer.sum())
+
+    @property
+    def accesses(self) -> int:
+        """Distinct active experts, summed over layer steps."""
+        return int(self.accesses_by_layer.sum())
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits over accesses; None without accesses."""
+        return self.hits / self.accesses if self.accesses else None
+
+
+def drive(
+    cache: CachePolicy,
+    name: str,
+    shape: ModelShape,
+    size: CacheSize,
+    steps: Iterable[RoutedStep],
+    *,
+    future: Future | None = None,
+    seed: int = 0,
+    calibration: np.ndarray | None = None,
+) -> CacheCounts:
+    """Drive any cache policy, step-atomic: look, note, then let misses in among unheld residents.
+
+    Raises:
+        PolicyError: the policy answered something illegal.
+    """
+    memory = Residency(shape.layers, shape.experts, shape.expert_bytes, size)
+    tier = Tier(memory, cache, name)
+    cache.start(RunContext(shape, 1, size.slots, size.scope, seed, calibration, future if cache.oracle else None))
+    keys = cache.initial(size.slots)
+    if keys is None and calibration is not None:
+        keys = fitting(-calibration, size.slots, size.scope)
+    if keys is not None:
+        tier.fill(keys)
+    counts = CacheCounts(np.zeros(shape.layers, np.int64), np.zeros(shape.layers, np.int64))
+    for step in steps:
+        for routed in step.layers:
+            _drive_layer(tier, step, routed, counts)
+    return counts
+
+
+def _drive_layer(tier: Tier, step: RoutedStep, routed: RoutedLayer, counts: CacheCounts) -> None:
+    memory, layer, experts = tier.memory, routed.layer, routed.experts
+    work = _bare_work(step.step, routed, memory.state[layer][experts], step.phase)
+    memory.hold(layer, experts)
+    tier.cache.accessed(work)
+    missing = experts[work.state == ABSENT]
+    counts.hits_by_layer[layer] += len(experts) - len(missing)
+    counts.accesses_by_layer[layer] += len(experts)
+    if len(missing):
+        tier.admit(work, layer, missing.astype(np.int64) + layer * memory.experts, np.zeros(len(missing)))
+        for expert in missing.tolist():
+            memory.land(layer, expert)
+    memory.release(layer, experts)
+    if memory.staged_count[layer]:
+        memory.drop_staged(memory.staged_of(layer))
+
+
+def _bare_work(step: int, routed: RoutedLayer, state: np.ndarray, phase: Phase) -> LayerWork:
+    """A layer step without costs."""
+    nothing = np.zeros(len(routed.experts))
+    return LayerWork(
+        step,
+        routed.layer,
+        phase,
+        routed.experts,
+        routed.tokens,
+        state,
+        nothing,
+        nothing,
+        nothing[None],
+        nothing[None],
+        routed.routing,
+        routed.weights,
+        routed.scores,
+        routed.predicted,
+    )
+
+
+def has_compiled_loop(spec: str, shape: ModelShape, size: CacheSize) -> bool:
+    """Whether `replay_compiled` knows this policy: LRU and Belady, over equal slots."""
+    return spec in _MODES and (size.scope != GLOBAL or len(set(shape.expert_bytes)) == 1)
+
+
+_MODES = {"lru": _LRU, "belady": _BELADY, "belady:must_admit=true": _BELADY_ADMITTING}
+
+
+def replay_compiled(
+    spec: str, shape: ModelShape, size: CacheSize, steps: Iterable[RoutedStep], *, future: RecordedFuture | None = None
+) -> CacheCounts:
+    """The same counts as `drive`, by the compiled loop. `future` is needed for Belady."""
+    loop = _Loop(_MODES[spec], shape, size, future)
+    for step in steps:
+        for routed in step.layers:
+            loop.add(routed)
+    loop.flush()
+    return CacheCounts(loop.hits, loop.accesses)
+
+
+class _Loop:
+    """State between blocks of the compiled loop."""
+
+    def __init__(self, mode: int, shape: ModelShape, size: CacheSize, future: RecordedFuture | None) -> None:
+        keys = shape.layers * shape.experts
+        self._mode, self._experts, self._future = mode, shape.experts, future
+        self._layers = shape.layers
+        self._slots = np.ascontiguousarray(size.slots)
+        self._resident = np.zeros(keys, np.bool_)
+        self._score = np.zeros(keys)
+        self._used = np.zeros(len(size.slots), np.int64)
+        self._now = np.zeros(1)
+        self.hits = np.zeros(shape.layers, np.int64)
+        self.accesses = np.zeros(shape.layers, np.int64)
+        self._pending: list[np.ndarray] = []
+        self._where: list[int] = []
+        self._count = self._done = 0
+
+    def add(self, routed: RoutedLayer) -> None:
+        """Queue one layer step."""
+        self._pending.append(routed.experts)
+        self._where.append(routed.layer)
+        self._count += len(routed.experts)
+        if self._count >= BLOCK_ACCESSES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Run the loop over what is queued."""
+        if not self._pending:
+            return
+        edges = np.concatenate(([0], np.cumsum([len(p) for p in self._pending]))).astype(np.int64)
+        where = np.array(self._where, np.int64)
+        _loop(
+            self._mode,
+            self._experts,
+            where,
+            edges,
+            np.concatenate(self._pending).astype(np.int32),
+            self._next_places(where, np.diff(edges)),
+            self._slots,
+            self._resident,
+            self._score,
+            self._used,
+            self._now,
+            self.hits,
+            self.accesses,
+        )
+        self._pending, self._where, self._count = [], [], 0
+
+    def _next_places(self, where: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Belady's scores, float64 [accesses of the block]: minus the place of the next use, in order of steps and layers."""
+        if self._mode == _LRU:
+            return np.empty(0)
+        assert self._future is not None, "Belady needs the future"
+        uses = self._future.following[self._done : self._done + self._count].astype(np.float64)
+        self._done += self._count
+        return np.where(uses >= self._future.never, -np.inf, -(uses * self._layers + np.repeat(where, sizes)))
+
+
+@compiled(
+    nb.void(
+        nb.int64, nb.int64, nb.int64[::1], nb.int64[::1], nb.int32[::1], nb.float64[::1], nb.int64[::1],
+        nb.boolean[::1], nb.float64[::1], nb.int64[::1], nb.float64[::1], nb.int64[::1], nb.int64[::1],
+    )
+)  # fmt: skip
+def _loop(
+    mode: int,
+    width: int,
+    where: np.ndarray,
+    edges: np.ndarray,
+    experts: np.ndarray,
+    next_place: np.ndarray,
+    slots: np.ndarray,
+    resident: np.ndarray,
+    score: np.ndarray,
+    used: np.ndarray,
+    now: np.ndarray,
+    hits: np.ndarray,
+    accesses: np.ndarray,
+) -> None:
+    """Layer steps ``where[i]`` with experts ``experts[edges[i]:edges[i + 1]]``; keys are layer * width + expert."""
+    whole = len(slots) == 1 and len(hits) > 1
+    active = np.zeros(len(resident), np.bool_)
+    for i in range(len(where)):
+        layer = where[i]
+        pool = 0 if whole else layer
+        now[0] += 1.0
+        missing = np.empty(edges[i + 1] - edges[i], np.int64)
+        misses = 0
+        for j in range(edges[i], edges[i + 1]):
+            key = layer * width + experts[j]
+            active[key] = True
+            score[key] = now[0] if mode == 0 else next_place[j]
+            if resident[key]:
+                hits[layer] += 1
+            else:
+                missing[misses] = key
+                misses += 1
+        accesses[layer] += edges[i + 1] - edges[i]
+        room = min(misses, slots[pool] - used[pool])
+        used[pool] += room
+        late = missing[room:misses]
+        if len(late):
+            first, end = (0, len(resident)) if whole else (layer * width, (layer + 1) * width)
+            candidates = np.empty(end - first, np.int64)
+            count = 0
+            for key in range(first, end):
+                if resident[key] and not active[key]:
+                    candidates[count] = key
+                    count += 1
+            late = late[:count]
+            if mode == 1:
+                victims = outscored(late, candidates[:count], score)
+            else:
+                victims = lowest(candidates[:count], score, score, len(late))
+            for n in range(len(late)):
+                if victims[n] >= 0:
+                    resident[victims[n]] = False
+                    resident[late[n]] = True
+        for n in range(room):
+            resident[missing[n]] = True
+        for j in range(edges[i], edges[i + 1]):
+            active[layer * width + experts[j]] = False
