@@ -92,7 +92,7 @@ class Replay:
             dense_s = costs.dense_s(step.tokens, step.context_tokens, step.sequences)
             for routed in step.layers:
                 yield from self._layer(step, routed, dense_s)
-            head_s = costs.head_s(step.tokens)
+            head_s = costs.head_s(step.tokens, step.sequences)
             if head_s:
                 yield self._alone(self._gpu[0], DENSE, step.step, -1, head_s)
             self._timeline.step(

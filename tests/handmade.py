@@ -59,7 +59,7 @@ class HandCosts:
     def dense_s(self, tokens, context_tokens, sequences):
         return self.dense
 
-    def head_s(self, tokens):
+    def head_s(self, tokens, logits=None):
         return self.head
 
     def planning_s(self, policy, active):
