@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
 
+from policies import registry
 from policies.plan import MemoryPlan
 from policies.planner import Planner
+from policies.registry import register
 from policies.residency import CacheSize
 from policies.systems import System
 from sim.replay import Replay
@@ -144,6 +147,19 @@ def run(planner: Planner, forward_passes: list[RoutedStep], profile: HandProfile
     result = Replay(profile, planner.costs, planner, timeline).run(forward_passes)
     timeline.close()
     return result, timeline
+
+
+@contextmanager
+def registered(**policies):
+    """Register ``kind_name=Class`` policies while a test module runs, and no longer."""
+    pairs = [(*key.split("_", 1), cls) for key, cls in policies.items()]
+    for kind, name, cls in pairs:
+        register(kind, name, cls)
+    try:
+        yield
+    finally:
+        for kind, name, _ in pairs:
+            del registry._registered[kind, name]
 
 
 def spans(timeline: Timeline, kind: str | None = None) -> list[tuple]:

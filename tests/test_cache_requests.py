@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from functools import cache
 
+import numpy as np
 import pytest
-from cache_driver import drive, one_by_one
+from cache_driver import atomic, context, drive, flattened, one_by_one, real_trace, work
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from policies.base import PolicyError
 from policies.cache.arc import ARC
 from policies.cache.fifo import FIFO
 from policies.cache.lecar import LeCaR
 from policies.cache.lifo import LIFO
+from policies.cache.s3_fifo import S3FIFO
+from policies.cache.sieve import SIEVE
+from policies.cache.slru import SLRU
 
 UNIT_STRING = [5, 2, 4, 2, 1, 3, 1, 5, 3, 5, 1, 3, 1, 4, 3, 5, 1, 4]
+REQUEST_CACHES = [ARC, LeCaR, SIEVE, S3FIFO, SLRU]
 
 
 class AlternatingLeCaR(LeCaR):
@@ -26,7 +36,7 @@ class AlternatingLeCaR(LeCaR):
 @pytest.mark.parametrize(
     ("policy", "hits", "evicted"),
     [
-        (FIFO(), 10, None),
+        (FIFO(), 10, [5, 2, 4, 1, 3]),
         (LIFO(), 4, [4, 1, 3, 1, 3, 1, 3, 1, 4, 3, 1]),
         (ARC(), 7, [5, 4, 3, 2, 5, 1, 4, 3]),
         (AlternatingLeCaR(), 6, [5, 1, 4, 3, 2, 5, 1, 4, 3]),
@@ -35,10 +45,277 @@ class AlternatingLeCaR(LeCaR):
 )
 def test_section_5_5_unit_string(policy, hits, evicted):
     run = drive(policy, one_by_one(UNIT_STRING), 3)
-    assert run.hits == hits
-    if evicted is not None:
-        assert run.evicted == evicted
-    if isinstance(policy, ARC):
-        assert policy._pools[0].target == 0
-    if isinstance(policy, LeCaR):
-        assert policy._pools[0].weight_lru == pytest.approx(0.5192, abs=5e-5)
+    assert (run.hits, run.evicted) == (hits, evicted)
+
+
+def test_section_5_5_final_state_of_arc_and_lecar():
+    arc, lecar = ARC(), AlternatingLeCaR()
+    drive(arc, one_by_one(UNIT_STRING), 3)
+    drive(lecar, one_by_one(UNIT_STRING), 3)
+    assert arc._pools[0].target == 0
+    assert lecar._pools[0].weight_lru == pytest.approx(0.5192, abs=5e-5)
+    assert lecar._pools[0].history == 1
+
+
+def scan_arc(accesses, capacity):
+    """Megiddo and Modha's figure 4 on plain lists, cases I to IV."""
+    t1, t2, b1, b2, p, hits = [], [], [], [], 0, []
+
+    def replace(in_b2):
+        if t1 and (len(t1) > p or (in_b2 and len(t1) == p)):
+            b1.append(t1.pop(0))
+        else:
+            b2.append(t2.pop(0))
+
+    for x in accesses:
+        hits.append(x in t1 or x in t2)
+        if x in t1 or x in t2:
+            (t1 if x in t1 else t2).remove(x)
+            t2.append(x)
+        elif x in b1 or x in b2:
+            back = x in b2
+            shift = max(1, len(b1) // len(b2)) if back else max(1, len(b2) // len(b1))
+            p = max(p - shift, 0) if back else min(p + shift, capacity)
+            (b2 if back else b1).remove(x)
+            replace(back)
+            t2.append(x)
+        else:
+            full = len(t1) + len(t2) == capacity
+            if len(t1) + len(b1) == capacity:
+                (b1 if len(t1) < capacity else t1).pop(0)
+            elif len(t1) + len(t2) + len(b1) + len(b2) == 2 * capacity:
+                b2.pop(0)
+            if full and len(t1) + len(t2) == capacity:
+                replace(False)
+            t1.append(x)
+    return hits
+
+
+def scan_sieve(accesses, capacity):
+    """The queue newest first, the hand an element of it."""
+    queue, used, hand, hits = [], set(), None, []
+    for x in accesses:
+        hits.append(x in queue)
+        if x in queue:
+            used.add(x)
+            continue
+        if len(queue) == capacity:
+            place = queue.index(hand) if hand is not None else len(queue) - 1
+            while queue[place] in used:
+                used.remove(queue[place])
+                place = place - 1 if place > 0 else len(queue) - 1
+            hand = queue[place - 1] if place > 0 else None
+            queue.pop(place)
+        queue.insert(0, x)
+    return hits
+
+
+def scan_s3fifo(accesses, capacity):
+    """The paper's algorithm 1: while full, the small queue pays if it holds its tenth, else the main one."""
+    small, main, ghost, uses, hits = [], [], [], {}, []
+    for x in accesses:
+        hits.append(x in small or x in main)
+        if hits[-1]:
+            uses[x] = min(uses[x] + 1, 3)
+            continue
+        known = x in ghost
+        if known:
+            ghost.remove(x)
+        while len(small) + len(main) == capacity:
+            if len(small) >= max(1, capacity // 10):
+                y = small.pop(0)
+                if uses[y] > 1:
+                    main.append(y)
+                    uses[y] = 0
+                    continue
+                ghost = (ghost + [y])[-(capacity * 9 // 10) :] if capacity * 9 // 10 else []
+            else:
+                y = main.pop(0)
+                if uses[y]:
+                    uses[y] -= 1
+                    main.append(y)
+        (main if known else small).append(x)
+        uses[x] = 0
+    return hits
+
+
+def scan_slru(accesses, capacity):
+    """Probation and protected, both least recent first."""
+    probation, protected, hits = [], [], []
+    for x in accesses:
+        hits.append(x in probation or x in protected)
+        if hits[-1]:
+            (probation if x in probation else protected).remove(x)
+            protected.append(x)
+            if len(protected) > capacity // 2:
+                probation.append(protected.pop(0))
+        else:
+            if len(probation) + len(protected) == capacity:
+                (probation or protected).pop(0)
+            probation.append(x)
+    return hits
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 7), max_size=60), st.integers(1, 6))
+def test_each_cache_equals_a_model_of_plain_lists(accesses, capacity):
+    for policy, model in ((ARC(), scan_arc), (SIEVE(), scan_sieve), (S3FIFO(), scan_s3fifo), (SLRU(), scan_slru)):
+        assert drive(policy, one_by_one(accesses), capacity).hit_log == model(accesses, capacity), type(policy)
+
+
+TRACES = [("qwen3_30b_a3b_top6", 48, 128, 40), ("olmoe_1b_7b_decode299", 16, 64, 100), ("gpt_oss_20b", 24, 32, 150)]
+
+
+@cache
+def requests(name, experts, tokens):
+    return flattened(real_trace(name, tokens), experts)
+
+
+def judged(steps, judge):
+    """Hits of a libCacheSim cache."""
+    import libcachesim
+
+    hits = []
+    for step in steps:
+        request = libcachesim.Request()
+        request.obj_id, request.obj_size = step.experts[0], 1
+        hits.append(bool(judge.get(request)))
+    return hits
+
+
+EQUAL = [
+    (FIFO(), "FIFO"),
+    (SIEVE(), "Sieve"),
+    (ARC(ratio="real"), "ARC"),
+    (S3FIFO(variant="libcachesim"), "S3FIFO"),
+    (SLRU(segments=4, entry="free"), "SLRU"),
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libcachesim is published for Linux only")
+@pytest.mark.parametrize(("name", "layers", "experts", "tokens"), TRACES)
+@pytest.mark.parametrize(("ours", "theirs"), EQUAL, ids=[theirs for _, theirs in EQUAL])
+def test_equal_to_libcachesim_hit_for_hit_on_real_traces(name, layers, experts, tokens, ours, theirs):
+    """One expert at a time, keys of all layers in one cache of an eighth of the model."""
+    import libcachesim
+
+    steps, capacity = requests(name, experts, tokens), layers * experts // 8
+    run = drive(ours, steps, capacity, experts=layers * experts)
+    assert run.accesses > 10_000
+    assert run.hit_log == judged(steps, getattr(libcachesim, theirs)(cache_size=capacity))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libcachesim is published for Linux only")
+@pytest.mark.parametrize(("name", "layers", "experts", "tokens"), TRACES)
+@pytest.mark.parametrize(("ours", "theirs"), [(ARC(), "ARC"), (S3FIFO(), "S3FIFO")], ids=["arc", "s3-fifo"])
+def test_other_than_libcachesim_by_default_but_close(name, layers, experts, tokens, ours, theirs):
+    """Whole shifts in ARC, the paper's rules in S3-FIFO: measured 0.1 to 1.1 points of hit rate."""
+    import libcachesim
+
+    steps, capacity = requests(name, experts, tokens), layers * experts // 8
+    run = drive(ours, steps, capacity, experts=layers * experts)
+    expected = judged(steps, getattr(libcachesim, theirs)(cache_size=capacity))
+    assert run.hit_log != expected
+    assert abs(run.hits - sum(expected)) / len(expected) < 0.015
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libcachesim is published for Linux only")
+@pytest.mark.parametrize(("name", "layers", "experts", "tokens"), TRACES)
+def test_lecar_is_close_to_libcachesim_whose_draws_and_ghosts_differ(name, layers, experts, tokens):
+    """Hit rates of ours, seeds 0 to 3: .600-.606, .309-.343, .300-.377; of theirs, five runs: .594-.609, .309-.311, .305-.308."""
+    import libcachesim
+
+    steps, capacity = requests(name, experts, tokens), layers * experts // 8
+    hits = [drive(LeCaR(), steps, capacity, experts=layers * experts, seed=seed).hits for seed in range(3)]
+    theirs = sum(judged(steps, libcachesim.LeCaR(cache_size=capacity)))
+    assert abs(np.mean(hits) - theirs) / len(steps) < 0.03
+
+
+def test_slru_spares_what_was_hit_once():
+    """0 was used twice and is protected; a scan of newcomers passes through probation."""
+    run = drive(SLRU(), one_by_one([0, 0, 1, 2, 3, 4, 0]), 2)
+    assert run.evicted == [1, 2, 3]
+    assert run.hit_log[-1]
+
+
+def test_a_layer_step_is_its_hits_in_ascending_id_then_its_misses_in_launch_order():
+    """Hits 1 then 0 are noted as 0, 1, so 0 is the older of T2; 5 is launched before 4, so 5 leaves T1 first."""
+    policy = ARC()
+    policy.start(context([], 4))
+    policy.accessed(work(experts=[0, 1]))
+    policy.admitted(np.array([0, 1]))
+    policy.accessed(work(experts=[0, 1, 4, 5], routing=[[1, 0, 5, 4]]))
+    policy.admitted(np.array([5, 4]))
+    pool = policy._pools[0]
+    assert (list(pool.often), list(pool.once)) == ([0, 1], [5, 4])
+    assert policy.victims(np.array([7, 6]), np.arange(6)[[0, 1, 4, 5]]).tolist() == [5, 4]
+
+
+@pytest.mark.parametrize("cls", REQUEST_CACHES)
+def test_every_layer_has_queues_of_its_own_or_one_is_shared(cls):
+    """Two layers of the same requests: each alone as if the other did not exist."""
+    alone = drive(cls(), one_by_one([0, 1, 2, 0, 3, 0, 1] * 3), 2)
+    both = [step for s in one_by_one([0, 1, 2, 0, 3, 0, 1] * 3) for step in (s, s._replace(layer=1))]
+    if cls is not LeCaR:  # pools share one generator: the draws interleave
+        assert drive(cls(), both, 2, layers=2).hits == 2 * alone.hits
+    assert len(drive(cls(), both, 3, layers=2, scope="global").resident) == 3
+
+
+@pytest.mark.parametrize("cls", REQUEST_CACHES)
+def test_what_is_placed_but_never_enters_is_forgotten(cls):
+    """A staged expert: `victims` was asked, but nothing entered."""
+    policy = cls()
+    policy.start(context([], 2))
+    policy.admitted(np.array([0, 1]))
+    victim = policy.victims(np.array([2]), np.array([0, 1]))
+    policy.evicted(victim)
+    policy.accessed(work(experts=[5], step=1))
+    assert 2 not in policy._pools[0]
+    assert sum(key in policy._pools[0] for key in range(8)) == 1
+
+
+@pytest.mark.parametrize("cls", REQUEST_CACHES)
+def test_a_cancelled_copy_leaves_no_trace(cls):
+    policy = cls()
+    policy.start(context([], 3))
+    policy.admitted(np.array([0, 1, 2]))
+    policy.evicted(np.array([1]))
+    policy.admitted(np.array([3]))
+    left = set()
+    for incoming in (4, 5):
+        inside = np.array([key for key in range(8) if key in policy._pools[0]])
+        victim = policy.victims(np.array([incoming]), inside)
+        policy.evicted(victim)
+        policy.admitted(np.array([incoming]))
+        left |= set(victim.tolist())
+    assert 1 not in left
+    assert len(left) == 2
+
+
+@pytest.mark.parametrize("cls", REQUEST_CACHES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_only_free_experts_leave_however_few_they_are(cls, data):
+    """Everything else is held."""
+    policy = cls()
+    steps = atomic(*data.draw(st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3, unique=True), max_size=12)))
+    drive(policy, steps, 4)
+    inside = [key for key in range(8) if key in policy._pools[0]]
+    if not inside:
+        return
+    free = data.draw(st.sets(st.sampled_from(inside), min_size=1))
+    absent = [key for key in range(8) if key not in inside][: len(free)]
+    victims = policy.victims(np.array(absent, np.int64), np.array(sorted(free)))
+    assert set(victims.tolist()) <= free
+    assert len(set(victims.tolist())) == len(absent)
+
+
+def test_parameters_out_of_range_are_refused():
+    for make, message in (
+        (lambda: LeCaR(discount=0.0), "discount"),
+        (lambda: SLRU(segments=0), "segments"),
+        (lambda: S3FIFO(small=1.0), "small"),
+        (lambda: ARC(ratio="half"), "ratio"),
+    ):
+        with pytest.raises(PolicyError, match=message):
+            make()

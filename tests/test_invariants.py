@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.base import Assignment, AssignmentPolicy, CachePolicy, ExpertKey, PrefetchPolicy, Swap
-from policies.registry import register
 from policies.systems import System
-from tests.handmade import HandCosts, HandProfile, plan_of, routed, run, shape, steps
+from tests.handmade import HandCosts, HandProfile, plan_of, registered, routed, run, shape, steps
 from traces.timeline import Timeline
 
 LAYERS, EXPERTS = 3, 6
@@ -71,9 +70,11 @@ class WildCache(CachePolicy):
         return []
 
 
-register("assignment", "wild", WildAssignment)
-register("prefetch", "wild", WildPrefetch)
-register("cache", "wild", WildCache)
+@pytest.fixture(autouse=True, scope="module")
+def wild_policies():
+    with registered(assignment_wild=WildAssignment, prefetch_wild=WildPrefetch, cache_wild=WildCache):
+        yield
+
 
 layer_steps = st.lists(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS), min_size=LAYERS, max_size=LAYERS)
 traces = st.lists(layer_steps, min_size=1, max_size=6)

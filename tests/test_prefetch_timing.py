@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from policies.base import ExpertKey, PolicyError, PrefetchPolicy
-from policies.registry import register
 from policies.systems import System
-from tests.handmade import HandCosts, plan_of, routed, run, shape, spans, steps
+from tests.handmade import HandCosts, plan_of, registered, routed, run, shape, spans, steps
 
 
 class Scripted(PrefetchPolicy):
@@ -22,7 +21,17 @@ class Scripted(PrefetchPolicy):
         return [ExpertKey(work.layer + 1, e) for e in self.script] if work.layer + 1 < view.layers else []
 
 
-register("prefetch", "scripted", Scripted)
+class Far(PrefetchPolicy):
+    """Layer 2 from layer 0."""
+
+    def prefetch(self, work, view):
+        return [ExpertKey(2, 0), ExpertKey(2, 1)] if work.layer == 0 else []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def policies_of_this_module():
+    with registered(prefetch_scripted=Scripted, prefetch_far=Far):
+        yield
 
 
 def ahead(spec="scripted", cache="lru"):
@@ -62,12 +71,6 @@ def test_a_late_prefetch_that_is_kept_goes_before_younger_demand():
 
 def test_demand_goes_before_prefetches_that_have_not_started():
     """A prefetch two layers ahead waits behind the next layer's demand."""
-
-    class Far(PrefetchPolicy):
-        def prefetch(self, work, view):
-            return [ExpertKey(2, 0), ExpertKey(2, 1)] if work.layer == 0 else []
-
-    register("prefetch", "far", Far)
     planner = plan_of(shape(layers=3), ahead("far"), slots=2)
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 0), routed(2, 0)]))
     copies = timeline.frame()
