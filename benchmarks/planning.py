@@ -96,7 +96,9 @@ def report() -> None:
     """Print the figures beside their targets."""
     print("planning (Qwen3-30B-A3B shape, 32 slots per layer; microseconds)")
     for active, limit in ((8, 3), (128, 10)):
-        print(f"  greedy decision alone, {active:3} active: {decision_s('greedy', active) * 1e6:6.2f}  (target {limit})")
+        print(
+            f"  greedy decision alone, {active:3} active: {decision_s('greedy', active) * 1e6:6.2f}  (target {limit})"
+        )
     for assignment in ("greedy", "on-demand"):
         for active, limit in ((8, 25), (128, 120)):
             spent_us = planning_s(assignment, active) * 1e6

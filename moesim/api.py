@@ -258,7 +258,7 @@ def replay(
     if metrics["misses"] and not any(tier.memory.used_high_bytes for tier in planner.gpu) and plan.gpu.total_bytes:
         warnings.append(
             f"the GPU cache stayed empty: it starts so, and {system.assignment} with {system.cache} never found a copy"
-            " worth its time; fill it before the run with --warm TRACE, or let a prefetch or another cache policy fill it"
+            " worth its time; fill it with --warm TRACE, or let a prefetch or another cache policy do so"
         )
     return Run(metrics, timeline, config, warnings)
 
@@ -294,9 +294,7 @@ def replay_cache(
     if calibration is None and cache_only.has_compiled_loop(cache, shape, size):
         counts = cache_only.replay_compiled(cache, shape, size, passes, future=future)
     else:
-        counts = cache_only.drive(
-            policy, cache, shape, size, passes, future=future, seed=seed, calibration=calibration
-        )
+        counts = cache_only.drive(policy, cache, shape, size, passes, future=future, seed=seed, calibration=calibration)
     return {
         "cache": cache,
         "scope": size.scope,
@@ -310,9 +308,7 @@ def replay_cache(
     }
 
 
-def compare(
-    trace: str | Path | Trace, policies: Sequence[str], **options: Any
-) -> tuple[pd.DataFrame, dict[str, Run]]:
+def compare(trace: str | Path | Trace, policies: Sequence[str], **options: Any) -> tuple[pd.DataFrame, dict[str, Run]]:
     """Replay one trace under several policies; see `replay` for the options.
 
     A policy may be written ``greedy+lru+residual``: assignment or system, then cache, then prefetch.
@@ -327,7 +323,7 @@ def compare(
     for name in dict.fromkeys(policies):
         policy, *parts = name.split("+")
         given = dict(zip(("cache", "prefetch"), parts, strict=False))
-        if len(parts) > 2:  # noqa: PLR2004
+        if len(parts) > 2:
             raise PolicyError(f"policy {name!r}: expected at most assignment+cache+prefetch")
         runs[name] = replay(opened, policy, **{**options, **given})
     columns = ("tpot_s", "decode_tokens_per_s", "ttft_s", "prefill_tokens_per_s", "hit_rate_active", "makespan_s")
@@ -335,8 +331,7 @@ def compare(
     table.insert(0, "policy", table.index)
     for link in ("h2d", "ssd"):
         table[f"{link}_bytes"] = [
-            sum(count for lane, count in run.metrics["bytes"].items() if lane.startswith(link))
-            for run in runs.values()
+            sum(count for lane, count in run.metrics["bytes"].items() if lane.startswith(link)) for run in runs.values()
         ]
     return table.sort_values("makespan_s").reset_index(drop=True), runs
 
@@ -346,7 +341,7 @@ def _warm_counts(warm: str | Path | Trace, trace: Trace) -> np.ndarray:
     if (calibration.shape.layers, calibration.shape.experts) != (trace.shape.layers, trace.shape.experts):
         raise PolicyError(
             f"--warm {calibration.path}: expected {trace.shape.layers} layers x {trace.shape.experts} experts as in"
-            f" {trace.path}, found {calibration.shape.layers} x {calibration.shape.experts}; record it from the same model"
+            f" {trace.path}, found {calibration.shape.layers} x {calibration.shape.experts}; record it from that model"
         )
     return activation_counts(calibration)
 
@@ -403,7 +398,7 @@ def _warnings(
     if needed > profile.memory.gpu_bytes:
         found.append(
             f"this cache needs {needed / 2**30:.1f} GiB of GPU memory with the rest of the model;"
-            f" {profile.name} has {profile.memory.gpu_bytes / 2**30:.1f} GiB: use --gpu-memory to size it to the machine"
+            f" {profile.name} has {profile.memory.gpu_bytes / 2**30:.1f} GiB: --gpu-memory sizes it to the machine"
         )
     if plan.host is None and sum(shape.expert_bytes) * shape.experts > profile.memory.host_bytes:
         found.append("the experts exceed this machine's host memory: use --host-memory to read from its SSD")

@@ -247,7 +247,7 @@ class CachePolicy(Policy):
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Choose one distinct victim among `candidates` for each of `incoming`, -1 to decline its admission.
 
-        `candidates` int64 [C] ascending: residents of the scope that nobody holds. `incoming` int64 [M] in launch order.
+        `candidates` int64 [C] ascending: residents of the scope that nobody holds. `incoming` int64 [M], launch order.
         With M > C the planner passes only the first C.
         """
         raise NotImplementedError
@@ -259,7 +259,7 @@ class CachePolicy(Policy):
         """Note keys that have left."""
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
-        """Flat keys that fill the cache before the run; None for the calibration's favourites, or empty without one."""
+        """Flat keys that fill the cache before the run; None for the calibration's favourites, if there is one."""
         del capacity_slots
         return None
 
@@ -277,5 +277,3 @@ class RoutingPolicy(Policy):
     def route(self, gate: Gate, view: MachineView) -> Routing:
         """Experts and combine weights as they will really be used."""
         raise NotImplementedError
-
-

@@ -18,7 +18,6 @@ from policies.filling import fitting
 from policies.kernels import compiled, lowest, outscored
 from policies.residency import GLOBAL, CacheSize, Residency
 from policies.tier import Tier
-from traces.schema import ModelShape, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from policies.base import CachePolicy, Future
     from traces.batch import RoutedLayer, RoutedStep
     from traces.future import RecordedFuture
+    from traces.schema import ModelShape, Phase
 
 BLOCK_ACCESSES = 1 << 16
 """Accesses gathered before the compiled loop runs: memory does not grow with the trace."""
@@ -195,7 +195,7 @@ class _Loop:
         self._pending, self._where, self._count = [], [], 0
 
     def _next_places(self, where: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Belady's scores, float64 [accesses of the block]: minus the place of the next use, in order of steps and layers."""
+        """Belady's scores, float64 [accesses of the block]: minus the place, by step and layer, of the next use."""
         if self._mode == _LRU:
             return np.empty(0)
         assert self._future is not None, "Belady needs the future"
@@ -210,7 +210,7 @@ class _Loop:
         nb.boolean[::1], nb.float64[::1], nb.int64[::1], nb.float64[::1], nb.int64[::1], nb.int64[::1],
     )
 )  # fmt: skip
-def _loop(
+def _loop(  # noqa: C901, PLR0912 - one loop, compiled
     mode: int,
     width: int,
     where: np.ndarray,

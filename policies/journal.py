@@ -55,6 +55,7 @@ class Journal:
         self.entries: list[Entry] = []
 
     def __getattr__(self, name: str) -> Any:
+        """Everything else is the planner's."""
         return getattr(self._planner, name)
 
     def plan(self, routed: RoutedLayer, step: int, phase: Phase, now_s: float) -> Plan:

@@ -312,7 +312,7 @@ class Planner:
             order = self._ascending[: len(work.experts)]
         if not legal(lanes, order, len(work.experts), gpus):
             raise PolicyError(
-                f"assignment policy {self.assignment_name!r}: step {work.step}, layer {work.layer}: expected one lane in"
+                f"assignment policy {self.assignment_name!r}: step {work.step}, layer {work.layer}: expected a lane in"
                 f" 0..{gpus} for each of {len(work.experts)} active experts and an order that is a permutation"
             )
         home = self.home(work.layer)
@@ -320,9 +320,7 @@ class Planner:
             lanes = np.where(lanes > 0, lanes + home, lanes).astype(np.int8)
         return lanes, order
 
-    def _demand(
-        self, work: LayerWork, gpu: int, lanes: np.ndarray, order: np.ndarray, copies: list[Copies]
-    ) -> None:
+    def _demand(self, work: LayerWork, gpu: int, lanes: np.ndarray, order: np.ndarray, copies: list[Copies]) -> None:
         tier, layer = self.gpu[gpu], work.layer
         keys = missing(lanes, order, gpu + 1, tier.memory.state, layer, work.experts)
         if len(keys):
@@ -343,7 +341,7 @@ class Planner:
         return start_s + each_s * np.arange(1, count + 1)
 
     def _bring(self, work: LayerWork | None, layer: int, keys: np.ndarray) -> tuple[list[bool], list[bool]]:
-        """Hold experts in host memory for their copies; returns which are read from the SSD, and which of them staged."""
+        """Hold experts in host memory for their copies; which are read from the SSD, and which of those staged."""
         if self.host is None:
             nothing = [False] * len(keys)
             return nothing, nothing

@@ -95,9 +95,7 @@ class Replay:
             head_s = costs.head_s(step.tokens, step.sequences)
             if head_s:
                 yield self._alone(self._gpu[0], DENSE, step.step, -1, head_s)
-            self._timeline.step(
-                step.step, step.phase, step.batch, step.tokens, step.sequences, start_s, env.now
-            )
+            self._timeline.step(step.step, step.phase, step.batch, step.tokens, step.sequences, start_s, env.now)
             count[0] += 1
             if progress is not None:
                 progress(step)
@@ -146,7 +144,9 @@ class Replay:
             machine.staging[gpu].free = slots
         for copies in plan.copies:
             self.transfers.enqueue(copies, step)
-        staged = {e for c in plan.copies if c.kind in {FETCH, READ} for e, yes in zip(c.experts, c.staged) if yes}
+        staged = {
+            e for c in plan.copies if c.kind in {FETCH, READ} for e, yes in zip(c.experts, c.staged, strict=True) if yes
+        }
         experts = work.experts.tolist()
         codes = plan.lanes.tolist()
         cpu_s = work.cpu_s.tolist()
@@ -177,7 +177,7 @@ class Replay:
         if not experts:
             self._done.succeed()
 
-    def _computed(self, operation: Operation) -> None:
+    def _computed(self, _: Operation) -> None:
         """Count a finished expert; the last one ends the lanes' work on this layer step."""
         self._pending -= 1
         if not self._pending:

@@ -13,7 +13,6 @@ from policies.plan import MemoryPlan
 from policies.planner import Planner
 from policies.registry import register
 from policies.residency import CacheSize
-from policies.systems import System
 from sim.replay import Replay
 from traces.batch import RoutedLayer, RoutedStep
 from traces.schema import ModelShape, Phase
@@ -117,7 +116,7 @@ def steps(*layer_lists: list[RoutedLayer], phase: Phase = Phase.DECODE) -> list[
 
 def plan_of(
     model: ModelShape,
-    system: System,
+    system,
     costs: HandCosts | None = None,
     *,
     slots: int = 0,

@@ -34,9 +34,7 @@ def test_compiled_loop_policy_alone_and_planner_count_the_same_hits(trace, slots
     size = CacheSize.of(model.expert_bytes, EXPERTS, scope=scope, slots_per_layer=slots)
     fast = cache_only.replay_compiled(spec, model, size, forward, future=RecordedFuture(forward))
     slow = cache_only.drive(resolve(spec, "cache"), spec, model, size, forward, future=RecordedFuture(forward))
-    planner = plan_of(
-        model, System("on-demand", cache=spec), slots=slots, scope=scope, future=RecordedFuture(forward)
-    )
+    planner = plan_of(model, System("on-demand", cache=spec), slots=slots, scope=scope, future=RecordedFuture(forward))
     _, timeline = run(planner, forward)
     accesses = timeline.access_frame()
     assert fast.hits == slow.hits == (accesses["state"] == "hit").sum()

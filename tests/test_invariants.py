@@ -76,7 +76,9 @@ def wild_policies():
         yield
 
 
-layer_steps = st.lists(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS), min_size=LAYERS, max_size=LAYERS)
+layer_steps = st.lists(
+    st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS), min_size=LAYERS, max_size=LAYERS
+)
 traces = st.lists(layer_steps, min_size=1, max_size=6)
 setups = st.fixed_dictionaries(
     {
@@ -164,12 +166,12 @@ def test_every_replay_keeps_the_books(trace, setup, system, slow):
 def _initial(planner, system):
     if system.cache != "static":
         return []
-    found = []
-    for gpu in range(planner.gpus):
-        for layer in range(LAYERS):
-            for expert in np.flatnonzero(planner.resident(layer, gpu)):
-                found.append(((f"gpu{gpu}", layer, int(expert)), None))
-    return found
+    return [
+        ((f"gpu{gpu}", layer, int(expert)), None)
+        for gpu in range(planner.gpus)
+        for layer in range(LAYERS)
+        for expert in np.flatnonzero(planner.resident(layer, gpu))
+    ]
 
 
 @settings(max_examples=20, deadline=None)

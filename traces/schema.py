@@ -119,7 +119,7 @@ class TraceHeader:
             raw = json.loads(text)
             version = raw["schema_version"]
             if version != SCHEMA_VERSION:
-                raise TraceError(
+                raise TraceError(  # noqa: TRY301 - one place for all that a header can lack
                     f"{where}: trace schema version: expected {SCHEMA_VERSION}, found {version}; record it again"
                 )
             shape = dict(raw["shape"])
