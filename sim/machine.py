@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from simpy.core import Environment
 
     from hwprofiles.profile import HardwareProfile
+    from sim.noise import Noise
     from traces.timeline import Timeline
 
 DEMAND, AHEAD, REPLACING = 0, 1, 2
@@ -56,18 +57,22 @@ class Worker:
 class Machine:
     """Lanes of one hardware profile in virtual time; every finished operation becomes a span."""
 
-    def __init__(self, env: Environment, profile: HardwareProfile, timeline: Timeline) -> None:
+    def __init__(
+        self, env: Environment, profile: HardwareProfile, timeline: Timeline, noise: Noise | None = None
+    ) -> None:
         self.env = env
         self.lanes = profile.lanes
         classes = [lane.rstrip("0123456789") for lane in self.lanes]
         self.contention = Contention(env, classes, profile.contention.slowdown, self._finished)
         self._record = timeline.spans.extend
-        self._worker_of: list[Worker] = [Worker(self.contention.start)] * len(self.lanes)
+        self._noise = noise
+        self._start = self.contention.start if noise is None else self._start_scattered
+        self._worker_of: list[Worker] = [Worker(self._start)] * len(self.lanes)
         self._queue: list[list[deque[Operation]]] = [[] for _ in self.lanes]
         self.staging = [Slots(self.lanes.index(f"h2d{gpu}")) for gpu in range(profile.gpus)]
         self.host_staging = Slots(self.lanes.index("ssd") if "ssd" in self.lanes else -1)
         for lanes in profile.workers.values():
-            worker = Worker(self.contention.start)
+            worker = Worker(self._start)
             for name in lanes:
                 index = self.lanes.index(name)
                 self._worker_of[index] = worker
@@ -87,7 +92,7 @@ class Machine:
         worker = self._worker_of[operation.lane]
         if not worker.busy and not worker.waiting and not operation.staged:
             worker.busy = True
-            self.contention.start(operation)
+            self._start(operation)
             return
         self._queue[operation.lane][priority].append(operation)
         worker.waiting += 1
@@ -101,6 +106,11 @@ class Machine:
             return False
         self._worker_of[operation.lane].waiting -= 1
         return True
+
+    def _start_scattered(self, operation: Operation) -> None:
+        assert self._noise is not None
+        self._noise.scatter(operation)
+        self.contention.start(operation)
 
     def _finished(self, operation: Operation) -> None:
         """Record the span, let the operation's consequences queue, then let its worker go on."""

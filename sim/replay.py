@@ -12,6 +12,7 @@ from policies.base import CPU, RESIDENT
 from policies.plan import FETCH, READ
 from sim.contention import Operation
 from sim.machine import Machine
+from sim.noise import Noise
 from sim.transfers import Transfers
 from traces.timeline import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
 
@@ -43,11 +44,23 @@ class ReplayResult:
 
 
 class Replay:
-    """One run: a planner, a machine, and the process that walks the layer steps in the design's order."""
+    """One run: a planner, a machine, and the process that walks the layer steps in the design's order.
 
-    def __init__(self, profile: HardwareProfile, costs: Costs, planner: Planner, timeline: Timeline) -> None:
+    `noise_seed` draws every operation's time from the profile's measured distributions; None takes the means.
+    """
+
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        costs: Costs,
+        planner: Planner,
+        timeline: Timeline,
+        *,
+        noise_seed: int | None = None,
+    ) -> None:
         self.env = Environment()
-        self.machine = Machine(self.env, profile, timeline)
+        noise = None if noise_seed is None else Noise(profile, noise_seed)
+        self.machine = Machine(self.env, profile, timeline, noise)
         self.transfers = Transfers(self.machine, planner, costs)
         self._planner = planner
         self._costs = costs

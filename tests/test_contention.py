@@ -16,11 +16,11 @@ from tests.handmade import HandCosts, HandProfile, plan_of, routed, run, shape, 
 class Bench:
     """Contention alone: start operations at given times, collect their ends."""
 
-    def __init__(self, classes, slow=None):
+    def __init__(self, classes, slow=None, finished=None):
         self.env = Environment()
         slow = slow or {}
         self.ends = {}
-        self.contention = Contention(self.env, classes, lambda v, o: slow.get((v, o), 1.0), self._finished)
+        self.contention = Contention(self.env, classes, lambda v, o: slow.get((v, o), 1.0), finished or self._finished)
 
     def _finished(self, operation):
         self.ends[operation.expert] = self.env.now
@@ -141,8 +141,7 @@ def test_one_link_under_random_arrivals_is_an_m_d_1_queue():
 def test_at_the_same_instant_reads_and_copies_land_before_results_and_control():
     """All five end at 1 s, started in the opposite order; the documented order decides."""
     order = []
-    bench = Bench(list(CLASSES))
-    bench.contention._finished = lambda operation: order.append(CLASSES[operation.lane])
+    bench = Bench(list(CLASSES), finished=lambda operation: order.append(CLASSES[operation.lane]))
     for lane in reversed(range(len(CLASSES))):
         bench.contention.start(Operation(lane, 2, 0, 0, lane, 1.0))
     bench.run()
