@@ -16,11 +16,12 @@ import numpy as np
 
 from hwprofiles.costs import Costs
 from hwprofiles.profile import HardwareProfile, default_profile, load_profile
+from moesim.artefacts import load_artefacts
+from moesim.memory import MemoryOptions
 from policies import cache_only
 from policies.base import PolicyError
-from policies.plan import LAYERS, MemoryPlan
+from policies.plan import LAYERS
 from policies.planner import Planner
-from policies.residency import GLOBAL, PER_LAYER, CacheSize
 from policies.systems import System, compose
 from sim.replay import Replay, ReplayResult
 from traces.batch import compose as compose_steps
@@ -35,11 +36,20 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from policies.plan import Policies
+    from policies.plan import MemoryPlan, Policies
     from traces.batch import RoutedStep
-    from traces.schema import ModelShape
 
-DEFAULT_CACHE_RATIO = 0.25
+__all__ = [
+    "MemoryOptions",
+    "Run",
+    "activation_counts",
+    "check_needs",
+    "compare",
+    "needed_columns",
+    "profile_of",
+    "replay",
+    "replay_cache",
+]
 
 
 @dataclass(slots=True)
@@ -61,87 +71,6 @@ class Run:
     def to_json(self) -> dict[str, Any]:
         """One object with metrics, configuration and warnings."""
         return {**self.metrics, "config": self.config, "warnings": self.warnings}
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryOptions:
-    """How a user states the sizes of memories; at most one of the first three.
-
-    Attributes:
-        cache_ratio: share of all experts that the GPU cache holds.
-        slots_per_layer: experts per layer.
-        gpu_memory_bytes: memory of each GPU; the expert cache is what everything else leaves of it.
-        host_memory_bytes: host memory for experts; None holds them all (no SSD reads).
-        scope: ``layer`` or ``global``.
-        staging: staging slots beside each cache; None takes the profile's.
-        prefetch_budget_bytes: most bytes prefetched per layer step.
-        gpu_split: with several GPUs, ``layers`` or ``experts``.
-    """
-
-    cache_ratio: float | None = None
-    slots_per_layer: int | None = None
-    gpu_memory_bytes: int | None = None
-    host_memory_bytes: int | None = None
-    scope: str = PER_LAYER
-    staging: int | None = None
-    prefetch_budget_bytes: int | None = None
-    gpu_split: str = LAYERS
-
-    def plan(self, shape: ModelShape, profile: HardwareProfile, system: System) -> MemoryPlan:
-        """Turn options into sizes.
-
-        Raises:
-            PolicyError: contradicting options, or no room to stage even one expert.
-        """
-        given = [self.cache_ratio, self.slots_per_layer, self.gpu_memory_bytes]
-        if sum(value is not None for value in given) > 1:
-            raise PolicyError(
-                "cache size: expected at most one of --cache-ratio, --slots-per-layer and --gpu-memory; drop the others"
-            )
-        staging = self.staging or system.staging or profile.memory.staging_experts
-        ratio = DEFAULT_CACHE_RATIO if all(value is None for value in given) else self.cache_ratio
-        total_bytes = None
-        if self.gpu_memory_bytes is not None:
-            total_bytes = self._left_on_gpu(shape, staging, profile.gpus)
-        gpu = CacheSize.of(
-            shape.expert_bytes,
-            shape.experts,
-            scope=self.scope,
-            ratio=ratio,
-            slots_per_layer=self.slots_per_layer,
-            total_bytes=total_bytes,
-        )
-        if profile.gpus > 1 and self.scope == GLOBAL and self.gpu_split == LAYERS:
-            gpu = gpu.split(profile.gpus)
-        return MemoryPlan(gpu, self._host(shape, staging), staging, self.prefetch_budget_bytes, self.gpu_split)
-
-    def _left_on_gpu(self, shape: ModelShape, staging: int, gpus: int) -> int:
-        """Bytes left for the expert cache on each GPU."""
-        assert self.gpu_memory_bytes is not None
-        split = gpus if self.gpu_split == LAYERS else 1
-        rest = shape.other_bytes // split
-        left = self.gpu_memory_bytes - rest - staging * shape.max_expert_bytes
-        if left < 0:
-            raise PolicyError(
-                f"--gpu-memory: no room to stage {staging} experts: {self.gpu_memory_bytes:,} bytes hold"
-                f" {rest:,} of non-expert weights but not {staging} x {shape.max_expert_bytes:,} beside them;"
-                " give more memory, or fewer --staging slots"
-            )
-        return left * split
-
-    def _host(self, shape: ModelShape, staging: int) -> CacheSize | None:
-        if self.host_memory_bytes is None:
-            return None
-        total = sum(shape.expert_bytes) * shape.experts
-        left = self.host_memory_bytes - staging * shape.max_expert_bytes
-        if left < 0:
-            raise PolicyError(
-                f"--host-memory: no room to stage {staging} experts of {shape.max_expert_bytes:,} bytes in"
-                f" {self.host_memory_bytes:,} bytes; give more memory"
-            )
-        if left >= total:
-            return None
-        return CacheSize.of(shape.expert_bytes, shape.experts, scope=GLOBAL, total_bytes=left)
 
 
 def profile_of(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
@@ -196,7 +125,9 @@ def replay(
     batch: int = 1,
     steps: int | None = None,
     seed: int = 0,
+    noise_seed: int | None = None,
     warm: str | Path | Trace | None = None,
+    artefacts: str | Path | None = None,
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
     progress: Callable[[RoutedStep], None] | None = None,
@@ -212,7 +143,9 @@ def replay(
         batch: sequences that run together.
         steps: keep the first so many forward passes.
         seed: for policies that draw.
+        noise_seed: draw operation times from the profile's measured distributions; None takes the means.
         warm: calibration trace from which policies may fill the cache before the run.
+        artefacts: folder of calibration artefacts, such as the network that ``moesim train-cache`` writes.
         out: folder for ``timeline.parquet``, ``accesses.parquet`` and ``steps.parquet``.
         perfetto: file for the Chrome-trace timeline.
         progress: called after each forward pass.
@@ -232,10 +165,13 @@ def replay(
     oracle = any(p.oracle for p in policies.all())
     future = RecordedFuture.of(opened, batch=batch, steps=steps) if oracle else None
     costs = Costs(profile, opened.shape)
-    planner = Planner(opened.shape, costs, policies, plan, seed=seed, future=future, calibration=calibration)
+    extras = load_artefacts(artefacts)
+    planner = Planner(
+        opened.shape, costs, policies, plan, seed=seed, future=future, calibration=calibration, extras=extras
+    )
     timeline = Timeline(profile.lanes, None if out is None else Path(out))
     try:
-        result = Replay(profile, costs, planner, timeline).run(
+        result = Replay(profile, costs, planner, timeline, noise_seed=noise_seed).run(
             compose_steps(opened, batch=batch, steps=steps, columns=needed_columns(policies)), progress
         )
         timeline.close()
@@ -254,6 +190,7 @@ def replay(
     if perfetto is not None:
         write_perfetto(perfetto, {"simulated": timeline})
     config = _config(opened, profile, system, options, plan, batch=batch, steps=steps, seed=seed, warm=warm)
+    config["artefacts"] = None if artefacts is None else str(artefacts)
     warnings = _warnings(opened, profile, costs, plan, result)
     if metrics["misses"] and not any(tier.memory.used_high_bytes for tier in planner.gpu) and plan.gpu.total_bytes:
         warnings.append(
@@ -273,6 +210,7 @@ def replay_cache(
     steps: int | None = None,
     seed: int = 0,
     warm: str | Path | Trace | None = None,
+    artefacts: str | Path | None = None,
 ) -> dict[str, Any]:
     """Hits of a cache alone: every miss is fetched and offered to it; no machine, no time.
 
@@ -294,7 +232,10 @@ def replay_cache(
     if calibration is None and cache_only.has_compiled_loop(cache, shape, size):
         counts = cache_only.replay_compiled(cache, shape, size, passes, future=future)
     else:
-        counts = cache_only.drive(policy, cache, shape, size, passes, future=future, seed=seed, calibration=calibration)
+        extras = load_artefacts(artefacts)
+        counts = cache_only.drive(
+            policy, cache, shape, size, passes, future=future, seed=seed, calibration=calibration, extras=extras
+        )
     return {
         "cache": cache,
         "scope": size.scope,

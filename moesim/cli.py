@@ -27,7 +27,7 @@ app = typer.Typer(
     ),
     epilog="Start with: moesim replay TRACE --policy greedy, or make demo in a checkout.",
 )
-COMMANDS = {
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "replay": (cli_replay.replay, "Replay a trace through a policy on a machine."),
     "compare": (cli_replay.compare, "Replay one trace under several policies."),
     "list": (cli_list.list_, "List policies, systems, machines, models."),

@@ -36,12 +36,15 @@ def record(
         str, typer.Option(parser=options.one_of("calibration", "evaluation"), help="What the texts are.")
     ] = "evaluation",
     seed: options.Seed = 0,
+    overhead: Annotated[
+        bool, typer.Option("--overhead", help="Also measure how much listening slows the model.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Run a model on prompts and write what its gates said as a trace.
 
-    The tiny model's residual vectors come from the calibration part of its corpus; other models get theirs from
-    --residual FILE.
+    Residual vectors for pred1_res lie beside the tiny model; other models get theirs from --residual FILE, calibrated
+    on text that no evaluation uses, or from residual.safetensors in their folder.
 
     \b
     Examples:
@@ -49,23 +52,26 @@ def record(
       moesim record --model ~/models/olmoe --prompts prompts.txt --batch 4 --residual olmoe.safetensors
     """
     options.check_places(files=[out, residual])
-    from moesim.progress import bar, messages
+    from moesim.progress import bar, messages, only_ours
+
+    only_ours()
     from runtime.calibrate_residual import Residual, residual_vectors
     from runtime.record import load_model, read_prompts
     from runtime.record import record as run
 
     texts = read_prompts(prompts)
     local = load_model(model, device=device)
-    drift = Residual.load(residual) if residual is not None and residual.is_file() else None
-    if drift is None and (residual is not None or model == "tiny"):
+    given = residual or default_residual(model)
+    drift = Residual.load(given) if given.is_file() else None
+    if drift is None and residual is not None:
         with messages("calibrating residual vectors"):
             drift = residual_vectors(local)
-        if residual is not None:
-            drift.save(residual)
+        drift.save(residual)
     with bar("recording", len(texts)) as show:
         done = run(
             local, texts, out, max_new_tokens=max_new_tokens, batch=batch, residual=drift, temperature=temperature,
-            seed=seed, split=split, progress=lambda tokens, expected: show(len(texts) * tokens / expected),
+            seed=seed, split=split, measure_overhead=overhead,
+            progress=lambda tokens, expected: show(len(texts) * tokens / expected),
         )  # fmt: skip
     facts: dict[str, Any] = {
         "trace": str(done.path), "sequences": done.sequences, "prompt_tokens": done.prompt_tokens,
@@ -84,6 +90,13 @@ def record(
     print(f"wrote {done.path}")
 
 
+def default_residual(model: str) -> Path:
+    """Where the residual vectors of a model lie, if it has any."""
+    from runtime.tiny import tiny_dir
+
+    return (tiny_dir() if model == "tiny" else Path(model)) / "residual.safetensors"
+
+
 def train_tiny(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the checkpoint.", show_default=False)],
     minutes: Annotated[float, typer.Option(min=0.01, help="Training time.")] = 12.0,
@@ -96,7 +109,9 @@ def train_tiny(
       moesim train-tiny --out my-tiny --minutes 12
     """
     options.check_places(folder=out)
-    from moesim.progress import bar
+    from moesim.progress import bar, only_ours
+
+    only_ours()
     from runtime import tiny
 
     with bar("training", 60 * minutes) as show:

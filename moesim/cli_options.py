@@ -77,10 +77,16 @@ HostMemory = Annotated[
     ),
 ]
 CacheScope = Annotated[
-    str,
-    typer.Option(metavar="layer|global", parser=one_of("layer", "global"), help="Do layers share the cache's slots?"),
+    str | None,
+    typer.Option(
+        metavar="layer|global",
+        parser=one_of("layer", "global"),
+        help="Do layers share the cache's slots? Default: the system's, else layer.",
+    ),
 ]
-Staging = Annotated[int | None, typer.Option(metavar="N", min=1, help="Staging slots. Default: the profile's.")]
+Staging = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Staging slots. Default: the system's or profile's.")
+]
 PrefetchBudget = Annotated[
     int | None, typer.Option(metavar="SIZE", parser=size_bytes, help="Most bytes prefetched per layer step.")
 ]
@@ -92,5 +98,9 @@ Steps = Annotated[int | None, typer.Option(metavar="N", min=1, help="Keep the fi
 Seed = Annotated[int, typer.Option(help="For policies that draw.")]
 Warm = Annotated[
     Path | None, typer.Option(metavar="TRACE", help="Calibration trace from which policies may fill the cache first.")
+]
+Artefacts = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Calibration artefacts, such as the network that train-cache writes."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

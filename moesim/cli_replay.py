@@ -29,7 +29,7 @@ def replay(
     gpu_memory: options.GpuMemory = None,
     host_memory: options.HostMemory = None,
     host_cache: options.HostCache = "lru",
-    cache_scope: options.CacheScope = "layer",
+    cache_scope: options.CacheScope = None,
     staging: options.Staging = None,
     prefetch_budget: options.PrefetchBudget = None,
     gpu_split: options.GpuSplit = "layers",
@@ -37,6 +37,7 @@ def replay(
     steps: options.Steps = None,
     seed: options.Seed = 0,
     warm: options.Warm = None,
+    artefacts: options.Artefacts = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the run's tables and figures there.")] = None,
     perfetto: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev.")] = None,
     as_json: options.AsJson = False,
@@ -61,8 +62,8 @@ def replay(
     with replaying(policy, opened, steps) as progress:
         run = api.replay(
             opened, policy, cache=cache, prefetch=prefetch, routing=routing, host_cache=host_cache, hw=hw,
-            memory=memory, batch=batch, steps=steps, seed=seed, warm=warm, out=out, perfetto=perfetto,
-            progress=progress,
+            memory=memory, batch=batch, steps=steps, seed=seed, warm=warm, artefacts=artefacts, out=out,
+            perfetto=perfetto, progress=progress,
         )  # fmt: skip
     written = [*report.save_run(run, out), *([perfetto] if perfetto else [])]
     if as_json:
@@ -90,7 +91,7 @@ def compare(
     gpu_memory: options.GpuMemory = None,
     host_memory: options.HostMemory = None,
     host_cache: options.HostCache = "lru",
-    cache_scope: options.CacheScope = "layer",
+    cache_scope: options.CacheScope = None,
     staging: options.Staging = None,
     prefetch_budget: options.PrefetchBudget = None,
     gpu_split: options.GpuSplit = "layers",
@@ -98,6 +99,7 @@ def compare(
     steps: options.Steps = None,
     seed: options.Seed = 0,
     warm: options.Warm = None,
+    artefacts: options.Artefacts = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write every run's tables and the PNG there.")] = None,
     png: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the comparison. Default: OUT/compare.png.")
@@ -125,6 +127,7 @@ def compare(
     given = {
         "cache": cache, "prefetch": prefetch, "routing": routing, "host_cache": host_cache, "hw": hw,
         "memory": memory, "batch": batch, "steps": steps, "seed": seed, "warm": warm,
+        "artefacts": artefacts,
     }  # fmt: skip
     table, runs = run_each(opened, split_policies(policies), out, **given)
     written = [report.comparison_figure(table, runs, png), *([report.save_table(table, csv)] if csv else [])]
@@ -179,7 +182,7 @@ def _memory(
     slots_per_layer: int | None,
     gpu_memory: int | None,
     host_memory: int | None,
-    cache_scope: str,
+    cache_scope: str | None,
     staging: int | None,
     prefetch_budget: int | None,
     gpu_split: str,

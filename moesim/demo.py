@@ -8,7 +8,6 @@ are given another model's size, the text says so.
 # ruff: noqa: T201 - a demonstration prints
 import argparse
 import dataclasses
-import sys
 import time
 from pathlib import Path
 
@@ -17,8 +16,9 @@ import pyarrow.parquet as pq
 from moesim import report
 from moesim.api import MemoryOptions
 from moesim.cli import guarded
+from moesim.cli_measure import default_residual
 from moesim.cli_replay import run_each
-from moesim.progress import bar, messages
+from moesim.progress import bar, only_ours
 from traces.files import written_beside
 from traces.models import model_shape
 from traces.perfetto import write_perfetto
@@ -47,6 +47,7 @@ def main() -> None:
 def demonstrate(out: Path, hw: Path | None = None) -> None:
     """Profile, record, replay twice, and say where everything is."""
     begin_s = time.perf_counter()
+    only_ours()
     out.mkdir(parents=True, exist_ok=True)
     hw = hw or _measure(out / "hw.toml")
     trace = _record(out / "trace.parquet")
@@ -93,13 +94,12 @@ def _measure(path: Path) -> Path:
 def _record(path: Path) -> Trace:
     """Let the shipped model read and continue text from the evaluation part of its corpus."""
     from runtime import corpus  # noqa: PLC0415 - as above
-    from runtime.calibrate_residual import residual_vectors  # noqa: PLC0415
+    from runtime.calibrate_residual import Residual  # noqa: PLC0415
     from runtime.record import load_model, record  # noqa: PLC0415
 
     _title("2. Record a routing trace from the model that ships with moesim")
     model = load_model("tiny")
-    with messages("calibrating residual vectors"):
-        residual = residual_vectors(model)
+    residual = Residual.load(default_residual("tiny"))
     texts = corpus.prompts("evaluation", PROMPTS, PROMPT_BYTES, seed=0)
     with bar("recording", 1.0) as show:
         done = record(
@@ -137,4 +137,4 @@ def _title(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

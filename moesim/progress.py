@@ -5,6 +5,7 @@ A bar appears on standard error, and only if that is a terminal, so standard out
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
 
     from traces.batch import RoutedStep
     from traces.reader import Trace
+
+
+def only_ours() -> None:
+    """Ask the libraries that load models for no bars of their own; call it before they are imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 @contextmanager

@@ -65,6 +65,7 @@ class LayerWork:
         weights: float16 [T, K] combine weights, or None where the trace has none.
         scores: float16 [T, E] gate scores before top-k, or None.
         predicted: predictor name (``pred1_raw`` …) -> float16 [T, E] scores for a coming layer.
+        batch: group of sequences, counted over the whole run; another number means that new sequences began.
     """
 
     step: int
@@ -81,6 +82,7 @@ class LayerWork:
     weights: np.ndarray | None = None
     scores: np.ndarray | None = None
     predicted: Mapping[str, np.ndarray] = field(default_factory=dict)
+    batch: int = 0
 
 
 class Assignment(NamedTuple):
@@ -103,6 +105,8 @@ class MachineView(Protocol):
     layers: int
     experts: int
     gpus: int
+    cpu_first_s: float
+    """Extra seconds of the first CPU expert of a layer step."""
 
     def resident(self, layer: int, gpu: int = 0) -> np.ndarray:
         """Bool [E]: usable on that GPU now."""
@@ -257,6 +261,14 @@ class CachePolicy(Policy):
 
     def evicted(self, keys: np.ndarray) -> None:
         """Note keys that have left."""
+
+    def exposed_s(self, load_s: float) -> float:
+        """Seconds by which choosing victims outlasts `load_s`, the first demand load beside which it runs.
+
+        Asked once per layer step that loads something; charged to planning. Default: 0, no evaluation worth the name.
+        """
+        del load_s
+        return 0.0
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
         """Flat keys that fill the cache before the run; None for the calibration's favourites, if there is one."""

@@ -8,7 +8,7 @@ the tests hold equal to the policies themselves.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numba import types as nb
@@ -20,7 +20,7 @@ from policies.residency import GLOBAL, CacheSize, Residency
 from policies.tier import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from policies.base import CachePolicy, Future
     from traces.batch import RoutedLayer, RoutedStep
@@ -66,6 +66,7 @@ def drive(
     future: Future | None = None,
     seed: int = 0,
     calibration: np.ndarray | None = None,
+    extras: Mapping[str, Any] | None = None,
 ) -> CacheCounts:
     """Drive any cache policy, step-atomic: look, note, then let misses in among unheld residents.
 
@@ -74,7 +75,8 @@ def drive(
     """
     memory = Residency(shape.layers, shape.experts, shape.expert_bytes, size)
     tier = Tier(memory, cache, name)
-    cache.start(RunContext(shape, 1, size.slots, size.scope, seed, calibration, future if cache.oracle else None))
+    seen = future if cache.oracle else None
+    cache.start(RunContext(shape, 1, size.slots, size.scope, seed, calibration, seen, extras or {}))
     keys = cache.initial(size.slots)
     if keys is None and calibration is not None:
         keys = fitting(-calibration, size.slots, size.scope)

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from policies.base import CPU, IN_FLIGHT
-from policies.frontier import Layer, frontier, prices
+from policies.base import CPU
+from policies.frontier import frontier
+from policies.lanes import first_cpu_s, in_flight
+from policies.prices import Layer, priced_rest, prices
 
 if TYPE_CHECKING:
     from policies.base import LayerWork, MachineView
@@ -93,19 +95,6 @@ def scheduled_s(work: LayerWork, view: MachineView, lanes: np.ndarray, order: np
     return float(max(cpu_s + layer.first_s * bool((lanes == CPU).any()), *ends))
 
 
-def in_flight(work: LayerWork, view: MachineView) -> np.ndarray:
-    """Which active experts are on their way to which GPU: bool [G, A]."""
-    gpus = len(work.arrive_s)
-    if gpus == 1:
-        return (work.state == IN_FLIGHT)[None] & (work.arrive_s > 0.0)
-    return np.stack([view.in_flight(work.layer, g)[work.experts] for g in range(gpus)]) & (work.arrive_s > 0.0)
-
-
-def first_cpu_s(view: MachineView) -> float:
-    """Extra seconds of the first CPU expert of a layer step; 0 for a view that does not say."""
-    return float(getattr(view, "cpu_first_s", 0.0))
-
-
 def _costs(work: LayerWork) -> tuple[np.ndarray, np.ndarray]:
     return np.maximum(work.host_s, work.cpu_s), np.maximum(work.arrive_s, work.gpu_s)
 
@@ -138,5 +127,5 @@ def _solve(layer: Layer, free: int) -> Optimum:
     """Solve with the first `free` experts of the order sorted by how much their lane matters."""
     price, regret = prices(layer)
     layer.order[:free] = layer.order[:free][np.argsort(-regret[layer.order[:free]], kind="stable")]
-    lanes, makespan_s, bound_s = frontier(layer, price)
+    lanes, makespan_s, bound_s = frontier(layer, price, priced_rest(layer, price))
     return Optimum(makespan_s, lanes, bound_s, layer.order)

@@ -13,54 +13,24 @@ resources (CPU; of each GPU: compute, link), M rows of prices, N rows of clocks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numba
 import numpy as np
 from numba import types as nb
 
 from policies.kernels import compiled, inlined
+from policies.prices import LAYER, Layer
 
 _TOLERANCE = 1e-10
 """Relative improvement that is not worth looking for."""
 
-_FIRST_ROWS, _MOST_ROWS = 64, 1 << 15
+_NOISE = 1e-13
+"""Relative difference of two clocks that rounding alone explains."""
+
+_FIRST_ROWS, _MOST_ROWS = 64, 1 << 13
 """Rows kept at a time in the first, quick pass and in the second."""
 
-_NEIGHBOURS = 24
-"""Kept rows with which a new one is compared; more prunes better, fewer is faster."""
-
-_MIXES = 5
-"""Shares of link and compute in a GPU's price that are tried."""
-
-
-class Layer(NamedTuple):
-    """A layer step as the solver sees it: experts are launched in `order`; links and arrivals keep it.
-
-    Attributes:
-        cpu_s: float64 [A] on the CPU.
-        gpu_s: float64 [G, A] on each GPU once there.
-        copy_s: float64 [G, A] on the link; 0 if no copy is needed.
-        landing_s: float64 [G, A] landing of a copy in flight; 0 if there is none.
-        link_s: float64 [G] from when each link is free.
-        first_s: extra seconds of the first CPU expert.
-        order: int64 [A].
-    """
-
-    cpu_s: np.ndarray
-    gpu_s: np.ndarray
-    copy_s: np.ndarray
-    landing_s: np.ndarray
-    link_s: np.ndarray
-    first_s: float
-    order: np.ndarray
-
-
-_LAYER = nb.NamedTuple(
-    (nb.float64[::1], nb.float64[:, ::1], nb.float64[:, ::1], nb.float64[:, ::1], nb.float64[::1], nb.float64,
-     nb.int64[::1]),
-    Layer,
-)  # fmt: skip
+_NEIGHBOURS, _MANY_NEIGHBOURS = 24, 384
+"""Kept rows with which a new one is compared, with one GPU and with several; more prunes better, fewer is faster."""
 
 
 @inlined
@@ -88,92 +58,6 @@ def _makespan_s(clocks: np.ndarray) -> float:
     for at in range(1, len(clocks), 3):
         end_s = max(end_s, clocks[at], clocks[at + 2])
     return end_s
-
-
-@numba.njit(cache=True)
-def _loads(layer: Layer, share: np.ndarray, mix: float, load: np.ndarray) -> float:
-    """Fill `load`, float64 [1 + G], with each expert on its cheapest lane; return what they cost together.
-
-    A GPU's second is `mix` link and the rest compute; a second on lane d costs ``share[d]``.
-    """
-    total = 0.0
-    load[:] = 0.0
-    for i in range(len(layer.cpu_s)):
-        lane, added = 0, layer.cpu_s[i]
-        best = share[0] * added
-        for g in range(len(layer.gpu_s)):
-            seconds = (1.0 - mix) * layer.gpu_s[g, i] + mix * layer.copy_s[g, i]
-            if share[g + 1] * seconds < best:
-                best, lane, added = share[g + 1] * seconds, g + 1, seconds
-        load[lane] += added
-        total += best
-    return total
-
-
-@numba.njit(cache=True)
-def _balance(layer: Layer, mix: float) -> np.ndarray:
-    """Price of each lane, float64 [1 + G], sum 1: between each pair of lanes, bisect until their loads balance.
-
-    With one GPU that is the optimal dual solution of the mix.
-    """
-    lanes = len(layer.gpu_s) + 1
-    share, load = np.full(lanes, 1.0 / lanes), np.empty(lanes)
-    for _ in range(1 if lanes == 2 else 3):
-        for a in range(lanes - 1):
-            for b in range(a + 1, lanes):
-                both, low, high = share[a] + share[b], 0.0, 1.0
-                for _ in range(24):
-                    middle = 0.5 * (low + high)
-                    share[a] = both * middle
-                    share[b] = both - share[a]
-                    _loads(layer, share, mix, load)
-                    if load[a] > load[b]:
-                        low = middle
-                    else:
-                        high = middle
-    return share
-
-
-@compiled(nb.Tuple((nb.float64[:, ::1], nb.float64[::1]))(_LAYER))
-def prices(layer: Layer) -> tuple[np.ndarray, np.ndarray]:
-    """Price the resources so that the priced work bounds the makespan from below, for several mixes.
-
-    Returns:
-        prices float64 [M, R], each row summing to 1; and by how much an expert's two cheapest lanes
-        differ in the first row's prices, float64 [A].
-    """
-    gpus, active = layer.gpu_s.shape
-    mixes = _MIXES if layer.copy_s.max() > 0.0 else 1
-    found, regret = np.zeros((mixes, 1 + 2 * gpus)), np.empty(active)
-    for m in range(mixes):
-        mix = m / (_MIXES - 1)
-        share = _balance(layer, mix)
-        found[m, 0] = share[0]
-        for g in range(gpus):
-            found[m, 1 + 2 * g], found[m, 2 + 2 * g] = share[g + 1] * (1.0 - mix), share[g + 1] * mix
-    for i in range(active):
-        best, second = found[0, 0] * layer.cpu_s[i], np.inf
-        for g in range(gpus):
-            cost = found[0, 1 + 2 * g] * layer.gpu_s[g, i]
-            best, second = min(best, cost), min(second, max(best, cost))
-        regret[i] = second - best
-    return found, regret
-
-
-@numba.njit(cache=True)
-def _rest(layer: Layer, price: np.ndarray) -> np.ndarray:
-    """Priced cost of the experts ``order[n:]``, each on its cheapest lane: float64 [M, A + 1]."""
-    gpus, active = layer.gpu_s.shape
-    rest = np.zeros((len(price), active + 1))
-    for m in range(len(price)):
-        for n in range(active - 1, -1, -1):
-            i = layer.order[n]
-            least = price[m, 0] * layer.cpu_s[i]
-            for g in range(gpus):
-                cost = price[m, 1 + 2 * g] * layer.gpu_s[g, i] + price[m, 2 + 2 * g] * layer.copy_s[g, i]
-                least = min(least, cost)
-            rest[m, n] = rest[m, n + 1] + least
-    return rest
 
 
 @numba.njit(cache=True)
@@ -208,7 +92,8 @@ def _least_s(child: np.ndarray, layer: Layer, price: np.ndarray, rest: np.ndarra
 @inlined
 def _beaten(child: np.ndarray, rows: np.ndarray, kept: int, slack_s: float) -> bool:
     """Whether one of the last kept rows is, but for `slack_s`, ahead in every clock; the CPU's always is."""
-    for j in range(kept - 1, max(-1, kept - 1 - _NEIGHBOURS), -1):
+    neighbours = _NEIGHBOURS if len(child) == 4 else _MANY_NEIGHBOURS
+    for j in range(kept - 1, max(-1, kept - 1 - neighbours), -1):
         ahead = True
         for k in range(1, len(child)):
             if rows[j, k] > child[k] + slack_s:
@@ -217,6 +102,19 @@ def _beaten(child: np.ndarray, rows: np.ndarray, kept: int, slack_s: float) -> b
         if ahead:
             return True
     return False
+
+
+@inlined
+def _next_lane(layer: Layer, i: int, rows: np.ndarray, count: int, at: np.ndarray) -> int:
+    """Lane whose next row, ``at[lane]``, has the earliest CPU clock once expert `i` is on it; -1 after the last."""
+    found, first = -1, np.inf
+    for lane in range(len(at)):
+        clock = rows[at[lane], 0] if at[lane] < count else np.inf
+        if lane == 0:
+            clock += layer.cpu_s[i] if clock > 0.0 else layer.first_s + layer.cpu_s[i]
+        if clock < first:
+            found, first = lane, clock
+    return found
 
 
 @numba.njit(cache=True)
@@ -236,14 +134,7 @@ def _level(
     at, child = np.zeros(lanes, np.int64), np.empty(rows.shape[1])
     kept = 0
     while True:
-        lane, first = -1, np.inf
-        for k in range(lanes):
-            if at[k] < count:
-                clock = rows[at[k], 0]
-                if k == 0:
-                    clock += layer.cpu_s[i] if clock > 0.0 else layer.first_s + layer.cpu_s[i]
-                if clock < first:
-                    lane, first = k, clock
+        lane = _next_lane(layer, i, rows, count, at)
         if lane < 0:
             return kept, nodes, tree
         parent = at[lane]
@@ -254,7 +145,7 @@ def _level(
                 child[1 + 3 * g] = child[3 + 3 * g] = max(child[1 + 3 * g], child[3 + 3 * g])
         if _least_s(child, layer, price, rest, n + 1) >= best_s * (1.0 - _TOLERANCE):
             continue
-        if _beaten(child, above, kept, slack_s):
+        if _beaten(child, above, kept, slack_s + _NOISE * best_s):
             continue
         if kept == len(above):
             return -1, nodes, tree
@@ -268,8 +159,20 @@ def _level(
         kept += 1
 
 
-@compiled(nb.Tuple((nb.int8[::1], nb.float64, nb.float64))(_LAYER, nb.float64[:, ::1]))
-def frontier(layer: Layer, price: np.ndarray) -> tuple[np.ndarray, float, float]:
+@numba.njit(cache=True)
+def _settled(layer: Layer) -> np.ndarray:
+    """From which place of the order on nothing that follows is resident on a GPU: bool [A, G]."""
+    gpus, active = layer.gpu_s.shape
+    settled = np.ones((active, gpus), np.bool_)
+    for n in range(active - 1, 0, -1):
+        i = layer.order[n]
+        for g in range(gpus):
+            settled[n - 1, g] = settled[n, g] and (layer.copy_s[g, i] > 0.0 or layer.landing_s[g, i] > 0.0)
+    return settled
+
+
+@compiled(nb.Tuple((nb.int8[::1], nb.float64, nb.float64))(LAYER, nb.float64[:, ::1], nb.float64[:, ::1]))
+def frontier(layer: Layer, price: np.ndarray, rest: np.ndarray) -> tuple[np.ndarray, float, float]:
     """Find the lanes with the smallest makespan.
 
     A first pass keeps few rows; where they do not fit, rows that are almost beaten go too, and the slack is
@@ -278,35 +181,32 @@ def frontier(layer: Layer, price: np.ndarray) -> tuple[np.ndarray, float, float]
     Args:
         layer: costs and launch order.
         price: float64 [M, R] of `prices`; any prices are valid, good ones are fast.
+        rest: float64 [M, A + 1] of `priced_rest`, for the same prices and order.
 
     Returns:
         lanes int8 [A], their makespan, and a proven lower bound of every makespan: equal to it (which a
         relative 1e-10 may still beat) unless the second pass needed slack too.
     """
     gpus, active = layer.gpu_s.shape
-    start, lanes, rest = np.zeros(1 + 3 * gpus), np.zeros(active, np.int8), _rest(layer, price)
-    settled = np.ones((active, gpus), np.bool_)
+    start, lanes = np.zeros(1 + 3 * gpus), np.zeros(active, np.int8)
     for g in range(gpus):
         start[2 + 3 * g] = layer.link_s[g]
-        for n in range(active - 1, 0, -1):
-            i = layer.order[n]
-            settled[n - 1, g] = settled[n, g] and (layer.copy_s[g, i] > 0.0 or layer.landing_s[g, i] > 0.0)
+    settled = _settled(layer)
     best_s = bound_s = _first_answer(layer, start, lanes)
-    for limit in (_FIRST_ROWS, _MOST_ROWS):
+    for limit in (_FIRST_ROWS, _MOST_ROWS // gpus**2):
         rows, above = np.empty((limit, len(start))), np.empty((limit, len(start)))
         origin, above_origin = np.empty(limit, np.int64), np.empty(limit, np.int64)
         tree = np.empty((1024, 2), np.int64)  # parent and lane of every row that was ever kept
         rows[0], origin[0], count, nodes, slack_s, lost_s = start, -1, 1, 0, 0.0, 0.0
         for n in range(active):
-            kept, after, tree = _level(
-                layer, n, settled[n], price, rest, best_s, slack_s, rows, origin, count, above, above_origin, tree, nodes
-            )
+            kept, after = -1, nodes
             while kept < 0:
-                slack_s = max(2.0 * slack_s, 1e-6 * best_s)
                 kept, after, tree = _level(
                     layer, n, settled[n], price, rest, best_s, slack_s, rows, origin, count, above, above_origin, tree,
                     nodes,
                 )  # fmt: skip
+                if kept < 0:
+                    slack_s = max(2.0 * slack_s, 1e-6 * best_s)
             nodes, count = after, kept
             lost_s += slack_s
             slack_s *= 0.5

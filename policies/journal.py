@@ -58,10 +58,10 @@ class Journal:
         """Everything else is the planner's."""
         return getattr(self._planner, name)
 
-    def plan(self, routed: RoutedLayer, step: int, phase: Phase, now_s: float) -> Plan:
+    def plan(self, routed: RoutedLayer, step: int, phase: Phase, now_s: float, batch: int = 0) -> Plan:
         """As `Planner.plan`."""
-        plan = self._planner.plan(routed, step, phase, now_s)
-        self.entries.append(Entry("plan", (step, routed.layer, int(phase), now_s), fingerprint(plan)))
+        plan = self._planner.plan(routed, step, phase, now_s, batch)
+        self.entries.append(Entry("plan", (step, routed.layer, int(phase), now_s, batch), fingerprint(plan)))
         return plan
 
     def complete(self, plan: Plan, now_s: float) -> list[Copies]:
@@ -100,9 +100,9 @@ def repeat(entries: Iterable[Entry], planner: Planner, steps: Iterable[RoutedSte
     plans: list[Plan] = []
     for entry in entries:
         if entry.call == "plan":
-            step, layer, _, now_s = entry.arguments
+            step, layer, _, now_s, batch = entry.arguments
             rows, phase = routed[step, layer]
-            plans.append(planner.plan(rows, step, phase, now_s))
+            plans.append(planner.plan(rows, step, phase, now_s, batch))
             answer: Any = fingerprint(plans[-1])
         elif entry.call == "complete":
             answer = len(planner.complete(plans[-1], *entry.arguments))

@@ -66,6 +66,7 @@ class Planner:
             assert policies.host_cache is not None, "limited host memory needs a host cache policy"
             tier = Tier(self._memory(memory.host), policies.host_cache, name)
             self.host = HostMemory(tier, [costs.read_s(layer) for layer in range(self.layers)])
+        self.cpu_first_s = costs.cpu_first_s
         self.now_s = 0.0
         self.gate_mass: list[float] = []
         self.assignment_name = policies.names.get("assignment", "")
@@ -152,11 +153,6 @@ class Planner:
         """Seconds one resident expert takes on a GPU."""
         return self.costs.gpu_s(layer, tokens)
 
-    @property
-    def cpu_first_s(self) -> float:
-        """Extra seconds of the first CPU expert of a layer step."""
-        return self.costs.cpu_first_s
-
     # -- what the world reports ----------------------------------------------------------------------
 
     def read_done(self, layer: int, expert: int) -> None:
@@ -215,7 +211,7 @@ class Planner:
 
     # -- planning ------------------------------------------------------------------------------------
 
-    def plan(self, routed: RoutedLayer, step: int, phase: Phase, now_s: float) -> Plan:
+    def plan(self, routed: RoutedLayer, step: int, phase: Phase, now_s: float, batch: int = 0) -> Plan:
         """Plan one layer step: assignment, holds, accesses, demand, prefetch, replacement, in this order.
 
         Raises:
@@ -224,7 +220,7 @@ class Planner:
         self.now_s = now_s
         if self.policies.routing.alters:
             routed = self._reroute(routed, step, phase)
-        work = self._look(routed, step, phase)
+        work = self._look(routed, step, phase, batch)
         lanes, order = self._assign(work)
         copies: list[Copies] = []
         gpus = (self.home(work.layer),) if self._split_layers else range(self.gpus)
@@ -235,8 +231,9 @@ class Planner:
             self.host.accessed(work, lanes)
         for gpu in gpus:
             self.gpu[gpu].cache.accessed(work)
+        exposed_s = 0.0
         for gpu in gpus:
-            self._demand(work, gpu, lanes, order, copies)
+            exposed_s = max(exposed_s, self._demand(work, gpu, lanes, order, copies))
         if self.host is not None:
             self._read_for_cpu(self.host, work, lanes, order, copies)
         if self._prefetching:
@@ -247,7 +244,7 @@ class Planner:
             order=order.tolist(),
             copies=copies,
             staging_slots=[self.sizes.staging - len(ahead) for ahead in self._ahead],
-            planning_s=self.costs.planning_s(self.assignment_name, len(lanes)),
+            planning_s=self.costs.planning_s(self.assignment_name, len(lanes)) + exposed_s,
         )
         for gpu in gpus:
             if self.gpu[gpu].replaces:
@@ -259,6 +256,8 @@ class Planner:
         routing = self.policies.routing.route(gate, self)
         if routed.scores is not None:
             self.gate_mass.append(gate_mass_kept(routed.scores, routed.routing, routing.experts))
+        elif routed.weights is not None:
+            self.gate_mass.append(weight_kept(routed.weights, routed.routing, routing.experts))
         used = routing.experts[routing.experts < self.experts]
         experts, tokens = np.unique(used, return_counts=True)
         return replace(
@@ -269,7 +268,7 @@ class Planner:
             weights=routing.weights,
         )
 
-    def _look(self, routed: RoutedLayer, step: int, phase: Phase) -> LayerWork:
+    def _look(self, routed: RoutedLayer, step: int, phase: Phase, batch: int) -> LayerWork:
         layer, experts, tokens = routed.layer, routed.experts, routed.tokens
         host_s = self._zeros[: len(experts)]
         if self.host is not None:
@@ -299,6 +298,7 @@ class Planner:
             routed.weights,
             routed.scores,
             routed.predicted,
+            batch,
         )
 
     def _wait(self, gpu: int, layer: int, experts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -320,11 +320,17 @@ class Planner:
             lanes = np.where(lanes > 0, lanes + home, lanes).astype(np.int8)
         return lanes, order
 
-    def _demand(self, work: LayerWork, gpu: int, lanes: np.ndarray, order: np.ndarray, copies: list[Copies]) -> None:
+    def _demand(self, work: LayerWork, gpu: int, lanes: np.ndarray, order: np.ndarray, copies: list[Copies]) -> float:
+        """Fetch what a GPU lacks; returns the seconds by which its cache's choice outlasts the first load."""
         tier, layer = self.gpu[gpu], work.layer
         keys = missing(lanes, order, gpu + 1, tier.memory.state, layer, work.experts)
-        if len(keys):
-            copies.append(self._copy(FETCH, gpu, layer, keys, work))
+        if not len(keys):
+            return 0.0
+        copies.append(self._copy(FETCH, gpu, layer, keys, work))
+        if not tier.deliberates:
+            return 0.0
+        arrive_s = work.arrive_s[0 if self._split_layers else gpu]
+        return tier.cache.exposed_s(float(arrive_s[np.searchsorted(work.experts, keys - layer * self.experts)].min()))
 
     def _copy(self, kind: int, gpu: int, layer: int, keys: np.ndarray, work: LayerWork) -> Copies:
         """Place absent experts of one layer on a GPU and put their copies on the books."""
@@ -433,3 +439,14 @@ def gate_mass_kept(scores: np.ndarray, recorded: np.ndarray, used: np.ndarray) -
     kept = np.take_along_axis(padded, places, axis=1).sum(axis=1)
     whole = np.take_along_axis(padded, recorded.astype(np.int64), axis=1).sum(axis=1)
     return float(np.mean(kept / np.maximum(whole, 1e-30)))
+
+
+def weight_kept(weights: np.ndarray, recorded: np.ndarray, used: np.ndarray) -> float:
+    """As `gate_mass_kept` where a trace has combine weights only: substitutes count for nothing.
+
+    Args:
+        weights: float [T, K] of the recorded experts; recorded, used: ids [T, K].
+    """
+    kept = (recorded[:, :, None] == used[:, None, :]).any(axis=2)
+    whole = weights.astype(np.float64)
+    return float(np.mean((whole * kept).sum(axis=1) / np.maximum(whole.sum(axis=1), 1e-30)))

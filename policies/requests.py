@@ -4,7 +4,8 @@ Think of a doorman with a few queues and a list of those who left lately. Their 
 layer steps nor held experts nor prefetches, so the translation is written down once, here.
 
 - A layer step is several requests: its hits in ascending id when the step is noted, then the misses that
-  are placed, in launch order. Of the misses that complete the filling of a cache, those that found a free place come last.
+  are placed, in launch order. In the step that completes the filling of a cache, those that found a free
+  place come last.
 - A miss that is computed on the CPU, or declined, is no request: it neither enters nor teaches.
 - Entering by prefetch is the request; the first demand use is then a hit.
 - Candidates are what nobody holds: the definition's victim is the first in its order that may leave.

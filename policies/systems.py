@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from policies.base import PolicyError
@@ -12,6 +12,7 @@ from policies.registry import names, resolve
 
 if TYPE_CHECKING:
     from policies.base import AssignmentPolicy, CachePolicy, PrefetchPolicy, RoutingPolicy
+    from traces.schema import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,12 @@ class System:
     """Four policy specifications, and where they depart from their source.
 
     Each is a registered name with parameters, as on the command line: ``lfu:variant=perfect``.
+
+    Attributes:
+        staging: slots beside the cache; None takes the profile's.
+        staging_layers: the same in whole layers, for systems that buffer layers; `staging` wins.
+        scope: ``layer`` or ``global`` where the source says so; None leaves it to the user.
+        note: where the composition departs from its source, and what it needs.
     """
 
     assignment: str
@@ -26,7 +33,13 @@ class System:
     prefetch: str = "none"
     routing: str = "as-recorded"
     staging: int | None = None
+    staging_layers: int = 0
+    scope: str | None = None
     note: str = ""
+
+    def staging_slots(self, shape: ModelShape) -> int | None:
+        """Staging slots this system wants for a model; None if it does not care."""
+        return self.staging or self.staging_layers * shape.experts or None
 
     def build(self, *, gpus: int, host_cache: str | None) -> Policies:
         """Make fresh instances: one cache policy per GPU, and one for host memory if it is limited.
@@ -40,30 +53,126 @@ class System:
             caches=[cast("CachePolicy", resolve(self.cache, "cache")) for _ in range(gpus)],
             routing=cast("RoutingPolicy", resolve(self.routing, "routing")),
             host_cache=None if host_cache is None else cast("CachePolicy", resolve(host_cache, "cache")),
-            names={
-                "assignment": self.assignment,
-                "prefetch": self.prefetch,
-                "cache": self.cache,
-                "routing": self.routing,
-            },
+            names={kind: getattr(self, kind) for kind in ("assignment", "prefetch", "cache", "routing")},
         )
 
 
 SYSTEMS = {
+    "dali": System(
+        assignment="greedy",
+        cache="workload-window:window=4,swaps=8",
+        prefetch="residual:size=4",
+        staging=8,
+        note="published for DeepSeek and Qwen; Mixtral has swaps=1, size=1. Prefetched experts wait in staging",
+    ),
+    "hybrimoe": System(
+        assignment="hybrimoe-schedule",
+        cache="mrs:fill=lowest",
+        prefetch="impact",
+        note="as the paper describes it, the operation that ends first next; starts with the lowest ids, as the code",
+    ),
+    "hybrimoe-released": System(
+        assignment="hybrimoe-released",
+        cache="mrs:first-row=true,tie=touched,fill=lowest",
+        note="as the code does it, its prefetch off as in its own example; --prefetch hybrimoe-released turns it on",
+    ),
+    "daop": System(
+        assignment="fixed-mapping",
+        cache="prefill-swap",
+        routing="graceful-degradation",
+        note="no pre-calculation: a CPU expert starts in its own layer, not one layer ahead. The true gate's choice is"
+        " degraded, not a predicted one. --warm gives the calibrated placement",
+    ),
+    "smoe": System(
+        assignment="smoe-balancer",
+        cache="score-window",
+        prefetch="partial-hidden",
+        routing="expert-cache-router:alpha=0.3",
+        staging=4,
+        note="alpha is 0.35, 0.30, 0.25 in settings S1, S2, S3. The next gate on this layer's input stands in for the"
+        " partial hidden state; prefill loads what it needs, without its layer-wide buffer",
+    ),
+    "flashmoe": System(
+        assignment="on-demand",
+        cache="lru",
+        note="LRU stands in for the learned policy, which must be trained first (moesim train-cache TRACE --out DIR,"
+        " then --cache flashmoe --artefacts DIR). Experts live on the SSD: limit --host-memory to see it",
+    ),
     "fiddler": System(
-        assignment="static-threshold",
+        assignment="fiddler",
         cache="static",
-        note="Fiddler's per-expert rule over a static placement; placement per layer, not ranked over the whole model",
+        scope="global",
+        note="loads and CPU experts run at the same time, where the code issues them in turn. --warm gives the popular"
+        " experts",
     ),
     "mixtral-offloading": System(
         assignment="on-demand",
         cache="lru",
-        note="per-layer LRU, everything on the GPU; evicted experts are not copied back, as weights never change",
+        staging=4,
+        scope="layer",
+        note="as released, without speculative loading (--prefetch next-gate adds the paper's); evicted experts are not"
+        " copied back, as weights never change",
     ),
     "moe-on-demand": System(
         assignment="on-demand",
         cache="static",
         note="DAOP's baseline: static residents, every miss is copied to staging and dropped",
+    ),
+    "pre-gated": System(
+        assignment="on-demand",
+        cache="none",
+        prefetch="pre-gated",
+        staging_layers=2,
+        note="an oracle, as its gate was retrained to decide one layer early; no cache, buffers for two layers",
+    ),
+    "moe-infinity": System(
+        assignment="on-demand",
+        cache="moe-infinity",
+        prefetch="activation-matrix",
+        scope="global",
+        note="the head of its prefetch queue only, not sorted anew at every layer; a batch counts as one sequence",
+    ),
+    "adapmoe": System(
+        assignment="on-demand",
+        cache="lru",
+        prefetch="first-missing",
+        routing="adaptive-gating",
+        scope="layer",
+        note="all layers alike in slots and, unless calibrated, sensitivity; the source divides slots by their use",
+    ),
+    "edgemoe": System(
+        assignment="on-demand",
+        cache="lfu",
+        prefetch="statistical",
+        note="one preceding layer predicts instead of two; eviction by frequency alone, not also by layer; no"
+        " bit-widths by expert",
+    ),
+    "moe-lightning": System(
+        assignment="moe-lightning",
+        cache="static",
+        note="the split of experts only: batch, micro-batch and the place of attention are the replay's",
+    ),
+    "llama.cpp": System(
+        assignment="layer-wise",
+        cache="lru",
+        scope="global",
+        note="the last layers that fit, whole, as -ngl; CPU and GPU layers never overlap; layers come over at first use"
+        " instead of at the start",
+    ),
+    "ktransformers": System(
+        assignment="fixed-mapping",
+        cache="static",
+        scope="layer",
+        note="kt-kernel's masks with as many experts on the GPU in each layer, the popular ones with --warm; its"
+        " faster CPU kernels belong in the hardware profile. DALI models it as layer-wise",
+    ),
+    "deepspeed": System(
+        assignment="on-demand",
+        cache="none",
+        prefetch="whole-layer",
+        staging_layers=2,
+        note="every layer is moved complete while the one before computes, but waits for its active experts only; of a"
+        " step's first layer only these are moved",
     ),
 }
 
@@ -87,11 +196,4 @@ def compose(
                 f" {', '.join(names('assignment'))}" + (f" (did you mean {close[0]!r}?)" if close else "")
             )
         base = System(assignment=policy)
-    return System(
-        assignment=base.assignment,
-        cache=cache or base.cache,
-        prefetch=prefetch or base.prefetch,
-        routing=routing or base.routing,
-        staging=base.staging,
-        note=base.note,
-    )
+    return replace(base, cache=cache or base.cache, prefetch=prefetch or base.prefetch, routing=routing or base.routing)

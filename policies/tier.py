@@ -22,6 +22,7 @@ class Tier:
         self.cache = cache
         self.name = name
         self.replaces = type(cache).replacements is not CachePolicy.replacements
+        self.deliberates = type(cache).exposed_s is not CachePolicy.exposed_s
         self._equal_sizes = len(set(memory.expert_bytes)) == 1 or memory.size.scope == PER_LAYER
         self._admits_all = type(cache).admits is CachePolicy.admits
 

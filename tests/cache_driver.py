@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from policies.base import ABSENT, RESIDENT, CachePolicy, LayerWork, RunContext
+from policies.network import sizes
 from traces.schema import ModelShape, Phase
 
 SHARED_TRACES = Path(__file__).parents[2] / "shared" / "traces"
@@ -139,8 +140,15 @@ class Run:
 def context(steps, capacity, *, layers=1, experts=8, scope="layer", seed=0, calibration=None) -> RunContext:
     slots = np.full(layers if scope == "layer" else 1, capacity)
     return RunContext(
-        shape(layers, experts), 1, slots, scope, seed=seed, calibration=calibration, future=ListFuture(steps)
-    )
+        shape(layers, experts), 1, slots, scope, seed=seed, calibration=calibration, future=ListFuture(steps),
+        extras={"flashmoe": untrained(layers, experts)},
+    )  # fmt: skip
+
+
+def untrained(layers: int, experts: int, hidden: int = 4, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights where a learned policy expects trained ones: enough for what every policy promises."""
+    draw = np.random.default_rng(seed).normal
+    return {name: draw(size=size).astype(np.float32) for name, size in sizes(layers, experts, hidden).items()}
 
 
 def drive(policy: CachePolicy, steps, capacity, *, layers=1, experts=8, scope="layer", seed=0) -> Run:

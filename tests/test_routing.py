@@ -83,9 +83,10 @@ def test_section_3_1_literal_algorithm_replaces_a_resident():
 
 
 def test_section_3_1_the_threshold_itself_is_not_top_score():
-    """With beta .10 and alpha .1 score of .11 equals T and is low-score; that 1.1 x 0.1 > 0.11 in binary must not decide."""
-    scores = [[0.5, 0.11, 0.10, 0.095, 0.095, 0.1]]
-    experts, _ = routed(ExpertCacheRouter(alpha=0.1), gate(scores, 2), Model(6, {(0, 0, 3)}))
+    """With beta .10 and alpha .15 a score of .115 equals T, though 1.15 x 0.1 < 0.115 in binary: low, so replaced."""
+    assert 1.15 * 0.1 < 0.115
+    scores = [[0.5, 0.115, 0.10, 0.095, 0.095, 0.095]]
+    experts, _ = routed(ExpertCacheRouter(alpha=0.15), gate(scores, 2), Model(6, {(0, 0, 3)}))
     assert experts == [[0, 3]]
 
 

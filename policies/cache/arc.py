@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from policies.parameters import expect_choice
 from policies.requests import RequestCache, Requests, first
 
 if TYPE_CHECKING:
@@ -11,31 +12,40 @@ if TYPE_CHECKING:
 
     from policies.base import RunContext
 
+Ratio = Literal["whole", "real"]
+
 
 class ARC(RequestCache):
     """Keep experts seen once (T1) and more often (T2); hits on evicted ones shift the target size of T1.
 
-    A ghost hit moves the target p by max(1, whole ratio of the ghost lists), measured before the ghost is removed; T1
+    A ghost hit moves the target p by max(1, ratio of the ghost lists), measured before the ghost is removed; T1
     pays while it is larger than p (or as large, when the ghost was in B2). Requests are made from layer
     steps as `policies.requests` says; if the list that should pay has only held experts, the other pays.
 
-    Equal to libCacheSim's ARC on one request at a time, apart from its rounding of equal sizes: none seen on real traces.
+    Args:
+        ratio: ``whole`` divides the ghost lists as integers (algorithms §5.5; cacheus ``arc.py``), ``real`` exactly, as
+            libCacheSim does: that form equals its ARC on one request at a time. The paper leaves it open.
 
-    Source: Megiddo and Modha, FAST 2003, figure 4; details of algorithms §5.5 (cacheus ``arc.py``).
+    Source: Megiddo and Modha, FAST 2003, figure 4.
     """
+
+    def __init__(self, *, ratio: Ratio = "whole") -> None:
+        expect_choice("ratio", ratio, Ratio)
+        self.ratio = ratio
 
     def pool(self, capacity: int, context: RunContext) -> Requests:
         """Open four empty lists."""
         del context
-        return _Lists(capacity)
+        return _Lists(capacity, whole=self.ratio == "whole")
 
 
 class _Lists:
     """T1, T2 and their ghosts B1, B2, each least recent first; `target` is the paper's p."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, whole: bool) -> None:
         self.capacity = capacity
-        self.target = 0
+        self.whole = whole
+        self.target = 0.0
         self.once: dict[int, None] = {}
         self.often: dict[int, None] = {}
         self.ghost_once: dict[int, None] = {}
@@ -51,9 +61,9 @@ class _Lists:
     def miss(self, key: int, free: Container[int]) -> int:
         returning = key in self.ghost_often
         if key in self.ghost_once:
-            self.target = min(self.target + max(1, len(self.ghost_often) // len(self.ghost_once)), self.capacity)
+            self.target = min(self.target + self._shift(self.ghost_often, self.ghost_once), self.capacity)
         elif returning:
-            self.target = max(self.target - max(1, len(self.ghost_once) // len(self.ghost_often)), 0)
+            self.target = max(self.target - self._shift(self.ghost_once, self.ghost_often), 0.0)
         pays = len(self.once) > self.target or (returning and len(self.once) == self.target)
         lists = [(self.once, self.ghost_once), (self.often, self.ghost_often)]
         victim = -1
@@ -83,3 +93,6 @@ class _Lists:
     def drop(self, key: int) -> None:
         self.once.pop(key, None)
         self.often.pop(key, None)
+
+    def _shift(self, other: dict[int, None], own: dict[int, None]) -> float:
+        return max(1, len(other) // len(own) if self.whole else len(other) / len(own))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-import random
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from policies.parameters import expect
 from policies.requests import RequestCache, Requests, first
@@ -19,9 +21,9 @@ class LeCaR(RequestCache):
     """Evict what LRU or LFU names, drawn by weights that fall when a victim comes back soon.
 
     A victim goes to the ghost list of the adviser that chose it; if both named it, to none. A request for a
-    ghost of adviser x multiplies x's weight by ``exp(-learning_rate · d^age)``, d = ``discount^(1/capacity)``; weights sum to 1 and
-    stay within 0.01 and 0.99. A ghost returns with its count plus one. LRU ties cannot occur; LFU
-    ties go to the lower id. Requests are made from layer steps as `policies.requests` says; age counts requests.
+    ghost of adviser x multiplies x's weight by ``exp(-learning_rate · d^age)`` with d = ``discount^(1/capacity)``;
+    weights sum to 1 and stay within 0.01 and 0.99. A ghost returns with its count plus one. LFU ties go to
+    the lower id. Requests are made from layer steps as `policies.requests` says; age counts requests.
 
     libCacheSim's LeCaR draws from a generator of its own, keeps one ghost list of full capacity, restores no counts
     and breaks LFU ties by insertion, so hit rates are close, not equal; the test states how close.
@@ -29,7 +31,8 @@ class LeCaR(RequestCache):
     Args:
         learning_rate: of the weights.
         discount: regret that is left after as many requests as the cache has slots.
-        history: ghosts per adviser; none takes half the capacity, at least 1 (cacheus ``lecar.py``; the paper's text says capacity).
+        history: ghosts per adviser; none takes half the capacity, at least 1 (cacheus ``lecar.py``; the authors'
+            paper is said to take the capacity).
         initial_weight: of LRU.
 
     Source: Vietri et al., HotStorage 2018; details of algorithms §5.5.
@@ -56,7 +59,7 @@ class LeCaR(RequestCache):
 
     def start(self, context: RunContext) -> None:
         """Seed the draws, shared by all pools."""
-        self.draw: Callable[[], float] = random.Random(context.seed).random
+        self.draw: Callable[[], float] = np.random.default_rng(context.seed).random
         super().start(context)
 
     def pool(self, capacity: int, context: RunContext) -> Requests:
@@ -75,6 +78,7 @@ class _Advisers:
         self.weight_lru = rule.initial_weight
         self.now = 0
         self.counts: dict[int, int] = {}
+        self.heap: list[tuple[int, int]] = []
         self.ghosts: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]] = ({}, {})
 
     def __contains__(self, key: int) -> bool:
@@ -82,13 +86,13 @@ class _Advisers:
 
     def hit(self, key: int) -> None:
         self.now += 1
-        self.counts[key] = self.counts.pop(key) + 1
+        self._count(key, self.counts.pop(key) + 1)
 
     def miss(self, key: int, free: Container[int]) -> int:
         self.now += 1
         count = self._recall(key)
         oldest = first(self.counts, free)
-        rarest = min((n, other) for other, n in self.counts.items() if other in free)[1]
+        rarest = self._rarest(free)
         adviser = int(self.rule.draw() >= self.weight_lru)
         victim = rarest if adviser else oldest
         left = self.counts.pop(victim)
@@ -97,15 +101,34 @@ class _Advisers:
             ghosts[victim] = (left, self.now)
             if len(ghosts) > self.history:
                 del ghosts[next(iter(ghosts))]
-        self.counts[key] = count
+        self._count(key, count)
         return victim
 
     def fill(self, key: int) -> None:
         self.now += 1
-        self.counts[key] = self._recall(key)
+        self._count(key, self._recall(key))
 
     def drop(self, key: int) -> None:
         del self.counts[key]
+
+    def _count(self, key: int, count: int) -> None:
+        """Make `key` the most recent, with a new count."""
+        self.counts[key] = count
+        heapq.heappush(self.heap, (count, key))
+
+    def _rarest(self, free: Container[int]) -> int:
+        """The lowest count that may leave; outdated entries of the heap are dropped on the way, held ones put back."""
+        held = []
+        while True:
+            count, key = heapq.heappop(self.heap)
+            if self.counts.get(key) != count:
+                continue
+            held.append((count, key))
+            if key in free:
+                break
+        for entry in held:
+            heapq.heappush(self.heap, entry)
+        return key
 
     def _recall(self, key: int) -> int:
         """The count with which `key` enters; a ghost costs its adviser weight."""

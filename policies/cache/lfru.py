@@ -19,11 +19,11 @@ Variant = Literal["perfect", "in-cache"]
 class LFRU(ScoredCache):
     """Evict the lowest ``uses / (now - last use + 1)``; ties to the lower id.
 
-    A use is one layer step in which the expert is active. Now counts the layer steps that this memory has
-    seen, of all layers; in per-layer scope every age then has the same factor, which changes no order but through the + 1.
+    A use is one layer step in which the expert is active. Now counts the layer steps, of all layers, that this
+    memory has seen (2608.07911).
 
     Args:
-        variant: ``perfect`` counts the uses of the whole run (2608.07911, the best causal policy of peers §1.1);
+        variant: ``perfect`` counts the uses of the whole run (2608.07911; the best causal policy of peers §1.1);
             ``in-cache`` counts from 1 on entering and forgets at eviction (tinyserve, vLLM #37190).
 
     Source: peers §1.3.

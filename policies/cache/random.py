@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,12 +17,11 @@ class Random(CachePolicy):
 
     def start(self, context: RunContext) -> None:
         """Seed the draws."""
-        self._random = random.Random(context.seed)
+        self._random = np.random.default_rng(context.seed)
 
     def accessed(self, work: LayerWork) -> None:
         """Remember nothing."""
 
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Draw as many candidates as experts come in, each at most once."""
-        places = self._random.sample(range(len(candidates)), len(incoming))
-        return candidates[np.array(places, np.intp)]
+        return self._random.choice(candidates, len(incoming), replace=False)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import TYPE_CHECKING, Literal
 
 from policies.parameters import expect, expect_choice
-from policies.requests import RequestCache, Requests
+from policies.requests import RequestCache, Requests, first
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -35,9 +36,7 @@ class S3FIFO(RequestCache):
     Source: Yang et al., SOSP 2023, algorithm 1; libCacheSim ``S3FIFO.c`` for the second variant.
     """
 
-    def __init__(
-        self, *, small: float = 0.1, ghosts: float = 0.9, uses: int = 2, variant: Variant = "paper"
-    ) -> None:
+    def __init__(self, *, small: float = 0.1, ghosts: float = 0.9, uses: int = 2, variant: Variant = "paper") -> None:
         expect(0.0 < small < 1.0, "small", "0 < small < 1", small)
         expect(ghosts >= 0.0, "ghosts", ">= 0", ghosts)
         expect(uses >= 1, "uses", ">= 1", uses)
@@ -75,14 +74,12 @@ class _Queues:
         self.full = True
         known = key in self.ghosts
         self.ghosts.pop(key, None)
+        payers = [self._from_probation, self._from_main]
         victim = -1
-        while victim < 0:
-            first = self._from_probation if self._probation_pays() else self._from_main
-            victim = first(free)
-            if victim < 0 and not any(other in free for other in self.probation):
-                victim = self._from_main(free)
-            elif victim < 0 and not any(other in free for other in self.main):
-                victim = self._from_probation(free)
+        for pay in cycle(payers if self._probation_pays() else payers[::-1]):
+            victim = pay(free)
+            if victim >= 0:
+                break
         (self.main if known else self.probation)[key] = 0
         return victim
 
@@ -102,28 +99,20 @@ class _Queues:
 
     def _from_probation(self, free: Container[int]) -> int:
         """Promote until somebody has earned no place; he leaves. -1 if all were promoted or held."""
-        for key in list(self.probation):
-            if key not in free:
-                continue
-            uses = self.probation.pop(key)
-            if uses < self.rule.uses:
+        while (key := first(self.probation, free)) >= 0:
+            if self.probation.pop(key) < self.rule.uses:
                 self.ghosts[key] = None
                 if len(self.ghosts) > self.most_ghosts:
                     del self.ghosts[next(iter(self.ghosts))]
-                return key
+                break
             self.main[key] = 0
-        return -1
+        return key
 
     def _from_main(self, free: Container[int]) -> int:
         """Send used ones round again until one is spent; -1 if all are held."""
-        waiting = [key for key in self.main if key in free]
-        while waiting:
-            again = []
-            for key in waiting:
-                uses = self.main.pop(key)
-                if uses == 0:
-                    return key
-                self.main[key] = uses - 1
-                again.append(key)
-            waiting = again
-        return -1
+        while (key := first(self.main, free)) >= 0:
+            uses = self.main.pop(key)
+            if uses == 0:
+                break
+            self.main[key] = uses - 1
+        return key

@@ -16,7 +16,8 @@ class SIEVE(RequestCache):
     """A hand walks from the oldest to the newest, spares what was used (once) and evicts the first that was not.
 
     The hand stays where it evicted; newcomers enter behind it. Held experts are passed over and keep their mark.
-    Requests are made from layer steps as `policies.requests` says. Equal to libCacheSim's Sieve on one request at a time.
+    Requests are made from layer steps as `policies.requests` says. Equal to libCacheSim's Sieve on one request at a
+    time.
 
     Source: Zhang et al., NSDI 2024, algorithm 1.
     """

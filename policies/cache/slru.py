@@ -26,8 +26,9 @@ class SLRU(RequestCache):
         entry: ``lowest`` lets newcomers enter the lowest segment; ``free`` the lowest segment that is not full, as
             libCacheSim does.
 
-    ``segments=4,entry=free`` equals libCacheSim's SLRU wherever 4 divides the capacity. Where it does not, libCacheSim's
-    lowest segment can exceed its share, and a hit that hands an expert down to it evicts although nobody enters.
+    ``segments=4,entry=free`` equals libCacheSim's SLRU wherever 4 divides the capacity. Where it does not,
+    libCacheSim's lowest segment can exceed its share, and a hit that hands an expert down to it evicts although
+    nobody enters.
 
     Source: Karedla et al., IEEE Computer 1994 (two segments); Huang et al., SOSP 2013 (four).
     """

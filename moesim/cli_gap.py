@@ -1,0 +1,155 @@
+"""`moesim gap`: where a policy loses its time."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moesim import cli_options as options
+
+if TYPE_CHECKING:
+    from moesim.gap import Gap
+    from moesim.gap_bench import Grades
+    from moesim.gap_eviction import EvictionSplit
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add `gap`."""
+    app.command("gap", short_help="Say where a policy loses its time.")(gap)
+
+
+def gap(
+    trace: options.TraceFile,
+    policy: Annotated[str, typer.Option(help="A system or an assignment policy (see: list).")] = "greedy",
+    cache: options.Cache = None,
+    prefetch: options.Prefetch = None,
+    routing: options.Routing = None,
+    hw: options.Hardware = None,
+    cache_ratio: options.CacheRatio = None,
+    slots_per_layer: options.SlotsPerLayer = None,
+    gpu_memory: options.GpuMemory = None,
+    host_memory: options.HostMemory = None,
+    host_cache: options.HostCache = "lru",
+    cache_scope: options.CacheScope = None,
+    staging: options.Staging = None,
+    prefetch_budget: options.PrefetchBudget = None,
+    gpu_split: options.GpuSplit = "layers",
+    batch: options.Batch = 1,
+    steps: options.Steps = None,
+    seed: options.Seed = 0,
+    warm: options.Warm = None,
+    artefacts: options.Artefacts = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Say how much of a policy's time above the clairvoyant bound is due to which of its parts.
+
+    Replays the trace with every mix of its own parts and parts that know the future, so --steps saves much.
+
+    \b
+    Examples:
+      moesim gap q.parquet --policy greedy --steps 100
+      moesim gap q.parquet --policy on-demand --cache lfu --prefetch next-gate --batch 8
+    """
+    from moesim import gap as library
+    from moesim.memory import MemoryOptions
+    from moesim.progress import bar
+
+    memory = MemoryOptions(
+        cache_ratio, slots_per_layer, gpu_memory, host_memory, cache_scope, staging, prefetch_budget, gpu_split
+    )
+    with bar("replaying") as progress:
+        found = library.gap(
+            trace, policy, cache=cache, prefetch=prefetch, routing=routing, host_cache=host_cache, hw=hw,
+            memory=memory, batch=batch, steps=steps, seed=seed, warm=warm,
+            artefacts=artefacts, progress=progress,
+        )  # fmt: skip
+    print(json.dumps(found.to_json(), indent=2) if as_json else gap_text(found))
+
+
+def gap_text(found: "Gap") -> str:
+    """Lay out a gap for a terminal: the times, the shares, the eviction gap, the assignment's grades."""
+    from moesim.report import aligned
+
+    config = found.config
+    facts = [
+        ("model", f"{config['model']}, {config['trace']}"),
+        ("machine", f"{config['hw']} ({config['hw_kind']} profile), batch {config['batch']}"),
+        ("policy", f"{_ms(found.policy_s)}: {config['assignment']}, {config['cache']}, prefetch {config['prefetch']}"),
+        ("bound", f"{_ms(found.bound_s)}: {_bound_words(found)}"),
+        ("gap", f"{_ms(found.gap_s)}, {_percent(found.gap_s, found.policy_s)} of the policy's time"),
+        ("all resident", f"{_ms(found.resident_s)}: what more memory would still save the bound"),
+    ]
+    width = max(len(name) for name, _ in facts)
+    head = [f"{name:<{width}}  {text}" for name, text in facts]
+    rows = [["part", "share", "of the gap", "alone", "last", "exchanged for"]]
+    rows += [
+        [
+            part.name,
+            _ms(part.share_s),
+            _percent(part.share_s, found.gap_s),
+            _ms(part.alone_s),
+            _ms(part.last_s),
+            part.replaced_by or "nothing",
+        ]
+        for part in found.parts
+    ]
+    rows.append(["sum", _ms(found.gap_s), _percent(found.gap_s, found.gap_s), "", "", ""])
+    legend = "share: saved on average over all orders of exchanges; alone: as the only one; last: after all others"
+    blocks = ["\n".join(head), "\n".join([*aligned(rows), "", legend])]
+    if found.belady_s is not None:
+        blocks.append("\n".join(_eviction_lines(found, found.eviction)))
+    blocks.append("\n".join(_assignment_lines(found.grades)))
+    return "\n\n".join(blocks)
+
+
+def _bound_words(found: "Gap") -> str:
+    used = [part.replaced_by for part in found.parts if part.replaced_by]
+    return "exchanged for " + " + ".join(used) if used else "nothing known of the future helps"
+
+
+def _eviction_lines(found: "Gap", split: "EvictionSplit | None") -> list[str]:
+    assert found.belady_s is not None
+    assert found.forced_s is not None
+    whole_s, victims_s = found.policy_s - found.belady_s, found.policy_s - found.forced_s
+    lines = [
+        f"eviction alone: {_ms(whole_s)} to Belady; {_ms(victims_s)} of it to a Belady that must admit every fetch",
+    ]
+    if split is None:
+        return [*lines, "its misses cannot be told without the machine: this cache swaps by its own clock"]
+    lines.append(
+        f"cache alone: misses {_percent(split.misses, split.accesses)}, forced-admission Belady"
+        f" {_percent(split.forced, split.accesses)}, Belady {_percent(split.belady, split.accesses)} of"
+        f" {split.accesses:,} accesses"
+    )
+    if split.gap:
+        lines += [
+            f"of that gap {_percent(split.victims, split.gap)} is not knowing whom to evict,"
+            f" {_percent(split.admissions, split.gap)} not knowing whom to turn away",
+            f"the best causal cache at hand ({split.best_causal}) wins {_percent(split.won, split.gap)} of it;"
+            f" {_percent(split.gap - split.won, split.gap)} is won by none",
+        ]
+    return lines
+
+
+def _assignment_lines(grades: "Grades") -> list[str]:
+    figures = grades.to_json()
+    if not figures["layer_steps"]:
+        return ["assignment: no layer step to grade"]
+    lines = [f"assignment of {figures['layer_steps']:,} layer steps, makespan over the least possible:"]
+    for name, words in (("modelled", "lanes as sums of costs"), ("scheduled", "copies one after another")):
+        found = figures[name]
+        lines.append(
+            f"  {name:<9}  mean {found['mean']:.3f}, p95 {found['p95']:.3f}, max {found['max']:.3f};"
+            f" {found['optimal_share']:.1%} optimal ({words})"
+        )
+    if figures["unproven"]:
+        lines.append(f"  {figures['unproven']} were too large to solve exactly: their ratio may be too small")
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -1,0 +1,212 @@
+"""Live runs on this machine: a model's own gates decide, its tokens come out, policies say where experts work."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesim import api
+from moesim.runs import MeasuredRun, Setup, default_store, device_of, execute, finish, machine_profile, rehearse
+from policies.base import PolicyError
+from policies.systems import compose
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hwprofiles.profile import HardwareProfile
+    from runtime.calibrate_residual import Residual
+    from runtime.executor import Executor, StepInfo
+    from runtime.live import Verdict
+    from runtime.store import ExpertStore
+    from traces.batch import RoutedStep
+
+
+@dataclass(slots=True)
+class LiveMeasuredRun(MeasuredRun):
+    """A finished live run.
+
+    Attributes:
+        texts: what was generated, per prompt.
+        tokens: the same as token ids.
+        steps: what the gates decided.
+        verdict: how far logits are from the plain model's, where that was asked.
+    """
+
+    texts: list[str]
+    tokens: list[list[int]]
+    steps: list[RoutedStep]
+    verdict: Verdict | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As `MeasuredRun.to_json`, with texts and the verdict."""
+        verdict = None if self.verdict is None else {**self.verdict._asdict(), "passed": self.verdict.passed}
+        return {**MeasuredRun.to_json(self), "texts": self.texts, "verify": verdict}
+
+
+def run_live(
+    model: str | Path,
+    prompts: Sequence[str | bytes],
+    policy: str = "greedy",
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    residual: str | Path | Residual | None = None,
+    verify: bool = False,
+    store: str | Path | ExpertStore | None = None,
+    dtype: str | None = None,
+    cache: str | None = None,
+    prefetch: str | None = None,
+    routing: str | None = None,
+    host_cache: str = "lru",
+    hw: str | Path | HardwareProfile | None = None,
+    memory: api.MemoryOptions | None = None,
+    batch: int = 1,
+    seed: int = 0,
+    artefacts: str | Path | None = None,
+    out: str | Path | None = None,
+    perfetto: str | Path | None = None,
+    progress: Callable[[StepInfo], None] | None = None,
+    building: Callable[[int, int], None] | None = None,
+) -> LiveMeasuredRun:
+    """Generate with a model whose experts are computed where a policy says.
+
+    Args:
+        model: ``tiny``, or a Hugging Face folder.
+        prompts: texts.
+        policy: as in `run_trace`; oracles are refused.
+        max_new_tokens: per prompt.
+        temperature: 0 decodes greedily.
+        residual: vectors for ``pred1_res`` or their file; calibrated now for ``tiny`` when None.
+        verify: compare all logits with the plain model's afterwards.
+        store: the model's experts, open or as a folder, built there if it is not; None takes `default_store`.
+        dtype: to compute in; the checkpoint's own when None (float32 for ``tiny``).
+        cache, prefetch, routing, host_cache, hw, memory, batch, seed, artefacts: as in `moesim.runs.run_trace`.
+        out, perfetto, progress, building: as there.
+
+    Raises:
+        TraceError, ProfileError, PolicyError, StoreError: bad input, in one line.
+        RuntimeFault: the machine does not give what the run needs.
+    """
+    from runtime import live  # noqa: PLC0415 - torch
+    from runtime.expert_math import torch_dtype  # noqa: PLC0415
+    from runtime.hf import load_model  # noqa: PLC0415
+    from runtime.model import OffloadedModel  # noqa: PLC0415
+    from runtime.sources import read_config  # noqa: PLC0415
+    from runtime.tiny import tiny_dir  # noqa: PLC0415
+
+    profile = machine_profile(hw)
+    system = compose(policy, cache=cache, prefetch=prefetch, routing=routing)
+    folder = tiny_dir() if str(model) == "tiny" else Path(model)
+    chosen = dtype or (
+        "float32" if str(model) == "tiny" else str(read_config(folder)[0].dtype or "float32").removeprefix("torch.")
+    )
+    parts = system.build(gpus=1, host_cache=None)
+    for kind, one in (("assignment", parts.assignment), ("prefetch", parts.prefetch), ("cache", parts.caches[0])):
+        if one.oracle:
+            raise PolicyError(
+                f"{kind} policy {parts.names[kind]!r} is an oracle: a live model has no future;"
+                " replay a recorded trace, or choose a policy that sees the past only"
+            )
+    if verify and parts.routing.alters:
+        raise PolicyError(
+            f"--verify: routing policy {system.routing!r} alters the model's output on purpose; drop one of them"
+        )
+    vectors = _residual(model, residual, api.needed_columns(parts))
+    begin_s = time.perf_counter()
+    device = device_of(profile)
+    offloaded = OffloadedModel.load(folder, device=device.device, dtype=torch_dtype(chosen))
+    dense_s = time.perf_counter() - begin_s
+    own = open_model_store(folder, store, chosen, building)
+    try:
+        offloaded.check_store(own)
+        local = live.reader_of(folder, offloaded, tiny=str(model) == "tiny")
+        ids = live.encode(local, prompts)
+        live.warm_up(offloaded, own)
+        setup = Setup(
+            live.live_shape(offloaded, folder, own), profile, system, memory or api.MemoryOptions(), host_cache, seed,
+            artefacts=artefacts,
+        )  # fmt: skip
+        columns = api.needed_columns(setup.policies())
+        rehearse(setup.planner(), live.made_up_steps(setup.shape, columns))
+        runs: list[live.LiveRun] = []
+
+        def forward(executor: Executor) -> live.LiveRun:
+            runs.append(
+                live.LiveRun(
+                    offloaded, local, executor, ids, max_new_tokens=max_new_tokens, batch=batch, columns=columns,
+                    residual=vectors, temperature=temperature, seed=seed, keep_passes=verify,
+                )
+            )  # fmt: skip
+            return runs[0]
+
+        gatings = [layer.gating for layer in offloaded.layers]
+        run = execute(setup, own, device, forward, gatings=gatings, out=out, progress=progress)
+    finally:
+        if own is not store:
+            own.close()
+    result = runs[0].result
+    run.startup |= {"dense_s": dense_s, "dense_bytes": offloaded.dense_bytes}
+    run.config |= _live_config(setup, model, chosen, own, batch=batch, max_new_tokens=max_new_tokens, prompts=len(ids))
+    if run.metrics["routing"] == "altered":
+        run.warnings.append("routing is altered: these are not the answers of the model")
+    finish(run, out, perfetto, result.steps)
+    verdict = None
+    if verify:
+        spec = "tiny" if str(model) == "tiny" else folder
+        verdict = live.verify(load_model(spec, dtype=chosen, device=str(device.device)).model, result.passes, chosen)
+    return LiveMeasuredRun(
+        run.metrics, run.timeline, run.config, run.warnings, run.result, run.journal, run.startup,
+        [local.decode(tokens) for tokens in result.tokens], result.tokens, result.steps, verdict,
+    )  # fmt: skip
+
+
+def open_model_store(
+    folder: Path,
+    store: str | Path | ExpertStore | None,
+    dtype: str,
+    building: Callable[[int, int], None] | None = None,
+) -> ExpertStore:
+    """Open a model's store, or build it first (or continue a build that was stopped)."""
+    from runtime.sources import checkpoint_digest  # noqa: PLC0415 - torch
+    from runtime.store import ExpertStore  # noqa: PLC0415
+    from runtime.store_build import build_store  # noqa: PLC0415
+
+    if isinstance(store, ExpertStore):
+        return store
+    if store is None:
+        store = default_store(f"{folder.resolve().name}-{checkpoint_digest(folder)[:12]}-{dtype}")
+    tell = None if building is None else (lambda done: building(done.records, done.total_records))
+    return build_store(folder, store, dtype=dtype, progress=tell)
+
+
+def _residual(model: str | Path, given: str | Path | Residual | None, columns: Sequence[str]) -> Residual | None:
+    """Vectors for ``pred1_res``: as given, or the shipped model's own; None where nobody asks."""
+    if "pred1_res" not in columns:
+        return None
+    from runtime.calibrate_residual import Residual, residual_vectors  # noqa: PLC0415 - torch
+    from runtime.hf import load_model  # noqa: PLC0415
+
+    if isinstance(given, Residual):
+        return given
+    if given is not None:
+        return Residual.load(given)
+    return residual_vectors(load_model("tiny")) if str(model) == "tiny" else None
+
+
+def _live_config(
+    setup: Setup, model: str | Path, dtype: str, store: ExpertStore, *, batch: int, max_new_tokens: int, prompts: int
+) -> dict[str, Any]:
+    shape, profile, system, plan = setup.shape, setup.profile, setup.system, setup.memory
+    return {
+        "world": "measured", "mode": "live", "trace": f"{prompts} prompts", "model": str(model), "dtype": dtype,
+        "hw": profile.name, "hw_kind": profile.kind, "hw_digest": profile.digest,
+        "assignment": system.assignment, "cache": system.cache, "prefetch": system.prefetch, "routing": system.routing,
+        "host_cache": setup.host_cache, "cache_scope": plan.gpu.scope, "cache_slots": plan.gpu.slots.tolist(),
+        "cache_bytes": plan.gpu.total_bytes,
+        "cache_ratio": plan.gpu.total_bytes / (sum(shape.expert_bytes) * shape.experts),
+        "host_bytes": None if plan.host is None else plan.host.total_bytes, "staging": plan.staging,
+        "prefetch_budget_bytes": setup.options.prefetch_budget_bytes, "gpu_split": plan.gpu_split, "batch": batch,
+        "max_new_tokens": max_new_tokens, "seed": setup.seed, "store": str(store.directory), "steps": None,
+    }  # fmt: skip

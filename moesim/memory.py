@@ -1,0 +1,99 @@
+"""How a user states the sizes of memories, and what they come to on a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from policies.base import PolicyError
+from policies.plan import LAYERS, MemoryPlan
+from policies.residency import GLOBAL, PER_LAYER, CacheSize
+
+if TYPE_CHECKING:
+    from hwprofiles.profile import HardwareProfile
+    from policies.systems import System
+    from traces.schema import ModelShape
+
+DEFAULT_CACHE_RATIO = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """How a user states the sizes of memories; at most one of the first three.
+
+    Attributes:
+        cache_ratio: share of all experts that the GPU cache holds.
+        slots_per_layer: experts per layer.
+        gpu_memory_bytes: memory of each GPU; the expert cache is what everything else leaves of it.
+        host_memory_bytes: host memory for experts; None holds them all (no SSD reads).
+        scope: ``layer`` or ``global``; None takes the system's, else ``layer``.
+        staging: staging slots beside each cache; None takes the system's, else the profile's.
+        prefetch_budget_bytes: most bytes prefetched per layer step.
+        gpu_split: with several GPUs, ``layers`` or ``experts``.
+    """
+
+    cache_ratio: float | None = None
+    slots_per_layer: int | None = None
+    gpu_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    scope: str | None = None
+    staging: int | None = None
+    prefetch_budget_bytes: int | None = None
+    gpu_split: str = LAYERS
+
+    def plan(self, shape: ModelShape, profile: HardwareProfile, system: System) -> MemoryPlan:
+        """Turn options into sizes.
+
+        Raises:
+            PolicyError: contradicting options, or no room to stage even one expert.
+        """
+        given = [self.cache_ratio, self.slots_per_layer, self.gpu_memory_bytes]
+        if sum(value is not None for value in given) > 1:
+            raise PolicyError(
+                "cache size: expected at most one of --cache-ratio, --slots-per-layer and --gpu-memory; drop the others"
+            )
+        staging = self.staging or system.staging_slots(shape) or profile.memory.staging_experts
+        scope = self.scope or system.scope or PER_LAYER
+        ratio = DEFAULT_CACHE_RATIO if all(value is None for value in given) else self.cache_ratio
+        total_bytes = None
+        if self.gpu_memory_bytes is not None:
+            total_bytes = self._left_on_gpu(shape, staging, profile.gpus)
+        gpu = CacheSize.of(
+            shape.expert_bytes,
+            shape.experts,
+            scope=scope,
+            ratio=ratio,
+            slots_per_layer=self.slots_per_layer,
+            total_bytes=total_bytes,
+        )
+        if profile.gpus > 1 and scope == GLOBAL and self.gpu_split == LAYERS:
+            gpu = gpu.split(profile.gpus)
+        return MemoryPlan(gpu, self._host(shape, staging), staging, self.prefetch_budget_bytes, self.gpu_split)
+
+    def _left_on_gpu(self, shape: ModelShape, staging: int, gpus: int) -> int:
+        """Bytes left for the expert cache on each GPU."""
+        assert self.gpu_memory_bytes is not None
+        split = gpus if self.gpu_split == LAYERS else 1
+        rest = shape.other_bytes // split
+        left = self.gpu_memory_bytes - rest - staging * shape.max_expert_bytes
+        if left < 0:
+            raise PolicyError(
+                f"--gpu-memory: no room to stage {staging} experts: {self.gpu_memory_bytes:,} bytes hold"
+                f" {rest:,} of non-expert weights but not {staging} x {shape.max_expert_bytes:,} beside them;"
+                " give more memory, or fewer --staging slots"
+            )
+        return left * split
+
+    def _host(self, shape: ModelShape, staging: int) -> CacheSize | None:
+        if self.host_memory_bytes is None:
+            return None
+        total = sum(shape.expert_bytes) * shape.experts
+        left = self.host_memory_bytes - staging * shape.max_expert_bytes
+        if left < 0:
+            raise PolicyError(
+                f"--host-memory: no room to stage {staging} experts of {shape.max_expert_bytes:,} bytes in"
+                f" {self.host_memory_bytes:,} bytes; give more memory"
+            )
+        if left >= total:
+            return None
+        return CacheSize.of(shape.expert_bytes, shape.experts, scope=GLOBAL, total_bytes=left)

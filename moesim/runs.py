@@ -1,0 +1,357 @@
+"""Measured runs, set up as `moesim.api.replay` sets up simulated ones: same options, same policies, same figures."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hwprofiles.costs import Costs
+from hwprofiles.errors import ProfileError
+from hwprofiles.profile import HardwareProfile, default_profile, load_profile
+from moesim import api
+from moesim.artefacts import load_artefacts
+from policies.journal import Journal
+from policies.planner import Planner
+from policies.systems import System, compose
+from traces.batch import compose as compose_steps
+from traces.future import RecordedFuture
+from traces.metrics import summarise
+from traces.perfetto import write_perfetto
+from traces.reader import Trace, open_trace
+from traces.timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from policies.plan import Policies
+    from runtime.executor import Executor, ExecutorResult, StepInfo
+    from runtime.store import ExpertStore
+    from traces.batch import RoutedStep
+    from traces.schema import ModelShape
+
+REHEARSED_STEPS = 3
+
+
+def machine_profile(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
+    """A profile of this machine: the one that is named, ``hw.toml``, or one measured now in some ten seconds.
+
+    Raises:
+        ProfileError: the profile describes another kind of machine, more cores than there are, or several GPUs.
+    """
+    import torch  # noqa: PLC0415 - only measured runs need it
+
+    if hw is None:
+        profile = default_profile()
+        if profile.kind != "measured":
+            from runtime.measure import measure  # noqa: PLC0415
+
+            with tempfile.TemporaryDirectory() as folder:
+                profile = measure(None, Path(folder) / "this-machine.toml", quick=True)
+    else:
+        profile = hw if isinstance(hw, HardwareProfile) else load_profile(hw)
+    kind = "cuda" if torch.cuda.is_available() else "host"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if profile.accelerator != kind or profile.cores > cores or profile.gpus != 1:
+        raise ProfileError(
+            f"profile {profile.name}: expected this machine (accelerator {kind}, {cores} cores, one GPU lane), found"
+            f" accelerator {profile.accelerator}, {profile.cores} cores, {profile.gpus} GPU lanes;"
+            " measure it with `moesim profile --out hw.toml`"
+        )
+    return profile
+
+
+@dataclass(slots=True)
+class MeasuredRun(api.Run):
+    """A finished run on this machine.
+
+    Attributes:
+        result: dispatch times of every layer step.
+        journal: reports to the planner and its answers (`policies.journal.repeat` checks them).
+        startup: seconds and bytes until the first forward pass could begin.
+    """
+
+    result: ExecutorResult
+    journal: Journal
+    startup: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """One object with metrics, configuration, start-up and warnings."""
+        return {**self.metrics, "startup": self.startup, "config": self.config, "warnings": self.warnings}
+
+
+@dataclass(slots=True)
+class Setup:
+    """What a run needs beside its lanes: one planner per call of `planner`, all alike."""
+
+    shape: ModelShape
+    profile: HardwareProfile
+    system: System
+    options: api.MemoryOptions
+    host_cache: str
+    seed: int
+    calibration: np.ndarray | None = None
+    future: RecordedFuture | None = None
+    artefacts: str | Path | None = None
+
+    def policies(self) -> Policies:
+        """Fresh policies."""
+        limited = self.memory.host is not None
+        return self.system.build(gpus=1, host_cache=self.host_cache if limited else None)
+
+    @property
+    def memory(self) -> Any:
+        """Sizes of memories."""
+        return self.options.plan(self.shape, self.profile, self.system)
+
+    def planner(self) -> Planner:
+        """A fresh planner.
+
+        Raises:
+            PolicyError: an oracle without a future, or an impossible memory.
+        """
+        return Planner(
+            self.shape,
+            Costs(self.profile, self.shape),
+            self.policies(),
+            self.memory,
+            seed=self.seed,
+            future=self.future,
+            calibration=self.calibration,
+            extras=load_artefacts(self.artefacts),
+        )
+
+
+def rehearse(planner: Planner, steps: Sequence[RoutedStep]) -> None:
+    """Plan some steps with a planner that is thrown away, so that what is compiled is compiled before the run."""
+    for step in steps:
+        for routed in step.layers:
+            plan = planner.plan(routed, step.step, step.phase, 0.0)
+            for copies in [*plan.copies, *planner.complete(plan, 0.0)]:
+                for expert, read in zip(copies.experts, copies.read, strict=True):
+                    if read:
+                        planner.read_done(copies.layer, expert)
+                    if copies.gpu >= 0:
+                        planner.landed(copies.gpu, copies.layer, expert)
+
+
+def run_trace(
+    trace: str | Path | Trace,
+    policy: str = "greedy",
+    *,
+    shape: str | None = None,
+    store: str | Path | ExpertStore | None = None,
+    distinct: int | None = None,
+    dtype: str | None = None,
+    cache: str | None = None,
+    prefetch: str | None = None,
+    routing: str | None = None,
+    host_cache: str = "lru",
+    hw: str | Path | HardwareProfile | None = None,
+    memory: api.MemoryOptions | None = None,
+    batch: int = 1,
+    steps: int | None = None,
+    seed: int = 0,
+    warm: str | Path | Trace | None = None,
+    artefacts: str | Path | None = None,
+    out: str | Path | None = None,
+    perfetto: str | Path | None = None,
+    progress: Callable[[StepInfo], None] | None = None,
+    building: Callable[[int, int], None] | None = None,
+) -> MeasuredRun:
+    """Run a trace through a policy on this machine: forced routing, real copies, real products.
+
+    Args:
+        trace: a moesim trace, by path or opened.
+        policy: a system or an assignment policy; `cache`, `prefetch` and `routing` replace one part of it.
+        shape: model whose sizes the experts have, e.g. ``qwen3-30b-a3b/4``; the trace's own when None.
+        store: an open store, or the folder of one, built there if it is not; None takes `default_store`.
+        distinct: different records in a store that is built; see `runtime.store_build.build_random_store`.
+        dtype: of the weights; float32 on the host accelerator, bfloat16 on CUDA when None.
+        host_cache, memory, batch, steps, seed, warm, artefacts, out, perfetto: as in `moesim.api.replay`.
+        hw: profile of this machine; see `machine_profile`.
+        progress: called after each forward pass.
+        building: called with records done and records to do while a store is built.
+
+    Raises:
+        TraceError, ProfileError, PolicyError, StoreError: bad input, in one line.
+        RuntimeFault: the machine does not give what the run needs.
+    """
+    from runtime.dense import DenseSizes, DenseStack  # noqa: PLC0415 - torch
+    from runtime.tracedriven import ForcedRouting, check_store, shape_for  # noqa: PLC0415
+
+    opened = trace if isinstance(trace, Trace) else open_trace(trace)
+    profile = machine_profile(hw)
+    chosen = dtype or ("bfloat16" if profile.accelerator == "cuda" else "float32")
+    sizes = shape_for(opened.shape, shape, chosen)
+    setup = Setup(
+        sizes,
+        profile,
+        compose(policy, cache=cache, prefetch=prefetch, routing=routing),
+        memory or api.MemoryOptions(),
+        host_cache,
+        seed,
+        None if warm is None else api._warm_counts(warm, opened),  # noqa: SLF001 - one package
+        artefacts=artefacts,
+    )
+    policies = setup.policies()
+    api.check_needs(opened, policies)
+    if any(one.oracle for one in policies.all()):
+        setup.future = RecordedFuture.of(opened, batch=batch, steps=steps)
+    walk = list(compose_steps(opened, batch=batch, steps=steps, columns=("weights", *_columns(policies))))
+    rehearse(setup.planner(), walk[:REHEARSED_STEPS])
+    begin_s = time.perf_counter()
+    own = open_random_store(sizes, store, chosen, distinct, seed, building)
+    try:
+        check_store(own, sizes)
+        device = device_of(profile)
+        dense = DenseStack(DenseSizes.of(sizes), own.layout(0).torch_dtype, device.device, seed)
+        dense_s = time.perf_counter() - begin_s
+        run = execute(
+            setup, own, device, lambda executor: ForcedRouting(executor, dense, walk), out=out, progress=progress
+        )
+    finally:
+        if own is not store:
+            own.close()
+    run.startup |= {"dense_s": dense_s, "dense_bytes": dense.bytes}
+    run.config |= api._config(  # noqa: SLF001 - one package
+        opened, profile, setup.system, setup.options, setup.memory, batch=batch, steps=steps, seed=seed, warm=warm
+    ) | {"world": "measured", "mode": "trace", "shape": sizes.name, "dtype": chosen, "store": str(own.directory)}
+    run.config |= {"model": sizes.name, "distinct_experts": own.index.distinct, "host_cache": host_cache}
+    if own.index.distinct is not None:
+        run.warnings.append(f"experts share {own.index.distinct} different records of the store")
+    finish(run, out, perfetto)
+    return run
+
+
+def open_random_store(
+    shape: ModelShape,
+    store: str | Path | ExpertStore | None,
+    dtype: str,
+    distinct: int | None = None,
+    seed: int = 0,
+    building: Callable[[int, int], None] | None = None,
+) -> ExpertStore:
+    """Open a store of random experts of a shape, or build it first."""
+    from runtime.store import ExpertStore  # noqa: PLC0415 - torch
+    from runtime.store_build import build_random_store  # noqa: PLC0415
+
+    if isinstance(store, ExpertStore):
+        return store
+    folder = (
+        default_store(f"{shape.name}-{shape.layers}x{shape.experts}-{dtype}-{distinct or 'all'}")
+        if store is None
+        else store
+    )
+    if (Path(folder) / "store.json").is_file():
+        return ExpertStore(folder)
+    tell = None if building is None else (lambda done: building(done.records, done.total_records))
+    return build_random_store(shape, folder, seed, dtype=dtype, distinct=distinct, progress=tell)
+
+
+def default_store(name: str) -> Path:
+    """Where stores live that nobody gave a place: the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "moesim" / "stores" / name.replace("/", "_")
+
+
+def _columns(policies: Policies) -> tuple[str, ...]:
+    return tuple(name for name in api.needed_columns(policies) if name != "weights")
+
+
+def device_of(profile: HardwareProfile) -> Any:
+    """What the GPU lane runs on."""
+    if profile.accelerator == "cuda":
+        from runtime.cuda_lanes import CudaDevice  # noqa: PLC0415 - torch
+
+        return CudaDevice()
+    from runtime.host_lanes import HostDevice  # noqa: PLC0415
+
+    return HostDevice()
+
+
+def execute(
+    setup: Setup,
+    store: ExpertStore,
+    device: Any,
+    forward: Callable[[Executor], Callable[[], None]],
+    *,
+    gatings: Sequence[Any] | None = None,
+    out: str | Path | None = None,
+    progress: Callable[[StepInfo], None] | None = None,
+) -> MeasuredRun:
+    """Fill memories, run, and compute the figures."""
+    from runtime.executor import Executor  # noqa: PLC0415 - torch
+
+    planner = setup.planner()
+    journal = Journal(planner)
+    timeline = Timeline(setup.profile.lanes, None if out is None else Path(out))
+    executor = None
+    begin_s = time.perf_counter()
+    try:
+        executor = Executor(setup.profile, journal, timeline, store, device, gatings)  # type: ignore[arg-type]
+        fill_bytes = executor.fill()
+        fill_s = time.perf_counter() - begin_s
+        result = executor.run(forward(executor), progress)
+        timeline.close()
+    except BaseException:
+        timeline.discard()
+        raise
+    finally:
+        if executor is not None:
+            executor.close()
+    metrics = summarise(timeline, power=api._watts(setup.profile))
+    altered = planner.policies.routing.alters
+    metrics["routing"] = "altered" if altered else "recorded"
+    metrics["gate_mass_kept"] = float(np.mean(planner.gate_mass)) if planner.gate_mass else None
+    metrics["memory_high_bytes"] = {
+        "gpu0": planner.gpu[0].memory.used_high_bytes,
+        **({"host": planner.host.memory.used_high_bytes} if planner.host else {}),
+    }
+    metrics |= {"steps": result.steps, "layer_steps": result.layer_steps, "wall_s": time.perf_counter() - begin_s}
+    startup = {"experts_s": fill_s, "experts_bytes": fill_bytes}
+    reason = [] if store.direct else [f"store: {store.reason}"]
+    return MeasuredRun(metrics, timeline, {"direct_reads": store.direct}, reason, result, journal, startup)
+
+
+def finish(
+    run: MeasuredRun, out: str | Path | None, perfetto: str | Path | None, steps: Sequence[RoutedStep] | None = None
+) -> None:
+    """Say how long the first token took from nothing, and write what belongs beside the tables."""
+    from runtime.views import FILE_NAME, save_views  # noqa: PLC0415
+
+    ready_s = run.startup["dense_s"] + run.startup["experts_s"]
+    run.startup |= {"ready_s": ready_s}
+    if run.metrics["ttft_s"] is not None:
+        run.startup["first_token_s"] = ready_s + run.metrics["ttft_s"]
+    if out is not None:
+        save_views(Path(out) / FILE_NAME, run.journal.entries, steps)
+    if perfetto is not None:
+        write_perfetto(perfetto, {"measured": run.timeline})
+
+
+def compare_startups(run: Callable[..., MeasuredRun]) -> dict[str, dict[str, float]]:
+    """Start twice: experts on demand from the SSD (FlashMoE), and every expert in host memory before the first token.
+
+    Args:
+        run: a run with everything but ``memory`` given.
+
+    Returns:
+        By way of starting: seconds until ready, and until the first token (the whole first step where a trace has
+        no prefill).
+    """
+    table = {}
+    first = run()
+    sizes = first.config["cache_bytes"] / max(first.config["cache_ratio"], 1e-9) if first.config["cache_ratio"] else 0
+    for name, host in (("experts on demand", int(sizes // 4) or None), ("all experts first", None)):
+        found = run(memory=api.MemoryOptions(host_memory_bytes=host))
+        steps = found.timeline.step_frame()
+        first_s = float(steps["end_s"].iloc[0] - steps["start_s"].iloc[0])
+        ready_s = found.startup["ready_s"]
+        table[name] = {"ready_s": ready_s, "first_token_s": ready_s + first_s}
+    return table

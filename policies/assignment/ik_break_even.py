@@ -1,0 +1,34 @@
+"""The rule of thumb of CPU-offload users: a batch must be large before copying weights pays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from policies.lanes import gpu_lanes
+from policies.parameters import expect
+
+
+class IkBreakEven(AssignmentPolicy):
+    """Fetch a layer's absent experts if the step has enough tokens, else compute them on the CPU; all or none.
+
+    Enough is ``tokens >= experts / top_k * min_batch``: each expert then serves `min_batch` tokens in the mean.
+    Residents always run on their GPU.
+
+    Args:
+        min_batch: tokens per expert from which one matrix product is worth its copy; the program's default is 32.
+
+    Source: ik_llama.cpp, pull request 520.
+    """
+
+    def __init__(self, *, min_batch: int = 32) -> None:
+        expect(min_batch >= 1, "min_batch", "a number >= 1", min_batch)
+        self.min_batch = min_batch
+
+    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+        """Place the whole layer by one comparison, in ascending expert id."""
+        shape = view.shape
+        if len(work.routing) * shape.top_k >= shape.experts * self.min_batch:
+            return Assignment(gpu_lanes(work, np.ones(len(work.experts), np.bool_)))
+        here = work.arrive_s == 0.0
+        return Assignment(gpu_lanes(work, here.any(axis=0), here))

@@ -1,0 +1,73 @@
+"""Least-Stale by reuse interval: evict what should come back last, judging by how often it came."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from policies.parameters import expect, expect_choice
+from policies.scored import ScoredCache
+
+if TYPE_CHECKING:
+    from policies.base import LayerWork, RunContext
+
+Memory = Literal["in-cache", "perfect"]
+
+
+class LeastStaleInterval(ScoredCache):
+    """Evict the largest ``last use + max(1, expected interval)``.
+
+    One of three public policies called Least-Stale. The expected interval is a moving average of the gaps between
+    uses, seeded with the first gap; before that it is 0. Time is the number of layer steps that this memory has
+    seen, so that the active experts of a layer step are used at one instant. Ties go to the later last use, as in
+    the public code, then to the lower id.
+
+    Args:
+        weight: of a new gap; 0.25 as in the public code.
+        memory: ``in-cache`` forgets last use and interval at eviction, as the public code does; ``perfect`` never.
+
+    Source: peers §1.3 (b).
+    """
+
+    def __init__(self, *, weight: float = 0.25, memory: Memory = "in-cache") -> None:
+        expect(0.0 < weight <= 1.0, "weight", "0 < weight <= 1", weight)
+        expect_choice("memory", memory, Memory)
+        self.weight, self.memory = weight, memory
+
+    def start(self, context: RunContext) -> None:
+        """Begin with no intervals."""
+        super().start(context)
+        self.tie = np.zeros(len(self.score))
+        self._last = np.zeros(len(self.score))
+        self._interval = np.zeros(len(self.score))
+        self._known = np.full(len(self.score), self.memory == "perfect")
+        self._now = 0.0
+
+    def accessed(self, work: LayerWork) -> None:
+        """Average the gap since the last use of each active expert that is known."""
+        self._now += 1.0
+        keys = work.layer * self.experts + work.experts.astype(np.int64)
+        used = keys[self._known[keys]]
+        again = used[self._last[used] > 0.0]
+        gap, old = self._now - self._last[again], self._interval[again]
+        self._interval[again] = np.where(old == 0.0, gap, (1.0 - self.weight) * old + self.weight * gap)
+        self._stamp(used)
+
+    def admitted(self, keys: np.ndarray) -> None:
+        """Entering is a use; without a memory, the first."""
+        if self.memory == "in-cache":
+            self._interval[keys] = 0.0
+            self._known[keys] = True
+        self._stamp(keys)
+
+    def evicted(self, keys: np.ndarray) -> None:
+        """Forget what leaves, unless nothing is forgotten."""
+        if self.memory == "in-cache":
+            self._known[keys] = False
+
+    def _stamp(self, keys: np.ndarray) -> None:
+        """Use `keys` now."""
+        self._last[keys] = self._now
+        self.score[keys] = -(self._now + np.maximum(self._interval[keys], 1.0))
+        self.tie[keys] = -self._now

@@ -1,0 +1,50 @@
+"""Least-Stale by layer: a layer that has had its turn needs its experts last."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from policies.base import CachePolicy
+from policies.parameters import expect_choice
+
+if TYPE_CHECKING:
+    from policies.base import LayerWork, RunContext
+
+Order = Literal["lowest", "cyclic"]
+
+
+class LeastStaleLayer(CachePolicy):
+    """Evict by layer position alone; ties to the lower id.
+
+    One of three public policies called Least-Stale. In per-layer scope it evicts the lowest id: it is made
+    for the global scope.
+
+    Args:
+        order: ``lowest`` evicts the lowest layer, as the public code does, which is wrong for the experts of the
+            coming layers at the start of a pass; ``cyclic`` evicts the layer whose turn is farthest ahead: the
+            current one, then its predecessors, around to the next one.
+
+    Source: peers §1.3 (c).
+    """
+
+    def __init__(self, *, order: Order = "lowest") -> None:
+        expect_choice("order", order, Order)
+        self.order = order
+
+    def start(self, context: RunContext) -> None:
+        """Learn the number of layers."""
+        self._layers, self._experts = context.shape.layers, context.shape.experts
+        self._layer = 0
+
+    def accessed(self, work: LayerWork) -> None:
+        """Note whose turn it is."""
+        self._layer = work.layer
+
+    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+        """Choose by layer."""
+        layer = candidates // self._experts
+        if self.order == "cyclic":
+            layer = (self._layer - layer) % self._layers
+        return candidates[np.argsort(layer, kind="stable")[: len(incoming)]]

@@ -1,0 +1,121 @@
+"""DAOP's cache: placed by calibration, adapted to each prompt in prefill, frozen in decode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from policies.base import ExpertKey, PolicyError, Swap
+from policies.parameters import expect, expect_choice
+from policies.swaps import SwapCache
+from traces.schema import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from policies.base import LayerWork, MachineView, RunContext
+
+Variant = Literal["paper", "released"]
+Fill = Literal["auto", "calibrated"]
+
+_TOLERANCE = 1e-12
+"""Products such as 1.05 · 20 must equal 21 (algorithms §0)."""
+
+
+class PrefillSwap(SwapCache):
+    """In prefill, pair each layer's hottest absent experts with its coldest residents and swap clear cases.
+
+    Of the N experts, the ``share·N`` hottest absent ones (by prompt tokens) meet as many coldest residents, rank by
+    rank; ties go to the lower id. Nothing moves in decode, and what is fetched runs from staging. Two departures:
+    the planner carries a swap out behind its layer step, so the prompt that caused it is still served from the old
+    placement; and the copy of the leaving expert back to the host, which DAOP charges, is not modelled, as weights
+    never change.
+
+    Args:
+        share: of all experts that may swap in one prefill of a layer.
+        margin: hot must have at least `margin` times the tokens of cold: 1.05.
+        variant: ``paper`` swaps at equality and pairs clean lists; ``released`` does what the code does: strictly more
+            tokens, and lists over *all* experts, where an absent expert without tokens passes for the coldest
+            resident and shifts the pairs; a pair of two residents or two absent experts has no effect.
+        idle: whether an absent expert without tokens may enter where the cold one has none either, as ≥ says literally;
+            our default spares the copy. Only for ``paper``.
+        fill: ``calibrated`` gives every layer ⌊slots / L⌋ of its own most frequent experts and the rest to the most
+            frequent of all; ``auto`` is that where there is a calibration, else lowest ids.
+
+    Source: DAOP Alg. 1 and §4; ``daop_moe.py``, ``modeling_daop.py``; algorithms §2.1 and §2.2.
+    """
+
+    def __init__(
+        self,
+        *,
+        share: float = 0.5,
+        margin: float = 1.05,
+        variant: Variant = "paper",
+        idle: bool = False,
+        fill: Fill = "auto",
+    ) -> None:
+        expect(0.0 < share <= 1.0, "share", "0 < share <= 1", share)
+        expect(margin > 0.0, "margin", "> 0", margin)
+        expect_choice("variant", variant, Variant)
+        expect_choice("fill", fill, Fill)
+        self.share, self.margin, self.variant, self.idle, self.fill = share, margin, variant, idle, fill
+
+    def start(self, context: RunContext) -> None:
+        """Rank the experts by calibration.
+
+        Raises:
+            PolicyError: ``fill=calibrated`` without calibration counts.
+        """
+        super().start(context)
+        if context.calibration is not None:
+            self._counts = np.asarray(context.calibration, dtype=np.float64)
+        elif self.fill == "calibrated":
+            raise PolicyError(
+                "cache policy 'prefill-swap': fill=calibrated needs the counts of a calibration trace; found none"
+            )
+        else:
+            self._counts = np.zeros(self.inside.shape)
+
+    def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
+        """Give each layer its share of its own best, the remainder to the best of all: int64 flat keys, ascending."""
+        layers, experts = self.inside.shape
+        shares = capacity_slots if len(capacity_slots) > 1 else np.full(layers, int(capacity_slots[0]) // layers)
+        taken = np.zeros(self.inside.shape, np.bool_)
+        for layer in range(layers):
+            taken[layer, np.argsort(-self._counts[layer], kind="stable")[: shares[layer]]] = True
+        if len(capacity_slots) == 1:
+            order = np.argsort(-self._counts, axis=None, kind="stable")
+            free = min(int(capacity_slots[0]), layers * experts) - int(taken.sum())
+            taken.reshape(-1)[order[~taken.reshape(-1)[order]][:free]] = True
+        return np.flatnonzero(taken)
+
+    def accessed(self, work: LayerWork) -> None:
+        """Remember nothing: the tokens of the step itself decide."""
+
+    def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
+        """Pair hot with cold after a prefill step."""
+        if work.phase != Phase.PREFILL:
+            return ()
+        tokens = np.zeros(self.inside.shape[1], np.int64)
+        tokens[work.experts] = work.tokens
+        settled, absent = self.settled(work.layer, view), ~self.inside[work.layer]
+        pairs = int(self.share * len(tokens))
+        if self.variant == "released":
+            hot = np.argsort(-tokens * absent, kind="stable")[:pairs]
+            cold = np.argsort(tokens * np.where(absent, len(work.routing), 1), kind="stable")[:pairs]
+        else:
+            hot, cold = np.flatnonzero(absent), np.flatnonzero(settled)
+            hot = hot[np.argsort(-tokens[hot], kind="stable")][:pairs]
+            cold = cold[np.argsort(tokens[cold], kind="stable")][:pairs]
+        return [
+            Swap(ExpertKey(work.layer, out), ExpertKey(work.layer, into))
+            for into, out in zip(hot.tolist(), cold.tolist(), strict=False)
+            if absent[into] and settled[out] and self._clear(int(tokens[into]), int(tokens[out]))
+        ]
+
+    def _clear(self, hot: int, cold: int) -> bool:
+        needed = self.margin * cold
+        if self.variant == "released":
+            return hot > needed * (1.0 + _TOLERANCE)
+        return hot >= needed * (1.0 - _TOLERANCE) and (hot > 0 or self.idle)

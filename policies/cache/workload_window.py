@@ -1,0 +1,100 @@
+"""DALI's workload-aware cache: at the end of a window, the busiest outside replace the idlest inside."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from policies.base import ExpertKey, Swap
+from policies.cache.static import Static
+from policies.parameters import expect, expect_choice
+from policies.swaps import SwapCache
+from traces.schema import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from policies.base import LayerWork, MachineView, RunContext
+
+Trigger = Literal["aligned", "literal"]
+Swaps = Literal["always", "gain-only"]
+Fill = Literal["random", "calibrated", "lowest"]
+
+
+class WorkloadWindow(SwapCache):
+    """Sum the tokens of every expert over w steps; then swap the u busiest absent with the u idlest resident.
+
+    Each layer has a window of its own, in global scope too, where a swap stays within its layer. Ranks are
+    paired, best with worst; ties go to the lower id; u is cut to what there is. Experts fetched on demand never
+    enter; one whose copy from the last window is still in flight does not leave. The swaps are copied after the
+    layer step, behind its demand loads.
+
+    Args:
+        window: w, steps of a layer per window: 4 as published.
+        swaps: u, experts per window: 1 for Mixtral, 8 for DeepSeek and Qwen.
+        trigger: ``aligned`` swaps after steps w, 2w, …, so that a window sums exactly w steps as eq. 12 does;
+            ``literal`` swaps when ``i mod w == 0`` as Alg. 2 prints, first after a single step.
+        gain: ``always`` swaps whatever the sums, as published; ``gain-only`` a pair only if its incoming sum is larger.
+        prefill: whether a prefill step counts as one step with all its tokens (our reading); if not it is skipped.
+        fill: the start: ``random`` as published, ``calibrated``, or ``lowest`` ids.
+
+    Source: DALI Alg. 2, with line 11 read as the text says (lowest leaves); algorithms §1.7.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int = 4,
+        swaps: int = 8,
+        trigger: Trigger = "aligned",
+        gain: Swaps = "always",
+        prefill: bool = True,
+        fill: Fill = "random",
+    ) -> None:
+        expect(window >= 1, "window", ">= 1", window)
+        expect(swaps >= 0, "swaps", ">= 0", swaps)
+        expect_choice("trigger", trigger, Trigger)
+        expect_choice("gain", gain, Swaps)
+        expect_choice("fill", fill, Fill)
+        self.window, self.swaps, self.trigger, self.gain, self.prefill = window, swaps, trigger, gain, prefill
+        self.fill: Fill = fill
+
+    def start(self, context: RunContext) -> None:
+        """Begin all sums at 0."""
+        super().start(context)
+        self._filling = Static(fill=self.fill)
+        self._filling.start(context)
+        self._sums = np.zeros(self.inside.shape, np.int64)
+        self._steps = [0] * len(self.inside)
+
+    def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
+        """Fill the cache as `fill` says: int64 flat keys, ascending."""
+        return self._filling.initial(capacity_slots)
+
+    def accessed(self, work: LayerWork) -> None:
+        """Add this step's tokens to the layer's sums."""
+        if self._counts(work):
+            self._sums[work.layer, work.experts] += work.tokens
+            self._steps[work.layer] += 1
+
+    def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
+        """At the end of a window, pair the busiest outside with the idlest inside, and begin a new window."""
+        layer = work.layer
+        done = self._steps[layer] - (self.trigger == "literal")
+        if not self._counts(work) or done % self.window:
+            return ()
+        sums = self._sums[layer].copy()
+        self._sums[layer] = 0
+        settled = self.settled(layer, view)
+        inside, outside = np.flatnonzero(settled), np.flatnonzero(~self.inside[layer])
+        leaving = inside[np.argsort(sums[inside], kind="stable")][: self.swaps]
+        entering = outside[np.argsort(-sums[outside], kind="stable")][: self.swaps]
+        return [
+            Swap(ExpertKey(layer, out), ExpertKey(layer, into))
+            for out, into in zip(leaving.tolist(), entering.tolist(), strict=False)
+            if self.gain == "always" or sums[into] > sums[out]
+        ]
+
+    def _counts(self, work: LayerWork) -> bool:
+        return self.prefill or work.phase != Phase.PREFILL

@@ -1,0 +1,59 @@
+"""What if my predictor were 90 % right?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from policies.base import ExpertKey
+from policies.parameters import expect
+from policies.prefetch._foresight import Foresight
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from policies.base import LayerWork, MachineView, RunContext
+
+
+class NoisyOracle(Foresight):
+    """Predict as many experts as will be active, each right with the stated accuracy.
+
+    Every active expert is named with probability `accuracy`, else an inactive one drawn at random takes its
+    place (where fewer are inactive than were missed, the rest is left out). Right and wrong names come in random
+    order: a real predictor does not know its mistakes. Errors are independent of each other and from step to step,
+    which those of a real predictor are not.
+
+    Args:
+        accuracy: expected share of the prediction that is right. The share of *copies* that get used is lower, as
+            right ones are often present already.
+        depth: layers ahead, nearest first, each as accurate.
+        keep_late: False drops what has not started when its layer comes, as SMoE does.
+    """
+
+    def __init__(self, *, accuracy: float = 0.9, depth: int = 1, keep_late: bool = True) -> None:
+        expect(0 <= accuracy <= 1, "accuracy", "0 to 1", accuracy)
+        expect(depth >= 1, "depth", "a number >= 1", depth)
+        self.accuracy, self.depth, self.keep_late = accuracy, depth, keep_late
+
+    def start(self, context: RunContext) -> None:
+        """Keep the future and seed the errors."""
+        super().start(context)
+        self._random = np.random.default_rng(context.seed)
+
+    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+        """Predict the coming layers."""
+        wanted: list[ExpertKey] = []
+        for ahead in range(1, self.depth + 1):
+            active = self.coming(work, view, ahead)
+            if len(active):
+                predicted = self._predict(active, view.experts)
+                wanted += [ExpertKey(work.layer + ahead, expert) for expert in predicted.tolist()]
+        return wanted
+
+    def _predict(self, active: np.ndarray, experts: int) -> np.ndarray:
+        """Spoil the truth: distinct ids in random order, at most as many as are active."""
+        right = active[self._random.random(len(active)) < self.accuracy]
+        inactive = np.delete(np.arange(experts), active)
+        wrong = self._random.permutation(inactive)[: len(active) - len(right)]
+        return self._random.permutation(np.concatenate((right, wrong)))

@@ -1,0 +1,126 @@
+"""SMoE's router: an expert that hardly matters is replaced by a similar one that is already there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from policies.base import Routing, RoutingPolicy
+from policies.parameters import expect, expect_choice
+from policies.presence import present
+from policies.routing._substitute import UNUSED, chosen_mask, routing, scores_of, substitute
+from traces.schema import Phase
+
+if TYPE_CHECKING:
+    from policies.base import Gate, MachineView
+
+Reading = Literal["text", "literal"]
+Phases = Literal["both", "decode"]
+
+_TOLERANCE = 1e-12
+"""Thresholds are products: (1 + 0.1) x 0.1 exceeds 0.11 in binary."""
+
+
+class ExpertCacheRouter(RoutingPolicy):
+    """Replace low-score experts that are absent by resident ones of similar score.
+
+    With beta the best score outside a token's top k: experts above (1 + alpha) beta are its top-score experts and
+    always stay. The rest of the top k stay if they are on the GPU or some token's top-score expert; else the best
+    experts of at least (1 - alpha) beta that are there take their places. If too few are, the best absent ones are
+    fetched. Every expert counts with its own gate score.
+
+    Args:
+        alpha: half-width of the band around beta; 0.35, 0.30 and 0.25 in the paper's settings S1, S2, S3.
+        batch_aware: what is still missing is then replaced by an expert of the band that more tokens of the batch
+            ask for, by batch size, then score (section 3.5). It must be asked for by strictly more than the one it
+            replaces (our resolution: else two misses could trade places).
+        inflight_ok: experts still being copied count as present (ours; the paper says nothing).
+        phase: ``both``, as the algorithm knows no phases, or ``decode`` alone, as prefill loads whole layers anyway.
+        reading: ``text``, or Algorithm 1 to the ``literal``: all experts of beta <= s < (1 + alpha) beta, resident ones
+            and the rank k+1 included, are up for replacement, so tokens get k+1 experts and residents are replaced
+            needlessly. Kept to show the difference.
+
+    Source: SMoE, Algorithm 1 and its text; our reference, sections 3.1 and 3.5.
+    """
+
+    needs = ("scores",)
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.3,
+        batch_aware: bool = True,
+        inflight_ok: bool = False,
+        phase: Phases = "both",
+        reading: Reading = "text",
+    ) -> None:
+        expect(0 <= alpha < 1, "alpha", "0 <= alpha < 1", alpha)
+        expect_choice("phase", phase, Phases)
+        expect_choice("reading", reading, Reading)
+        self.alpha, self.batch_aware, self.inflight_ok = alpha, batch_aware, inflight_ok
+        self.phase, self.reading = phase, reading
+
+    def route(self, gate: Gate, view: MachineView) -> Routing:
+        """Route a batch; a token whose experts stay keeps its weights."""
+        if gate.experts.shape[1] >= view.experts or (self.phase == "decode" and gate.phase != Phase.DECODE):
+            return Routing(gate.experts, gate.weights)
+        scores = scores_of(gate)
+        chosen = chosen_mask(gate.experts, view.experts)
+        beta = np.where(chosen, -np.inf, scores).max(axis=1, keepdims=True)
+        top = scores > (1 + self.alpha) * beta + _TOLERANCE
+        close = scores >= (1 - self.alpha) * beta - _TOLERANCE
+        resident = present(view, gate.layer, in_flight=self.inflight_ok)
+        if self.reading == "literal":
+            low = (scores >= beta - _TOLERANCE) & (scores < (1 + self.alpha) * beta - _TOLERANCE)
+            return routing(gate, _literal(scores, top, low, close, resident | top.any(axis=0)), view)
+        there = resident | (top & chosen).any(axis=0)
+        recorded = gate.experts.astype(np.int64)
+        low = ~np.take_along_axis(top, recorded, axis=1)
+        absent = low & ~there[recorded]
+        experts = substitute(recorded, absent, np.where(close & there & ~chosen, scores, -np.inf))
+        if self.batch_aware:
+            experts = _gather(experts, absent & (experts == recorded), scores, close)
+        return routing(gate, experts, view)
+
+
+def _gather(experts: np.ndarray, missing: np.ndarray, scores: np.ndarray, close: np.ndarray) -> np.ndarray:
+    """Replace experts that are still missing by those of the batch that more tokens ask for.
+
+    Args:
+        experts: int64 [T, K] after replacement by residents.
+        missing: bool [T, K], low-score experts that would have to be fetched.
+        scores: float64 [T, E].
+        close: bool [T, E], experts of at least (1 - alpha) beta.
+    """
+    if not missing.any():
+        return experts
+    experts = experts.copy()
+    asked = np.bincount(experts.ravel(), minlength=scores.shape[1])
+    open_to = close & (asked > 0) & ~chosen_mask(experts, scores.shape[1])
+    preference = asked + scores / (2 * np.maximum(scores.max(), 1e-30))
+    for place in range(experts.shape[1] - 1, -1, -1):
+        rows = np.flatnonzero(missing[:, place])
+        best = np.where(open_to[rows], preference[rows], -1.0).argmax(axis=1)
+        better = open_to[rows, best] & (asked[best] > asked[experts[rows, place]])
+        rows, best = rows[better], best[better]
+        experts[rows, place] = best
+        open_to[rows, best] = False
+    return experts
+
+
+def _literal(scores: np.ndarray, top: np.ndarray, low: np.ndarray, close: np.ndarray, there: np.ndarray) -> np.ndarray:
+    """Algorithm 1 as printed: ids [T, K'], best first; all masks bool [T, E], `there` [E]."""
+    instead = close & there & ~low & ~top
+    swapped = np.minimum(low.sum(axis=1), instead.sum(axis=1))
+    used = top | _best(scores, low, low.sum(axis=1) - swapped) | _best(scores, instead, swapped)
+    count = used.sum(axis=1)
+    order = np.argsort(-np.where(used, scores, -np.inf), axis=1, kind="stable")[:, : count.max()]
+    return np.where(np.arange(order.shape[1]) < count[:, None], order, UNUSED)
+
+
+def _best(scores: np.ndarray, among: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Bool [T, E]: the `count` [T] best of `among`, ties to the lower id."""
+    order = np.argsort(-np.where(among, scores, -np.inf), axis=1, kind="stable")
+    place = np.argsort(order, axis=1, kind="stable")
+    return among & (place < count[:, None])
