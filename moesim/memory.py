@@ -52,7 +52,11 @@ class MemoryOptions:
             raise PolicyError(
                 "cache size: expected at most one of --cache-ratio, --slots-per-layer and --gpu-memory; drop the others"
             )
-        staging = self.staging or system.staging_slots(shape) or profile.memory.staging_experts
+        staging = next(
+            slots
+            for slots in (self.staging, system.staging_slots(shape), profile.memory.staging_experts)
+            if slots is not None
+        )
         scope = self.scope or system.scope or PER_LAYER
         ratio = DEFAULT_CACHE_RATIO if all(value is None for value in given) else self.cache_ratio
         total_bytes = None

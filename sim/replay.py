@@ -121,7 +121,7 @@ class Replay:
         yield self._alone(self._gpu[home], DENSE, step.step, layer, dense_s)
         # 2. late prefetches; 3. and 4. routing and planning
         self.transfers.begin_layer(layer)
-        plan = planner.plan(routed, step.step, step.phase, self.env.now)
+        plan = planner.plan(routed, step.step, step.phase, self.env.now, step.batch)
         work = plan.work
         lanes = self._lane_of[plan.lanes]
         self._timeline.access(step.step, layer, work.experts, work.tokens, lanes, work.state)

@@ -61,8 +61,9 @@ def test_replay_prints_json_with_every_promised_key(moesim, trace):
     )
     found = json.loads(out)
     promised = (
-        "accesses hits delayed_hits misses hit_rate_active hit_rate_gpu hit_rate_token ttft_s tpot_s decode_tokens_per_s"
-        " prefill_tokens_per_s bytes busy_s planning_s makespan_s energy_j tokens_per_kj routing events wall_s config"
+        "accesses hits delayed_hits misses hit_rate_active hit_rate_gpu hit_rate_token ttft_s tpot_s"
+        " decode_tokens_per_s prefill_tokens_per_s bytes busy_s"
+        " planning_s makespan_s energy_j tokens_per_kj routing events wall_s config"
     )
     assert code == 0
     assert err == ""

@@ -6,6 +6,13 @@ An importer is a module with three functions:
 - ``provenance(path) -> dict``: what the file says about itself, JSON values only; ``notes`` lists oddities.
 - ``read(path, shape) -> Iterator[dict[str, ndarray]]``: blocks of rows as `TraceWriter.write` takes them, each block
   one whole sequence, sorted by pos and layer, sequences numbered from 0.
+
+It may also have
+
+- ``OPTIONS``: names of options and what they are for; `provenance`, `read` and `reshape` take them as keywords;
+- ``GENERIC = True``: ask it last, because its layout includes others;
+- ``reshape(path, shape) -> ModelShape``: what the file knows better about the model than the user said;
+- ``beside(path, shape, out)``: write what a trace has no column for into a file next to it.
 """
 
 from __future__ import annotations
@@ -17,13 +24,16 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from traces.checks import check_sequence
 from traces.errors import TraceError
 from traces.schema import OPTIONAL_COLUMNS, ModelShape, TraceHeader
+from traces.verdict import Checker
 from traces.writer import TraceWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +61,7 @@ def import_trace(
     *,
     shape: ModelShape,
     progress: Callable[[int], None] | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> ImportSummary:
     """Convert a foreign trace.
 
@@ -59,24 +70,30 @@ def import_trace(
         out: the trace to make; it appears only when it is whole.
         shape: the model that the trace came from. Where the trace's top-k differs, the trace is right.
         progress: called with the number of rows written so far.
+        options: what the file does not say and its importer asks for, such as ``{"map": "pos=position"}``; only
+            importers that know all of them are asked.
 
     Raises:
-        TraceError: no importer knows the layout, the shape does not fit, or the file is damaged.
+        TraceError: no importer knows the layout or the options, the shape does not fit, or the file is damaged.
     """
     source, out = Path(source), Path(out)
     if not source.is_file():
         raise TraceError(f"{source}: no such file; expected a foreign trace to import")
-    name, importer = _importer_of(source)
-    provenance = importer.provenance(source)
+    given = dict(options or {})
+    name, importer = _importer_of(source, given)
+    provenance = importer.provenance(source, **given)
     notes = list(provenance.pop("notes", ()))
-    blocks = importer.read(source, shape)
+    if hasattr(importer, "reshape"):
+        shape = importer.reshape(source, shape, **given)
+    verdict = Checker(shape)
+    blocks = importer.read(source, shape, **given)
     first = next(blocks, None)
     if first is None:
         raise TraceError(f"{source}: expected at least one row, found an empty trace")
     width = first["experts"].shape[1]
     if width != shape.top_k:
         notes.append(f"top-k is {width} in the trace, {shape.top_k} in the model: overridden when it was recorded")
-        shape = dataclasses.replace(shape, top_k=width)
+        shape = dataclasses.replace(shape, top_k=min(width, shape.experts))
     columns = tuple(column for column in OPTIONAL_COLUMNS if column in first)
     details = {**provenance, "importer": name, "file": source.name, "notes": notes, "tool": "moesim trace import"}
     sequences = 0
@@ -96,18 +113,34 @@ def import_trace(
                 beyond = (block["experts"] >= shape.experts) | (block["experts"] < 0)
                 row = int(beyond.any(axis=1).argmax())
                 raise bad(row, "experts", f"0..{shape.experts - 1}", block["experts"][row].max(), f"model {shape.name}")
+            ranked = np.sort(block["experts"], axis=1)
+            if (repeats := (ranked[:, 1:] == ranked[:, :-1]).any(axis=1)).any():
+                row = int(repeats.argmax())
+                raise bad(row, "experts", "distinct ids", block["experts"][row].tolist(), "is top-k right")
             check_sequence(block["pos"], block["phase"], block["layer"], shape.layers, bad)
             writer.write(**block)
+            verdict.add(block["pos"], block["phase"], block["layer"], block["experts"])
             sequences += 1
             if progress is not None:
                 progress(writer.rows)
+    if hasattr(importer, "beside"):
+        importer.beside(source, shape, out)
+    notes += [finding.text for finding in verdict.findings() if finding.grave]
     return ImportSummary(out, name, writer.rows, sequences, shape, columns, tuple(notes))
 
 
-def _importer_of(source: Path) -> tuple[str, Any]:
-    known = importers()
-    for name, module in known.items():
+def _importer_of(source: Path, options: Mapping[str, str]) -> tuple[str, Any]:
+    known = sorted(importers().items(), key=lambda item: (getattr(item[1], "GENERIC", False), item[0]))
+    able = {name: module for name, module in known if set(options) <= set(getattr(module, "OPTIONS", {}))}
+    if not able:
+        offered = sorted({option for _, module in known for option in getattr(module, "OPTIONS", {})})
+        raise TraceError(f"option {'+'.join(options)}: no importer knows it; known: {', '.join(offered)}")
+    for name, module in able.items():
         if module.recognises(source):
             return name, module
-    layouts = "; ".join(f"{name}: {str(module.__doc__).strip().splitlines()[0]}" for name, module in known.items())
+    refused = next((name for name, module in known if name not in able and module.recognises(source)), None)
+    if refused is not None:
+        takes = ", ".join(getattr(dict(known)[refused], "OPTIONS", {})) or "none"
+        raise TraceError(f"{source}: layout {refused}: option {'+'.join(options)} is unknown; known: {takes}")
+    layouts = "; ".join(f"{name}: {str(module.__doc__).strip().splitlines()[0]}" for name, module in known)
     raise TraceError(f"{source}: no importer knows this layout (or the file is cut off); known: {layouts}")

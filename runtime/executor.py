@@ -1,0 +1,412 @@
+"""The layer step, for real: the same planner as in the simulator, and lanes that work.
+
+Two threads of thought meet here. The *device's* runs the model: the dense part of a layer, then it asks for the
+experts and, until it is answered, serves its lanes (products from its own slots, copies into them). The *control*
+thread answers: it takes in what has landed, plans, hands out work once per lane and layer, computes its share of the
+experts, and joins the results. On CUDA both are the same thread, since the device is elsewhere and only launches happen here;
+on one core they are the same because there is only one.
+
+T tokens, K experts per token, A active experts, P token-expert pairs, H hidden.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from array import array
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from policies.base import CPU, RESIDENT
+from policies.plan import FETCH
+from runtime.errors import RuntimeFault
+from runtime.host_lanes import spare_record
+from runtime.jobs import Compute, Forward, Job
+from runtime.lanes import Lanes, Operation, Stopped
+from runtime.places import HostPlaces, Places, cache_slots
+from runtime.transfers import Transfers
+from traces.schema import Phase
+from traces.timeline import ACTIVATION, DENSE, JOIN, PLAN, REPLACE
+from traces.timeline import FETCH as FETCHED
+from traces.timeline import READ as WAS_READ
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hwprofiles.profile import HardwareProfile
+    from policies.plan import Plan
+    from policies.planner import Planner
+    from runtime.cuda_lanes import CudaDevice
+    from runtime.expert_math import Groups
+    from runtime.host_lanes import HostDevice
+    from runtime.store import ExpertStore
+    from traces.batch import RoutedLayer
+    from traces.timeline import Timeline
+
+SWITCH_INTERVAL_S: Final = 1e-4
+"""How long a thread may keep the interpreter while another wants it; Python's default of 5 ms is a layer's time."""
+
+
+class StepInfo(NamedTuple):
+    """One forward pass, as the timeline notes it."""
+
+    step: int
+    phase: Phase
+    batch: int
+    tokens: int
+    sequences: int
+
+
+class ExecutorResult(NamedTuple):
+    """What a run did. The two arrays have one entry per layer step.
+
+    Attributes:
+        steps: forward passes.
+        layer_steps: MoE layers of all of them.
+        dispatch_s: control's time from the end of planning until all work was handed out.
+        hand_off_s: from the end of planning to the first start of another worker; NaN if there was none.
+        makespan_s: wall seconds.
+    """
+
+    steps: int
+    layer_steps: int
+    dispatch_s: np.ndarray
+    hand_off_s: np.ndarray
+    makespan_s: float
+
+
+class Executor:
+    """One run: a planner, lanes, and memories with real experts in them.
+
+    Args:
+        profile: lanes, workers and their order; one GPU, or the host accelerator.
+        planner: a `Planner`, or a `Journal` around one.
+        timeline: where spans, accesses and steps go.
+        store: the experts.
+        device: what the `gpu0` lane runs on.
+        gatings: per layer, the model's own gating function or None (`MoeLayer.gating`).
+
+    Raises:
+        RuntimeFault: a memory cannot be had.
+    """
+
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        planner: Planner,
+        timeline: Timeline,
+        store: ExpertStore,
+        device: HostDevice | CudaDevice,
+        gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None = None,
+    ) -> None:
+        self._planner, self._timeline, self._store, self.device = planner, timeline, store, device
+        shape, sizes = planner.shape, planner.sizes
+        self.experts = shape.experts
+        self.layouts = [store.layout(layer) for layer in range(store.layers)]
+        self.gatings = list(gatings or [None] * store.layers)
+        self.job = Job.nothing()
+        host_memory = planner.host.memory if planner.host is not None else None
+        self.host = HostPlaces(
+            store, host_memory, sizes.host, sizes.staging, shape.expert_bytes, page_lock=device.page_lock
+        )
+        try:
+            slots = device.allocate(cache_slots(sizes.gpu, shape.expert_bytes) + sizes.staging, store.slot_bytes)
+        except BaseException:
+            self.host.close()
+            raise
+        self.places = Places(slots, planner.gpu[0].memory, store, sizes.staging)
+        gates = {"h2d0": self.places} | ({"ssd": self.host.gate} if self.host.gate is not None else {})
+        self.lanes = Lanes(profile, gates, device.with_control)
+        self._transfers = Transfers(self.lanes, planner, store, self.host, self.places, device)
+        self.host.freed = self.lanes.worker("ssd").offer
+        self.link = self.lanes.worker("h2d0")
+        self._device_worker = self.lanes.worker("gpu0")
+        self._inline = self._device_worker is self.lanes.control
+        names = profile.lanes
+        self._gpu, self._cpu, self._control, self._d2h = map(names.index, ("gpu0", "cpu", "control", "d2h0"))
+        self._lane_of = np.array([self._cpu, self._gpu], np.int8)
+        self._elsewhere = [self.lanes.worker(name) is not self.lanes.control for name in names]
+        self._requests: deque[Job | tuple[StepInfo, float, float]] = deque()
+        self._forward: Forward | None = None
+        self._progress: Callable[[StepInfo], None] = lambda _info: None
+        self._step, self._phase = 0, Phase.DECODE
+        self._step_start_s = self._resumed_s = self._planned_s = 0.0
+        self._dispatch_s, self._hand_off_s = array("d"), array("d")
+        self._steps = 0
+
+    def fill(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Bring what is resident from the start into host memory and device slots. Call once, before `run`.
+
+        Args:
+            progress: called with records read and records to read.
+
+        Returns:
+            Bytes read from the store.
+
+        Raises:
+            StoreError, RuntimeFault: the store cannot be read.
+        """
+        read = self.host.load(progress)
+        keys = self.places.residents()
+        self.places.assign(keys)
+        if self.host.gate is None:
+            for key in keys:
+                self.device.copy(
+                    self.places.slot(key), self.host.record(key), self._store.record_bytes(key // self.experts)
+                )
+            return read
+        with spare_record(self._store.slot_bytes) as spare:  # host memory need not hold what the device holds
+            for key in keys:
+                nbytes = self._store.read_into(*divmod(key, self.experts), spare.record(0))
+                self.device.copy(self.places.slot(key), spare.record(0), nbytes)
+                read += nbytes
+        return read
+
+    def run(self, forward: Callable[[], None], progress: Callable[[StepInfo], None] | None = None) -> ExecutorResult:
+        """Run `forward` on the device and answer its requests until it ends.
+
+        Raises:
+            PolicyError: a policy answered something illegal.
+            StoreError, RuntimeFault: a disk or a memory failed. Whatever is raised, all threads have ended.
+        """
+        lanes = self.lanes
+        self._progress = progress or self._progress
+        with _undisturbed(lanes.control.threads), torch.inference_mode():
+            lanes.open()
+            self.device.begin(lanes.began_s)
+            try:
+                if self._inline:
+                    forward()
+                else:
+                    self._forward = Forward(self._gpu, forward, lanes.control)
+                    lanes.post([(self._forward, 0)])
+                    while not self._forward.done or self._requests:
+                        lanes.control.serve(self._asked)
+                        self._answer()
+                makespan_s = lanes.clock_s()
+            except Stopped:
+                _raise_failure(lanes.failure)
+                raise
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                _raise_failure(error)
+            finally:
+                lanes.close()
+            self._take_in()
+            self.device.step_done(self._timeline)
+        _raise_failure(lanes.failure)
+        return ExecutorResult(
+            self._steps, len(self._dispatch_s), np.array(self._dispatch_s), np.array(self._hand_off_s), makespan_s
+        )
+
+    def close(self) -> None:
+        """Let go of host memory and slots."""
+        self.host.close()
+        self.places.slots.close()
+
+    # -- the device's side ---------------------------------------------------------------------------
+
+    def begin_step(self, step: int, phase: Phase) -> None:
+        """Note that a forward pass begins."""
+        self._step, self._phase = step, phase
+        self._step_start_s = self._resumed_s = self.lanes.clock_s()
+        self.device.mark()
+
+    def layer(self, routed: RoutedLayer, hidden: torch.Tensor, weights: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Ask for the experts of one layer; serve the device's lanes until they are there.
+
+        Args:
+            routed: what the gate decided, for the planner.
+            hidden: [T, H].
+            weights: [T, K] combine weights.
+            groups: the pairs of the same routing, by expert.
+
+        Returns:
+            [T, H].
+        """
+        job = Job(routed, hidden, weights, groups)
+        self._dense_done(routed.layer)
+        if self._inline:
+            self._layer_step(job)
+        else:
+            with self.lanes.lock:
+                self._requests.append(job)
+                self.lanes.control.wake()
+            self._device_worker.serve(job.is_answered)
+        self._resumed_s = self.lanes.clock_s()
+        self.device.mark()
+        return job.answer
+
+    def end_step(self, batch: int, tokens: int, sequences: int) -> None:
+        """Note that a forward pass has ended; what came after the last layer was its head."""
+        self._dense_done(-1)
+        self.device.step_done(self._timeline)
+        info = StepInfo(self._step, self._phase, batch, tokens, sequences)
+        with self.lanes.lock:
+            self._requests.append((info, self._step_start_s, self.lanes.clock_s()))
+            self.lanes.control.wake()
+        if self._inline:
+            self._answer()
+
+    def _dense_done(self, layer: int) -> None:
+        operation = Operation(self._gpu, DENSE, self._step, layer)
+        operation.start_s, operation.end_s = self._resumed_s, self.lanes.clock_s()
+        self.device.marked(operation)
+        self.lanes.finished.append(operation)
+
+    # -- the control side ----------------------------------------------------------------------------
+
+    def _asked(self) -> bool:
+        return bool(self._requests) or (self._forward is not None and self._forward.done)
+
+    def _answer(self) -> None:
+        """Work through the device's requests."""
+        while self._requests:
+            request = self._requests.popleft()
+            if isinstance(request, Job):
+                self._layer_step(request)
+                continue
+            info, start_s, end_s = request
+            self._take_in()
+            self._timeline.step(info.step, info.phase, info.batch, info.tokens, info.sequences, start_s, end_s)
+            self._steps += 1
+            self._progress(info)
+
+    def _layer_step(self, job: Job) -> None:
+        """One layer step, in the order of the contract (design §5)."""
+        lanes, planner = self.lanes, self._planner
+        step, layer = self._step, job.routed.layer
+        start_s = lanes.clock_s()
+        # 2. what has landed, and late prefetches
+        with lanes.lock:
+            self.host.freeze()
+        self._take_in()
+        with lanes.lock:
+            self._transfers.begin_layer(layer)
+        # 3. and 4. routing and planning
+        plan = planner.plan(job.routed, step, self._phase, start_s)
+        self._planned_s = lanes.clock_s()
+        self._note(self._control, PLAN, layer, start_s, self._planned_s)
+        work = plan.work
+        self._timeline.access(step, layer, work.experts, work.tokens, self._lane_of[plan.lanes], work.state)
+        if work.routing is not job.routed.routing:
+            job.reroute(work)
+        # 5. lanes work
+        self._hand_off_s.append(np.nan)
+        self._dispatch(job, plan)
+        self._dispatch_s.append(lanes.clock_s() - self._planned_s)
+        lanes.control.serve(job.is_computed)
+        # 6. results join
+        with lanes.lock:
+            self.host.freeze()
+        self._take_in()
+        start_s = lanes.clock_s()
+        job.answer = self.device.join(job)
+        joined_s = lanes.clock_s()
+        self._note(self._control, JOIN, layer, start_s, joined_s)
+        swaps = planner.complete(plan, joined_s)
+        with lanes.lock:
+            for copies in swaps:
+                self._transfers.enqueue(copies, step)
+            self.host.thaw()
+            job.answered = True
+            self._device_worker.wake()
+
+    def _dispatch(self, job: Job, plan: Plan) -> None:
+        """Queue copies, then what can be computed now; the rest follows its landing. One hand-off for all of it."""
+        planner, transfers, lanes = self._planner, self._transfers, self.lanes
+        work, step = plan.work, self._step
+        layer = work.layer
+        experts, codes = work.experts.tolist(), plan.lanes.tolist()
+        staged = {
+            expert
+            for c in plan.copies
+            if c.kind == FETCH
+            for expert, yes in zip(c.experts, c.staged, strict=True)
+            if yes
+        }
+        job.begin(len(experts))
+        self.job = job
+        if CPU in codes:
+            self._hand_to_cpu(job, layer)
+        computes: list[Compute] = []
+        for place in plan.order:
+            on_cpu = codes[place] == CPU
+            expert = experts[place]
+            lane = self._cpu if on_cpu else self._gpu
+            computes.append(Compute(self, lane, step, layer, expert, place, on_cpu=on_cpu, staged=expert in staged))
+        on_gpu = planner.gpu[0].memory.state[layer]
+        on_host = None if planner.host is None else planner.host.memory.state[layer]
+        with lanes.lock:
+            self.places.free_staging = plan.staging_slots[0]
+            for copies in plan.copies:
+                transfers.enqueue(copies, step)
+            for compute in computes:
+                if compute.on_cpu:
+                    self.host.use(compute.key)
+                    if on_host is None or on_host[compute.expert] == RESIDENT:
+                        lanes.submit(compute)
+                    else:
+                        transfers.when_read(compute.key, compute)
+                elif on_gpu[compute.expert] == RESIDENT:
+                    lanes.submit(compute)
+                else:
+                    transfers.when_landed(compute.key, compute)
+            self.host.thaw()
+
+    def _hand_to_cpu(self, job: Job, layer: int) -> None:
+        """Bring hidden states to where the CPU reads."""
+        start_s = self.lanes.clock_s()
+        job.hidden_cpu, nbytes = self.device.to_host(job.hidden)
+        if nbytes:
+            self._note(self._d2h, ACTIVATION, layer, start_s, self.lanes.clock_s(), nbytes)
+
+    def _note(self, lane: int, kind: int, layer: int, start_s: float, end_s: float, nbytes: int = 0) -> None:
+        self._timeline.spans.extend((lane, kind, self._step, layer, -1, start_s, end_s, nbytes))
+
+    def _take_in(self) -> None:
+        """Report landings to the planner in the order in which they happened, and write spans down."""
+        finished, spans, planner = self.lanes.finished, self._timeline.spans, self._planner
+        while finished:
+            op = finished.popleft()
+            if op.kind == WAS_READ:
+                planner.read_done(op.layer, op.expert)
+            elif FETCHED <= op.kind <= REPLACE:
+                planner.landed(0, op.layer, op.expert)
+            if op.end_s < 0.0:
+                continue  # the device tells when, later
+            spans.extend((op.lane, op.kind, op.step, op.layer, op.expert, op.start_s, op.end_s, op.nbytes))
+            if self._elsewhere[op.lane] and self._hand_off_s and op.kind != DENSE and np.isnan(self._hand_off_s[-1]):
+                self._note_hand_off(op)
+
+    def _note_hand_off(self, operation: Operation) -> None:
+        if operation.start_s >= self._planned_s:
+            self._hand_off_s[-1] = operation.start_s - self._planned_s
+
+
+def _raise_failure(failure: BaseException | None) -> None:
+    """Raise what a run died of; memory that ran out in the words of a user."""
+    if isinstance(failure, (MemoryError, torch.OutOfMemoryError)):
+        said = (str(failure).splitlines() or ["no more memory"])[0]
+        raise RuntimeFault(f"out of memory during the run: {said}; ask for a smaller expert cache or batch") from None
+    if failure is not None:
+        raise failure
+
+
+@contextmanager
+def _undisturbed(threads: int) -> Iterator[None]:
+    """Let lanes change hands quickly, keep the garbage collector away from what will stay, and share cores out."""
+    interval_s, before = sys.getswitchinterval(), torch.get_num_threads()
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        sys.setswitchinterval(interval_s)
+        gc.unfreeze()

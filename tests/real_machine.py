@@ -1,0 +1,130 @@
+"""A profile for runs on whatever machine the tests are on: two workers beside the SSD, costs of round numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import AutoModelForCausalLM
+
+from hwprofiles.costs import Costs
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.schema import Quantity
+from policies.base import RoutingPolicy
+from policies.journal import Journal
+from policies.planner import Planner
+from policies.registry import find, names
+from policies.systems import System
+from runtime.executor import Executor
+from runtime.host_lanes import HostDevice
+from runtime.live import LiveModel, LiveRun, live_shape
+from runtime.model import OffloadedModel
+from runtime.store_build import build_store
+from traces.timeline import Timeline
+
+TWO_WORKERS = {"cpu": ("control", "cpu"), "accelerator": ("gpu0", "h2d0", "d2h0"), "ssd": ("ssd",)}
+ONE_WORKER = {"cpu": ("control", "cpu", "gpu0", "h2d0", "d2h0"), "ssd": ("ssd",)}
+READS_TOO = {"cpu": ("control", "ssd", "cpu"), "accelerator": ("gpu0", "h2d0", "d2h0")}
+
+_ROOFS = {"overhead_s": 1e-5, "bytes_per_s": 1e10, "flops_per_s": 1e11}
+_NUMBERS = {
+    "cores": 2,
+    "memory.gpu_bytes": 1 << 30,
+    "memory.host_bytes": 1 << 30,
+    "memory.staging_experts": 2,
+    **{f"costs.{lane}.{key}": value for lane in ("cpu", "gpu", "dense") for key, value in _ROOFS.items()},
+    "costs.cpu.first_s": 1e-5,
+    **{f"costs.{link}.latency_s": 1e-5 for link in ("h2d", "d2h", "ssd", "activation")},
+    **{f"costs.{link}.bytes_per_s": 1e9 for link in ("h2d", "d2h", "ssd", "activation")},
+    "costs.planning.default.base_s": 1e-5,
+    "costs.planning.default.per_expert_s": 1e-6,
+    "costs.dispatch.per_op_s": 1e-6,
+    "costs.dispatch.first_op_s": 1e-5,
+    "costs.dispatch.join_s": 1e-5,
+}
+
+
+def host_profile(workers=None, **numbers):
+    """A machine whose accelerator is a core; `workers` maps lanes to threads."""
+    return HardwareProfile(
+        name="test-host",
+        kind="datasheet",
+        description="made up for tests",
+        date="2026-01-01",
+        accelerator="host",
+        workers=workers or TWO_WORKERS,
+        numbers={path: Quantity(value, "assumed", "a test") for path, value in (_NUMBERS | numbers).items()},
+    )
+
+
+def usable(kind, *, oracles):
+    """Registered names of a kind that need no artefact, and keep routing; oracles too, if wanted."""
+    found = []
+    for name in names(kind):
+        cls = find(name, kind)
+        if name == "flashmoe" or (cls.oracle and not oracles):  # flashmoe needs a trained network
+            continue
+        if issubclass(cls, RoutingPolicy) and cls.alters:
+            continue
+        found.append(name)
+    return found
+
+
+def combinations(*, oracles):
+    """Every assignment, cache and prefetch policy at least once, and no two of a kind always together."""
+    kinds = [usable(kind, oracles=oracles) for kind in ("assignment", "cache", "prefetch")]
+    longest = max(map(len, kinds))
+    return ["+".join(kind[(i * (k + 1)) % len(kind)] if k else kind[i % len(kind)] for k, kind in enumerate(kinds))
+            for i in range(longest * 2)]  # fmt: skip
+
+
+def system_of(combination, routing="as-recorded"):
+    return System(*combination.split("+"), routing)
+
+
+@dataclass
+class Case:
+    """One architecture: the library's model, its store, and the model whose experts are ours."""
+
+    plain: object
+    store: object
+    offloaded: OffloadedModel
+    shape: object
+    local: LiveModel
+
+    @classmethod
+    def make(cls, model_dir, store_dir, dtype="float32"):
+        import torch
+
+        plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval()
+        store = build_store(model_dir, store_dir, dtype=dtype)
+        offloaded = OffloadedModel.load(model_dir, dtype=getattr(torch, dtype))
+        return cls(plain, store, offloaded, live_shape(offloaded, model_dir, store), LiveModel("m", offloaded.model))
+
+    def run(
+        self, system, memory, *, batch=1, columns=(), residual=None, new=3, seed=0, profile=None, prompts=None, keep=True
+    ):
+        """Generate, and return the `LiveRun`, its journal, its timeline and a fresh planner like the one that was used."""
+        profile = profile or host_profile()
+        costs = Costs(profile, self.shape)
+
+        def planner():
+            policies = system.build(gpus=1, host_cache="lru" if memory.host is not None else None)
+            return Planner(self.shape, costs, policies, memory, seed=seed)
+
+        journal, timeline = Journal(planner()), Timeline(profile.lanes)
+        executor = Executor(profile, journal, timeline, self.store, HostDevice(), [x.gating for x in self.offloaded.layers])
+        try:
+            executor.fill()
+            needed = tuple(dict.fromkeys(c for p in planner().policies.all() for c in p.needs))
+            vocabulary = self.shape.vocab
+            draws = np.random.default_rng(batch)
+            ids = prompts or [draws.integers(1, vocabulary, 4 + 3 * one).tolist() for one in range(batch)]
+            live = LiveRun(
+                self.offloaded, self.local, executor, ids, max_new_tokens=new, batch=batch,
+                columns=tuple(columns) or needed, residual=residual, keep_passes=keep,
+            )  # fmt: skip
+            result = executor.run(live)
+        finally:
+            executor.close()
+        return live, journal, timeline, planner(), result

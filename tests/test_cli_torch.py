@@ -1,0 +1,95 @@
+"""Commands that run a model: record, train-tiny, and the demonstration's own steps."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from moesim import cli, demo
+from runtime import tiny
+from traces.reader import open_trace
+
+TEXTS = ("import os\nimport sys", "def main():\n    return 0")
+
+
+def run(capsys, *words):
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(word) for word in words])
+    printed = capsys.readouterr()
+    return end.value.code or 0, printed.out, printed.err
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A trace of two short texts, recorded through the command line."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "prompts.txt").write_text("\n\n".join(TEXTS))
+    words = ("--prompts", folder / "prompts.txt", "--out", folder / "t.parquet", "--max-new-tokens", 6, "--json")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["record", *(str(word) for word in words)])
+    assert not end.value.code
+    return folder / "t.parquet"
+
+
+def test_record_writes_every_column_a_policy_may_ask_for(recorded):
+    """Bytes are tokens, and each text is continued by six."""
+    trace = open_trace(recorded)
+    columns = {"weights", "scores", "pred1_raw", "pred2_raw", "pred3_raw", "pred1_res", "token"}
+    assert trace.columns == columns
+    rows = list(trace.sequences())
+    assert [len(sequence.pos) // trace.shape.layers for sequence in rows] == [len(text) + 6 for text in TEXTS]
+    assert trace.header.calibration["residual"]["tokens"] > 0
+
+
+def test_what_was_recorded_replays_with_prediction(capsys, recorded):
+    words = ("replay", recorded, "--policy", "greedy", "--prefetch", "residual", "--hw", "rtx3090-epyc7532", "--json")
+    code, out, _ = run(capsys, *words)
+    assert code == 0
+    assert json.loads(out)["prefetched"] > 0
+
+
+def test_a_missing_prompt_file_is_one_line(capsys, tmp_path):
+    code, out, err = run(capsys, "record", "--prompts", tmp_path / "none.txt", "--out", tmp_path / "t.parquet")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_no_model_is_one_line(capsys, tmp_path):
+    (tmp_path / "p.txt").write_text("x")
+    code, _, err = run(
+        capsys, "record", "--model", tmp_path, "--prompts", tmp_path / "p.txt", "--out", tmp_path / "t.parquet"
+    )
+    assert code == 2
+    assert "config.json" in err
+
+
+def test_train_tiny_passes_on_what_it_was_told(capsys, monkeypatch, tmp_path):
+    asked = []
+
+    def train(*arguments):
+        asked.extend(arguments[:3])
+        return {"steps": 7, "seconds_s": 90.0, "held_out": {"nats_per_byte": 1.5}}
+
+    monkeypatch.setattr(tiny, "train_tiny", train)
+    code, out, _ = run(capsys, "train-tiny", "--out", tmp_path / "m", "--minutes", 1.5, "--seed", 4)
+    assert (code, asked) == (0, [tmp_path / "m", 1.5, 4])
+    assert "7 steps in 1.5 minutes" in out
+    assert "1.500 nats per byte" in out
+
+
+def test_grown_experts_keep_their_routing(recorded, tmp_path):
+    """The demonstration lends experts another model's size and changes nothing else."""
+    before = open_trace(recorded)
+    after = demo._grown(before, tmp_path / "grown.parquet")
+    assert after.shape.hidden == 2048
+    assert (after.shape.layers, after.shape.experts, after.shape.top_k) == (6, 32, 4)
+    assert after.header.provenance == before.header.provenance
+    for old, new in zip(before.sequences(("scores",)), after.sequences(("scores",)), strict=True):
+        for field in dataclasses.fields(old):
+            mine, theirs = getattr(old, field.name), getattr(new, field.name)
+            if field.name == "columns":
+                mine, theirs = mine["scores"], theirs["scores"]
+            assert np.array_equal(mine, theirs)

@@ -1,0 +1,164 @@
+"""A live model under any policy answers like the library's own: prefill and decode, any cache, any mix of lanes."""
+
+import numpy as np
+import pytest
+from real_machine import ONE_WORKER, READS_TOO, Case, combinations, host_profile, system_of
+from test_model_swap import CONFIGS, make_checkpoint
+
+from policies.base import PolicyError, Routing, RoutingPolicy
+from policies.journal import repeat
+from policies.plan import MemoryPlan
+from policies.registry import register
+from policies.residency import CacheSize
+from policies.systems import System
+from runtime import tiny
+from runtime.calibrate_residual import Residual
+from runtime.live import verify
+from runtime.views import load_views, save_views
+from traces.metrics import summarise
+from traces.schema import Phase
+
+ALL = combinations(oracles=False)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("live")
+    made = Case.make(make_checkpoint(CONFIGS[request.param](), folder / "m"), folder / "s")
+    yield made
+    made.store.close()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    made = Case.make(tiny.tiny_dir(), tmp_path_factory.mktemp("tiny") / "s")
+    yield made
+    made.store.close()
+
+
+def memory(shape, slots, *, host=None, scope="layer", budget=None):
+    """A cache of `slots` experts per layer; `host` experts in host memory, the rest on SSD."""
+    size = CacheSize.of(shape.expert_bytes, shape.experts, scope=scope, slots_per_layer=slots)
+    limited = None
+    if host is not None:
+        bytes_ = host * shape.max_expert_bytes
+        limited = CacheSize.of(shape.expert_bytes, shape.experts, scope="global", total_bytes=bytes_)
+    return MemoryPlan(size, limited, 2, budget)
+
+
+def some_residual(shape):
+    vectors = np.random.default_rng(0).normal(0, 0.1, (shape.layers, shape.hidden)).astype(np.float32)
+    return Residual(vectors)
+
+
+def test_logits_are_exact_for_every_policy(case):
+    """Each combination with other sizes, with and without SSD, at batch 1 or 4 with prompts of unequal length."""
+    for one, combination in enumerate(ALL):
+        slots = one % (case.shape.experts + 1)
+        host = None if one % 2 else one % 7
+        batch = 4 if one % 3 == 0 else 1
+        sizes = memory(case.shape, slots, host=host, scope="global" if one % 5 == 0 else "layer")
+        live, *_ = case.run(system_of(combination), sizes, batch=batch, residual=some_residual(case.shape))
+        verdict = verify(case.plain, live.result.passes, "float32")
+        assert verdict.passed, (combination, slots, host, batch, verdict)
+        assert verdict.logits == batch * 4 * case.shape.vocab
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("host", [None, 24])
+def test_the_shipped_model_is_exact_with_prefetching(trained, batch, host):
+    system = System("greedy", "lru", "residual")
+    sizes = memory(trained.shape, 8, host=host)
+    live, _, timeline, _, _ = trained.run(system, sizes, batch=batch, residual=some_residual(trained.shape), new=6)
+    assert verify(trained.plain, live.result.passes, "float32").passed
+    figures = summarise(timeline)
+    assert figures["prefetched"] > 0
+    assert (figures["bytes"]["ssd"] > 0) == (host is not None)
+
+
+@pytest.mark.parametrize("workers", [ONE_WORKER, READS_TOO], ids=["one core", "reads keep a core busy"])
+def test_any_mapping_of_lanes_to_workers_gives_the_same_answer(trained, workers):
+    cores = {"cores": 1} if workers is ONE_WORKER else {}
+    profile = host_profile(workers, **cores)
+    live, *_ = trained.run(System("greedy", "lru", "next-gate"), memory(trained.shape, 4, host=20), profile=profile)
+    assert verify(trained.plain, live.result.passes, "float32").passed
+
+
+def test_a_wrong_expert_would_be_seen(trained):
+    """The comparison above must be able to fail: exchange two experts' slots in the middle of a run."""
+    from runtime.places import Places
+
+    straight = Places.weights
+    try:
+        Places.weights = lambda self, key: straight(self, key ^ 1 if self._slot_of[key ^ 1] >= 0 else key)
+        live, *_ = trained.run(System("on-demand", "lru"), memory(trained.shape, 16))
+    finally:
+        Places.weights = straight
+    assert not verify(trained.plain, live.result.passes, "float32").passed
+
+
+def test_padding_is_not_computed(trained):
+    """Prompts of 4 and 7 tokens: the prefill serves 11 tokens in every layer, not 14."""
+    live, _, timeline, _, _ = trained.run(System("greedy"), memory(trained.shape, 8), batch=2, new=1)
+    first = live.result.steps[0]
+    assert (first.phase, first.tokens) == (Phase.PREFILL, 11)
+    assert {len(layer.routing) for layer in first.layers} == {11}
+    accesses = timeline.access_frame()
+    assert accesses[accesses["step"] == 0].groupby("layer")["tokens"].sum().tolist() == [44] * 6
+
+
+def test_views_of_a_live_run_give_the_same_plans_elsewhere(trained, tmp_path):
+    """Journal and gate decisions go through a file; a fresh planner, fed with them, plans alike."""
+    system = System("greedy", "lru", "residual")
+    live, journal, _, fresh, _ = trained.run(
+        system, memory(trained.shape, 8, host=30), batch=2, residual=some_residual(trained.shape)
+    )
+    save_views(tmp_path / "views.npz", journal.entries, live.result.steps)
+    entries, steps = load_views(tmp_path / "views.npz")
+    plans = repeat(entries, fresh, steps)
+    assert len(plans) == len(live.result.steps) * 6
+    entries[-1 - [e.call for e in entries[::-1]].index("plan")].answer[4][0:1]  # a plan is a tuple of tuples
+    broken = [e._replace(answer=()) if e.call == "plan" and e.arguments[0] == 2 else e for e in entries]
+    with pytest.raises(PolicyError, match="journal: plan at step 2, layer 0"):
+        repeat(broken, trained.run(system, memory(trained.shape, 8, host=30), new=0,
+                                   residual=some_residual(trained.shape))[3], steps)  # fmt: skip
+
+
+class NextDoor(RoutingPolicy):
+    """Serve each token by the expert after the one its gate chose."""
+
+    def route(self, gate, view):
+        return Routing(((gate.experts + 1) % view.experts).astype(np.uint16), gate.weights)
+
+
+def test_a_routing_policy_replaces_experts_live(trained):
+    """What is computed is what the policy chose: accesses move by one, and logits change."""
+    register("routing", "next-door", NextDoor)
+    live, _, timeline, _, _ = trained.run(System("greedy", routing="next-door"), memory(trained.shape, 8), new=2)
+    assert not verify(trained.plain, live.result.passes, "float32").passed
+    accesses = timeline.access_frame()
+    for step in live.result.steps:
+        for layer in step.layers:
+            rows = accesses[(accesses["step"] == step.step) & (accesses["layer"] == layer.layer)]
+            assert sorted(rows["expert"]) == sorted((layer.experts + 1) % 32)
+
+
+def test_generation_under_offloading_says_what_the_plain_model_says(trained):
+    """Greedy decoding: the same tokens, byte for byte."""
+    import torch
+
+    prompt = list(b"import os\nimport ")
+    live, *_ = trained.run(System("greedy", "lru"), memory(trained.shape, 8), new=12, prompts=[prompt])
+    with torch.inference_mode():
+        ids = trained.plain.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+    assert live.result.tokens == [ids[0, len(prompt) :].tolist()]
+
+
+def test_an_oracle_is_refused_by_name(trained):
+    with pytest.raises(PolicyError, match="'belady' is an oracle"):
+        trained.run(System("greedy", "belady"), memory(trained.shape, 8))
+
+
+def test_residual_prefetch_without_vectors_says_how_to_get_them(trained):
+    with pytest.raises(PolicyError, match="--residual FILE"):
+        trained.run(System("greedy", "lru", "residual"), memory(trained.shape, 8))

@@ -1,0 +1,122 @@
+"""Hugging Face `output_router_logits`: one float array [batch * seq, E] per MoE layer, in safetensors, npz or a torch zip.
+
+Since transformers 5 several models put softmaxed values under that name; rows that sum to one are taken as such. The
+selected experts are not in the file: they are the top-k of the logits only where the gate is a plain softmax or
+top-k gate, and every other gate is refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from traces.foreign import NO_PHASES, bad, dense_block, whole_number
+from traces.tensors import kind_of, load_named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from traces.schema import ModelShape
+
+    Block = dict[str, np.ndarray]
+
+GENERIC = True
+OPTIONS = {
+    "batch": "sequences in the batch (rows are sequence by sequence); default 1",
+    "prompt_tokens": "how many of the first tokens of every sequence are prompt",
+}
+_TOP_K_IS_SELECTION = ("softmax", "softmax_topk", "softmax_topk_renormalised", "topk_then_softmax")
+_SUM_TOLERANCE = 0.02
+_ROWS = 4096
+
+
+def recognises(path: Path) -> bool:
+    """Whether this is safetensors, npz, a torch zip, or an npy of floats: damaged content is told later."""
+    return kind_of(path) in ("npy", "npz", "safetensors", "torch")
+
+
+def provenance(path: Path, *, batch: str = "1", prompt_tokens: str = "") -> dict[str, Any]:
+    """What the values are, and remarks."""
+    del batch
+    notes = [] if prompt_tokens else [f"{NO_PHASES}: all are taken as generated; option prompt_tokens=N says more"]
+    probabilities = _are_probabilities(next(iter(_layers(path).values())))
+    if probabilities:
+        notes.append("the values are softmaxed already (rows sum to 1)")
+    notes.append("experts are the top-k of the values, not what the model was seen to select")
+    return {"values": "probabilities" if probabilities else "logits", "notes": notes}
+
+
+def read(path: Path, shape: ModelShape, *, batch: str = "1", prompt_tokens: str = "") -> Iterator[Block]:
+    """One block per sequence: ids, combine weights and probabilities.
+
+    Raises:
+        TraceError: a gate whose selection is not the top-k of these values, or arrays that do not fit the shape.
+    """
+    if shape.scoring not in _TOP_K_IS_SELECTION:
+        raise bad(
+            path, "gate", "a model that selects the top-k of its router logits", f"{shape.scoring} in {shape.name}",
+            "groups, biases or another score decide its selection: record the gate's returned ids with `moesim record`",
+        )  # fmt: skip
+    layers = list(_layers(path).values())
+    if len(layers) != shape.layers:
+        raise bad(path, "layers", f"{shape.layers} arrays as in {shape.name}", len(layers), "is the shape right?")
+    rows = len(layers[0])
+    sequences = whole_number(path, "batch", batch)
+    if rows % sequences:
+        raise bad(path, "rows", f"a multiple of batch={sequences}", rows, "state option batch=N as it was run")
+    tokens = rows // sequences
+    prompt = whole_number(path, "prompt_tokens", prompt_tokens, 0) if prompt_tokens else 0
+    probabilities = _are_probabilities(layers[0])
+    for number in range(sequences):
+        part = slice(number * tokens, (number + 1) * tokens)
+        values = np.stack([layer[part] for layer in layers], axis=1)  # [T, L, E]
+        if values.shape[2] != shape.experts:
+            raise bad(path, "columns", f"{shape.experts} experts as in {shape.name}", values.shape[2], "is the shape right?")
+        values = values.astype(np.float32)
+        if not np.isfinite(values).all():
+            token, layer, expert = np.argwhere(~np.isfinite(values))[0]
+            raise bad(path, f"layer {layer}, row {part.start + token}", "finite numbers", values[token, layer, expert])
+        experts, weights, scores = selected(values, shape, probabilities=probabilities)
+        yield dense_block(number, experts, min(prompt, tokens), weights=weights, scores=scores)
+
+
+def selected(
+    values: np.ndarray, shape: ModelShape, *, probabilities: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids [T, L, K] best first, combine weights [T, L, K] and probabilities [T, L, E] of gate values [T, L, E].
+
+    Equal values go to the lower id. Softmax over the chosen logits only is softmax over all, renormalised.
+    """
+    scores = values if probabilities else np.exp(values - values.max(axis=2, keepdims=True))
+    scores = scores / scores.sum(axis=2, keepdims=True)
+    experts = np.argsort(-values, axis=2, kind="stable")[:, :, : shape.top_k]
+    weights = np.take_along_axis(scores, experts, axis=2)
+    if shape.norm_topk or shape.scoring == "topk_then_softmax":
+        weights = weights / np.maximum(weights.sum(axis=2, keepdims=True), np.finfo(np.float32).tiny)
+    return experts, weights, scores
+
+
+def _layers(path: Path) -> dict[str, np.ndarray]:
+    """Name -> [rows, E] float array of every layer, in order."""
+    found = load_named(path)
+    if not found:
+        raise bad(path, "content", "one array per MoE layer", "no array")
+    if len(found) == 1 and next(iter(found.values())).ndim == 3:  # noqa: PLR2004 - one stack [L, rows, E]
+        name, stack = next(iter(found.items()))
+        found = {f"{name}.{index}": layer for index, layer in enumerate(stack)}
+    rows = None
+    for name, layer in found.items():
+        if layer.ndim != 2 or layer.dtype.kind != "f" or not layer.size:  # noqa: PLR2004
+            raise bad(path, f"array {name!r}", "floats [batch * seq, experts]", f"{layer.dtype} {list(layer.shape)}", "")
+        rows = layer.shape if rows is None else rows
+        if layer.shape != rows:
+            raise bad(path, f"array {name!r}", f"shape {list(rows)} as in the other layers", list(layer.shape))
+    return found
+
+
+def _are_probabilities(layer: np.ndarray) -> bool:
+    """Whether values are >= 0 and every row sums to one, as far as 16-bit floats do."""
+    some = layer[:_ROWS].astype(np.float32)
+    return bool((some >= 0).all() and (np.abs(some.sum(axis=1) - 1) < _SUM_TOLERANCE).all())

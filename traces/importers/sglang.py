@@ -1,0 +1,267 @@
+"""SGLang expert-distribution dumps (torch zip): per_token, and per_pass as far as it tells.
+
+``per_token`` holds physical expert ids of every token, in a width of 8 that is filled with -1. Which request a
+token belongs to is not in the file; requests are told apart by their positions, in the order of the running batch.
+``per_pass`` holds only how many tokens each expert got in a pass: a pass of one token is exact but for the rank of its
+experts, in a pass of several tokens the workloads are exact and the tokens are dealt.
+
+Source: sglang/srt/eplb/expert_distribution.py.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from traces import torchfile
+from traces.foreign import bad, decoding, layer_numbers, sequences_of
+from traces.schema import Phase
+from traces.tensors import integers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from traces.schema import ModelShape
+
+    Block = dict[str, np.ndarray]
+
+_EXTEND, _DECODE, _MIXED = 1, 2, 3
+_PER_TOKEN = "--expert-distribution-recorder-mode per_token"
+_KEYS = ({"records", "last_physical_to_logical_map"}, {"logical_count"})
+
+
+def recognises(path: Path) -> bool:
+    """Whether this is a torch zip that names the keys of a dump, or a bare pickle, which only gets a refusal."""
+    if torchfile.is_bare_pickle(path):
+        return True
+    if not torchfile.is_torch_file(path):
+        return False
+    words = torchfile.words(path)
+    return any(keys <= words for keys in _KEYS)
+
+
+def provenance(path: Path) -> dict[str, Any]:
+    """Mode, rank, number of passes, and remarks."""
+    found = _load(path)
+    records = found["records"]
+    per_token = "topk_ids_of_layer" in records[0]
+    notes = ["no combine weights in the source"]
+    if per_token:
+        notes.append("requests are told apart by position: SGLang does not name them")
+    else:
+        notes.append("per_pass holds workloads, not tokens: experts are ordered by id, several tokens of a pass are dealt")
+    return {
+        "mode": "per_token" if per_token else "per_pass",
+        "rank": int(records[0]["rank"]),
+        "passes": len(records),
+        "notes": notes,
+    }
+
+
+def read(path: Path, shape: ModelShape) -> Iterator[Block]:
+    """Blocks of one request each, in the order in which requests appeared; needs the file's ids in memory."""
+    found = _load(path)
+    with decoding(path, "records"):
+        logical = integers(path, "last_physical_to_logical_map", found["last_physical_to_logical_map"], 2)
+        records = found["records"]
+        if "topk_ids_of_layer" in records[0]:
+            blocks = _per_token(path, records, logical, shape)
+        else:
+            blocks = _per_pass(path, records, logical, shape)
+        yield from blocks
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if torchfile.is_bare_pickle(path):
+        raise torchfile.refuse_pickle(path)
+    found = torchfile.load(path)
+    if isinstance(found, dict) and "logical_count" in found:
+        raise bad(path, "mode", "per_token or per_pass", "stat, which holds sums only", f"record with {_PER_TOKEN}")
+    with decoding(path, "dump"):
+        records = found["records"]
+        if not isinstance(records, list) or not records:
+            raise bad(path, "records", "at least one pass", "none", "was recording started before the requests?")
+        kinds = {("topk_ids_of_layer" in one, "global_physical_count" in one) for one in records}
+        if len(kinds) > 1 or kinds == {(False, False)}:
+            raise bad(path, "records", "topk_ids_of_layer or global_physical_count in all", "neither, or a mixture")
+        return dict(found)
+
+
+def _to_logical(path: Path, place: str, physical: np.ndarray, logical: np.ndarray) -> np.ndarray:
+    """Logical ids of physical ids [L, ...]; -1 stays -1."""
+    if physical.size and (physical.max() >= logical.shape[1] or physical.min() < -1):
+        outside = int(physical.max() if physical.max() >= logical.shape[1] else physical.min())
+        raise bad(path, place, f"physical ids 0..{logical.shape[1] - 1} or -1", outside)
+    layer = np.arange(len(physical)).reshape(-1, *(1,) * (physical.ndim - 1))
+    return np.where(physical < 0, -1, logical[layer, np.maximum(physical, 0)])
+
+
+# -- per_token -------------------------------------------------------------------------------------------
+
+
+class _Request:
+    """One request: where its tokens lie among all tokens of the file."""
+
+    __slots__ = ("phases", "places", "positions")
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+        self.positions: list[int] = []
+        self.phases: list[int] = []
+
+    def add(self, place: int, positions: list[int], phase: Phase) -> None:
+        self.places += range(place, place + len(positions))
+        self.positions += positions
+        self.phases += [phase] * len(positions)
+
+
+class _Running:
+    """All requests so far, found by the position that would continue them.
+
+    A decode pass keeps the order of the running batch, so of several candidates the first behind the previous match
+    is taken. Only prompts are continued by an extend pass (chunked prefill): one that begins elsewhere reuses a prefix.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[_Request] = []
+        self._due: dict[int, list[int]] = {}  # next position -> ascending request numbers
+
+    def add(self, path: Path, where: str, record: dict[str, Any], place: int) -> None:
+        """Give the tokens of one pass to requests."""
+        positions, mode = record["positions"], record["forward_mode"]
+        if mode == _DECODE:
+            lengths = [1] * len(positions)
+        elif mode in (_EXTEND, _MIXED):
+            lengths = record["extend_seq_lens"]
+            if sum(lengths) != len(positions) or min(lengths, default=1) < 1:
+                raise bad(path, where, f"extend_seq_lens that add up to {len(positions)}", lengths)
+        else:
+            raise bad(path, where, "forward_mode 1 (extend), 2 (decode) or 3 (mixed)", mode, "record without speculation")
+        start = taken = 0
+        for length in lengths:
+            part = positions[start : start + length]
+            if part != list(range(part[0], part[0] + length)) or part[0] < 0:
+                raise bad(path, where, "consecutive positions of a request", part[:8])
+            generated = mode == _DECODE or (mode == _MIXED and length == 1)
+            number = self._continued(part[0], taken, any_phase=generated)
+            if number < 0:
+                number = len(self.requests)
+                self.requests.append(_Request())
+                generated = mode == _DECODE
+            taken = max(taken, number + 1)
+            self.requests[number].add(place + start, part, Phase.DECODE if generated else Phase.PREFILL)
+            insort(self._due.setdefault(part[-1] + 1, []), number)
+            start += length
+
+    def _continued(self, position: int, taken: int, *, any_phase: bool) -> int:
+        """The request that waits for `position`, -1 if none; it waits no longer."""
+        due = self._due.get(position, [])
+        for index in [*range(bisect_left(due, taken), len(due)), *range(bisect_left(due, taken))]:
+            if any_phase or self.requests[due[index]].phases[-1] == Phase.PREFILL:
+                return due.pop(index)
+        return -1
+
+
+def _per_token(path: Path, records: list[Any], logical: np.ndarray, shape: ModelShape) -> Iterator[Block]:
+    running = _Running()
+    ids = []
+    tokens = []
+    place = 0
+    for number, record in enumerate(records):
+        where = f"record {number}"
+        physical = integers(path, f"{where}: topk_ids_of_layer", record["topk_ids_of_layer"], 3)
+        positions, inputs = record["positions"], record["input_ids"]
+        if not len(positions) == len(inputs) == physical.shape[1]:
+            found = f"{len(positions)} positions, {len(inputs)} input_ids, {physical.shape[1]} columns of ids"
+            raise bad(path, where, "as many positions and input_ids as tokens", found)
+        if len(physical) != len(logical):
+            raise bad(path, where, f"{len(logical)} layers as in the map", len(physical))
+        running.add(path, where, record, place)
+        ids.append(_to_logical(path, where, physical, logical))
+        tokens += inputs
+        place += len(positions)
+    whole = np.concatenate(ids, axis=1)  # [layers, tokens, 8]
+    used = whole >= 0
+    sparse = np.flatnonzero(used.any(axis=(1, 2)))
+    number_of = layer_numbers(path, sparse.tolist(), shape)
+    # a token that no layer routed is padding
+    routed = used.any(axis=(0, 2))
+    widths = used[sparse][:, routed].sum(axis=2)
+    if not widths.size:
+        raise bad(path, "topk_ids_of_layer", "ids", "-1 everywhere", "were requests sent while recording?")
+    top_k = int(widths.max())
+    if widths.min() != top_k:
+        layer, token = np.argwhere(widths != top_k)[0]
+        token = np.flatnonzero(routed)[token]
+        raise bad(path, f"token {token}, layer {sparse[layer]}", f"{top_k} experts", int(widths[layer, token]))
+    if not used[sparse][:, routed, :top_k].all():
+        raise bad(path, "topk_ids_of_layer", "-1 only behind the ids", "-1 between them")
+    experts = whole[sparse, :, :top_k].transpose(1, 0, 2)
+    order = np.array([number_of[layer] for layer in sparse.tolist()], np.int16)
+    token_ids = np.array(tokens, np.int64)
+    if token_ids.size and not 0 <= token_ids.min() <= token_ids.max() < 1 << 31:
+        raise bad(path, "input_ids", "token ids", f"{token_ids.min()}..{token_ids.max()}")
+    sequence = 0
+    for request in running.requests:
+        places = np.array(request.places)
+        keep = routed[places]
+        if not keep.any():
+            continue
+        places = places[keep]
+        count = len(order)
+        yield {
+            "seq": np.full(len(places) * count, sequence, np.int32),
+            "pos": np.repeat(np.array(request.positions, np.int64)[keep], count),
+            "phase": np.repeat(np.array(request.phases, np.int8)[keep], count),
+            "layer": np.tile(order, len(places)),
+            "experts": experts[places].reshape(-1, top_k),
+            "token": np.repeat(token_ids[places], count),
+        }
+        sequence += 1
+
+
+# -- per_pass --------------------------------------------------------------------------------------------
+
+
+def _per_pass(path: Path, records: list[Any], logical: np.ndarray, shape: ModelShape) -> Iterator[Block]:
+    experts = int(logical.max()) + 1
+    busy = np.zeros(len(logical), bool)
+    counts = []
+    for number, record in enumerate(records):
+        physical = integers(path, f"record {number}: global_physical_count", record["global_physical_count"], 2)
+        if physical.shape != logical.shape or physical.min() < 0:
+            raise bad(path, f"record {number}", f"counts of shape {list(logical.shape)}", list(physical.shape))
+        flat = np.arange(len(logical))[:, None] * experts + logical
+        load = np.bincount(flat.reshape(-1), physical.reshape(-1), len(logical) * experts).astype(np.int64)
+        counts.append(load.reshape(-1, experts))
+        busy |= counts[-1].any(axis=1)
+    sparse = np.flatnonzero(busy)
+    number_of = layer_numbers(path, sparse.tolist(), shape)
+    runs: list[tuple[int, int]] = []
+    dealt = []
+    for number, load in enumerate(counts):
+        if load.any():  # a rank may idle
+            for layer in sparse.tolist():
+                dealt.append(deal(path, f"record {number}, layer {layer}", load[layer], shape.top_k))
+                runs.append((number, number_of[layer]))
+    if not runs:
+        raise bad(path, "global_physical_count", "counts", "0 everywhere", "were requests sent while recording?")
+    tokens = np.array([len(one) for one in dealt])
+    numbers, layers = np.array(runs).T
+    yield from sequences_of(numbers, layers, tokens, np.concatenate(dealt), chunked=False)
+
+
+def deal(path: Path, place: str, load: np.ndarray, top_k: int) -> np.ndarray:
+    """Tokens [T, K] with exactly these workloads: copies of each expert lie behind each other and are dealt in turn.
+
+    An expert has at most T copies, so no token gets it twice.
+    """
+    tokens, rest = divmod(int(load.sum()), top_k)
+    if rest or int(load.max(initial=0)) > tokens:
+        found = f"{int(load.sum())} choices, at most {int(load.max(initial=0))} of one expert"
+        raise bad(path, place, f"whole tokens of {top_k} experts", found, "is the shape's top-k right?")
+    copies = np.repeat(np.arange(len(load)), load)
+    return np.sort(copies.reshape(top_k, tokens).T, axis=1)
