@@ -6,6 +6,7 @@ returns a `Run` whose metrics, timeline and effective configuration say everythi
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ __all__ = [
     "activation_counts",
     "check_needs",
     "compare",
+    "folder_name",
     "needed_columns",
     "profile_of",
     "replay",
@@ -249,10 +251,13 @@ def replay_cache(
     }
 
 
-def compare(trace: str | Path | Trace, policies: Sequence[str], **options: Any) -> tuple[pd.DataFrame, dict[str, Run]]:
+def compare(
+    trace: str | Path | Trace, policies: Sequence[str], *, out: str | Path | None = None, **options: Any
+) -> tuple[pd.DataFrame, dict[str, Run]]:
     """Replay one trace under several policies; see `replay` for the options.
 
-    A policy may be written ``greedy+lru+residual``: assignment or system, then cache, then prefetch.
+    A policy may be written ``greedy+lru+residual``: assignment or system, then cache, then prefetch. With `out`, each
+    run has a folder of its own below it, named after its policy.
 
     Returns:
         A table with one row per policy (fastest decode first, then prefill), and the runs by policy.
@@ -266,7 +271,8 @@ def compare(trace: str | Path | Trace, policies: Sequence[str], **options: Any) 
         given = dict(zip(("cache", "prefetch"), parts, strict=False))
         if len(parts) > 2:
             raise PolicyError(f"policy {name!r}: expected at most assignment+cache+prefetch")
-        runs[name] = replay(opened, policy, **{**options, **given})
+        folder = None if out is None else Path(out) / folder_name(name)
+        runs[name] = replay(opened, policy, out=folder, **{**options, **given})
     columns = ("tpot_s", "decode_tokens_per_s", "ttft_s", "prefill_tokens_per_s", "hit_rate_active", "makespan_s")
     table = pd.DataFrame({name: {c: run.metrics[c] for c in columns} for name, run in runs.items()}).T
     table.insert(0, "policy", table.index)
@@ -275,6 +281,11 @@ def compare(trace: str | Path | Trace, policies: Sequence[str], **options: Any) 
             sum(count for lane, count in run.metrics["bytes"].items() if lane.startswith(link)) for run in runs.values()
         ]
     return table.sort_values("makespan_s").reset_index(drop=True), runs
+
+
+def folder_name(policy: str) -> str:
+    """A name for the folder of a policy's run: ``greedy+lfu:decay=0.9`` -> ``greedy+lfu_decay=0.9``."""
+    return re.sub(r"[^\w.+=,-]+", "_", policy).strip("._") or "run"
 
 
 def _warm_counts(warm: str | Path | Trace, trace: Trace) -> np.ndarray:

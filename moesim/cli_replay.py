@@ -149,10 +149,9 @@ def run_each(
     rows: list[pd.DataFrame] = []
     runs: dict[str, Run] = {}
     for name in dict.fromkeys(policies):
-        folder = None if out is None else out / report.folder_name(name)
         with replaying(name, trace, options.get("steps")) as progress:
-            row, one = api.compare(trace, [name], out=folder, progress=progress, **options)
-        report.save_run(one[name], folder)
+            row, one = api.compare(trace, [name], out=out, progress=progress, **options)
+        report.save_run(one[name], None if out is None else out / api.folder_name(name))
         rows.append(row)
         runs |= one
     return report.stacked(rows), runs

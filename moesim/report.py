@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,11 +155,6 @@ def stacked(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     import pandas as pd  # noqa: PLC0415 - a plain replay need not pay for it
 
     return pd.concat(tables).sort_values("makespan_s", kind="stable").reset_index(drop=True)
-
-
-def folder_name(policy: str) -> str:
-    """A name for the folder of a policy's run: ``greedy+lfu:decay=0.9`` -> ``greedy+lfu_decay=0.9``."""
-    return re.sub(r"[^\w.+=,-]+", "_", policy).strip("._") or "run"
 
 
 def _policy_words(config: Mapping[str, Any]) -> str:

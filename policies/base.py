@@ -66,6 +66,7 @@ class LayerWork:
         scores: float16 [T, E] gate scores before top-k, or None.
         predicted: predictor name (``pred1_raw`` …) -> float16 [T, E] scores for a coming layer.
         batch: group of sequences, counted over the whole run; another number means that new sequences began.
+        started: bool [A], whose product the CPU has begun one layer ahead; None where nothing was. They stay there.
     """
 
     step: int
@@ -83,6 +84,7 @@ class LayerWork:
     scores: np.ndarray | None = None
     predicted: Mapping[str, np.ndarray] = field(default_factory=dict)
     batch: int = 0
+    started: np.ndarray | None = None
 
 
 class Assignment(NamedTuple):
@@ -92,10 +94,23 @@ class Assignment(NamedTuple):
         lanes: int8 [A]: CPU (0) or 1 + GPU index.
         order: int [A] permutation of positions, first launched first; None for ascending expert id.
             Each lane keeps this order, except that a GPU runs resident experts before arrivals.
+        serial: True if the CPU begins only when every fetched expert has been computed on its GPU.
     """
 
     lanes: np.ndarray
     order: np.ndarray | None = None
+    serial: bool = False
+
+
+class Ahead(NamedTuple):
+    """Experts of the next layer that the CPU starts on this layer's hidden state (DAOP's pre-calculation).
+
+    `experts` int32 [B] ascending, `tokens` int32 [B] predicted for each. Those that the next layer really uses
+    are joined there; the others were in vain.
+    """
+
+    experts: np.ndarray
+    tokens: np.ndarray
 
 
 class MachineView(Protocol):
@@ -133,7 +148,8 @@ class MachineView(Protocol):
 class Gate(NamedTuple):
     """What a layer's gate said about the tokens of this step.
 
-    `experts` uint16 [T, K] as recorded, best first; `weights` float16 [T, K] or None; `scores` float16 [T, E] or None.
+    `experts` uint16 [T, K] as recorded, best first; `weights` float16 [T, K] or None; `scores` float16 [T, E] or None;
+    `predicted` float16 [T, E]: this gate asked one layer earlier (``pred1_raw``), or None.
     """
 
     step: int
@@ -142,6 +158,7 @@ class Gate(NamedTuple):
     experts: np.ndarray
     weights: np.ndarray | None
     scores: np.ndarray | None
+    predicted: np.ndarray | None = None
 
 
 class Routing(NamedTuple):
@@ -218,6 +235,11 @@ class AssignmentPolicy(Policy):
     def assign(self, work: LayerWork, view: MachineView) -> Assignment:
         """Place every active expert exactly once."""
         raise NotImplementedError
+
+    def ahead(self, work: LayerWork, view: MachineView) -> Ahead | None:
+        """Name experts of layer ``work.layer + 1`` that the CPU computes ahead of their gate. Default: none."""
+        del work, view
+        return None
 
 
 class PrefetchPolicy(Policy):

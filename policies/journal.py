@@ -44,6 +44,8 @@ def fingerprint(plan: Plan) -> tuple[Any, ...]:
         ),
         tuple(plan.staging_slots),
         tuple((gpu, *swap.outgoing, *swap.incoming) for gpu, swap in plan.swaps),
+        plan.serial,
+        None if plan.ahead is None else tuple(plan.ahead.experts.tolist()),
     )
 
 

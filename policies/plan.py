@@ -10,7 +10,16 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from policies.base import AssignmentPolicy, CachePolicy, LayerWork, Policy, PrefetchPolicy, RoutingPolicy, Swap
+    from policies.base import (
+        Ahead,
+        AssignmentPolicy,
+        CachePolicy,
+        LayerWork,
+        Policy,
+        PrefetchPolicy,
+        RoutingPolicy,
+        Swap,
+    )
     from policies.residency import CacheSize
 
 FETCH, PREFETCH, REPLACE, READ = 3, 4, 5, 6
@@ -48,7 +57,8 @@ class Plan:
 
     `lanes` int8 [A]: CPU (0) or 1 + GPU index; `order`: positions in launch order; `staging_slots`: per
     GPU, how many staging slots demand fetches may use at a time; `swaps`: replacements by GPU, carried
-    out when the layer has joined.
+    out when the layer has joined; `serial`: the CPU waits for the GPUs' fetched experts; `ahead`: experts of the next
+    layer that the CPU starts after its own, each for `ahead_s` seconds.
     """
 
     work: LayerWork
@@ -58,6 +68,9 @@ class Plan:
     staging_slots: list[int]
     planning_s: float
     swaps: list[tuple[int, Swap]] = field(default_factory=list)
+    serial: bool = False
+    ahead: Ahead | None = None
+    ahead_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -19,12 +19,15 @@ from policies.base import (
     CPU,
     IN_FLIGHT,
     RESIDENT,
+    Ahead,
+    AssignmentPolicy,
     Gate,
     LayerWork,
     PolicyError,
     RunContext,
 )
 from policies.filling import fitting
+from policies.gate_mass import gate_mass_kept, weight_kept
 from policies.host import HostMemory
 from policies.look import legal, look, missing
 from policies.plan import FETCH, LAYERS, PREFETCH, READ, REPLACE, Copies, MemoryPlan, Plan, Policies
@@ -69,6 +72,10 @@ class Planner:
         self.cpu_first_s = costs.cpu_first_s
         self.now_s = 0.0
         self.gate_mass: list[float] = []
+        self._begun: dict[int, np.ndarray] = {}  # layer -> experts that the CPU computes ahead
+        self._held_ahead: dict[int, np.ndarray] = {}  # the same, held in limited host memory
+        self._foretold: tuple[int, int, np.ndarray | None] = (-1, -1, None)  # step, layer, its gate asked earlier
+        self._looks_ahead = type(policies.assignment).ahead is not AssignmentPolicy.ahead
         self.assignment_name = policies.names.get("assignment", "")
         self._link_free_s = [0.0] * self.gpus
         self._ahead: list[set[int]] = [set() for _ in self.gpu]  # staged prefetches, by GPU
@@ -203,6 +210,8 @@ class Planner:
                         self._orphans[gpu].add(key)
         if self.host is not None:
             self.host.release(layer, experts)
+            if layer in self._held_ahead:
+                self.host.memory.release(layer, self._held_ahead.pop(layer))
         self.now_s = now_s
         copies: list[Copies] = []
         for gpu, swap in plan.swaps:
@@ -221,7 +230,7 @@ class Planner:
         if self.policies.routing.alters:
             routed = self._reroute(routed, step, phase)
         work = self._look(routed, step, phase, batch)
-        lanes, order = self._assign(work)
+        lanes, order, serial = self._assign(work)
         copies: list[Copies] = []
         gpus = (self.home(work.layer),) if self._split_layers else range(self.gpus)
         for tier in self.gpu:
@@ -246,13 +255,19 @@ class Planner:
             staging_slots=[self.sizes.staging - len(ahead) for ahead in self._ahead],
             planning_s=self.costs.planning_s(self.assignment_name, len(lanes)) + exposed_s,
         )
+        plan.serial = serial
+        if self._looks_ahead and work.layer + 1 < self.layers:
+            self._ask_ahead(plan)
         for gpu in gpus:
             if self.gpu[gpu].replaces:
                 self._ask_replacements(gpu, plan)
         return plan
 
     def _reroute(self, routed: RoutedLayer, step: int, phase: Phase) -> RoutedLayer:
-        gate = Gate(step, routed.layer, phase, routed.routing, routed.weights, routed.scores)
+        said, layer, predicted = self._foretold
+        predicted = predicted if (said, layer) == (step, routed.layer) else None
+        self._foretold = (step, routed.layer + 1, routed.predicted.get("pred1_raw"))
+        gate = Gate(step, routed.layer, phase, routed.routing, routed.weights, routed.scores, predicted)
         routing = self.policies.routing.route(gate, self)
         if routed.scores is not None:
             self.gate_mass.append(gate_mass_kept(routed.scores, routed.routing, routing.experts))
@@ -299,14 +314,39 @@ class Planner:
             routed.scores,
             routed.predicted,
             batch,
+            self._started(layer, experts) if self._begun else None,
         )
+
+    def _started(self, layer: int, experts: np.ndarray) -> np.ndarray | None:
+        """Bool [A]: which active experts the CPU has begun one layer ahead; None if it has begun nothing here."""
+        begun = self._begun.pop(layer, None)
+        return None if begun is None else np.isin(experts, begun)
+
+    def _ask_ahead(self, plan: Plan) -> None:
+        """Let the assignment name experts of the next layer; those not in host memory are left to their own layer."""
+        layer = plan.work.layer + 1
+        ahead = self.policies.assignment.ahead(plan.work, self)
+        if ahead is None or not len(ahead.experts):
+            return
+        if ahead.experts.min() < 0 or ahead.experts.max() >= self.experts or (np.diff(ahead.experts) <= 0).any():
+            raise PolicyError(
+                f"assignment policy {self.assignment_name!r}: step {plan.work.step}, layer {layer}, ahead: expected"
+                f" ascending experts below {self.experts}, got {ahead.experts.tolist()}"
+            )
+        if self.host is not None:
+            there = self.host.memory.state[layer][ahead.experts] == RESIDENT
+            ahead = Ahead(ahead.experts[there], ahead.tokens[there])
+            self.host.memory.hold(layer, ahead.experts)
+            self._held_ahead[layer] = ahead.experts
+        self._begun[layer] = ahead.experts
+        plan.ahead, plan.ahead_s = ahead, self.costs.cpu_s(layer, ahead.tokens).tolist()
 
     def _wait(self, gpu: int, layer: int, experts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         memory = self.gpu[gpu].memory
         return look(memory.state, memory.landing_s, layer, experts, self.now_s, self._copy_s[gpu][layer])
 
-    def _assign(self, work: LayerWork) -> tuple[np.ndarray, np.ndarray]:
-        lanes, order = self.policies.assignment.assign(work, self)
+    def _assign(self, work: LayerWork) -> tuple[np.ndarray, np.ndarray, bool]:
+        lanes, order, serial = self.policies.assignment.assign(work, self)
         gpus = 1 if self._split_layers else self.gpus
         if order is None:
             order = self._ascending[: len(work.experts)]
@@ -318,7 +358,9 @@ class Planner:
         home = self.home(work.layer)
         if home:
             lanes = np.where(lanes > 0, lanes + home, lanes).astype(np.int8)
-        return lanes, order
+        if work.started is not None:
+            lanes = np.where(work.started, CPU, lanes).astype(np.int8)
+        return lanes, order, serial
 
     def _demand(self, work: LayerWork, gpu: int, lanes: np.ndarray, order: np.ndarray, copies: list[Copies]) -> float:
         """Fetch what a GPU lacks; returns the seconds by which its cache's choice outlasts the first load."""
@@ -426,27 +468,3 @@ class Planner:
         self.gpu[gpu].swap(swap.outgoing.layer * self.experts + swap.outgoing.expert, key, landing_s)
         read = self._bring(None, layer, np.array([key]))
         copies.append(Copies(REPLACE, gpu, layer, [expert], [False], *read))
-
-
-def gate_mass_kept(scores: np.ndarray, recorded: np.ndarray, used: np.ndarray) -> float:
-    """Share of the recorded experts' gate scores that the used experts have, mean over tokens.
-
-    Args:
-        scores: float [T, E]; recorded, used: ids [T, K]; ids >= E are unused places.
-    """
-    padded = np.concatenate((scores.astype(np.float64), np.zeros((len(scores), 1))), axis=1)
-    places = np.minimum(used.astype(np.int64), scores.shape[1])
-    kept = np.take_along_axis(padded, places, axis=1).sum(axis=1)
-    whole = np.take_along_axis(padded, recorded.astype(np.int64), axis=1).sum(axis=1)
-    return float(np.mean(kept / np.maximum(whole, 1e-30)))
-
-
-def weight_kept(weights: np.ndarray, recorded: np.ndarray, used: np.ndarray) -> float:
-    """As `gate_mass_kept` where a trace has combine weights only: substitutes count for nothing.
-
-    Args:
-        weights: float [T, K] of the recorded experts; recorded, used: ids [T, K].
-    """
-    kept = (recorded[:, :, None] == used[:, None, :]).any(axis=2)
-    whole = weights.astype(np.float64)
-    return float(np.mean((whole * kept).sum(axis=1) / np.maximum(whole.sum(axis=1), 1e-30)))

@@ -77,11 +77,11 @@ SYSTEMS = {
         note="as the code does it, its prefetch off as in its own example; --prefetch hybrimoe-released turns it on",
     ),
     "daop": System(
-        assignment="fixed-mapping",
+        assignment="daop",
         cache="prefill-swap",
         routing="graceful-degradation",
-        note="no pre-calculation: a CPU expert starts in its own layer, not one layer ahead. The true gate's choice is"
-        " degraded, not a predicted one. --warm gives the calibrated placement",
+        note="swaps take effect after the layer step, not before it; later layers of a replay keep the recorded routing."
+        " --warm gives the calibrated placement",
     ),
     "smoe": System(
         assignment="smoe-balancer",
@@ -102,8 +102,7 @@ SYSTEMS = {
         assignment="fiddler",
         cache="static",
         scope="global",
-        note="loads and CPU experts run at the same time, where the code issues them in turn. --warm gives the popular"
-        " experts",
+        note="its constants are replaced by this machine's costs. --warm gives the popular experts",
     ),
     "mixtral-offloading": System(
         assignment="on-demand",

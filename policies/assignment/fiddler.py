@@ -11,6 +11,7 @@ from policies.lanes import gpu_lanes, in_flight
 from policies.parameters import expect_choice
 
 Cost = Literal["load", "load+compute"]
+Issue = Literal["serial", "parallel"]
 
 
 class Fiddler(AssignmentPolicy):
@@ -21,19 +22,20 @@ class Fiddler(AssignmentPolicy):
     too). Residents are launched first, then loads, each in ascending id. With several GPUs the one that would finish
     first takes the expert.
 
-    The lanes work in parallel, as everywhere in a layer step. The release issues GPU experts before it starts the
-    CPU loop, so its loads and CPU experts take turns; the decision, being a sum, is the same for both.
-
     Args:
+        issue: ``serial`` starts the CPU when the loaded experts are done, as the release issues them (residents, whose
+            kernels are asynchronous, still overlap the CPU); ``parallel`` overlaps loads and CPU too. The
+            decision, being a sum, is the same for both.
         cost: what the CPU is compared with: ``load``, the time until the weights are on the GPU (the release's constant
             is that alone); ``load+compute`` adds the expert's time there.
 
     Source: Fiddler (arXiv 2402.07033), `src/fiddler/mixtral.py`.
     """
 
-    def __init__(self, *, cost: Cost = "load") -> None:
+    def __init__(self, *, cost: Cost = "load", issue: Issue = "serial") -> None:
         expect_choice("cost", cost, Cost)
-        self.cost = cost
+        expect_choice("issue", issue, Issue)
+        self.cost, self.serial = cost, issue == "serial"
 
     def assign(self, work: LayerWork, view: MachineView) -> Assignment:
         """Place each expert by its own comparison."""
@@ -42,4 +44,4 @@ class Fiddler(AssignmentPolicy):
         gpu_s = load_s if self.cost == "load" else load_s + np.where(load_s > 0.0, work.gpu_s, 0.0)
         chosen = gpu_s.min(axis=0) <= np.maximum(work.host_s, work.cpu_s)
         order = np.argsort(load_s.min(axis=0) > 0.0, kind="stable")
-        return Assignment(gpu_lanes(work, chosen), order)
+        return Assignment(gpu_lanes(work, chosen), order, self.serial)

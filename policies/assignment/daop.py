@@ -1,0 +1,55 @@
+"""DAOP's assignment: the CPU starts on the next layer's experts before that layer's gate has spoken."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from policies.base import Ahead, Assignment, AssignmentPolicy, LayerWork, MachineView
+from policies.kernels import predicted_workload
+from policies.lanes import gpu_lanes
+from policies.parameters import expect
+from traces.schema import Phase
+
+
+class DAOP(AssignmentPolicy):
+    """Compute experts where they lie; in decode, pre-calculate the next layer's predicted CPU experts.
+
+    The next gate, asked with this layer's input, predicts each token's top-k. Those that no GPU holds start on
+    the CPU at once, behind this layer's own CPU experts; GPU experts of the next layer run there, on their own input.
+    A wrong guess keeps the CPU busy and joins nothing.
+
+    Args:
+        first_layer: first layer that is predicted; layers below it run on demand (the code's
+            ``first_predict_layer`` is 5, so the first prediction is made at layer 4).
+        before_first: ``parallel`` lets CPU and GPU experts of on-demand layers overlap, as the paper draws it;
+            ``serial`` runs the CPU's after the GPU's fetched ones, as the code does where it fetches.
+
+    Source: DAOP, predictive pre-calculation; algorithms §2.3.
+    """
+
+    needs = ("pred1_raw",)
+
+    def __init__(self, *, first_layer: int = 5, before_first: str = "parallel") -> None:
+        expect(first_layer >= 1, "first_layer", "a number >= 1", first_layer)
+        expect(before_first in {"parallel", "serial"}, "before_first", "parallel or serial", before_first)
+        self.first_layer = first_layer
+        self.serial = before_first == "serial"
+
+    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+        """Place by residency, in ascending expert id."""
+        del view
+        here = work.arrive_s == 0.0
+        serial = self.serial and work.layer < self.first_layer
+        return Assignment(gpu_lanes(work, here.any(axis=0), here), None, serial)
+
+    def ahead(self, work: LayerWork, view: MachineView) -> Ahead | None:
+        """Predict the next layer's experts and name those that no GPU holds."""
+        layer = work.layer + 1
+        if work.phase != Phase.DECODE or layer < self.first_layer:
+            return None
+        workload = predicted_workload(work.predicted["pred1_raw"].astype(np.float32), work.routing.shape[1])
+        on_gpu = view.resident(layer)
+        for gpu in range(1, view.gpus):
+            on_gpu = on_gpu | view.resident(layer, gpu)
+        experts = np.flatnonzero((workload > 0) & ~on_gpu).astype(np.int32)
+        return Ahead(experts, workload[experts].astype(np.int32))

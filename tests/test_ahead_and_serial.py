@@ -1,0 +1,133 @@
+"""Work ahead of the gate (DAOP) and serial issue (Fiddler), by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from policies.base import Ahead, Assignment, AssignmentPolicy, PolicyError
+from policies.systems import System
+from tests.handmade import HandCosts, HandProfile, plan_of, registered, routed, run, shape, spans, steps
+
+
+class Foreseeing(AssignmentPolicy):
+    """All on the CPU; starts the experts of `guess` one layer ahead."""
+
+    def __init__(self, *, guess: str = "1"):
+        self.guess = [int(e) for e in guess.split("/")]
+
+    def assign(self, work, view):
+        return Assignment(np.zeros(len(work.experts), np.int8))
+
+    def ahead(self, work, view):
+        return Ahead(np.array(self.guess, np.int32), np.ones(len(self.guess), np.int32))
+
+
+class Turns(AssignmentPolicy):
+    """Expert 0 on the CPU, the rest on the GPU, one after the other."""
+
+    def __init__(self, *, serial: bool = True):
+        self.serial = serial
+
+    def assign(self, work, view):
+        return Assignment((work.experts > 0).astype(np.int8), None, self.serial)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def policies_of_this_module():
+    with registered(assignment_foreseeing=Foreseeing, assignment_turns=Turns):
+        yield
+
+
+def ahead(guess="1"):
+    return System(f"foreseeing:guess={guess}", cache="none")
+
+
+def test_precalculated_expert_is_awaited_for_the_remainder_only():
+    """Layer 0: dense 0-2, CPU expert 0 2-12, then (1,1) ahead 12-22; layer 1: dense 12-14, waits to 22."""
+    planner = plan_of(shape(layers=2), ahead())
+    result, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
+    assert spans(timeline, "compute") == [("cpu", 0, 2, 12), ("cpu", 1, 12, 22)]
+    assert result.makespan_s == 22
+
+
+def test_what_ended_before_its_layer_came_costs_nothing_there():
+    planner = plan_of(shape(layers=2), ahead(), HandCosts(dense=20.0))
+    result, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
+    assert spans(timeline, "compute") == [("cpu", 0, 20, 30), ("cpu", 1, 30, 40)]
+    assert result.makespan_s == 50
+
+
+def test_a_wrong_guess_keeps_the_cpu_busy_and_joins_nothing():
+    """Layer 1 wants expert 2, but the CPU is at expert 1 until 22."""
+    planner = plan_of(shape(layers=2), ahead())
+    result, timeline = run(planner, steps([routed(0, 0), routed(1, 2)]))
+    assert spans(timeline, "compute")[1:] == [("cpu", 1, 12, 22), ("cpu", 2, 22, 32)]
+    assert result.makespan_s == 32
+
+
+def test_the_access_of_a_precalculated_expert_is_on_the_cpu_and_nothing_is_fetched_for_it():
+    planner = plan_of(shape(layers=2), ahead(), slots=2)
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
+    assert set(timeline.access_frame()["lane"]) == {"cpu"}
+    assert not spans(timeline, "fetch")
+
+
+def test_with_limited_host_memory_only_what_is_there_is_computed_ahead():
+    planner = plan_of(shape(layers=2), ahead(), host_slots=4)
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)], [routed(0, 0), routed(1, 1)]))
+    assert [s[1] for s in spans(timeline, "read")] == [0, 1]  # the second pass starts (1, 1) from host memory
+    assert not planner.host.memory.holds.any()
+
+
+def test_nothing_lies_ahead_of_the_last_layer_and_ids_are_checked():
+    planner = plan_of(shape(layers=1), ahead())
+    assert planner.plan(routed(0, 0), 0, 1, 0.0).ahead is None
+    with pytest.raises(PolicyError, match="ahead"):
+        plan_of(shape(layers=2), ahead("9")).plan(routed(0, 0), 0, 1, 0.0)
+
+
+@pytest.mark.parametrize(("serial", "cpu_starts"), [("true", 7), ("false", 2)])
+def test_serial_issue_lets_the_cpu_wait_for_fetched_experts(serial, cpu_starts):
+    """Copy 2-6, GPU 6-7; only then does a serial CPU begin."""
+    planner = plan_of(shape(), System(f"turns:serial={serial}", cache="lru"), slots=2)
+    _, timeline = run(planner, steps([routed(0, 0, 1)]))
+    assert [s for s in spans(timeline, "compute") if s[0] == "cpu"] == [("cpu", 0, cpu_starts, cpu_starts + 10)]
+
+
+def test_residents_overlap_a_serial_cpu():
+    planner = plan_of(shape(), System("turns", cache="lru"), slots=2)
+    _, timeline = run(planner, steps([routed(0, 0, 1)], [routed(0, 0, 1)]))
+    assert spans(timeline, "compute")[-2:] == [("gpu0", 1, 19, 20), ("cpu", 0, 19, 29)]
+
+
+def test_section_2_3_daop_predicts_from_layer_four_on_and_starts_what_no_gpu_holds():
+    model = shape(layers=7, experts=4, top_k=2)
+    planner = plan_of(model, System("daop:first_layer=2", cache="lru"), slots=2)
+    predicted = np.array([[0.1, 0.4, 0.3, 0.2]], np.float16)
+    first = planner.plan(routed(0, 0, 1, pred1_raw=predicted), 0, 1, 0.0)
+    assert first.ahead is None  # layer 1 runs on demand
+    second = planner.plan(routed(1, 0, 1, pred1_raw=predicted), 0, 1, 0.0)
+    assert second.ahead.experts.tolist() == [1, 2]
+    third = planner.plan(routed(2, 1, 3, pred1_raw=predicted), 0, 1, 0.0)
+    assert third.work.started.tolist() == [True, False]
+
+
+def test_daop_replays_the_shipped_trace():
+    from pathlib import Path
+
+    from moesim.api import replay
+
+    trace = Path(__file__).parents[1] / "traces" / "data" / "tiny_evaluation.parquet"
+    run_ = replay(trace, "daop", hw="rtx3090-epyc7532", steps=20)
+    assert run_.metrics["routing"] == "altered"
+    assert 0 < run_.metrics["gate_mass_kept"] <= 1
+
+
+def test_parity_of_journals_covers_work_ahead():
+    from policies.journal import Journal, repeat
+
+    passes = steps([routed(0, 0), routed(1, 1)], [routed(0, 2), routed(1, 3)])
+    journal = Journal(plan_of(shape(layers=2), ahead("1/3")))
+    run(journal, passes, HandProfile())
+    assert len(repeat(journal.entries, plan_of(shape(layers=2), ahead("1/3")), passes)) == 4
