@@ -80,7 +80,7 @@ SYSTEMS = {
         assignment="daop",
         cache="prefill-swap",
         routing="graceful-degradation",
-        note="swaps take effect after the layer step, not before it; later layers of a replay keep the recorded routing."
+        note="swaps take effect after the layer step, not before it; later layers keep the recorded routing."
         " --warm gives the calibrated placement",
     ),
     "smoe": System(
