@@ -18,7 +18,7 @@ from hwprofiles.fit import isotonic
 
 if TYPE_CHECKING:
     from hwprofiles.profile import HardwareProfile
-    from hwprofiles.schema import ReferenceExpert
+    from hwprofiles.schema import Curve, ReferenceExpert
     from traces.schema import ModelShape
 
 _FIRST_TABLE_TOKENS = 256
@@ -96,6 +96,12 @@ class Costs:
         """Seconds that the first CPU expert of a layer step takes beyond the later ones."""
         return self.profile.number("costs.cpu.first_s")
 
+    @property
+    def gpu_first_s(self) -> float:
+        """The same on a GPU; 0 in a profile that does not say (only calibration can tell)."""
+        first = self.profile.numbers.get("costs.gpu.first_s")
+        return 0.0 if first is None else first.value
+
     def _grown(self, lane: str, tokens: np.ndarray) -> list[np.ndarray]:
         """Tables of every layer [tokens] that reach past the largest of `tokens`; equal sizes share one table."""
         length = max(_FIRST_TABLE_TOKENS, 2 * (int(np.max(tokens)) + 1))
@@ -105,38 +111,62 @@ class Costs:
     def _expert_table(self, lane: str, expert_bytes: int, length: int) -> np.ndarray:
         """Seconds by tokens, float64 [length].
 
-        Source: `costs.<lane>.points` where the profile has it, carried to this size by the roofline; else the
-        roofline itself (reference/algorithms.md §0: flat below saturation, linear above).
+        Source: `costs.<lane>.points` where the profile has it, carried to this size by the roofline; between it and
+        `points_small`, the same for a smaller expert, linear in bytes; else the roofline itself
+        (reference/algorithms.md §0: flat below saturation, linear above).
         """
         tokens = np.arange(length, dtype=np.float64)
+        large, small = (self._measured(lane, key) for key in ("points", "points_small"))
         here = self._roof(lane).seconds(expert_bytes, tokens * self.shape.expert_flops_per_token)
-        curve = self.profile.curves.get(f"costs.{lane}.points")
-        if curve is not None and curve.reference is not None:
-            there = self._roof(lane).seconds(curve.reference.bytes, tokens * _flops_per_token(curve.reference))
-            inside = np.minimum(tokens, curve.at[-1])
-            last = self._roof(lane).seconds(
-                curve.reference.bytes, np.asarray(curve.at[-1] * _flops_per_token(curve.reference))
-            )
-            beyond = np.where(tokens > curve.at[-1], there / last, 1.0)
-            measured = np.interp(inside, curve.at, isotonic(np.asarray(curve.seconds))) * beyond
-            # the border between reading and computing moves with the size, so the product may dip; it must not
-            here = np.maximum.accumulate(measured * (here / there))
+        if large is not None:
+            here = self._carried(lane, large, tokens, here)
+            if small is not None and expert_bytes < large[1].bytes:
+                roof = self._roof(lane).seconds(expert_bytes, tokens * self.shape.expert_flops_per_token)
+                low = self._carried(lane, small, tokens, roof)
+                if expert_bytes > small[1].bytes:
+                    share = (expert_bytes - small[1].bytes) / (large[1].bytes - small[1].bytes)
+                    low = (1 - share) * self._at_reference(lane, small, tokens)
+                    low += share * self._at_reference(lane, large, tokens)
+                here = low
+            here = np.maximum.accumulate(here)  # carried by a roofline, the product may dip; it must not
         here[0] = 0.0
         here.flags.writeable = False
         return here
+
+    def _measured(self, lane: str, key: str) -> tuple[Curve, ReferenceExpert] | None:
+        curve = self.profile.curves.get(f"costs.{lane}.{key}")
+        return None if curve is None or curve.reference is None else (curve, curve.reference)
+
+    def _at_reference(self, lane: str, measured: tuple[Curve, ReferenceExpert], tokens: np.ndarray) -> np.ndarray:
+        """Seconds of the expert that was measured; beyond the last of its tokens as the roofline goes on."""
+        curve, known = measured
+        there = self._roof(lane).seconds(known.bytes, tokens * _flops_per_token(known))
+        last = self._roof(lane).seconds(known.bytes, np.asarray(curve.at[-1] * _flops_per_token(known)))
+        beyond = np.where(tokens > curve.at[-1], there / last, 1.0)
+        return np.asarray(np.interp(np.minimum(tokens, curve.at[-1]), curve.at, isotonic(np.asarray(curve.seconds))) * beyond)
+
+    def _carried(
+        self, lane: str, measured: tuple[Curve, ReferenceExpert], tokens: np.ndarray, here: np.ndarray
+    ) -> np.ndarray:
+        """Seconds of this size from those of another, by the ratio of the roofline's answers."""
+        known = measured[1]
+        there = self._roof(lane).seconds(known.bytes, tokens * _flops_per_token(known))
+        return np.asarray(self._at_reference(lane, measured, tokens) * (here / there))
 
     @property
     def extrapolated(self) -> tuple[str, ...]:
         """Expert sizes whose times follow from another, measured size by bytes and FLOPs, in words."""
         said = []
         for lane in ("cpu", "gpu"):
-            curve = self.profile.curves.get(f"costs.{lane}.points")
-            if curve is None or curve.reference is None:
+            measured = self._measured(lane, "points")
+            if measured is None:
                 continue
-            known = curve.reference
+            curve, known = measured
+            small = self._measured(lane, "points_small")
+            sizes = {(one.hidden, one.intermediate, one.bytes) for one in (known, *([small[1]] if small else []))}
             for size in sorted(set(self.shape.expert_bytes)):
                 wanted = (self.shape.hidden, self.shape.expert_intermediate, size)
-                if wanted != (known.hidden, known.intermediate, known.bytes):
+                if wanted not in sizes:
                     said.append(
                         f"{lane}: experts of {wanted[0]} x {wanted[1]}, {size} bytes, from {curve.kind}"
                         f" {known.hidden} x {known.intermediate}, {known.bytes} bytes ({known.dtype})"
@@ -201,12 +231,7 @@ class Costs:
         Raises:
             ProfileError: the profile has no dense cost.
         """
-        sizes = self._dense
-        # q queries at the end of a context of c see c - (q - 1) / 2 keys on average (causal attention)
-        keys_seen = context_tokens - (tokens / sequences - 1) / 2
-        flops = 2.0 * sizes.layer_params * tokens + sizes.attention_flops * tokens * keys_seen
-        kept_bytes = sizes.kv_bytes * context_tokens * sequences
-        return self._dense_roof(sizes.layer_params * sizes.param_bytes + kept_bytes, flops)
+        return self._dense_roof(*self._dense.layer_work(tokens, context_tokens, sequences))
 
     def head_s(self, tokens: int, logits: int | None = None) -> float:
         """Seconds of what happens once per step: embedding, feed-forward of the dense layers, output head.
@@ -215,10 +240,7 @@ class Costs:
             tokens: of this step.
             logits: positions whose output is wanted (prefill: one per sequence); all tokens when None.
         """
-        sizes = self._dense
-        outputs = tokens if logits is None else logits
-        flops = 2.0 * (sizes.dense_layer_params * tokens + sizes.head_params * outputs)
-        return self._dense_roof((sizes.dense_layer_params + sizes.head_params) * sizes.param_bytes, flops)
+        return self._dense_roof(*self._dense.head_work(tokens, tokens if logits is None else logits))
 
     def _dense_roof(self, read_bytes: float, flops: float) -> float:
         roof = self._roof("dense")
@@ -310,3 +332,23 @@ class _DenseSizes(NamedTuple):
             attention_flops=4.0 * query_width,
             element_bytes=element_bytes,
         )
+
+    def layer_work(self, tokens: int, context_tokens: int, sequences: int) -> tuple[float, float]:
+        """Bytes and FLOPs of one layer's dense part."""
+        # q queries at the end of a context of c see c - (q - 1) / 2 keys on average (causal attention)
+        keys_seen = context_tokens - (tokens / sequences - 1) / 2
+        flops = 2.0 * self.layer_params * tokens + self.attention_flops * tokens * keys_seen
+        return self.layer_params * self.param_bytes + self.kv_bytes * context_tokens * sequences, flops
+
+    def head_work(self, tokens: int, outputs: int) -> tuple[float, float]:
+        """Bytes and FLOPs of what happens once per step."""
+        flops = 2.0 * (self.dense_layer_params * tokens + self.head_params * outputs)
+        return (self.dense_layer_params + self.head_params) * self.param_bytes, flops
+
+
+def dense_work(
+    shape: ModelShape, tokens: int, context_tokens: int, sequences: int, *, head: bool
+) -> tuple[float, float]:
+    """Bytes and FLOPs of a dense part, of which `Costs.dense_s` and `Costs.head_s` make seconds."""
+    sizes = _DenseSizes.of(shape)
+    return sizes.head_work(tokens, sequences) if head else sizes.layer_work(tokens, context_tokens, sequences)

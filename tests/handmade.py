@@ -41,6 +41,7 @@ class HandCosts:
     join_s: float = 0.0
     activation: float = 0.0
     cpu_first_s: float = 0.0
+    gpu_first_s: float = 0.0
     per_token: float = 0.0
 
     def _compute(self, base, tokens):
