@@ -10,7 +10,18 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from moesim import __version__, cli_list, cli_measure, cli_replay, cli_trace
+from moesim import (
+    __version__,
+    cli_gap,
+    cli_learn,
+    cli_list,
+    cli_measure,
+    cli_replay,
+    cli_reproduce,
+    cli_run,
+    cli_trace,
+    cli_trace_more,
+)
 
 OURS = ("moesim", "traces", "hwprofiles", "policies", "runtime")
 """Packages whose own kinds of `ValueError` are written for users."""
@@ -37,6 +48,9 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 }
 for _name, (_function, _short_help) in COMMANDS.items():
     app.command(_name, short_help=_short_help)(_function)
+for _room in (cli_run, cli_gap, cli_reproduce, cli_learn):
+    _room.add_commands(app)
+cli_trace_more.add_commands(cli_trace.app)
 app.add_typer(cli_trace.app, name="trace", short_help="Look into traces, or make them of foreign files.")
 
 
@@ -73,7 +87,7 @@ def guarded(work: Callable[[], object]) -> NoReturn:
         code = end.code
     except KeyboardInterrupt:
         code = 130
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         message = _for_users(error)
         if message is None:
             raise
@@ -82,10 +96,12 @@ def guarded(work: Callable[[], object]) -> NoReturn:
     sys.exit(code)  # type: ignore[arg-type]
 
 
-def _for_users(error: ValueError | OSError | ImportError) -> str | None:
+def _for_users(error: ValueError | OSError | ImportError | RuntimeError) -> str | None:
     """Say in one line what a user can mend, or None for a bug of ours."""
     if isinstance(error, ImportError):
         return _missing_extra(error)
+    if isinstance(error, RuntimeError):  # a machine that failed us is the user's to mend; a simulation that did is ours
+        return " ".join(str(error).split()) if type(error).__module__.startswith("runtime.") else None
     if isinstance(error, OSError) and error.strerror:
         places = [str(name) for name in (error.filename, error.filename2) if name is not None]
         return ": ".join([*places[-1:], error.strerror])

@@ -77,7 +77,7 @@ def gap_text(found: "Gap") -> str:
         ("policy", f"{_ms(found.policy_s)}: {config['assignment']}, {config['cache']}, prefetch {config['prefetch']}"),
         ("bound", f"{_ms(found.bound_s)}: {_bound_words(found)}"),
         ("gap", f"{_ms(found.gap_s)}, {_percent(found.gap_s, found.policy_s)} of the policy's time"),
-        ("all resident", f"{_ms(found.resident_s)}: what more memory would still save the bound"),
+        ("all resident", f"{_ms(found.resident_s)}: the bound if the GPUs held every expert"),
     ]
     width = max(len(name) for name, _ in facts)
     head = [f"{name:<{width}}  {text}" for name, text in facts]
@@ -123,10 +123,14 @@ def _eviction_lines(found: "Gap", split: "EvictionSplit | None") -> list[str]:
     )
     if split.gap:
         lines += [
-            f"of that gap {_percent(split.victims, split.gap)} is not knowing whom to evict,"
-            f" {_percent(split.admissions, split.gap)} not knowing whom to turn away",
-            f"the best causal cache at hand ({split.best_causal}) wins {_percent(split.won, split.gap)} of it;"
-            f" {_percent(split.gap - split.won, split.gap)} is won by none",
+            (
+                f"of that gap {_percent(split.victims, split.gap)} is not knowing whom to evict,"
+                f" {_percent(split.admissions, split.gap)} not knowing whom to turn away"
+            ),
+            (
+                f"the best causal cache at hand ({split.best_causal}) wins {_percent(split.won, split.gap)} of it;"
+                f" {_percent(split.gap - split.won, split.gap)} is won by none"
+            ),
         ]
     return lines
 

@@ -77,10 +77,9 @@ def train_cache(
     recipe = Recipe(labels="masked" if labels == "masked" else "distance", hidden=hidden, epochs=epochs)
     with bar("training", epochs) as show:
         done = train(training, shape, recipe, slots=slots, seed=seed, progress=show)
-    counts = sorted({slots, *(round(ratio * shape.experts) for ratio in learned.RATIOS)})
     facts = done.facts | {"trace": opened.path.name, "trace_digest": opened.digest(), "batch": batch}
     with messages("judging on the held-out part"):
-        found = learned.report(judging, done.network, facts, [count for count in counts if 0 < count < shape.experts])
+        found = learned.report(judging, done.network, facts, learned.cache_sizes(shape, cache_ratio))
     text = learned.report_text(found)
     done.save(out / f"{learned.LEARNED}.safetensors")
     for name, content in (("report.json", json.dumps(found, indent=2) + "\n"), ("report.md", text)):

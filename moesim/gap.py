@@ -1,12 +1,12 @@
 """Where does a policy lose its time against one that knows the future, and which of its parts loses it?
 
-Think of a relay team that is slower than a team of stars. Exchange one runner and the time saved says what that runner
-costs; but a better second runner helps more when the first is better too. So every mix is timed, and each gain is averaged
-over all orders in which the runners could be exchanged (Shapley's value). Those shares alone depend on no order, treat
-parts alike and sum exactly to the whole gap.
+Think of a relay team that is slower than a team of stars. Exchange one runner and the time saved says what that
+runner costs; but a better second runner helps more when the first is better too. So every mix is timed, and each gain
+is averaged over all orders in which the runners could be exchanged (Shapley's value). Those shares alone depend on no
+order, treat parts alike and sum exactly to the whole gap.
 
 Four parts are exchanged: eviction (the cache's rule, from the same start -> Belady), assignment (-> exact), prefetch
-(-> clairvoyant), planning (-> free). An exchange is an offer: a part that knows the future also knows when its help would
+(-> clairvoyant), planning (-> free). An exchange is an offer: who knows the future also knows when his help would
 hurt, so a set of offers is worth its fastest mix. Hence no share is negative, and the *clairvoyant bound* is the
 fastest mix of all. It is a bound for these parts, not a theorem: the exact assignment looks at one layer step only,
 and Belady saves misses, not seconds.
@@ -253,9 +253,7 @@ def gap(
 
     future = RecordedFuture.of(opened, batch=batch, steps=steps)
     costs = Costs(profile, shape)
-    bench = Bench(
-        shape, profile, costs, plan, system, passes, future, bound, host_cache, seed, calibration, extras
-    )
+    bench = Bench(shape, profile, costs, plan, system, passes, future, bound, host_cache, seed, calibration, extras)
     found = decompose(bench, progress)
     found.eviction = split_eviction(
         system.cache, shape, plan.gpu, passes, future,

@@ -174,7 +174,9 @@ class Bench:
             found[PREFETCH] = [Choice(spec, n, spec if n is None else f"{spec}, {n} a layer") for n in BUDGETS]
         return {part: found[part] for part in PARTS if part in found} | {PLANNING: [Choice(FREE, None, FREE)]}
 
-    def replay_s(self, mix: Mapping[str, Choice], grades: Grades | None = None) -> float:
+    def replay_s(
+        self, mix: Mapping[str, Choice], grades: Grades | None = None, *, observer: AssignmentPolicy | None = None
+    ) -> float:
         """Makespan with some parts replaced, in virtual seconds.
 
         A replaced cache starts with what the policy's own cache starts with, so only evictions and admissions
@@ -183,6 +185,7 @@ class Bench:
         Args:
             mix: part -> its counterpart; other parts stay.
             grades: collects the quality of every assignment.
+            observer: asked instead of the assignment policy; it starts the ones it asks itself.
 
         Raises:
             PolicyError: a policy answered something illegal.
@@ -192,7 +195,12 @@ class Bench:
             most = cast("int", mix[PREFETCH].budget) * self.shape.max_expert_bytes
             budget = most if budget is None else min(budget, most)
         memory = replace(self.memory, prefetch_budget_bytes=budget)
-        return self._run(self._policies(mix, grades), memory, free=PLANNING in mix)
+        policies = self._policies(mix)
+        if observer is not None:
+            policies.assignment = observer
+        if grades is not None:
+            policies.assignment = Graded(policies.assignment, grades)
+        return self._run(policies, memory, free=PLANNING in mix)
 
     def resident_s(self) -> float:
         """Makespan if all experts were on the GPUs from the start, with the bound's assignment and free planning."""
@@ -201,7 +209,7 @@ class Bench:
         system = System(assignment=self.bound.assignment, cache="static:fill=lowest")
         return self._run(system.build(gpus=self.profile.gpus, host_cache=None), memory, free=True)
 
-    def _policies(self, mix: Mapping[str, Choice], grades: Grades | None) -> Policies:
+    def _policies(self, mix: Mapping[str, Choice]) -> Policies:
         system = replace(
             self.system,
             assignment=mix[ASSIGNMENT].spec if ASSIGNMENT in mix else self.system.assignment,
@@ -212,8 +220,6 @@ class Bench:
         if EVICTION in mix:
             rules = [cast("CachePolicy", resolve(mix[EVICTION].spec, "cache")) for _ in policies.caches]
             policies.caches = [SameStart(rule, own) for rule, own in zip(rules, policies.caches, strict=True)]
-        if grades is not None:
-            policies.assignment = Graded(policies.assignment, grades)
         return policies
 
     def _run(self, policies: Policies, memory: MemoryPlan, *, free: bool) -> float:

@@ -211,6 +211,15 @@ def judge(
     return found
 
 
+def cache_sizes(shape: ModelShape, *ratios: float) -> list[int]:
+    """Slots per layer for `ratios` and the usual `RATIOS`, where a choice exists.
+
+    With no more slots than one token has experts every policy of this comparison does the same.
+    """
+    wanted = {round(ratio * shape.experts) for ratio in (*RATIOS, *ratios)}
+    return sorted(count for count in wanted if shape.top_k < count < shape.experts)
+
+
 def report(held_out: Part, trained: Network, facts: Mapping[str, Any], slots: Sequence[int]) -> dict[str, Any]:
     """Judge a trained network beside its rivals at several cache sizes.
 
@@ -255,17 +264,19 @@ def report_text(found: Mapping[str, Any]) -> str:
     """The report as Markdown: one table per cache size, each with a plain verdict."""
     facts = found["training"]
     start, stop = found["held_out_steps"]
+    reach = f"{facts['slots']} slots" if facts["horizon"] is None else f"K = {facts['horizon']}"
     lines = [f"# Learned cache: {found['model']}", ""]
     lines.append(
         f"Held-out part: forward passes {start:,} to {stop - 1:,} of `{found['trace']}`; every cache is empty at first"
         " and admits every miss, step-atomic."
     )
     lines.append(
-        f"Network: {facts['labels']} labels, h = {facts['hidden']}, K = {facts['horizon']}, seed {facts['seed']};"
+        f"Network: {facts['labels']} labels ({reach}), h = {facts['hidden']}, seed {facts['seed']};"
         f" {facts['training_steps']:,} training and {facts['validation_steps']:,} validation steps,"
         f" {facts['epochs_run']} epochs in {facts['seconds_s']:.0f} s, validation loss"
         f" {facts['validation_loss_first']:.4f} to {facts['validation_loss_best']:.4f};"
-        f" {facts['bytes_per_layer'] / 1024:.1f} KiB per layer, {found['evaluation_s'] * 1e6:.0f} µs per evaluation here."
+        f" {facts['bytes_per_layer'] / 1024:.1f} KiB per layer,"
+        f" {found['evaluation_s'] * 1e6:.0f} µs per evaluation here."
     )
     head = ["policy", "hit rate", "evictions", "optimal", "used again within 5", "delay, steps"]
     for size in found["sizes"]:

@@ -203,7 +203,7 @@ def run_trace(
     api.check_needs(opened, policies)
     if any(one.oracle for one in policies.all()):
         setup.future = RecordedFuture.of(opened, batch=batch, steps=steps)
-    walk = list(compose_steps(opened, batch=batch, steps=steps, columns=("weights", *_columns(policies))))
+    walk = list(compose_steps(opened, batch=batch, steps=steps, columns=_columns(opened, policies)))
     rehearse(setup.planner(), walk[:REHEARSED_STEPS])
     begin_s = time.perf_counter()
     own = open_random_store(sizes, store, chosen, distinct, seed, building)
@@ -260,8 +260,10 @@ def default_store(name: str) -> Path:
     return Path(home) / "moesim" / "stores" / name.replace("/", "_")
 
 
-def _columns(policies: Policies) -> tuple[str, ...]:
-    return tuple(name for name in api.needed_columns(policies) if name != "weights")
+def _columns(trace: Trace, policies: Policies) -> tuple[str, ...]:
+    """What policies read, and the combine weights where the trace has them."""
+    weights = ("weights",) if "weights" in trace.columns else ()
+    return tuple(dict.fromkeys((*weights, *api.needed_columns(policies))))
 
 
 def device_of(profile: HardwareProfile) -> Any:
@@ -305,7 +307,7 @@ def execute(
     finally:
         if executor is not None:
             executor.close()
-    metrics = summarise(timeline, power=api._watts(setup.profile))
+    metrics = summarise(timeline, power=api._watts(setup.profile))  # noqa: SLF001 - one package
     altered = planner.policies.routing.alters
     metrics["routing"] = "altered" if altered else "recorded"
     metrics["gate_mass_kept"] = float(np.mean(planner.gate_mass)) if planner.gate_mass else None

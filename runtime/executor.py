@@ -3,8 +3,8 @@
 Two threads of thought meet here. The *device's* runs the model: the dense part of a layer, then it asks for the
 experts and, until it is answered, serves its lanes (products from its own slots, copies into them). The *control*
 thread answers: it takes in what has landed, plans, hands out work once per lane and layer, computes its share of the
-experts, and joins the results. On CUDA both are the same thread, since the device is elsewhere and only launches happen here;
-on one core they are the same because there is only one.
+experts, and joins the results. On CUDA both are the same thread, since the device is elsewhere and only launches
+happen here; on one core they are the same because there is only one.
 
 T tokens, K experts per token, A active experts, P token-expert pairs, H hidden.
 """
@@ -400,7 +400,6 @@ def _raise_failure(failure: BaseException | None) -> None:
 def _undisturbed(threads: int) -> Iterator[None]:
     """Let lanes change hands quickly, keep the garbage collector away from what will stay, and share cores out."""
     interval_s, before = sys.getswitchinterval(), torch.get_num_threads()
-    gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(threads)

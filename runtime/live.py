@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from runtime.store import ExpertStore
     from traces.schema import ModelShape
 
-TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
+TOLERANCES = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 6e-2}
 """Largest difference of logits, as a share of the largest logit, that rounding explains: sums in another order."""
 
 
@@ -48,10 +48,8 @@ def live_shape(offloaded: OffloadedModel, model_dir: Path, store: ExpertStore) -
     frame = skeleton(model_dir)
     blocks = find_blocks(frame)
     shape = model_shape(frame, model_dir.resolve().name, blocks, gate_facts(offloaded.model, live_blocks(offloaded)))
-    layouts = [store.layout(layer) for layer in range(store.layers)]
-    return replace(
-        shape, expert_bytes=tuple(layout.expert_bytes for layout in layouts), other_bytes=offloaded.dense_bytes
-    )
+    records = tuple(store.record_bytes(layer) for layer in range(store.layers))
+    return replace(shape, expert_bytes=records, other_bytes=offloaded.dense_bytes)
 
 
 def live_blocks(offloaded: OffloadedModel) -> list[MoeBlock]:

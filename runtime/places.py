@@ -77,8 +77,7 @@ class Places:
     def assign(self, keys: list[int]) -> None:
         """Give newly placed experts slots, after those that have left gave theirs back."""
         for key in keys:
-            if self._slot_of[key] >= 0:  # it had left and comes again
-                self.release(key)
+            self.forget(key)
         for key in np.flatnonzero((self._slot_of >= 0) & (self._state == ABSENT)).tolist():
             if key not in self._staged:
                 self.release(key)
@@ -90,12 +89,15 @@ class Places:
         if self.free_staging < 1:
             return False
         key = operation.layer * self._experts + operation.expert
-        if self._slot_of[key] >= 0:  # it had left and comes again
-            self.release(key)
         self.free_staging -= 1
         self._staged.add(key)
         self._slot_of[key] = self.slots.take()
         return True
+
+    def forget(self, key: int) -> None:
+        """Take the slot back that an expert still has from an earlier stay: it had left and comes again."""
+        if self._slot_of[key] >= 0:
+            self.release(key)
 
     def release(self, key: int) -> None:
         """Take an expert's slot back."""
@@ -191,7 +193,9 @@ class HostPlaces:
         if key in self._idle:
             self._idle.remove(key)
             self._release(key)
-        if not staged:
+        if staged:
+            self._places.forget(key)
+        else:
             self._places.assign([key])
 
     def use(self, key: int) -> None:

@@ -16,6 +16,7 @@ import torch
 from runtime.dense import DenseSizes, DenseStack
 from runtime.errors import StoreError
 from runtime.expert_math import group_tokens, swiglu_layout, torch_dtype
+from runtime.store import record_stride
 from traces.models import model_shape
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def shape_for(routed: ModelShape, spec: str | None, dtype: str = "float32") -> M
     Args:
         routed: shape in the trace's header: layers, experts and top-k are kept, since routing has them.
         spec: whose sizes, e.g. ``qwen3-30b-a3b/4``; the trace's own model when None.
-        dtype: of the weights: it decides the bytes.
+        dtype: of the weights: it decides the bytes, which are those of whole records, as slots and reads have them.
 
     Raises:
         TraceError: no such model.
@@ -51,7 +52,7 @@ def shape_for(routed: ModelShape, spec: str | None, dtype: str = "float32") -> M
         layers=routed.layers,
         experts=routed.experts,
         top_k=routed.top_k,
-        expert_bytes=(layout.expert_bytes,) * routed.layers,
+        expert_bytes=(record_stride(layout),) * routed.layers,
         dtype=WEIGHTS[dtype],
     )
     return replace(named, other_bytes=DenseSizes.of(named).weights * kind.itemsize)
@@ -64,7 +65,13 @@ def check_store(store: ExpertStore, shape: ModelShape) -> None:
         StoreError: it has others.
     """
     layout = store.layout(0)
-    found = store.layers, store.experts(0), layout.tensors[0].shape[1], layout.tensors[1].shape[1], layout.expert_bytes
+    found = (
+        store.layers,
+        store.experts(0),
+        layout.tensors[0].shape[1],
+        layout.tensors[1].shape[1],
+        store.record_bytes(0),
+    )
     expected = shape.layers, shape.experts, shape.hidden, shape.expert_intermediate, shape.expert_bytes[0]
     if found != expected:
         words = "{} layers x {} experts of {} x {}, {} bytes"

@@ -50,10 +50,11 @@ class Recipe:
             of a Belady cache, whom it evicts among those it could. The paper says "masked" and its formula is lost;
             the first is what CECAR's training code does, and our default because it serves every cache size.
         hidden: h; 128 is the paper's table, 64 gives its 113 KB per layer.
-        horizon: K, distances beyond it look the same; none takes 48 for 64 experts and 98 for 128 (CECAR), else 3N/4.
+        horizon: K, distances beyond it look the same; none takes 48 for 64 experts and 98 for 128 (CECAR), else
+            3N/4; but no more than the validation steps, which could not show a longer distance.
         learning_rate, weight_decay: of AdamW; the paper's "learning rate decay 1e-2" is read as weight decay.
         epochs: at most so many.
-        batch: layer steps per gradient step (CECAR).
+        batch: layer steps per gradient step (CECAR); fewer where an epoch would have less than eight of them.
         patience: epochs without any layer improving by a thousandth before training stops (ours; CECAR waits 5).
         validation: share of the training steps, the last ones, that only decide when to stop.
 
@@ -70,9 +71,15 @@ class Recipe:
     patience: int = 10
     validation: float = 0.2
 
-    def horizon_for(self, experts: int) -> int:
-        """K for so many experts per layer, >= 2."""
-        return max(2, self.horizon or HORIZONS.get(experts, round(0.75 * experts)))
+    def validation_steps(self, steps: int) -> int:
+        """How many of so many training steps only decide when to stop."""
+        return max(1, round(self.validation * steps))
+
+    def horizon_for(self, experts: int, steps: int) -> int:
+        """K, >= 2, for so many experts per layer and training steps."""
+        if self.horizon is not None:
+            return self.horizon
+        return max(2, min(HORIZONS.get(experts, round(0.75 * experts)), self.validation_steps(steps)))
 
 
 class Samples(NamedTuple):
@@ -131,7 +138,7 @@ def train(
     begin_s = time.perf_counter()
     samples = observe(steps, shape, recipe, slots)
     count = len(samples.features)
-    cut = count - max(1, round(recipe.validation * count))
+    cut = count - recipe.validation_steps(count)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -140,7 +147,7 @@ def train(
         torch.set_num_threads(threads)
     facts = {
         **asdict(recipe),
-        "horizon": recipe.horizon_for(shape.experts),
+        "horizon": recipe.horizon_for(shape.experts, count) if recipe.labels == "distance" else None,
         "model": shape.name,
         "layers": shape.layers,
         "experts": shape.experts,
@@ -177,7 +184,7 @@ def observe(steps: Iterable[RoutedStep], shape: ModelShape, recipe: Recipe, slot
         assert slots is not None, "masked labels are those of a cache of some size"
         target, counts = belady_labels(steps, shape, slots, len(active))
         return Samples(np.stack(features), target, counts, np.zeros_like(counts))
-    target, at_least = distance_labels(np.stack(active), recipe.horizon_for(shape.experts))
+    target, at_least = distance_labels(np.stack(active), recipe.horizon_for(shape.experts, len(active)))
     return Samples(np.stack(features), target, np.ones_like(at_least), at_least)
 
 
@@ -299,7 +306,7 @@ def _fit(
     chosen = torch.zeros(layers, dtype=torch.int64)
     improved, epoch = 0, 0
     for epoch in range(1, recipe.epochs + 1):
-        for rows in torch.randperm(count, generator=draws).split(recipe.batch):
+        for rows in torch.randperm(count, generator=draws).split(min(recipe.batch, max(1, count // 8))):
             optimizer.zero_grad()
             _losses(parameters, data, rows).sum().backward()
             optimizer.step()

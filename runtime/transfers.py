@@ -110,6 +110,8 @@ class Transfers:
                 continue
             link = Copy(self, copies.kind, step, layer, expert)
             link.staged = copies.kind == FETCH and copies.staged[i]
+            if link.staged:
+                self.device.forget(key)
             self.flying.add(key)
             self.host.use(key)
             first: Operation = link

@@ -70,7 +70,9 @@ def sglang_per_token(path, truth, *, dense_before=0, **options):
     for step in range(max(len(one[1]) - one[0] for one in truth)):
         running = [n for n, one in enumerate(truth) if one[0] + step < len(one[1])]
         record([(n, truth[n][0] + step) for n in running], 2, None)
-    table = np.concatenate([np.tile(np.arange(10) % EXPERTS, (dense_before, 1)), PHYSICAL]).astype(np.int64)
+    table = np.concatenate([np.tile(np.arange(PHYSICAL.shape[1]) % EXPERTS, (dense_before, 1)), PHYSICAL]).astype(
+        np.int64
+    )
     torch.save({"records": records, "last_physical_to_logical_map": torch.from_numpy(table)}, path, **options)
     return path
 
@@ -82,7 +84,9 @@ def sglang_per_pass(path, truth, *, batch=1):
     records = []
     ids = physical(truth[0][1])
     for start in range(0, len(ids) - batch + 1, batch):
-        counts = np.stack([np.bincount(ids[start : start + batch, layer].ravel(), minlength=10) for layer in range(LAYERS)])
+        counts = np.stack(
+            [np.bincount(ids[start : start + batch, layer].ravel(), minlength=10) for layer in range(LAYERS)]
+        )
         records.append(
             {"forward_pass_id": start, "rank": 0, "gatherer_key": "primary",
              "global_physical_count": torch.from_numpy(counts.astype(np.int32))}
@@ -264,5 +268,20 @@ def columns_long(path, truth):
     order = np.random.default_rng(0).permutation(len(rows) - 1) + 1
     rows = [rows[0], *(rows[index] for index in order)]
     names = ("seq", "pos", "phase", "layer", "rank", "expert", "weight")
+    pq.write_table(pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), path)
+    return path
+
+
+def routing_rows(path, truth):
+    """The layout of ../shared/traces."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        (f"s{number}", max(0, token - prompt + 1), "prefill" if token < prompt else "decode", layer, token,
+         ids[token, layer].tolist(), weights[token, layer].tolist())
+        for number, (prompt, ids, weights, _) in enumerate(truth) for token in range(len(ids)) for layer in range(LAYERS)
+    ]  # fmt: skip
+    names = ("seq_id", "step", "phase", "layer", "token", "expert_ids", "scores")
     pq.write_table(pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), path)
     return path

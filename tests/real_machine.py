@@ -24,6 +24,8 @@ from traces.timeline import Timeline
 
 TWO_WORKERS = {"cpu": ("control", "cpu"), "accelerator": ("gpu0", "h2d0", "d2h0"), "ssd": ("ssd",)}
 ONE_WORKER = {"cpu": ("control", "cpu", "gpu0", "h2d0", "d2h0"), "ssd": ("ssd",)}
+LAUNCHED = {lane: (lane,) for lane in ("control", "cpu", "gpu0", "h2d0", "d2h0", "ssd")}
+"""As beside CUDA: a worker for each lane."""
 READS_TOO = {"cpu": ("control", "ssd", "cpu"), "accelerator": ("gpu0", "h2d0", "d2h0")}
 
 _ROOFS = {"overhead_s": 1e-5, "bytes_per_s": 1e10, "flops_per_s": 1e11}
@@ -44,14 +46,14 @@ _NUMBERS = {
 }
 
 
-def host_profile(workers=None, **numbers):
+def host_profile(workers=None, accelerator="host", **numbers):
     """A machine whose accelerator is a core; `workers` maps lanes to threads."""
     return HardwareProfile(
         name="test-host",
         kind="datasheet",
         description="made up for tests",
         date="2026-01-01",
-        accelerator="host",
+        accelerator=accelerator,
         workers=workers or TWO_WORKERS,
         numbers={path: Quantity(value, "assumed", "a test") for path, value in (_NUMBERS | numbers).items()},
     )
@@ -93,18 +95,30 @@ class Case:
     local: LiveModel
 
     @classmethod
-    def make(cls, model_dir, store_dir, dtype="float32"):
+    def make(cls, model_dir, store_dir, dtype="float32", name="m", device="cpu"):
         import torch
 
-        plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval()
+        plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval().to(device)
         store = build_store(model_dir, store_dir, dtype=dtype)
-        offloaded = OffloadedModel.load(model_dir, dtype=getattr(torch, dtype))
-        return cls(plain, store, offloaded, live_shape(offloaded, model_dir, store), LiveModel("m", offloaded.model))
+        offloaded = OffloadedModel.load(model_dir, dtype=getattr(torch, dtype), device=device)
+        return cls(plain, store, offloaded, live_shape(offloaded, model_dir, store), LiveModel(name, offloaded.model))
 
     def run(
-        self, system, memory, *, batch=1, columns=(), residual=None, new=3, seed=0, profile=None, prompts=None, keep=True
+        self,
+        system,
+        memory,
+        *,
+        batch=1,
+        columns=(),
+        residual=None,
+        new=3,
+        seed=0,
+        profile=None,
+        prompts=None,
+        keep=True,
+        device=None,
     ):
-        """Generate, and return the `LiveRun`, its journal, its timeline and a fresh planner like the one that was used."""
+        """Generate; return the `LiveRun`, its journal, its timeline, a planner like the one used, and the result."""
         profile = profile or host_profile()
         costs = Costs(profile, self.shape)
 
@@ -113,7 +127,9 @@ class Case:
             return Planner(self.shape, costs, policies, memory, seed=seed)
 
         journal, timeline = Journal(planner()), Timeline(profile.lanes)
-        executor = Executor(profile, journal, timeline, self.store, HostDevice(), [x.gating for x in self.offloaded.layers])
+        executor = Executor(
+            profile, journal, timeline, self.store, device or HostDevice(), [x.gating for x in self.offloaded.layers]
+        )
         try:
             executor.fill()
             needed = tuple(dict.fromkeys(c for p in planner().policies.all() for c in p.needs))

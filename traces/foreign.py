@@ -9,6 +9,7 @@ from __future__ import annotations
 import binascii
 import json
 import struct
+import tokenize
 import zipfile
 import zlib
 from contextlib import contextmanager
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 
     Block = dict[str, np.ndarray]
 
-_DAMAGE = (
+DAMAGE = (
     ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, EOFError, MemoryError, OSError,
-    RecursionError, NotImplementedError, RuntimeError, struct.error, zipfile.BadZipFile, zlib.error, binascii.Error,
+    RecursionError, NotImplementedError, RuntimeError, SyntaxError, tokenize.TokenError, struct.error, zipfile.BadZipFile, zlib.error, binascii.Error,
     pa.ArrowException,
 )  # fmt: skip
 """What decoding somebody else's bytes may raise."""
@@ -50,9 +51,11 @@ def decoding(path: Path, what: str) -> Iterator[None]:
         yield
     except TraceError:
         raise
-    except _DAMAGE as error:
+    except DAMAGE as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise TraceError(f"{path}: {what}: expected a whole, well-formed file, found: {reason}; dump it again") from None
+        raise TraceError(
+            f"{path}: {what}: expected a whole, well-formed file, found: {reason}; dump it again"
+        ) from None
 
 
 def bad(path: Path, place: str, expected: str, found: object, way_out: str = "dump it again") -> TraceError:
@@ -106,7 +109,7 @@ def layer_numbers(path: Path, found: Iterable[int], shape: ModelShape) -> dict[i
     sparse = [layer for layer in range(total) if layer not in shape.dense_layers]
     if numbers and shape.dense_layers and set(numbers) <= set(sparse):
         return {layer: index for index, layer in enumerate(sparse)}
-    if numbers and 0 <= numbers[0] and numbers[-1] < shape.layers:
+    if numbers and numbers[0] >= 0 and numbers[-1] < shape.layers:
         return {layer: layer for layer in range(shape.layers)}
     if len(numbers) == shape.layers and numbers[0] >= 0:
         return {layer: index for index, layer in enumerate(numbers)}

@@ -42,17 +42,18 @@ _AGE_OF = np.concatenate([np.repeat(np.arange(NEVER), np.diff(np.append(AGE_EDGE
 _OLDEST = 513
 """Ages are counted up to here; `_UNUSED` stands for "not yet"."""
 _UNUSED = _OLDEST + 1
-_AGE_CLASS = np.concatenate([[0], _AGE_OF[: _OLDEST], [NEVER]]).astype(np.uint8)
+_AGE_CLASS = np.concatenate([[0], _AGE_OF[:_OLDEST], [NEVER]]).astype(np.uint8)
 
-FIT_TOKENS = 4096
+FIT_TOKENS = 8192
 """Tokens of a real trace that are looked at, whole sequences spread over it."""
-_SWEEPS = 12
+_SWEEPS = 8
 _TOPICS = 48
 _PRIOR = 0.25
 _TOPIC_PRIOR = 32.0
 _LIFT_PRIOR = 8.0
 _FREE_ROUNDS, _FREE_SEQUENCES, _FREE_TOKENS = 5, 12, 512
 _FLOOR = 1e-4
+_SIDE_BY_SIDE = 512
 _WEIGHTS = 1 << 17
 _DRAWN_BYTES = 64 << 20
 """Of the sequences drawn side by side: weights at a time, and bytes of their routing."""
@@ -217,7 +218,7 @@ def _sequences(model: SynthModel, tokens: int, seed: int) -> Iterator[tuple[int,
     longest = max(map(sum, model.lengths))
     row_bytes = 2 * model.shape.layers * model.shape.top_k
     weights = model.shape.layers * model.shape.experts
-    side_by_side = max(1, min(_DRAWN_BYTES // (row_bytes * longest), _WEIGHTS // weights))
+    side_by_side = max(1, min(_DRAWN_BYTES // (row_bytes * longest), _WEIGHTS // weights, _SIDE_BY_SIDE))
     left = tokens
     while left > 0:
         group: list[tuple[int, int]] = []
@@ -293,7 +294,7 @@ def _inclusion(logits: np.ndarray, top_k: int) -> np.ndarray:
 
 
 def _choose(inclusion: np.ndarray, top_k: int, rng: np.random.Generator) -> np.ndarray:
-    """int [N, K] distinct experts, each with its probability [N, E]: systematic sampling in one random order."""
+    """Int [N, K] distinct experts, each with its probability [N, E]: systematic sampling in one random order."""
     count, experts = inclusion.shape
     order = rng.permutation(experts)
     reached = np.cumsum(inclusion[:, order], axis=1)
@@ -325,7 +326,9 @@ def _sample(trace: Trace, tokens: int) -> tuple[list[np.ndarray], list[tuple[int
         lengths.append((prompt, int(np.count_nonzero(rows.phase == Phase.DECODE)) // layers))
         rows_of.append(sum(lengths[-1]))
     share = min(1.0, tokens / max(1, sum(rows_of)))
-    wanted = set(np.unique(np.linspace(0, len(lengths) - 1, max(1, round(share * len(lengths)))).round()).astype(int).tolist())
+    wanted = set(
+        np.unique(np.linspace(0, len(lengths) - 1, max(1, round(share * len(lengths)))).round()).astype(int).tolist()
+    )
     chosen = []
     for number, rows in enumerate(trace.sequences()):
         if number in wanted:

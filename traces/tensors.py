@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 import zipfile
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from traces import torchfile
-from traces.foreign import bad, decoding, head
+from traces.foreign import DAMAGE, bad, decoding, head
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +35,7 @@ def kind_of(path: Path) -> str:
         try:
             with zipfile.ZipFile(path) as archive:
                 names = archive.namelist()
-        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError):
+        except DAMAGE:
             return ""
         return "npz" if names and all(name.endswith(".npy") for name in names) else ""
     if len(start) == 16 and 2 <= int.from_bytes(start[:8], "little") <= _HEADER_BYTES and start[8:9] == b"{":
@@ -64,7 +65,9 @@ def load_named(path: Path) -> dict[str, np.ndarray]:
         elif kind == "torch":
             found = flat("", torchfile.load(path))
         else:
-            raise bad(path, "content", "safetensors, npy, npz or a torch zip", "none of them", "save the tensors as npz")
+            raise bad(
+                path, "content", "safetensors, npy, npz or a torch zip", "none of them", "save the tensors as npz"
+            )
     return dict(sorted(found.items(), key=lambda item: natural(item[0])))
 
 
@@ -88,17 +91,25 @@ def flat(prefix: str, value: Any) -> dict[str, np.ndarray]:
     return found
 
 
+def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, column order and dtype of an npy stream, which is left at its numbers; raises as numpy does."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    if version > (2, 0):
+        raise ValueError(f"npy format {version}; save it with numpy.save")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about headers of Python 2
+        found: tuple[tuple[int, ...], bool, np.dtype] = read(file)
+    return found
+
+
 def array(path: Path, name: str, file: IO[bytes], size_bytes: int) -> np.ndarray:
     """Numbers of one npy stream. Its header is believed only as far as the file is long.
 
     Raises:
         TraceError: another format, Python objects, or fewer bytes than the header says.
     """
-    version = np.lib.format.read_magic(file)
-    reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-    if reader is None:
-        raise bad(path, name, "npy format 1 or 2", f"version {version}", "save it with numpy.save")
-    shape, fortran, dtype = reader(file)
+    shape, fortran, dtype = npy_header(file)
     if dtype.hasobject or dtype.kind not in "iufb":
         raise bad(path, name, "numbers", f"dtype {dtype}, which is never unpickled", "save plain numbers")
     count = 1
@@ -149,5 +160,3 @@ def integers(path: Path, name: str, array: Any, dimensions: int) -> np.ndarray:
         raise bad(path, name, "expert ids", int(array.max()))
     result: np.ndarray = array
     return result
-
-

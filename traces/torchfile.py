@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from traces.errors import TraceError
-from traces.foreign import decoding, head
+from traces.foreign import DAMAGE, decoding, head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,19 +59,21 @@ def is_torch_file(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("data.pkl") for name in archive.namelist())
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError):
+    except DAMAGE:
         return False
 
 
 def is_bare_pickle(path: Path) -> bool:
     """Whether this is a pickle outside a zip, such as ``torch.save`` wrote before 1.6; never raises."""
     start = head(path, 2)
-    return len(start) == 2 and start[0] == 0x80 and 2 <= start[1] <= 5  # noqa: PLR2004 - PROTO and its versions
+    return len(start) == 2 and start[0] == 0x80 and 2 <= start[1] <= 5
 
 
 def refuse_pickle(path: Path) -> TraceError:
     """The line for a file that can only be opened by executing it."""
-    return TraceError(f"{path}: expected a zip as torch.save writes it, found a bare pickle, which is never executed; {_WAY_OUT}")
+    return TraceError(
+        f"{path}: expected a zip as torch.save writes it, found a bare pickle, which is never executed; {_WAY_OUT}"
+    )
 
 
 def load(path: Path) -> Any:
@@ -86,7 +88,9 @@ def load(path: Path) -> Any:
         if len(pickles) != 1:
             raise TraceError(f"{path}: expected one data.pkl, found {len(pickles)}; {_WAY_OUT}")
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in members.values()):
-            raise TraceError(f"{path}: expected stored members as torch.save writes them, found compressed ones; {_WAY_OUT}")
+            raise TraceError(
+                f"{path}: expected stored members as torch.save writes them, found compressed ones; {_WAY_OUT}"
+            )
         prefix = pickles[0].removesuffix("data.pkl")
         order = f"{prefix}byteorder"
         if order in members and archive.read(order) != b"little":
@@ -155,7 +159,9 @@ class _Reader:
             arguments, function = stack.pop(), stack.pop()
             stack.append(self._rebuilt(function, arguments))
         else:
-            raise TraceError(f"{self.path}: data.pkl: byte {place}: refused instruction {name}: it is not data; {_WAY_OUT}")
+            raise TraceError(
+                f"{self.path}: data.pkl: byte {place}: refused instruction {name}: it is not data; {_WAY_OUT}"
+            )
 
     def _target(self, kind: type) -> Any:
         if type(self.stack[-1]) is not kind:
@@ -209,7 +215,7 @@ class _Reader:
 
 def from_bf16(bits: np.ndarray) -> np.ndarray:
     """Numbers whose upper half is stored: uint16 to float32."""
-    return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(bits.astype(np.uint32, order="C") << 16).view(np.float32)
 
 
 _CONSTANTS = {
@@ -235,11 +241,11 @@ def words(path: Path) -> set[str]:
             with archive.open(name) as file:
                 file.seek(max(0, archive.getinfo(name).file_size - 4096))
                 end = file.read()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError, StopIteration):
+    except DAMAGE:
         return found
     for data in (start, end):
         for match in re.finditer(rb"X(....)", data, re.DOTALL):
             length = int.from_bytes(match[1], "little")
-            if length < 256:  # noqa: PLR2004 - keys are short
+            if length < 256:
                 found.add(data[match.end() : match.end() + length].decode(errors="replace"))
     return found

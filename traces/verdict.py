@@ -79,7 +79,9 @@ class Checker:
         """What the sequences so far deserve, grave ones first."""
         found = [*self._uneven(), *self._positions()]
         if self.loops:
-            text = f"{len(self.loops)} of {self.sequences} sequences repeat themselves ({_few(self.loops)}): a greedy loop"
+            text = (
+                f"{len(self.loops)} of {self.sequences} sequences repeat themselves ({_few(self.loops)}): a greedy loop"
+            )
             found.append(Finding("loop", f"{text}; caches look better on them than they are"))
         if self.copies:
             pairs = ", ".join(f"{copy} = {first}" for copy, first in self.copies[:4])
@@ -119,7 +121,9 @@ class Checker:
         found = []
         if self.late:
             text = f"{len(self.late)} of {self.sequences} sequences begin their prompt behind position 0 ({_few(self.late)})"
-            found.append(Finding("late", f"{text}: a reused prefix is missing; record without prefix caching", grave=True))
+            found.append(
+                Finding("late", f"{text}: a reused prefix is missing; record without prefix caching", grave=True)
+            )
         if self.holes:
             first, place = self.holes[0]
             text = f"positions are missing in {len(self.holes)} sequences, first in sequence {first} at {place}"
@@ -149,4 +153,4 @@ def _repeats(first: np.ndarray) -> bool:
 
 
 def _few(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:4])) + (", …" if len(numbers) > 4 else "")  # noqa: PLR2004 - enough to look at
+    return ", ".join(map(str, numbers[:4])) + (", …" if len(numbers) > 4 else "")

@@ -4,12 +4,15 @@ An experiment says which published records it stands beside, how their settings 
 where it departs from its source. `moesim.reproduce` runs them.
 """
 
-from moesim.experiments import assignment, cache, prediction, routing
+from moesim.experiments.assignment import EXPERIMENTS as ASSIGNMENT
 from moesim.experiments.base import Experiment
+from moesim.experiments.cache import EXPERIMENTS as CACHE
+from moesim.experiments.prediction import EXPERIMENTS as PREDICTION
+from moesim.experiments.routing import EXPERIMENTS as ROUTING
+
+__all__ = ["EXPERIMENTS", "Experiment"]
 
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment
-    for module in (cache, assignment, prediction, routing)
-    for experiment in module.EXPERIMENTS
+    experiment.name: experiment for room in (CACHE, ASSIGNMENT, PREDICTION, ROUTING) for experiment in room
 }
 """Name -> experiment, in the order in which they are listed."""

@@ -90,6 +90,8 @@ def import_trace(
     first = next(blocks, None)
     if first is None:
         raise TraceError(f"{source}: expected at least one row, found an empty trace")
+    if not first["experts"].size:
+        raise TraceError(f"{source}: sequence 0: expected at least one row with at least one expert, found none")
     width = first["experts"].shape[1]
     if width != shape.top_k:
         notes.append(f"top-k is {width} in the trace, {shape.top_k} in the model: overridden when it was recorded")
@@ -99,6 +101,8 @@ def import_trace(
     sequences = 0
     with TraceWriter(out, TraceHeader(shape, details), columns) as writer:
         for block in chain((first,), blocks):
+            if not block["experts"].size:
+                raise TraceError(f"{source}: sequence {sequences}: expected at least one row, found none")
             sequence = int(block["seq"][0])
 
             def bad(row: int, column: str, expected: str, got: object, way_out: str, seq: int = sequence) -> TraceError:
@@ -118,7 +122,10 @@ def import_trace(
                 row = int(repeats.argmax())
                 raise bad(row, "experts", "distinct ids", block["experts"][row].tolist(), "is top-k right")
             check_sequence(block["pos"], block["phase"], block["layer"], shape.layers, bad)
-            writer.write(**block)
+            try:
+                writer.write(**block)
+            except TraceError as error:  # the writer names the file it writes; the fault is in the one that is read
+                raise TraceError(str(error).replace(str(out), str(source), 1)) from None
             verdict.add(block["pos"], block["phase"], block["layer"], block["experts"])
             sequences += 1
             if progress is not None:

@@ -35,7 +35,7 @@ _OURS = ("seq", "pos", "phase", "layer", "experts", "expert", "rank", "weights",
 _LISTS = ("experts", "weights", "scores")
 _PHASES = {"prefill": Phase.PREFILL, "prompt": Phase.PREFILL, "0": Phase.PREFILL,
            "decode": Phase.DECODE, "generate": Phase.DECODE, "1": Phase.DECODE}  # fmt: skip
-_HEADER = re.compile(rb"[A-Za-z_][\w .\-]*([,;\t][\w .\-*]+)+\s*")
+_HEADER = re.compile(rb"\"?[A-Za-z_][\w .\-\"]*([,;\t][\w .\-\"]+)+\s*")
 
 
 def recognises(path: Path) -> bool:
@@ -94,7 +94,9 @@ def mapping(path: Path, text: str, names: list[str]) -> dict[str, list[str]]:
             raise bad(path, f"option map: {word!r}", f"column=theirs with {', '.join(_OURS)}", ours or "nothing", "")
         if theirs.endswith("*") and ours in _LISTS:
             numbered = {name: name[len(theirs) - 1 :] for name in names if name.startswith(theirs[:-1])}
-            found[ours] = sorted((n for n, rest in numbered.items() if rest.isdecimal()), key=lambda n: int(numbered[n]))
+            found[ours] = sorted(
+                (n for n, rest in numbered.items() if rest.isdecimal()), key=lambda n: int(numbered[n])
+            )
         else:
             found[ours] = [theirs]
         if not found[ours] or not set(found[ours]) <= set(names):
@@ -115,7 +117,7 @@ def _names(path: Path) -> list[str]:
         if head(path, 4) == b"PAR1":
             return list(pq.read_schema(path).names)
         line = head(path, 1 << 16).decode("utf-8").splitlines()[0]
-        return [name.strip() for name in line.split(_delimiter(line))]
+        return [name.strip().strip('"') for name in line.split(_delimiter(line))]
 
 
 def _delimiter(line: str) -> str:
@@ -186,7 +188,9 @@ def _lists(path: Path, ours: str, arrays: list[Any]) -> np.ndarray:
     elif pa.types.is_string(first) or pa.types.is_large_string(first):
         texts = [re.sub(r"[\[\](){}|;]", " ", text).split() for text in arrays[0].to_pylist()]
         lengths = np.array([len(text) for text in texts])
-        numbers = np.array([word for text in texts for word in text]).astype(np.int64 if ours == "experts" else np.float32)
+        numbers = np.array([word for text in texts for word in text]).astype(
+            np.int64 if ours == "experts" else np.float32
+        )
     else:
         lengths = np.full(len(arrays[0]), len(arrays))
         numbers = np.stack([np.asarray(array) for array in arrays], axis=1).reshape(-1)

@@ -73,7 +73,9 @@ def read(path: Path, shape: ModelShape, *, batch: str = "1", prompt_tokens: str 
         part = slice(number * tokens, (number + 1) * tokens)
         values = np.stack([layer[part] for layer in layers], axis=1)  # [T, L, E]
         if values.shape[2] != shape.experts:
-            raise bad(path, "columns", f"{shape.experts} experts as in {shape.name}", values.shape[2], "is the shape right?")
+            raise bad(
+                path, "columns", f"{shape.experts} experts as in {shape.name}", values.shape[2], "is the shape right?"
+            )
         values = values.astype(np.float32)
         if not np.isfinite(values).all():
             token, layer, expert = np.argwhere(~np.isfinite(values))[0]
@@ -89,7 +91,8 @@ def selected(
 
     Equal values go to the lower id. Softmax over the chosen logits only is softmax over all, renormalised.
     """
-    scores = values if probabilities else np.exp(values - values.max(axis=2, keepdims=True))
+    with np.errstate(over="ignore"):
+        scores = values if probabilities else np.exp(values - values.max(axis=2, keepdims=True))
     scores = scores / scores.sum(axis=2, keepdims=True)
     experts = np.argsort(-values, axis=2, kind="stable")[:, :, : shape.top_k]
     weights = np.take_along_axis(scores, experts, axis=2)
@@ -103,13 +106,15 @@ def _layers(path: Path) -> dict[str, np.ndarray]:
     found = load_named(path)
     if not found:
         raise bad(path, "content", "one array per MoE layer", "no array")
-    if len(found) == 1 and next(iter(found.values())).ndim == 3:  # noqa: PLR2004 - one stack [L, rows, E]
+    if len(found) == 1 and next(iter(found.values())).ndim == 3:
         name, stack = next(iter(found.items()))
         found = {f"{name}.{index}": layer for index, layer in enumerate(stack)}
     rows = None
     for name, layer in found.items():
-        if layer.ndim != 2 or layer.dtype.kind != "f" or not layer.size:  # noqa: PLR2004
-            raise bad(path, f"array {name!r}", "floats [batch * seq, experts]", f"{layer.dtype} {list(layer.shape)}", "")
+        if layer.ndim != 2 or layer.dtype.kind != "f" or not layer.size:
+            raise bad(
+                path, f"array {name!r}", "floats [batch * seq, experts]", f"{layer.dtype} {list(layer.shape)}", ""
+            )
         rows = layer.shape if rows is None else rows
         if layer.shape != rows:
             raise bad(path, f"array {name!r}", f"shape {list(rows)} as in the other layers", list(layer.shape))

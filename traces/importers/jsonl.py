@@ -68,8 +68,12 @@ def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Iterator[
     labels: dict[Any, int] = {}
     seq, pos, layer, phase, experts, weights = [], [], [], [], [], []
     for number, row in enumerate(_rows(path)):
+        if not isinstance(row.experts, list):
+            raise bad(path, f"row {number}: experts", "a list of ids", row.experts)
         if len(row.experts) != len(experts[0] if experts else row.experts) or not row.experts:
-            raise bad(path, f"row {number}: experts", f"{len(experts[0]) if experts else 'at least 1'}", len(row.experts))
+            raise bad(
+                path, f"row {number}: experts", f"{len(experts[0]) if experts else 'at least 1'}", len(row.experts)
+            )
         if (row.weights is None) != (not weights if experts else row.weights is None):
             raise bad(path, f"row {number}: weights", "weights in all rows or in none", "a mixture")
         seq.append(labels.setdefault(str(row.seq), len(labels)))
@@ -93,7 +97,9 @@ def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Iterator[
         if weights:
             rows["weights"] = np.array(weights, np.float32)
             if rows["weights"].shape != rows["experts"].shape:
-                raise bad(path, "weights", f"one per expert: {list(rows['experts'].shape)}", list(rows["weights"].shape))
+                raise bad(
+                    path, "weights", f"one per expert: {list(rows['experts'].shape)}", list(rows["weights"].shape)
+                )
     if prompt_tokens:
         prompt = whole_number(path, "prompt_tokens", prompt_tokens, 0)
         rows["phase"] = np.where(rows["pos"] < prompt, np.int8(Phase.PREFILL), np.int8(Phase.DECODE))

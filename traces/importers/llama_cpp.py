@@ -63,7 +63,9 @@ def read(path: Path, shape: ModelShape) -> Iterator[Block]:
     if rest.any():
         run = int(rest.argmax())
         place = f"row {starts[run]}, layer {layer[starts[run]]}"
-        raise bad(path, place, f"whole tokens of {shape.top_k} experts", f"{choices[run]} rows", "is the shape's top-k right?")
+        raise bad(
+            path, place, f"whole tokens of {shape.top_k} experts", f"{choices[run]} rows", "is the shape's top-k right?"
+        )
     number_of = layer_numbers(path, np.unique(layer).tolist(), shape)
     run_layer = np.array([number_of[one] for one in layer[starts].tolist()])
     number = np.cumsum(np.concatenate(([0], np.diff(run_layer) <= 0)))

@@ -44,7 +44,9 @@ def provenance(path: Path) -> dict[str, Any]:
     for _, record in _records(path):
         drafts += record.get("block") == "mtp"
         sidecars += "hs_offset" in record or "logit_offset" in record
-        rank = int(record["rank"])
+        rank = record["rank"]
+    if not isinstance(rank, int):
+        raise bad(path, "rank", "a whole number", rank)
     if drafts:
         notes.append(f"{drafts} records of draft heads (block mtp) left out")
     if sidecars:
@@ -62,7 +64,7 @@ def read(path: Path, shape: ModelShape) -> Iterator[Block]:
             continue
         where = f"line {line}"
         with decoding(path, where):
-            ids = np.array(record["top_indices"])
+            ids = np.array(record.get("top_indices"))
             step, layer = int(record["step"]), int(record["layer"])
             expected = (int(record["num_tokens"]), int(record["topk"]))
         if ids.shape != expected or ids.dtype.kind not in "iu" or not ids.size:

@@ -36,6 +36,7 @@ _TYPES = {
     "weight": "float32", "residency": "int8", "expert_bytes": "int64", "dropped": "int8",
 }  # fmt: skip
 _PREAMBLE_BYTES = 1 << 20
+_MOST_LAYERS = 4096
 
 
 class Preamble(NamedTuple):
@@ -70,13 +71,21 @@ def reshape(path: Path, shape: ModelShape) -> ModelShape:
     """
     told = preamble(path)
     sparse = [layer for layer, size in sorted(told.expert_bytes.items()) if size]
-    for name, found in (("layers", len(sparse)), ("experts", int(told.facts.get("n_expert", shape.experts)))):
+    with decoding(path, "preamble"):
+        experts, used, total = (
+            int(told.facts.get(name, default))
+            for name, default in (("n_expert", shape.experts), ("n_expert_used", shape.top_k), ("n_layer", 0))
+        )
+    total = total or len(told.expert_bytes)
+    if not max(told.expert_bytes, default=0) < max(total, 1) <= _MOST_LAYERS:
+        raise bad(path, "preamble: n_layer", f"1..{_MOST_LAYERS}, and a line for each", total)
+    for name, found in (("layers", len(sparse)), ("experts", experts)):
         if found and found != getattr(shape, name):
-            raise bad(path, f"preamble: {name}", f"{getattr(shape, name)} as in {shape.name}", found, "is the shape right?")
+            raise bad(
+                path, f"preamble: {name}", f"{getattr(shape, name)} as in {shape.name}", found, "is the shape right?"
+            )
     if not sparse:
         return shape
-    used = int(told.facts.get("n_expert_used", shape.top_k))
-    total = int(told.facts.get("n_layer", len(told.expert_bytes)))
     return dataclasses.replace(
         shape,
         top_k=used if 1 <= used <= shape.experts else shape.top_k,
@@ -160,8 +169,11 @@ def preamble(path: Path) -> Preamble:
         with decoding(path, f"line {number + 1}"):
             words = dict(re.findall(r"(\w+)=(\S+)", line))
             if "expert_bytes" in words:
-                experts[int(words["layer"])] = int(words["expert_bytes"])
-                dense += int(words.get("dense_bytes", 0))
+                layer, size, beside = (int(words[name]) for name in ("layer", "expert_bytes", "dense_bytes"))
+                if min(layer, size, beside) < 0:
+                    raise bad(path, f"line {number + 1}", "numbers from 0", line[:80])
+                experts[layer] = size
+                dense += beside
             else:
                 facts |= words
     raise bad(path, f"line {len(lines)}", "a header line behind the preamble", "the end of the file")
@@ -198,7 +210,9 @@ def _sorted(path: Path, shape: ModelShape) -> tuple[dict[str, np.ndarray], np.nd
     table_of[list(number_of)] = list(number_of.values())
     rows["layer"] = table_of[rows["layer"]]
     if rows["layer"].min() < 0:
-        raise bad(path, f"row {int(rows['layer'].argmin())}: layer", "an MoE layer", "a dense one", "is the shape right?")
+        raise bad(
+            path, f"row {int(rows['layer'].argmin())}: layer", "an MoE layer", "a dense one", "is the shape right?"
+        )
     order = np.lexsort((rows["slot"], rows["layer"], rows["step"], rows["turn"]))
     return {name: values[order] for name, values in rows.items()}, order
 

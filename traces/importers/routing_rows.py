@@ -35,7 +35,7 @@ def recognises(path: Path) -> bool:
     """Whether this is Parquet with the columns of the layout."""
     try:
         names = pq.read_schema(path).names
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError, ValueError):
         return False
     return set(COLUMNS) <= set(names)
 

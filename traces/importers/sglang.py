@@ -52,7 +52,9 @@ def provenance(path: Path) -> dict[str, Any]:
     if per_token:
         notes.append("requests are told apart by position: SGLang does not name them")
     else:
-        notes.append("per_pass holds workloads, not tokens: experts are ordered by id, several tokens of a pass are dealt")
+        notes.append(
+            "per_pass holds workloads, not tokens: experts are ordered by id, several tokens of a pass are dealt"
+        )
     return {
         "mode": "per_token" if per_token else "per_pass",
         "rank": int(records[0]["rank"]),
@@ -139,7 +141,9 @@ class _Running:
             if sum(lengths) != len(positions) or min(lengths, default=1) < 1:
                 raise bad(path, where, f"extend_seq_lens that add up to {len(positions)}", lengths)
         else:
-            raise bad(path, where, "forward_mode 1 (extend), 2 (decode) or 3 (mixed)", mode, "record without speculation")
+            raise bad(
+                path, where, "forward_mode 1 (extend), 2 (decode) or 3 (mixed)", mode, "record without speculation"
+            )
         start = taken = 0
         for length in lengths:
             part = positions[start : start + length]

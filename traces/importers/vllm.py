@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from traces.foreign import NO_PHASES, bad, decoding, dense_block, head, whole_number
-from traces.tensors import NPY, array, integers, kind_of, load_named
+from traces.foreign import DAMAGE, NO_PHASES, bad, decoding, dense_block, head, whole_number
+from traces.tensors import NPY, array, integers, kind_of, load_named, npy_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,14 +35,15 @@ def recognises(path: Path) -> bool:
     kind = kind_of(path)
     if kind == "npy":
         try:
-            found = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError, OverflowError, MemoryError):
+            with path.open("rb") as file:
+                shape, _, dtype = npy_header(file)
+        except DAMAGE:
             return True  # an array that is cut off: say so
-        return found.ndim == 3 and found.dtype.kind in "iu"  # noqa: PLR2004
+        return len(shape) == 3 and dtype.kind in "iu"
     if kind == "npz":
         return _GENERATED.encode() in head(path, 1 << 20)
     start = head(path, 1 << 20).lstrip()
-    return start[:1] in (b"{", b"[") and f'"{_GENERATED}"'.encode() in start or f'"{_PROMPT}"'.encode() in start
+    return (start[:1] in (b"{", b"[") and f'"{_GENERATED}"'.encode() in start) or f'"{_PROMPT}"'.encode() in start
 
 
 def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
@@ -75,7 +76,13 @@ def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Iterator[
             whole, same = whole[:-1], same[:-1]
         if same.any():
             token = int(same.argmax())
-            raise bad(path, f"completion {number}: token {token}", "distinct experts", f"{whole[token, 0, 0]} at every layer", _HOLE)
+            raise bad(
+                path,
+                f"completion {number}: token {token}",
+                "distinct experts",
+                f"{whole[token, 0, 0]} at every layer",
+                _HOLE,
+            )
         if len(whole):
             yield dense_block(number, whole, min(split, len(whole)))
             number += 1
@@ -110,7 +117,9 @@ def _completions(path: Path) -> Iterator[tuple[np.ndarray | None, np.ndarray, st
             yield from _of_response(path, f"response {index}", response)
 
 
-def _of_response(path: Path, where: str, response: dict[str, Any]) -> Iterator[tuple[np.ndarray | None, np.ndarray, str]]:
+def _of_response(
+    path: Path, where: str, response: dict[str, Any]
+) -> Iterator[tuple[np.ndarray | None, np.ndarray, str]]:
     common = _ids(path, f"{where}: {_PROMPT}", response.get(_PROMPT))
     choices = response.get("choices") or [response]
     for index, choice in enumerate(choices):
@@ -132,7 +141,9 @@ def _of_response(path: Path, where: str, response: dict[str, Any]) -> Iterator[t
 
 def _checked(path: Path, place: str, prompt: np.ndarray | None, generated: np.ndarray) -> np.ndarray | None:
     if prompt is not None and generated.size and prompt.shape[1:] != generated.shape[1:]:
-        raise bad(path, place, f"[tokens, {prompt.shape[1]}, {prompt.shape[2]}] as in the prompt", list(generated.shape))
+        raise bad(
+            path, place, f"[tokens, {prompt.shape[1]}, {prompt.shape[2]}] as in the prompt", list(generated.shape)
+        )
     return prompt
 
 
@@ -143,7 +154,9 @@ def _ids(path: Path, place: str, value: Any) -> np.ndarray | None:
     if isinstance(value, str):
         data = base64.b64decode(value, validate=True)
         if not data.startswith(NPY):
-            raise bad(path, place, "nested lists or a base64 npy", "other base64 bytes", "save the array with numpy.save")
+            raise bad(
+                path, place, "nested lists or a base64 npy", "other base64 bytes", "save the array with numpy.save"
+            )
         return integers(path, place, array(path, place, io.BytesIO(data), len(data)), 3)
     if value == []:
         return np.empty((0, 1, 1), np.int32)

@@ -1,0 +1,240 @@
+"""Calibrate this machine: a designed set of short runs through the executor, then a fit.
+
+Each lane alone, each pair, all together; two sizes of experts; one token and many; with and without the SSD; every
+assignment policy's planning. Routing is drawn, so that no trace which a prediction is later compared with takes part;
+this module and `hwprofiles/calibrate.py` know of no validation (`tests/test_separation.py` holds that).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hwprofiles.calibrate import DesignedRun, profile_entries
+from hwprofiles.calibrate import calibrate as fit
+from hwprofiles.fit import FitReport
+from hwprofiles.profile import HardwareProfile, save_profile
+from moesim.memory import MemoryOptions
+from moesim.runs import machine_profile
+from moesim.trials import Bench, Trial, figures, system_of
+from traces.batch import RoutedLayer, RoutedStep
+from traces.schema import ModelShape, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from traces.timeline import Timeline
+
+SHAPES = ("olmoe-1b-7b/2", "olmoe-1b-7b/4")
+"""Whose sizes the designed runs' experts have: two, since only different bytes separate overhead from bandwidth."""
+
+LAYERS, EXPERTS, TOP_K = 6, 32, 4
+"""Routing of the designed runs."""
+_ROUTED = ModelShape("designed", LAYERS, EXPERTS, TOP_K, 64, 64, (1,) * LAYERS, 1)
+_REUSE = 0.5
+"""Chance that a token keeps an expert of the token before."""
+_DISTINCT = 64
+_REPEATED = "greedy+lru"
+PLANNERS = ("static-threshold", "layer-wise", "fixed-mapping", "hybrimoe-schedule", "beam")
+"""Assignment policies that are run once more, for what their planning takes."""
+
+
+class Design(NamedTuple):
+    """One designed run: what it is for, and the trial."""
+
+    purpose: str
+    trial: Trial
+
+
+def drawn_steps(*, batch: int, prompt: int, decode: int, seed: int) -> list[RoutedStep]:
+    """Draw forward passes: a prefill of `prompt` tokens per sequence (none if 0), then `decode` steps."""
+    rng = np.random.default_rng(seed)
+    steps = []
+    last = rng.random((batch, LAYERS, EXPERTS)).argsort(-1)[..., :TOP_K]
+    for number in range(decode + (prompt > 0)):
+        prefill = prompt > 0 and number == 0
+        tokens = prompt * batch if prefill else batch
+        if prefill:
+            chosen = rng.random((tokens, LAYERS, EXPERTS)).argsort(-1)[..., :TOP_K]
+        else:
+            chosen = _next(last, rng)
+            last = chosen
+        layers = [_layer(layer, chosen[:, layer]) for layer in range(LAYERS)]
+        context = prompt + number + (prompt == 0)
+        steps.append(RoutedStep(number, Phase.PREFILL if prefill else Phase.DECODE, 0, tokens, context, batch, layers))
+    return steps
+
+
+def _next(last: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Experts of the next token [B, L, K]: some of the last ones, the rest drawn."""
+    liked = rng.random((*last.shape[:2], EXPERTS))
+    kept = rng.random(last.shape) < _REUSE
+    np.put_along_axis(liked, last, np.where(kept, 2.0, np.take_along_axis(liked, last, -1)), -1)
+    return liked.argsort(-1)[..., ::-1][..., :TOP_K]
+
+
+def _layer(layer: int, routing: np.ndarray) -> RoutedLayer:
+    experts, tokens = np.unique(routing, return_counts=True)
+    return RoutedLayer(
+        layer, experts.astype(np.int32), tokens.astype(np.int32), np.ascontiguousarray(routing, np.uint16), None, None, {}
+    )
+
+
+def designs(shape: ModelShape, *, quick: bool = False, seed: int = 0) -> list[Design]:
+    """The designed set for one shape: every cost and every overlap that a run of any policy can have."""
+    length = 16 if quick else 40
+    alone, many, prompt = [
+        drawn_steps(batch=batch, prompt=prompt, decode=decode, seed=seed + number)
+        for number, (batch, prompt, decode) in enumerate(
+            [(1, 24, length), (6, 0, max(8, length // 2)), (4, 40, max(4, length // 5))]
+        )
+    ]
+    everything = sum(shape.expert_bytes) * shape.experts
+    ratio = MemoryOptions
+    found = [
+        Design("CPU alone", Trial("all-cpu+none", ratio(cache_ratio=0.0), alone)),
+        Design("CPU alone, many tokens", Trial("all-cpu+none", ratio(cache_ratio=0.0), prompt)),
+        Design("copies and GPU in turn", Trial("on-demand+lru", ratio(cache_ratio=0.0), alone)),
+        Design("GPU alone", Trial("on-demand+lru", ratio(cache_ratio=1.0), many)),
+        Design("GPU, many tokens", Trial("on-demand+lru", ratio(cache_ratio=0.3), prompt)),
+        Design("CPU beside GPU and copies", Trial(_REPEATED, ratio(cache_ratio=0.3), alone)),
+        Design("CPU beside GPU and copies, batch", Trial(_REPEATED, ratio(cache_ratio=0.6), many)),
+        Design("CPU beside copies", Trial(_REPEATED, ratio(cache_ratio=0.0), many)),
+        Design("SSD and CPU", Trial("all-cpu+none", ratio(cache_ratio=0.0, host_memory_bytes=everything // 2), many)),
+        Design("all lanes", Trial(_REPEATED, ratio(cache_ratio=0.3, host_memory_bytes=everything // 2), alone)),
+    ]
+    short = alone[: 8 if quick else 14]
+    return found + [
+        Design(f"planning of {name}", Trial(f"{name}+lru", ratio(cache_ratio=0.3), short)) for name in PLANNERS
+    ]
+
+
+def learn(
+    runs: Sequence[tuple[ModelShape, Trial, Timeline]], base: HardwareProfile, *, date: str, name: str, seed: int = 0
+) -> HardwareProfile:
+    """Put what finished runs say into a profile of the machine they ran on."""
+    designed = [
+        DesignedRun(
+            timeline, shape, system_of(trial.policy).assignment, _contexts(trial.steps), base.workers
+        )
+        for shape, trial, timeline in runs
+    ]  # fmt: skip
+    found = fit(designed, date=date, seed=seed)
+    return replace(
+        base,
+        name=name,
+        kind="measured",
+        date=date,
+        numbers=profile_entries(found, base.numbers),
+        curves={**base.curves, **found.curves},
+        fit={**base.fit, **found.fit},
+    )
+
+
+def _contexts(steps: Sequence[RoutedStep]) -> list[int]:
+    return [step.context_tokens for step in steps]
+
+
+def calibrate(
+    out: str | Path,
+    *,
+    shapes: Sequence[str] = SHAPES,
+    quick: bool = False,
+    hw: str | Path | HardwareProfile | None = None,
+    dtype: str | None = None,
+    stores: Path | None = None,
+    seed: int = 0,
+    progress: Callable[[str, float], None] | None = None,
+) -> HardwareProfile:
+    """Calibrate this machine and write its profile.
+
+    Args:
+        out: the TOML file to write.
+        shapes: whose sizes the experts have, largest first; see `traces.models.model_shape`.
+        quick: shorter runs.
+        hw: profile of this machine to start from; measured now, in some ten seconds, when None.
+        dtype: of the weights; float32 on the host accelerator, bfloat16 on CUDA when None.
+        stores: folder for the experts' stores; a temporary one when None.
+        seed: of the drawn routing.
+        progress: called with what is done next and the share that is done.
+
+    Raises:
+        ProfileError, TraceError, StoreError, RuntimeFault: in one line.
+    """
+    from runtime.measure import measure  # noqa: PLC0415 - torch
+    from runtime.tracedriven import shape_for  # noqa: PLC0415
+
+    tell = progress or (lambda _what, _done: None)
+    target, load = Path(out), os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=stores) as folder:
+        tell("the machine's lanes", 0.0)
+        base = machine_profile(hw if hw is not None else measure(None, Path(folder) / "base.toml", quick=True))
+        chosen = dtype or ("bfloat16" if base.accelerator == "cuda" else "float32")
+        runs: list[tuple[ModelShape, Trial, Timeline]] = []
+        repeated: list[float] = []
+        for number, spec in enumerate(shapes):
+            shape = shape_for(_ROUTED, spec, chosen)
+            todo = designs(shape, quick=quick, seed=seed)
+            again = next(one for one in todo if one.trial.policy == _REPEATED)
+            with Bench(shape, base, dtype=chosen, distinct=_DISTINCT, store=Path(folder) / str(number)) as bench:
+                bench.run(again.trial, base, seed=seed)  # nothing in memory is new any more
+                for place, design in enumerate(todo):
+                    tell(f"{spec}: {design.purpose}", (number + (place + 1) / (len(todo) + 2)) / len(shapes))
+                    timeline = bench.run(design.trial, base, seed=seed)
+                    runs.append((shape, design.trial, timeline))
+                    if design is again:
+                        repeated.append(figures(timeline)["tpot_s"])
+                for _ in range(2):
+                    repeated.append(figures(bench.run(again.trial, base, seed=seed))["tpot_s"])
+    date = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    profile = learn(runs, base, date=date, name=target.stem, seed=seed)
+    profile = replace(
+        profile,
+        description=(
+            f"{base.description.partition(';')[0]}; calibrated by {len(runs)} designed runs with {', '.join(shapes)}"
+            f" ({chosen}); load average {load:.1f} when it began"
+        ),
+        fit={**profile.fit, **_stability(np.array(repeated).reshape(len(shapes), -1))},
+        where=target.name,
+    )
+    save_profile(profile, target)
+    tell("done", 1.0)
+    return profile
+
+
+def _stability(tpot_s: np.ndarray) -> dict[str, dict[str, float]]:
+    """Noise floor (any two repetitions) and drift (last against first) of identical runs, [shapes, repetitions]."""
+    pairs = [
+        abs(row[i] / row[j] - 1.0) for row in tpot_s for i in range(len(row)) for j in range(len(row)) if i < j
+    ]  # fmt: skip
+    drift = [abs(row[-1] / row[0] - 1.0) for row in tpot_s]
+    return {
+        name: {key: float(value) for key, value in FitReport(
+            tpot_s.size, len(missed), float(np.median(missed)), float(np.max(missed)))._asdict().items()}
+        for name, missed in (("noise_floor", pairs), ("drift", drift))
+    }  # fmt: skip
+
+
+def foreign(profile: HardwareProfile) -> list[str]:
+    """In what a profile's machine differs from this one: processor, accelerator, cores; empty where it does not.
+
+    Versions of libraries are named, too, since they change how fast products are.
+    """
+    from runtime.measure import _versions  # noqa: PLC0415 - torch
+
+    here = _versions()
+    said = [
+        f"{key}: the profile's is {profile.versions.get(key, 'unknown')}, this machine's is {here[key]}"
+        for key in ("cpu", "accelerator", "torch")
+        if profile.versions.get(key) != here[key]
+    ]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if profile.cores != cores:
+        said.append(f"cores: the profile's are {profile.cores}, this machine's are {cores}")
+    return said

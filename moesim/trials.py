@@ -1,0 +1,152 @@
+"""One trial of a design: the same forward passes through the same policies, really done or simulated.
+
+A `Bench` keeps what trials of one model shape share (the store of experts, the dense part with its key/value cache), so
+that a grid of short runs spends its time running. `simulate` is its twin in virtual time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from hwprofiles.costs import Costs
+from moesim.memory import MemoryOptions
+from moesim.runs import REHEARSED_STEPS, Setup, device_of, execute, open_random_store, rehearse
+from policies.base import PolicyError
+from policies.planner import Planner
+from policies.systems import compose
+from sim.replay import Replay
+from traces.metrics import summarise
+from traces.timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from hwprofiles.profile import HardwareProfile
+    from policies.systems import System
+    from runtime.executor import Executor
+    from traces.batch import RoutedStep
+    from traces.schema import ModelShape
+
+HOST_CACHE = "lru"
+
+
+def system_of(policy: str) -> System:
+    """The system that ``assignment+cache+prefetch`` names; parts may be left out from the right.
+
+    Raises:
+        PolicyError: an unknown name, or too many parts.
+    """
+    name, *parts = policy.split("+")
+    if len(parts) > 2:
+        raise PolicyError(f"policy {policy!r}: expected at most assignment+cache+prefetch")
+    return compose(name, **dict(zip(("cache", "prefetch"), parts, strict=False)))
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is run: a policy, the sizes of memories, and the forward passes.
+
+    Attributes:
+        policy: as `system_of` takes it.
+        memory: sizes.
+        steps: forward passes; step numbers count from 0.
+    """
+
+    policy: str
+    memory: MemoryOptions
+    steps: Sequence[RoutedStep]
+
+
+def simulate(
+    trial: Trial, shape: ModelShape, profile: HardwareProfile, *, noise_seed: int | None = None, seed: int = 0
+) -> Timeline:
+    """Run a trial in virtual time.
+
+    Raises:
+        PolicyError: a policy that needs the future or an artefact, or an impossible memory.
+    """
+    costs = Costs(profile, shape)
+    planner = _setup(trial, shape, profile, seed).planner()
+    timeline = Timeline(profile.lanes)
+    Replay(profile, costs, planner, timeline, noise_seed=noise_seed).run(trial.steps)
+    timeline.close()
+    return timeline
+
+
+class Bench:
+    """A model shape made ready to run for real, many times.
+
+    Args:
+        shape: sizes and numbers of experts; weights are random.
+        profile: lanes and workers of this machine, and the costs that policies are told.
+        dtype: of the weights.
+        distinct: different experts in the store, enough to outgrow the caches; the others share them in turn.
+        store: folder of the store; None takes the user's cache folder.
+        building: called with records done and records to do while the store is built.
+
+    Raises:
+        StoreError, RuntimeFault: the machine does not give what is needed.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        profile: HardwareProfile,
+        *,
+        dtype: str = "float32",
+        distinct: int | None = None,
+        store: Path | None = None,
+        building: Callable[[int, int], None] | None = None,
+    ) -> None:
+        from runtime.dense import DenseSizes, DenseStack  # noqa: PLC0415 - torch
+
+        self.shape = shape
+        self._device = device_of(profile)
+        self._store = open_random_store(shape, store, dtype, distinct, building=building)
+        self._dense = DenseStack(DenseSizes.of(shape), self._store.layout(0).torch_dtype, self._device.device)
+
+    def __enter__(self) -> Self:
+        """Use it in a block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close the store."""
+        self._store.close()
+
+    def run(self, trial: Trial, profile: HardwareProfile, *, seed: int = 0) -> Timeline:
+        """Run a trial for real.
+
+        Raises:
+            PolicyError, StoreError, RuntimeFault: as `moesim.runs.run_trace`.
+        """
+        from runtime.tracedriven import ForcedRouting  # noqa: PLC0415 - torch
+
+        setup = _setup(trial, self.shape, profile, seed)
+        rehearse(setup.planner(), trial.steps[:REHEARSED_STEPS])
+        self._dense.make_room(  # a cache that grows during a run would be no cost of any token
+            max(step.sequences for step in trial.steps), max(step.context_tokens for step in trial.steps)
+        )
+
+        def forward(executor: Executor) -> Callable[[], None]:
+            return ForcedRouting(executor, self._dense, trial.steps)
+
+        return execute(setup, self._store, self._device, forward).timeline
+
+
+def _setup(trial: Trial, shape: ModelShape, profile: HardwareProfile, seed: int) -> Setup:
+    setup = Setup(shape, profile, system_of(trial.policy), trial.memory, HOST_CACHE, seed)
+    for policy in setup.policies().all():
+        if policy.oracle:
+            raise PolicyError(f"policy {trial.policy!r}: an oracle cannot be validated; choose one that sees the past")
+    return setup
+
+
+def figures(timeline: Timeline) -> dict[str, Any]:
+    """Metrics of a run."""
+    return summarise(timeline)
+
+
+__all__ = ["HOST_CACHE", "Bench", "MemoryOptions", "Planner", "Trial", "figures", "simulate", "system_of"]

@@ -1,0 +1,383 @@
+"""Validate the simulator: the same grid really run and simulated, side by side in time, and compared cell by cell.
+
+Each cell is run for real, simulated right after, and when all are done run again in reversed order, so that what
+drifts hits both worlds alike and repetitions lie far apart. The profile is taken as it is: nothing here fits anything,
+and calibration (`moesim/calibrate.py`) does not know this module.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hwprofiles.costs import Costs
+from moesim import statistics
+from moesim.memory import MemoryOptions
+from moesim.runs import machine_profile
+from moesim.terms import TERMS, step_seconds, terms
+from moesim.trials import Bench, Trial, figures, simulate, system_of
+from policies.base import CachePolicy
+from traces.batch import compose
+from traces.reader import Trace, open_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hwprofiles.profile import HardwareProfile
+    from policies.plan import Policies
+    from traces.schema import ModelShape
+    from traces.timeline import Timeline
+
+STEPS = 16
+REPLICATIONS = 3
+"""Simulations with drawn operation times, whose mean is the prediction."""
+MARGIN = 0.05
+"""Of the equivalence test."""
+_DISTINCT = 64
+_FIGURES = ("tpot_s", "tpot_p50_s", "tpot_p95_s", "ttft_s", "hits", "delayed_hits", "misses", "planning_s", "makespan_s")
+
+
+class Place(NamedTuple):
+    """A cell's coordinates. `host_ratio` is the share of experts that host memory holds; 1 needs no SSD."""
+
+    trace: str
+    shape: str
+    policy: str
+    cache_ratio: float
+    host_ratio: float
+    batch: int
+
+
+@dataclass(slots=True)
+class Cell:
+    """One cell: what was measured, in every repetition, and what was predicted.
+
+    Attributes:
+        place: coordinates.
+        timing_free: no decision depends on when copies land, so hits must be equal.
+        extrapolated: the experts' size was not calibrated.
+        measured: figures of each repetition; see `_FIGURES`, with ``busy_s`` and ``bytes`` by lane and ``terms``.
+        predicted: figures of the simulation, mean over replications.
+        replications_s: TPOT of each replication.
+        means_tpot_s: TPOT of the simulation with mean operation times.
+        steps_s: measured seconds of each step after the first, mean over repetitions.
+        predicted_steps_s: the same, predicted.
+    """
+
+    place: Place
+    timing_free: bool
+    extrapolated: bool
+    measured: list[dict[str, Any]] = field(default_factory=list)
+    predicted: dict[str, Any] = field(default_factory=dict)
+    replications_s: list[float] = field(default_factory=list)
+    means_tpot_s: float | None = None
+    steps_s: list[list[float]] = field(default_factory=list)
+    predicted_steps_s: list[float] = field(default_factory=list)
+
+    def mean(self, key: str) -> float | None:
+        """A measured figure, mean over repetitions."""
+        values = [one[key] for one in self.measured]
+        return None if None in values else float(np.mean(values))
+
+    def error(self, key: str) -> float | None:
+        """Predicted over measured, minus one; None where there is no such figure."""
+        measured = self.mean(key)
+        return None if not measured else float(self.predicted[key] / measured - 1.0)
+
+    def floor(self) -> float:
+        """By how much repetitions of this cell differ."""
+        return statistics.noise_floor([[one["tpot_s"] for one in self.measured if one["tpot_s"]]])
+
+    def hits_equal(self) -> bool:
+        """Whether every repetition counted the hits that were predicted."""
+        keys = ("hits", "delayed_hits", "misses")
+        return all(one[key] == self.predicted[key] for one in self.measured for key in keys)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, with the comparisons."""
+        steps_s = np.mean(self.steps_s, axis=0)
+        some = len(steps_s) > 1
+        test = statistics.equivalent(self.predicted_steps_s, steps_s, margin=MARGIN) if some else None
+        distance = statistics.kolmogorov_smirnov(self.predicted_steps_s, np.concatenate(self.steps_s)) if some else None
+        return {
+            **self.place._asdict(),
+            "timing_free": self.timing_free,
+            "extrapolated": self.extrapolated,
+            "measured": self.measured,
+            "predicted": self.predicted,
+            "predicted_tpot_interval_s": [min(self.replications_s), max(self.replications_s)] if self.replications_s else None,
+            "means_tpot_s": self.means_tpot_s,
+            "tpot_error": self.error("tpot_s"),
+            "tpot_p50_error": self.error("tpot_p50_s"),
+            "tpot_p95_error": self.error("tpot_p95_s"),
+            "ttft_error": self.error("ttft_s"),
+            "step_errors": (np.asarray(self.predicted_steps_s) / steps_s - 1.0).round(4).tolist(),
+            "noise_floor": self.floor(),
+            "hits_equal": self.hits_equal(),
+            "tost": None if test is None else test._asdict(),
+            "ks": None if distance is None else distance._asdict(),
+            "terms": self.term_errors(),
+        }
+
+    def term_errors(self) -> dict[str, float]:
+        """Predicted minus measured seconds of each term, as a share of the measured makespan."""
+        makespan_s = self.mean("makespan_s") or 1.0
+        return {
+            name: float(self.predicted["terms"][name] - np.mean([one["terms"][name] for one in self.measured]))
+            / makespan_s
+            for name in TERMS
+        }
+
+
+@dataclass(slots=True)
+class Validation:
+    """A finished grid."""
+
+    cells: list[Cell]
+    config: dict[str, Any]
+    warnings: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Cells and the summary over them."""
+        cells = [cell.to_json() for cell in self.cells]
+        return {**summary(cells), "cells": cells, "config": self.config, "warnings": self.warnings}
+
+
+def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Figures over all cells; `held_out` and `calibrated` are those of sizes that calibration had not, and had."""
+    free = [cell["hits_equal"] for cell in cells if cell["timing_free"]]
+    passed = [cell["tost"]["equivalent"] for cell in cells if cell["tost"] is not None]
+    drawn: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for cell in cells:
+        drawn.setdefault(tuple(cell[key] for key in Place._fields if key != "policy"), []).append(cell)
+    floor = _median([cell["noise_floor"] for cell in cells if len(cell["measured"]) > 1]) or 0.0
+    taus = [
+        tau for group in drawn.values()
+        if (tau := statistics.kendall_tau(
+            [cell["predicted"]["tpot_s"] for cell in group],
+            [float(np.mean([one["tpot_s"] for one in cell["measured"]])) for cell in group],
+            floor=max(floor, *(cell["noise_floor"] for cell in group)))) is not None
+    ]  # fmt: skip
+    blamed = {name: _median([abs(cell["terms"][name]) for cell in cells]) for name in TERMS}
+    return {
+        **_errors(cells),
+        "hits_equal": all(free) if free else None,
+        "hits_compared": len(free),
+        "kendall_tau": float(np.mean(taus)) if taus else None,
+        "kendall_tau_min": min(taus, default=None),
+        "noise_floor": floor,
+        "noise_floor_max": max((cell["noise_floor"] for cell in cells), default=None),
+        "error_over_noise": None if not floor else (_errors(cells)["tpot_error_median"] or 0.0) / floor,
+        "tost_pass_share": float(np.mean(passed)) if passed else None,
+        "terms": blamed,
+        "largest_term": max(blamed, key=lambda name: blamed[name] or 0.0) if cells else None,
+        "held_out": _errors([cell for cell in cells if cell["extrapolated"]]),
+        "calibrated": _errors([cell for cell in cells if not cell["extrapolated"]]),
+        "ssd": _errors([cell for cell in cells if cell["host_ratio"] < 1]),
+    }
+
+
+def _errors(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"count": len(cells)}
+    for key in ("tpot", "ttft", "tpot_p95"):
+        values = [abs(cell[f"{key}_error"]) for cell in cells if cell[f"{key}_error"] is not None]
+        found[f"{key}_error_median"], found[f"{key}_error_max"] = _median(values), max(values, default=None)
+    signed = [cell["tpot_error"] for cell in cells if cell["tpot_error"] is not None]
+    found["tpot_error_signed_median"] = _median(signed)
+    return found
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return float(np.median(values)) if len(values) else None
+
+
+def validate(
+    traces: Sequence[str | Path | Trace],
+    *,
+    policies: Sequence[str],
+    cache_ratios: Sequence[float],
+    batches: Sequence[int],
+    hw: str | Path | HardwareProfile | None = None,
+    shapes: Sequence[str | None] = (None,),
+    host_ratios: Sequence[float] = (1.0,),
+    steps: int = STEPS,
+    repetitions: int = 2,
+    replications: int = REPLICATIONS,
+    dtype: str | None = None,
+    stores: Path | None = None,
+    seed: int = 0,
+    progress: Callable[[str, float], None] | None = None,
+) -> Validation:
+    """Run a grid for real and simulated, and compare.
+
+    Args:
+        traces: routing.
+        policies: each as ``assignment+cache+prefetch``, parts left out from the right.
+        cache_ratios: share of experts in the GPU cache.
+        batches: sequences that run together.
+        hw: the calibrated profile of this machine.
+        shapes: whose sizes the experts have; None keeps the trace's.
+        host_ratios: share of experts in host memory; the rest is read from the SSD.
+        steps: forward passes of each run.
+        repetitions: of each real run, every other one in reversed order.
+        replications: simulations with drawn times; with 0 the means are the prediction.
+        dtype, stores: as in `moesim.calibrate.calibrate`.
+        seed: of policies that draw, and of drawn times.
+        progress: called with the cell that runs and the share that is done.
+
+    Raises:
+        TraceError, ProfileError, PolicyError, StoreError, RuntimeFault: in one line.
+    """
+    profile = machine_profile(hw)
+    begin, load = time.time(), os.getloadavg()[0]
+    chosen = dtype or ("bfloat16" if profile.accelerator == "cuda" else "float32")
+    opened = [one if isinstance(one, Trace) else open_trace(one) for one in traces]
+    cells: list[Cell] = []
+    tell = progress or (lambda _what, _done: None)
+    blocks = list(product(opened, shapes))
+    with tempfile.TemporaryDirectory(dir=stores) as folder:
+        for number, (trace, spec) in enumerate(blocks):
+            from runtime.tracedriven import shape_for  # noqa: PLC0415 - torch
+
+            shape = shape_for(trace.shape, spec, chosen)
+            block = [
+                (Place(trace.path.name, shape.name, *rest), _trial(trace, shape, *rest, steps=steps))
+                for rest in product(policies, cache_ratios, host_ratios, batches)
+            ]
+            with Bench(shape, profile, dtype=chosen, distinct=_DISTINCT, store=Path(folder) / str(number)) as bench:
+                grid = _Grid(bench, profile, seed, replications)
+                cells += grid.walk(
+                    block, repetitions, lambda what, done: tell(what, (number + done) / len(blocks))  # noqa: B023
+                )
+    config = {
+        "hw": profile.name, "hw_digest": profile.digest, "hw_date": profile.date, "machine": profile.versions.get("cpu"),
+        "traces": {trace.path.name: trace.digest() for trace in opened}, "shapes": [spec or "own" for spec in shapes],
+        "policies": list(policies), "cache_ratios": list(cache_ratios), "host_ratios": list(host_ratios),
+        "batches": list(batches), "steps": steps, "repetitions": repetitions, "replications": replications,
+        "dtype": chosen, "seed": seed, "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(begin)),
+        "seconds": round(time.time() - begin), "load_before": round(load, 2), "load_after": round(os.getloadavg()[0], 2),
+        "system": platform.platform(),
+        "profile_noise_floor": profile.fit.get("noise_floor", {}).get("residual_median"),
+    }  # fmt: skip
+    return Validation(cells, config, warnings_of(profile, load))
+
+
+def warnings_of(profile: HardwareProfile, load: float) -> list[str]:
+    """What a reader of the errors should know about profile and machine."""
+    from moesim.calibrate import foreign  # noqa: PLC0415 - torch
+
+    said = [f"profile {profile.name} is another machine's: {words}" for words in foreign(profile)]
+    if "noise_floor" not in profile.fit:
+        said.append(f"profile {profile.name} was not calibrated through the executor; `moesim calibrate --out hw.toml`")
+    if load > 0.5:
+        said.append(f"the machine was not quiet: load average {load:.1f} when it began; times scatter by that")
+    return said
+
+
+def _trial(
+    trace: Trace, shape: ModelShape, policy: str, cache_ratio: float, host_ratio: float, batch: int, *, steps: int
+) -> Trial:
+    needed = tuple(
+        dict.fromkeys(column for one in system_of(policy).build(gpus=1, host_cache=None).all() for column in one.needs)
+    )
+    trace.require(needed, f"policy {policy!r}")
+    everything = sum(shape.expert_bytes) * shape.experts
+    host = None if host_ratio >= 1 else int(host_ratio * everything)
+    return Trial(
+        policy,
+        MemoryOptions(cache_ratio=cache_ratio, host_memory_bytes=host),
+        list(compose(trace, batch=batch, steps=steps, columns=needed)),
+    )
+
+
+def timing_free(policies: Policies) -> bool:
+    """Whether decisions cannot depend on when copies land: nothing is prefetched, and no cache swaps by its own clock."""
+    swaps = any(type(cache).replacements is not CachePolicy.replacements for cache in policies.caches)
+    return policies.names.get("prefetch") == "none" and not swaps
+
+
+class _Grid:
+    """Runs the cells of one trace and shape."""
+
+    def __init__(self, bench: Bench, profile: HardwareProfile, seed: int, replications: int) -> None:
+        self._bench, self._profile, self._seed, self._replications = bench, profile, seed, replications
+
+    def walk(
+        self, block: Sequence[tuple[Place, Trial]], repetitions: int, tell: Callable[[str, float], None]
+    ) -> list[Cell]:
+        """Forth with simulations in between, then back, and so on."""
+        cells = []
+        total = len(block) * repetitions
+        costs = Costs(self._profile, self._bench.shape)
+        self._bench.run(block[0][1], self._profile, seed=self._seed)  # nothing in memory is new any more
+        for place, trial in block:
+            tell(_words(place), len(cells) / total)
+            built = system_of(trial.policy).build(gpus=1, host_cache=None)
+            cell = Cell(place, timing_free(built), bool(costs.extrapolated))
+            self._measure(cell, trial)
+            self._predict(cell, trial)
+            cells.append(cell)
+        for repetition in range(1, repetitions):
+            order = list(zip(cells, block, strict=True))
+            for done, (cell, (place, trial)) in enumerate(order[::-1] if repetition % 2 else order):
+                tell(_words(place), (repetition * len(block) + done) / total)
+                self._measure(cell, trial)
+        return cells
+
+    def _measure(self, cell: Cell, trial: Trial) -> None:
+        timeline = self._bench.run(trial, self._profile, seed=self._seed)
+        cell.measured.append(_chosen(timeline))
+        cell.steps_s.append(step_seconds(timeline).tolist())
+
+    def _predict(self, cell: Cell, trial: Trial) -> None:
+        means = simulate(trial, self._bench.shape, self._profile, seed=self._seed)
+        drawn = [
+            simulate(trial, self._bench.shape, self._profile, noise_seed=seed, seed=self._seed)
+            for seed in range(self._seed, self._seed + self._replications)
+        ] or [means]
+        found = [_chosen(timeline) for timeline in drawn]
+        cell.predicted = _averaged(found)
+        cell.predicted["hits_by_means"] = _chosen(means)["hits"]
+        cell.means_tpot_s = figures(means)["tpot_s"]
+        cell.replications_s = [one["tpot_s"] for one in found if one["tpot_s"]]
+        cell.predicted_steps_s = np.mean([step_seconds(timeline) for timeline in drawn], axis=0).tolist()
+
+
+def _chosen(timeline: Timeline) -> dict[str, Any]:
+    found = figures(timeline)
+    return {
+        **{key: found[key] for key in _FIGURES},
+        "busy_s": found["busy_s"],
+        "bytes": found["bytes"],
+        "terms": terms(timeline),
+    }
+
+
+def _averaged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean of figures, also within tables; what is equal everywhere stays as it is."""
+    first = found[0]
+    mean: dict[str, Any] = {}
+    for key, value in first.items():
+        values = [one[key] for one in found]
+        if isinstance(value, dict):
+            mean[key] = _averaged(values)
+        elif value is None or all(other == value for other in values):
+            mean[key] = value
+        else:
+            mean[key] = float(np.mean(values))
+    return mean
+
+
+def _words(place: Place) -> str:
+    return f"{place.trace}, {place.shape}, {place.policy}, cache {place.cache_ratio:g}, batch {place.batch}"
+
+
+__all__ = ["Cell", "Place", "Validation", "summary", "timing_free", "validate", "warnings_of"]

@@ -1,0 +1,142 @@
+"""Calibration recovers a machine it cannot see from runs on it. The machine is simulated, so its costs are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hwprofiles.calibrate import calibrate, quantiles_around_one, slowdown_shares
+from hwprofiles.profile import load_profile, parse_profile
+from hwprofiles.schema import Quantity
+from moesim.calibrate import _ROUTED, _stability, designs, drawn_steps, learn
+from moesim.memory import MemoryOptions
+from moesim.trials import Trial, figures, simulate
+from traces.models import model_shape
+
+DATE = "2026-01-01"
+TRUTH = {
+    "contention.cpu.gpu": 1.09, "contention.gpu.cpu": 1.08, "contention.cpu.h2d": 1.25, "contention.h2d.cpu": 1.15,
+    "contention.cpu.ssd": 1.05, "contention.ssd.cpu": 1.1,
+}  # fmt: skip
+
+
+def sized(spec):
+    sizes = model_shape(spec, "f32")
+    return replace(
+        sizes, layers=_ROUTED.layers, experts=_ROUTED.experts, top_k=_ROUTED.top_k,
+        expert_bytes=(sizes.expert_bytes[0],) * _ROUTED.layers, other_bytes=sizes.other_bytes // 3,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def machine():
+    """A machine with two cores whose lanes slow each other by known factors."""
+    shipped = load_profile("two-core-host")
+    numbers = {path: q for path, q in shipped.numbers.items() if not path.startswith("contention.")}
+    numbers |= {path: Quantity(value, "assumed", "a test") for path, value in TRUTH.items()}
+    return replace(shipped, numbers=numbers)
+
+
+@pytest.fixture(scope="module")
+def blank():
+    """What calibration starts from: the same workers and memory, costs that are all wrong."""
+    shipped = load_profile("two-core-host")
+    wrong = {
+        path: replace(q, value=3 * q.value, interval=None) if path.startswith("costs.") else q
+        for path, q in shipped.numbers.items() if not path.startswith("contention.")
+    }  # fmt: skip
+    return replace(shipped, numbers=wrong, curves={})
+
+
+@pytest.fixture(scope="module")
+def learned(machine, blank):
+    runs = []
+    for spec in ("olmoe-1b-7b/2", "olmoe-1b-7b/4"):
+        shape = sized(spec)
+        runs += [(shape, d.trial, simulate(d.trial, shape, machine)) for d in designs(shape, quick=True)]
+    return learn(runs, blank, date=DATE, name="learned")
+
+
+@pytest.mark.parametrize("path", TRUTH)
+def test_contention_is_found(learned, path):
+    assert learned.numbers[path].value == pytest.approx(TRUTH[path], abs=0.025)
+
+
+@pytest.mark.parametrize("policy", ["all-cpu+none", "on-demand+lfu", "greedy+lfu", "fixed-mapping+lru", "greedy+lru+random"])
+@pytest.mark.parametrize("ratio", [0.15, 0.45])
+def test_another_run_is_predicted(machine, learned, policy, ratio):
+    """Other routing, another batch, other cache sizes and caches than the designed runs had."""
+    shape = sized("olmoe-1b-7b/2")
+    trial = Trial(policy, MemoryOptions(cache_ratio=ratio), drawn_steps(batch=3, prompt=30, decode=12, seed=99))
+    true, predicted = (figures(simulate(trial, shape, one)) for one in (machine, learned))
+    assert predicted["tpot_s"] == pytest.approx(true["tpot_s"], rel=0.03)
+    assert predicted["ttft_s"] == pytest.approx(true["ttft_s"], rel=0.05)
+
+
+def test_the_ssd_tier_is_predicted(machine, learned):
+    shape = sized("olmoe-1b-7b/2")
+    memory = MemoryOptions(cache_ratio=0.2, host_memory_bytes=sum(shape.expert_bytes) * shape.experts // 3)
+    trial = Trial("on-demand+lru", memory, drawn_steps(batch=2, prompt=0, decode=15, seed=98))
+    true, predicted = (figures(simulate(trial, shape, one))["tpot_s"] for one in (machine, learned))
+    assert predicted == pytest.approx(true, rel=0.03)
+
+
+def test_a_profile_that_was_learned_is_a_profile(learned):
+    """Every entry is in the grammar, with samples, spread and date; the file can be read back."""
+    again = parse_profile(learned.to_dict(), where="learned.toml")
+    assert again.digest == learned.digest
+    entry = again.numbers["costs.dispatch.join_s"]
+    assert (entry.kind, entry.date) == ("measured", DATE)
+    assert entry.interval[0] <= entry.value <= entry.interval[1]
+
+
+def test_distributions_are_learned_from_scattered_runs(machine, blank):
+    """CPU products scattered by +-20 %: the learned quantiles have that width, and mean one."""
+    curve = machine.curves["costs.cpu.points"]
+    noisy = replace(machine, curves=machine.curves | {"costs.cpu.points": replace(curve, quantiles=(0.8, 1.0, 1.2))})
+    shape = sized("olmoe-1b-7b/2")
+    trial = Trial("all-cpu+none", MemoryOptions(cache_ratio=0.0), drawn_steps(batch=1, prompt=0, decode=40, seed=5))
+    runs = [(shape, trial, simulate(trial, shape, noisy, noise_seed=3))]
+    found = np.array(learn(runs, blank, date=DATE, name="x").curves["costs.cpu.points"].quantiles)
+    assert found[[0, 10, -1]] == pytest.approx([0.8, 1.0, 1.2], abs=0.02)
+
+
+def test_drawing_from_learned_quantiles_has_mean_one():
+    found = quantiles_around_one(np.random.default_rng(0).lognormal(0, 0.3, 5000))
+    assert np.trapezoid(found, np.linspace(0, 1, 21)) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_slowdown_is_found_by_hand():
+    """Alone 2 s; beside another all the time 2.5 s (it loses a fifth); half the time 2 / (1 - 0.1) s."""
+    shares = np.array([[0.0], [1.0], [0.5]] * 5)
+    logs = np.log(np.array([2.0, 2.5, 2.0 / 0.9] * 5))
+    assert slowdown_shares(logs, shares, np.zeros(15, np.int64)) == pytest.approx([0.2], abs=1e-6)
+
+
+def test_overlap_that_never_slows_is_no_contention():
+    rng = np.random.default_rng(1)
+    shares = rng.random((400, 2))
+    logs = np.where(shares[:, 0] > 0.5, -0.1, 0.0)  # faster beside others: no slowdown may be negative
+    assert slowdown_shares(logs, shares, np.zeros(400, np.int64))[0] == 0.0
+
+
+def test_stability_by_hand():
+    """Three repetitions: pairs differ by 10 %, 0 and 1/11; the last differs from the first by 0."""
+    found = _stability(np.array([[1.1, 1.0, 1.1]]))
+    assert found["noise_floor"]["residual_median"] == pytest.approx(1 / 11)
+    assert found["noise_floor"]["held_out"] == 3
+    assert found["drift"]["residual_worst"] == 0.0
+
+
+def test_drawn_routing_has_distinct_experts_and_tells_contexts():
+    steps = drawn_steps(batch=2, prompt=7, decode=3, seed=0)
+    assert [step.context_tokens for step in steps] == [7, 8, 9, 10]
+    assert [step.tokens for step in steps] == [14, 2, 2, 2]
+    assert all(len(set(row)) == 4 for step in steps for layer in step.layers for row in layer.routing.tolist())
+
+
+def test_nothing_can_be_learned_from_nothing():
+    with pytest.raises(ValueError, match="at least one run"):
+        calibrate([], date=DATE)

@@ -1,0 +1,46 @@
+"""Traces for other people's tools: one file per layout, found by scanning this folder.
+
+An exporter is a module with ``export(trace, out, progress) -> int``, the number of records written; its first line
+says what the file is. ``SUFFIX`` is the ending people expect.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from traces.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from traces.reader import Trace
+
+
+def exporters() -> dict[str, Any]:
+    """Name -> module of every exporter in this folder, sorted by name."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return {name: importlib.import_module(f"{__name__}.{name}") for name in names}
+
+
+def export_trace(trace: Trace, out: Path | str, layout: str, *, progress: Callable[[int], None] | None = None) -> int:
+    """Write a trace in another layout; the file appears only when it is whole.
+
+    Args:
+        trace: an opened trace.
+        out: the file to make.
+        layout: a name from `exporters`.
+        progress: called with the number of records written so far.
+
+    Returns:
+        Records written.
+
+    Raises:
+        TraceError: an unknown layout, a damaged trace, or sizes that the layout cannot hold.
+    """
+    known = exporters()
+    if layout not in known:
+        raise TraceError(f"export layout {layout!r}: unknown; known: {', '.join(known)}")
+    return int(known[layout].export(trace, Path(out), progress or (lambda _: None)))
