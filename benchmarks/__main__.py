@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from benchmarks import cache_speed, memory_and_start, planning, replay_speed
+from benchmarks import cache_speed, memory_and_start, planning, replay_speed, runtime_overhead
 
 
 def main() -> None:
     """Run all reports."""
-    for report in (replay_speed.report, planning.report, cache_speed.report, memory_and_start.report):
+    for report in (
+        replay_speed.report,
+        planning.report,
+        cache_speed.report,
+        memory_and_start.report,
+        runtime_overhead.report,
+    ):
         report()
         print()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,11 +19,13 @@ from torch.nn import functional
 from moesim import api
 from moesim.runs import machine_profile, open_random_store, run_trace
 from runtime.memory import HostTier
-from runtime.store import ExpertStore
 from runtime.tracedriven import shape_for
 from traces.reader import Trace, open_trace
 from traces.schema import ModelShape, Phase, TraceHeader
 from traces.writer import TraceWriter
+
+if TYPE_CHECKING:
+    from runtime.store import ExpertStore
 
 SHAPE = ModelShape(
     name="bench", layers=8, experts=16, top_k=4, hidden=1024, expert_intermediate=384,
@@ -117,15 +119,14 @@ def _spread(seconds: np.ndarray) -> dict[str, float]:
     return {"median": float(np.median(known)), "p99": float(np.percentile(known, 99))}
 
 
-def main() -> None:
+def report() -> None:
     """Print the figures as ratios."""
     with tempfile.TemporaryDirectory() as folder:
         found = figures(Path(folder))
     print(f"runtime, profile {found['profile']}, one layer {found['layer_ms']:.2f} ms under greedy")
     for name in ("dispatch_us", "hand_off_us"):
-        print(
-            f"  {name[:-3].replace('_', '-')} per layer: median {found[name]['median']:.0f} us, p99 {found[name]['p99']:.0f} us"
-        )
+        spread, words = found[name], name[:-3].replace("_", "-")
+        print(f"  {words} per layer: median {spread['median']:.0f} us, p99 {spread['p99']:.0f} us")
     for policy, share in found["planning_share"].items():
         print(f"  planning, {policy}: {100 * share:.1f} % of the run, {found['planning_us'][policy]:.0f} us per layer")
     for name, wanted in (
@@ -140,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report()

@@ -78,6 +78,9 @@ def run(
     warm: options.Warm = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the run's tables and figures there.")] = None,
     perfetto: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev.")] = None,
+    own_cores: Annotated[
+        bool, typer.Option("--own-cores", help="Give the host accelerator a core of its own; for idle machines.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Run real experts on this machine: a live model, or the routing of a trace with random weights.
@@ -98,7 +101,7 @@ def run(
     memory = MemoryOptions(cache_ratio, slots_per_layer, gpu_memory, host_memory, cache_scope, staging, prefetch_budget)
     given: dict[str, Any] = {
         "cache": cache, "prefetch": prefetch, "routing": routing, "host_cache": host_cache, "hw": hw, "memory": memory,
-        "batch": batch, "seed": seed, "store": store, "dtype": dtype,
+        "batch": batch, "seed": seed, "store": store, "dtype": dtype, "own_cores": own_cores,
     }  # fmt: skip
     with _faults_for_users(), bar("running") as show:
         given["progress"] = lambda info: show(info.step + 1)

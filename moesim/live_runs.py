@@ -67,6 +67,7 @@ def run_live(
     artefacts: str | Path | None = None,
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
+    own_cores: bool = False,
     progress: Callable[[StepInfo], None] | None = None,
     building: Callable[[int, int], None] | None = None,
 ) -> LiveMeasuredRun:
@@ -83,7 +84,7 @@ def run_live(
         store: the model's experts, open or as a folder, built there if it is not; None takes `default_store`.
         dtype: to compute in; the checkpoint's own when None (float32 for ``tiny``).
         cache, prefetch, routing, host_cache, hw, memory, batch, seed, artefacts: as in `moesim.runs.run_trace`.
-        out, perfetto, progress, building: as there.
+        out, perfetto, own_cores, progress, building: as there.
 
     Raises:
         TraceError, ProfileError, PolicyError, StoreError: bad input, in one line.
@@ -142,7 +143,7 @@ def run_live(
             return runs[0]
 
         gatings = [layer.gating for layer in offloaded.layers]
-        run = execute(setup, own, device, forward, gatings=gatings, out=out, progress=progress)
+        run = execute(setup, own, device, forward, gatings=gatings, out=out, progress=progress, own_cores=own_cores)
     finally:
         if own is not store:
             own.close()

@@ -44,7 +44,7 @@ def machine_profile(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
     Raises:
         ProfileError: the profile describes another kind of machine, more cores than there are, or several GPUs.
     """
-    import torch  # noqa: PLC0415 - only measured runs need it
+    from runtime.cuda_lanes import cuda_is_there  # noqa: PLC0415 - torch
 
     if hw is None:
         profile = default_profile()
@@ -55,7 +55,7 @@ def machine_profile(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
                 profile = measure(None, Path(folder) / "this-machine.toml", quick=True)
     else:
         profile = hw if isinstance(hw, HardwareProfile) else load_profile(hw)
-    kind = "cuda" if torch.cuda.is_available() else "host"
+    kind = "cuda" if cuda_is_there() else "host"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if profile.accelerator != kind or profile.cores > cores or profile.gpus != 1:
         raise ProfileError(
@@ -161,6 +161,7 @@ def run_trace(
     artefacts: str | Path | None = None,
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
+    own_cores: bool = False,
     progress: Callable[[StepInfo], None] | None = None,
     building: Callable[[int, int], None] | None = None,
 ) -> MeasuredRun:
@@ -175,6 +176,7 @@ def run_trace(
         dtype: of the weights; float32 on the host accelerator, bfloat16 on CUDA when None.
         host_cache, memory, batch, steps, seed, warm, artefacts, out, perfetto: as in `moesim.api.replay`.
         hw: profile of this machine; see `machine_profile`.
+        own_cores: see `runtime.executor.Executor`.
         progress: called after each forward pass.
         building: called with records done and records to do while a store is built.
 
@@ -213,7 +215,13 @@ def run_trace(
         dense = DenseStack(DenseSizes.of(sizes), own.layout(0).torch_dtype, device.device, seed)
         dense_s = time.perf_counter() - begin_s
         run = execute(
-            setup, own, device, lambda executor: ForcedRouting(executor, dense, walk), out=out, progress=progress
+            setup,
+            own,
+            device,
+            lambda executor: ForcedRouting(executor, dense, walk),
+            out=out,
+            progress=progress,
+            own_cores=own_cores,
         )
     finally:
         if own is not store:
@@ -222,6 +230,7 @@ def run_trace(
     run.config |= api._config(  # noqa: SLF001 - one package
         opened, profile, setup.system, setup.options, setup.memory, batch=batch, steps=steps, seed=seed, warm=warm
     ) | {"world": "measured", "mode": "trace", "shape": sizes.name, "dtype": chosen, "store": str(own.directory)}
+    run.config["cache_ratio"] = setup.memory.gpu.total_bytes / (sum(sizes.expert_bytes) * sizes.experts)
     run.config |= {"model": sizes.name, "distinct_experts": own.index.distinct, "host_cache": host_cache}
     if own.index.distinct is not None:
         run.warnings.append(f"experts share {own.index.distinct} different records of the store")
@@ -286,6 +295,7 @@ def execute(
     gatings: Sequence[Any] | None = None,
     out: str | Path | None = None,
     progress: Callable[[StepInfo], None] | None = None,
+    own_cores: bool = False,
 ) -> MeasuredRun:
     """Fill memories, run, and compute the figures."""
     from runtime.executor import Executor  # noqa: PLC0415 - torch
@@ -296,7 +306,7 @@ def execute(
     executor = None
     begin_s = time.perf_counter()
     try:
-        executor = Executor(setup.profile, journal, timeline, store, device, gatings)  # type: ignore[arg-type]
+        executor = Executor(setup.profile, journal, timeline, store, device, gatings, own_cores=own_cores)  # type: ignore[arg-type]
         fill_bytes = executor.fill()
         fill_s = time.perf_counter() - begin_s
         result = executor.run(forward(executor), progress)

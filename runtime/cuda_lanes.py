@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from traces.timeline import Timeline
 
 
+def cuda_is_there() -> bool:
+    """Tell whether this machine has a GPU that torch can use."""
+    return bool(torch.cuda.is_available())
+
+
 class CudaDevice:
     """What the `gpu0`, `h2d0` and `d2h0` lanes do on a machine with CUDA. Attributes as in `HostDevice`.
 
@@ -40,7 +45,7 @@ class CudaDevice:
     page_lock = True
 
     def __init__(self, device: str = "cuda:0") -> None:
-        if not torch.cuda.is_available():
+        if not cuda_is_there():
             raise RuntimeFault(f"{device}: expected a CUDA device, found none; use a profile of this machine")
         self.device = torch.device(device)
         self._slots = DeviceSlots(0, 1)

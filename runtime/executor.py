@@ -12,6 +12,7 @@ T tokens, K experts per token, A active experts, P token-expert pairs, H hidden.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from array import array
 from collections import deque
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from runtime.cuda_lanes import CudaDevice
     from runtime.expert_math import Groups
     from runtime.host_lanes import HostDevice
+    from runtime.lanes import Worker
     from runtime.store import ExpertStore
     from traces.batch import RoutedLayer
     from traces.timeline import Timeline
@@ -89,6 +91,8 @@ class Executor:
         store: the experts.
         device: what the `gpu0` lane runs on.
         gatings: per layer, the model's own gating function or None (`MoeLayer.gating`).
+        own_cores: give the host accelerator the last core and control the others, for machines that are otherwise
+            idle: the scheduler may else wake a lane on the core of whoever woke it (docs/runtime.md).
 
     Raises:
         RuntimeFault: a memory cannot be had.
@@ -102,6 +106,8 @@ class Executor:
         store: ExpertStore,
         device: HostDevice | CudaDevice,
         gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None = None,
+        *,
+        own_cores: bool = False,
     ) -> None:
         self._planner, self._timeline, self._store, self.device = planner, timeline, store, device
         shape, sizes = planner.shape, planner.sizes
@@ -130,6 +136,7 @@ class Executor:
         self._gpu, self._cpu, self._control, self._d2h = map(names.index, ("gpu0", "cpu", "control", "d2h0"))
         self._lane_of = np.array([self._cpu, self._gpu], np.int8)
         self._elsewhere = [self.lanes.worker(name) is not self.lanes.control for name in names]
+        self._own_cores = own_cores and not self._inline
         self._requests: deque[Job | tuple[StepInfo, float, float]] = deque()
         self._forward: Forward | None = None
         self._progress: Callable[[StepInfo], None] = lambda _info: None
@@ -175,7 +182,11 @@ class Executor:
         """
         lanes = self.lanes
         self._progress = progress or self._progress
-        with _undisturbed(lanes.control.threads), torch.inference_mode():
+        with (
+            _undisturbed(lanes.control.threads),
+            _apart(self._device_worker, on=self._own_cores),
+            torch.inference_mode(),
+        ):
             lanes.open()
             self.device.begin(lanes.began_s)
             try:
@@ -394,6 +405,20 @@ def _raise_failure(failure: BaseException | None) -> None:
         raise RuntimeFault(f"out of memory during the run: {said}; ask for a smaller expert cache or batch") from None
     if failure is not None:
         raise failure
+
+
+@contextmanager
+def _apart(device: Worker, *, on: bool) -> Iterator[None]:
+    """Keep the calling thread off the last core, and the device's worker on it, where there are several."""
+    if not on or not hasattr(os, "sched_getaffinity") or len(cores := sorted(os.sched_getaffinity(0))) < 2:
+        yield
+        return
+    device.cores = {cores[-1]}
+    os.sched_setaffinity(0, cores[:-1])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 @contextmanager

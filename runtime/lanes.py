@@ -5,13 +5,15 @@ that share a worker take turns in the profile's order, and inside a lane demand 
 replacements. Nothing is preempted. The worker that has the `control` lane is the caller's own thread: it plans, and
 serves its other lanes while it waits.
 
-There is one lock for all queues, held for some instructions only, and one condition per worker. Whoever waits, waits
-for its own condition and is woken when there is work for it, when what it waits for has come, or when another worker
-has failed. Nothing polls and nothing sleeps for a while to look again.
+There is one lock for all queues, held for some instructions only, and one bell per worker. Whoever waits, waits for its
+own bell, which is rung when there is work for it, when what it waits for has come, or when another worker has failed.
+Nothing polls and nothing sleeps for a while to look again. Bells ring after the lock is free again: a worker that is
+woken while it is held would only fall asleep at the lock.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -23,6 +25,7 @@ from runtime.errors import RuntimeFault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from types import TracebackType
 
     from hwprofiles.profile import HardwareProfile
 
@@ -35,6 +38,31 @@ _JOIN_S: Final = 20.0
 
 class Stopped(Exception):  # noqa: N818 - not an error: somebody else has failed, or the run was interrupted
     """The run is over; whoever meets this goes home."""
+
+
+class Guard:
+    """A lock that rings, when it is left, the bells that were asked for while it was held."""
+
+    __slots__ = ("_bells", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bells: list[threading.Lock] = []
+
+    def __enter__(self) -> None:
+        """Wait for the lock."""
+        self._lock.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Leave, then ring."""
+        bells, self._bells = self._bells, []
+        self._lock.release()
+        for bell in bells:
+            bell.release()
+
+    def ring(self, bell: threading.Lock) -> None:
+        """Ring this bell when the lock is left."""
+        self._bells.append(bell)
 
 
 class Gate(Protocol):
@@ -79,17 +107,20 @@ class Worker:
     behind it, just as in the simulator.
     """
 
-    __slots__ = ("_condition", "_lanes", "_next", "_queues", "_waiting", "idle", "name", "threads")
+    __slots__ = ("_bell", "_called", "_lanes", "_next", "_queues", "_waiting", "cores", "idle", "name", "threads")
 
     def __init__(
         self, lanes: Lanes, name: str, queues: list[tuple[deque[Operation], Gate | None]], threads: int
     ) -> None:
         self.name = name
         self.idle = False
+        self.cores: set[int] = set()
         self._lanes = lanes
         self._queues = queues
         self.threads = threads
-        self._condition = threading.Condition(lanes.lock)
+        self._bell = threading.Lock()
+        self._bell.acquire()
+        self._called = False
         self._next: Operation | None = None
         self._waiting = 0
 
@@ -103,7 +134,7 @@ class Worker:
         """Give an idle worker the next operation that may start; with the lock held."""
         if self.idle and self._next is None and (found := self._pick()) is not None:
             self._next = found
-            self._condition.notify()
+            self.wake()
 
     def withdrawn(self) -> None:
         """Note that one queued operation was taken back; with the lock held."""
@@ -111,8 +142,9 @@ class Worker:
 
     def wake(self) -> None:
         """Let a waiting worker look again at what it waits for; with the lock held."""
-        if self.idle:
-            self._condition.notify()
+        if self.idle and not self._called:
+            self._called = True
+            self._lanes.lock.ring(self._bell)
 
     def serve(self, until: Callable[[], bool]) -> None:
         """Do what comes, until `until()` holds (asked with the lock held) and nothing has been started.
@@ -128,19 +160,20 @@ class Worker:
                 if done is not None:
                     finished.append(done)
                     done.ended()
-                while True:
-                    if lanes.stopping:
-                        raise Stopped
-                    operation, self._next = self._next, None
-                    if operation is not None:
-                        break
+                    done = None
+                self.idle = False
+                if lanes.stopping:
+                    raise Stopped
+                operation, self._next = self._next, None
+                if operation is None:
                     if until():
                         return
-                    if (operation := self._pick()) is not None:
-                        break
-                    self.idle = True
-                    self._condition.wait()
-                    self.idle = False
+                    operation = self._pick()
+                if operation is None:
+                    self.idle, self._called = True, False
+            if operation is None:
+                self._bell.acquire()
+                continue
             start_s = clock() - began_s
             operation.start_s = start_s
             times = operation.run()
@@ -153,6 +186,8 @@ class Worker:
     def work(self) -> None:
         """Serve on a thread of its own until the run is over; a failure is everybody's."""
         try:
+            if self.cores:
+                os.sched_setaffinity(0, self.cores)
             torch.set_num_threads(self.threads)
             with torch.inference_mode():
                 self.serve(lambda: False)
@@ -194,7 +229,7 @@ class Lanes:
     def __init__(
         self, profile: HardwareProfile, gates: Mapping[str, Gate] | None = None, with_control: tuple[str, ...] = ()
     ) -> None:
-        self.lock = threading.Lock()
+        self.lock = Guard()
         self.finished: deque[Operation] = deque()
         self.began_s = time.perf_counter()
         self.stopping = False

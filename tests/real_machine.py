@@ -117,6 +117,7 @@ class Case:
         prompts=None,
         keep=True,
         device=None,
+        own_cores=False,
     ):
         """Generate; return the `LiveRun`, its journal, its timeline, a planner like the one used, and the result."""
         profile = profile or host_profile()
@@ -128,7 +129,13 @@ class Case:
 
         journal, timeline = Journal(planner()), Timeline(profile.lanes)
         executor = Executor(
-            profile, journal, timeline, self.store, device or HostDevice(), [x.gating for x in self.offloaded.layers]
+            profile,
+            journal,
+            timeline,
+            self.store,
+            device or HostDevice(),
+            [layer.gating for layer in self.offloaded.layers],
+            own_cores=own_cores,
         )
         try:
             executor.fill()

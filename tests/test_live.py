@@ -1,6 +1,7 @@
 """A live model under any policy answers like the library's own: prefill and decode, any cache, any mix of lanes."""
 
 import contextlib
+import os
 import time
 
 import numpy as np
@@ -91,6 +92,13 @@ def test_any_mapping_of_lanes_to_workers_gives_the_same_answer(trained, workers)
     profile = host_profile(workers, **cores)
     live, *_ = trained.run(System("greedy", "lru", "next-gate"), memory(trained.shape, 4, host=20), profile=profile)
     assert verify(trained.plain, live.result.passes, "float32").passed
+
+
+def test_a_core_of_its_own_is_given_back_after_the_run(trained):
+    before = os.sched_getaffinity(0)
+    live, *_ = trained.run(System("greedy"), memory(trained.shape, 8), own_cores=True)
+    assert verify(trained.plain, live.result.passes, "float32").passed
+    assert os.sched_getaffinity(0) == before
 
 
 def test_a_wrong_expert_would_be_seen(trained):
