@@ -11,6 +11,7 @@ from hwprofiles.costs import Costs
 from hwprofiles.profile import load_profile
 from policies.plan import MemoryPlan
 from policies.planner import Planner
+from policies.registry import names
 from policies.residency import CacheSize
 from policies.systems import compose
 from traces.batch import RoutedLayer
@@ -51,11 +52,12 @@ def layer_steps(active: int, count: int, seed: int = 0) -> list[RoutedLayer]:
     for i in range(count):
         experts = np.sort(draw.choice(128, active, replace=False)).astype(np.int32)
         tokens = draw.integers(1, 2 if active == 8 else 12, active).astype(np.int32)
-        found.append(RoutedLayer(i % 48, experts, tokens, experts.astype(np.uint16)[None], None, None, {}))
+        predicted = {"pred1_raw": draw.random((1, 128)).astype(np.float16)}
+        found.append(RoutedLayer(i % 48, experts, tokens, experts.astype(np.uint16)[None], None, None, predicted))
     return found
 
 
-def decision_s(assignment: str, active: int) -> float:
+def decision_s(assignment: str, active: int, *, slow: bool = False) -> float:
     """One `assign` of an assignment policy at so many active experts."""
     book = planner(assignment)
     captured: list[LayerWork] = []
@@ -69,7 +71,10 @@ def decision_s(assignment: str, active: int) -> float:
     policy.assign = capture  # type: ignore[method-assign,assignment]
     book.plan(layer_steps(active, 1)[0], 0, Phase.DECODE, 0.0)
     work = captured[0]
-    return best_s(lambda: original(work, book), REPEATS if active <= 8 else REPEATS // 4)
+    repeats = 2 if slow else REPEATS // (4 if active > 8 else 1)
+    if active > 8 and assignment.startswith("exact"):
+        repeats = 40
+    return best_s(lambda: original(work, book), repeats, rounds=3 if slow else 7)
 
 
 def planning_s(assignment: str, active: int) -> float:
@@ -92,6 +97,20 @@ def planning_s(assignment: str, active: int) -> float:
     return float(np.median(spent))
 
 
+SLOW = {"ilp"}
+"""Solvers that take milliseconds: fewer repeats."""
+
+
+def every_assignment() -> None:
+    """Print the decision of each registered assignment policy, microseconds at 8, 64 and 128 active experts."""
+    print("one decision of every assignment policy, microseconds (HiGHS and CBC: milliseconds' worth)")
+    specs = [name for name in names("assignment") if name != "ilp"] + ["ilp:solver=highs", "ilp:solver=cbc"]
+    for spec in specs:
+        slow = spec.partition(":")[0] in SLOW
+        cells = [decision_s(spec, active, slow=slow) * 1e6 for active in (8, 64, 128)]
+        print(f"  {spec:24}" + "".join(f"{cell:11.1f}" for cell in cells))
+
+
 def report() -> None:
     """Print the figures beside their targets."""
     print("planning (Qwen3-30B-A3B shape, 32 slots per layer; microseconds)")
@@ -103,3 +122,4 @@ def report() -> None:
         for active, limit in ((8, 25), (128, 120)):
             spent_us = planning_s(assignment, active) * 1e6
             print(f"  whole planning, {assignment:9}, {active:3} active: {spent_us:6.1f}  (target {limit})")
+    every_assignment()

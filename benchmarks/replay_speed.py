@@ -48,7 +48,7 @@ def report() -> None:
                 lanes.append(bare_simpy.resources_s(run.metrics["events"]))
             events = run.metrics["events"] / run.metrics["layer_steps"]
             print(
-                f"  {policy:9} {statistics.median(rates):7,.0f} layer steps/s (target 10,000), {events:.1f} events each;"
+                f"  {policy:9}{statistics.median(rates):7,.0f} layer steps/s (target 10,000), {events:.1f} events each;"
                 f" time / bare SimPy: {_ratio(spent, timeouts):.2f} of timeouts alone (target 3),"
                 f" {_ratio(spent, lanes):.2f} of processes holding resources"
             )

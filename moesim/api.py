@@ -44,6 +44,7 @@ __all__ = [
     "MemoryOptions",
     "Run",
     "activation_counts",
+    "cache_of",
     "check_needs",
     "compare",
     "folder_name",
@@ -249,6 +250,11 @@ def replay_cache(
         "hits_by_layer": counts.hits_by_layer.tolist(),
         "wall_s": time.perf_counter() - begin_s,
     }
+
+
+def cache_of(policy: str) -> str:
+    """The cache policy of a system, or the default one of an assignment policy."""
+    return compose(policy).cache
 
 
 def compare(

@@ -36,8 +36,17 @@ def replay(
     batch: options.Batch = 1,
     steps: options.Steps = None,
     seed: options.Seed = 0,
+    noise_seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Draw operation times from a calibrated profile's distributions, with this seed."
+        ),
+    ] = None,
     warm: options.Warm = None,
     artefacts: options.Artefacts = None,
+    cache_only: Annotated[
+        bool, typer.Option("--cache-only", help="Count hits of the cache alone: every miss is fetched, no time.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the run's tables and figures there.")] = None,
     perfetto: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev.")] = None,
     as_json: options.AsJson = False,
@@ -49,6 +58,7 @@ def replay(
       moesim replay q.parquet --policy greedy
       moesim replay q.parquet --policy greedy --cache lfu:decay=0.9 --gpu-memory 8GiB
       moesim replay q.parquet --policy fiddler --hw hw.toml --out run --perfetto run.json
+      moesim replay q.parquet --cache belady --cache-ratio 0.5 --cache-only
     """
     from moesim import api, report
     from moesim.progress import replaying
@@ -59,11 +69,18 @@ def replay(
     memory = _memory(
         cache_ratio, slots_per_layer, gpu_memory, host_memory, cache_scope, staging, prefetch_budget, gpu_split
     )
+    if cache_only:
+        counts = api.replay_cache(
+            opened, cache or api.cache_of(policy), memory=memory, hw=hw, batch=batch, steps=steps, seed=seed, warm=warm,
+            artefacts=artefacts,
+        )  # fmt: skip
+        print(json.dumps(counts, indent=2) if as_json else report.cache_text(counts))
+        return
     with replaying(policy, opened, steps) as progress:
         run = api.replay(
             opened, policy, cache=cache, prefetch=prefetch, routing=routing, host_cache=host_cache, hw=hw,
-            memory=memory, batch=batch, steps=steps, seed=seed, warm=warm, artefacts=artefacts, out=out,
-            perfetto=perfetto, progress=progress,
+            memory=memory, batch=batch, steps=steps, seed=seed, noise_seed=noise_seed, warm=warm, artefacts=artefacts,
+            out=out, perfetto=perfetto, progress=progress,
         )  # fmt: skip
     written = [*report.save_run(run, out), *([perfetto] if perfetto else [])]
     if as_json:

@@ -157,6 +157,22 @@ def stacked(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(tables).sort_values("makespan_s", kind="stable").reset_index(drop=True)
 
 
+def cache_text(counts: Mapping[str, Any]) -> str:
+    """Hits of a cache alone, for people."""
+    rate = counts["accesses"] / counts["wall_s"]
+    slots = counts["cache_slots"]
+    held = f"{slots[0]} experts per layer" if counts["scope"] == "layer" else f"{slots[0]} experts in one pool"
+    hit_rate = (
+        "no accesses" if counts["hit_rate_active"] is None else f"{counts['hit_rate_active']:.2%} of active experts"
+    )
+    facts = {
+        "cache": f"{counts['cache']}, {held}",
+        "hit rate": f"{hit_rate}: {counts['hits']:,} hits, {counts['misses']:,} misses",
+        "replayed": f"{counts['accesses']:,} accesses in {counts['wall_s']:.2f} s, {rate / 1e6:.2f} million per second",
+    }
+    return "\n".join(f"{name:<10}{words}" for name, words in facts.items())
+
+
 def _policy_words(config: Mapping[str, Any]) -> str:
     parts = [
         f"assignment {config['assignment']}",

@@ -142,6 +142,16 @@ def test_gpu_memory_leaves_the_rest_to_experts(moesim, trace):
 # Compare.
 
 
+def test_cache_only_counts_what_on_demand_would(moesim, trace):
+    code, out, _ = moesim("replay", trace, "--cache", "lru", "--cache-only", "--json")
+    alone = json.loads(out)
+    _, out, _ = moesim("replay", trace, "--policy", "on-demand", "--cache", "lru", "--json")
+    timed = json.loads(out)
+    assert code == 0
+    assert (alone["hits"], alone["misses"]) == (timed["hits"], timed["misses"])
+    assert moesim("replay", trace, "--cache", "lfu", "--cache-only")[1].startswith("cache     lfu")
+
+
 def test_compare_draws_and_tabulates(moesim, trace, tmp_path):
     out = tmp_path / "c"
     code, printed, _ = moesim(
