@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moesim import cli_options as options
+from moesim.cli_trace_more import ImportBatch, ImportMap, PromptTokens, import_options
 
 FEW = 4
 """Entries of a list that are still worth printing."""
@@ -85,6 +86,9 @@ def import_(
         ),
     ],
     weights: Annotated[str, typer.Option(metavar="FORMAT", help="Weight format that decides the bytes.")] = "bf16",
+    columns: ImportMap = None,
+    prompt_tokens: PromptTokens = None,
+    batch: ImportBatch = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Make a trace of a foreign file. The file does not tell the sizes of its model, so --shape does.
@@ -102,7 +106,8 @@ def import_(
 
     model = model_shape(shape, weights)
     with bar("importing") as show:
-        done = import_trace(source, target, shape=model, progress=show)
+        chosen = import_options(columns, prompt_tokens, batch)
+        done = import_trace(source, target, shape=model, progress=show, options=chosen)
     if as_json:
         facts = {"trace": str(done.path), "importer": done.importer, "rows": done.rows, "sequences": done.sequences}
         shape_facts = {"model": done.shape.name, "expert_bytes": sorted(set(done.shape.expert_bytes))}

@@ -128,7 +128,8 @@ def synth(
       moesim trace synth new.parquet --shape qwen3-235b-a22b --tokens 1e4 --skew 1 --reuse 0.4
     """
     stated_words = {
-        "skew": skew, "reuse": reuse, "dependence": dependence, "drift": drift, "prompt": prompt, "generated": generated,
+        "skew": skew, "reuse": reuse, "dependence": dependence, "drift": drift, "prompt": prompt,
+        "generated": generated,
     }  # fmt: skip
     stated_words = {name: value for name, value in stated_words.items() if value is not None}
     if (like is None) == (shape is None):
@@ -177,8 +178,9 @@ def check_residency(
         if not counts.accesses:
             continue
         print(
-            f"{name}: {counts.accesses:,} accesses, {counts.share:.2%} agree; hits {counts.engine_hits / counts.accesses:.1%}"
-            f" in the engine, {counts.replay_hits / counts.accesses:.1%} in the replay"
+            f"{name}: {counts.accesses:,} accesses, {counts.share:.2%} agree;"
+            f" hits {counts.engine_hits / counts.accesses:.1%} in the engine,"
+            f" {counts.replay_hits / counts.accesses:.1%} in the replay"
         )
         if counts.only_engine or counts.only_replay:
             print(

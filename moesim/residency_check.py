@@ -227,5 +227,5 @@ def _recorded(trace: Trace, path: Path) -> Iterator[_SequenceResidency]:
                 f"{path}: sequence {rows.seq}: its experts are not those of {trace.path}; import both again"
             )
         prompt = int(np.count_nonzero(rows.phase == Phase.PREFILL))
-        tables = (columns[name][part].reshape(-1, top_k) for name in ("expert", "residency", "dropped"))
-        yield _SequenceResidency(prompt, rows.layer, *tables, layers)
+        tables = [columns[name][part].reshape(-1, top_k) for name in ("expert", "residency", "dropped")]
+        yield _SequenceResidency(prompt, rows.layer, tables[0], tables[1], tables[2], layers)

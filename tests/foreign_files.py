@@ -1,7 +1,7 @@
 """Foreign routing dumps as their real writers lay them out, all of the same small routing.
 
-Three layers, eight experts, top-2; sequences of (prompt, generated) tokens. `routing` is the truth that every importer must
-give back; a writer takes a path and that truth.
+Three layers, eight experts, top-2; sequences of (prompt, generated) tokens. `routing` is the truth that every importer
+must give back; a writer takes a path and that truth.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def sglang_per_token(path, truth, *, dense_before=0, **options):
         )  # fmt: skip
 
     prompts = [[(number, position) for position in range(one[0])] for number, one in enumerate(truth)]
-    record(sum(prompts, []), 1, [len(one) for one in prompts])
+    record([place for one in prompts for place in one], 1, [len(one) for one in prompts])
     for step in range(max(len(one[1]) - one[0] for one in truth)):
         running = [n for n, one in enumerate(truth) if one[0] + step < len(one[1])]
         record([(n, truth[n][0] + step) for n in running], 2, None)
@@ -199,8 +199,8 @@ def route_trace(path, truth, *, residency=None, dropped=True, dense=True, turns=
     lines += [f"# layer={layer} expert_bytes={size} dense_bytes=500" for layer, size in enumerate(sizes)]
     lines.append("turn,phase,step,layer,slot,expert,weight,residency,expert_bytes" + ",dropped" * dropped)
     for turn, (prompt, ids, weights, _) in enumerate(truth):
-        pre = [(0, t, l) for l in range(LAYERS) for t in range(prompt) if l < LAYERS - 1 or t == prompt - 1]
-        for phase, token, layer in pre + [(1, t, l) for t in range(prompt, len(ids)) for l in range(LAYERS)]:
+        pre = [(0, t, n) for n in range(LAYERS) for t in range(prompt) if n < LAYERS - 1 or t == prompt - 1]
+        for phase, token, layer in pre + [(1, t, n) for t in range(prompt, len(ids)) for n in range(LAYERS)]:
             for slot in range(ids.shape[2]):
                 met = 0 if residency is None else residency[turn][token, layer, slot]
                 size = 0 if met else sizes[layer + offset]
@@ -211,7 +211,7 @@ def route_trace(path, truth, *, residency=None, dropped=True, dense=True, turns=
 
 
 def lattice(path, truth):
-    prompt, ids, weights, _ = truth[0]
+    _, ids, weights, _ = truth[0]
     rows = [
         {"layer_idx": layer, "token_idx": token, "selected_ids": ids[token, layer].tolist(),
          "gate_weights": weights[token, layer].tolist()}
@@ -224,7 +224,7 @@ def lattice(path, truth):
 def per_token(path, truth):
     rows = [
         {"seq": f"s{number}", "token": token, "phase": "prefill" if token < prompt else "decode",
-         "layers": [{"experts": e.tolist(), "weights": w.tolist()} for e, w in zip(ids[token], weights[token], strict=True)]}
+         "layers": [{"experts": ids[token, n].tolist(), "weights": weights[token, n].tolist()} for n in range(LAYERS)]}
         for number, (prompt, ids, weights, _) in enumerate(truth) for token in range(len(ids))
     ]  # fmt: skip
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
@@ -280,7 +280,8 @@ def routing_rows(path, truth):
     rows = [
         (f"s{number}", max(0, token - prompt + 1), "prefill" if token < prompt else "decode", layer, token,
          ids[token, layer].tolist(), weights[token, layer].tolist())
-        for number, (prompt, ids, weights, _) in enumerate(truth) for token in range(len(ids)) for layer in range(LAYERS)
+        for number, (prompt, ids, weights, _) in enumerate(truth) for token in range(len(ids))
+        for layer in range(LAYERS)
     ]  # fmt: skip
     names = ("seq_id", "step", "phase", "layer", "token", "expert_ids", "scores")
     pq.write_table(pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), path)

@@ -1,8 +1,8 @@
 """The engine's recorded residency against a replay, access by access.
 
 The engine here is written from its description, without policies, planner or Residency: one list of (layer, expert) by
-recency under a budget of bytes; each expert of a batch is looked up once, in routing order; eviction follows the batch and
-spares what it touched. Source: BigMoeOnEdge docs/telemetry.md and scripts/route-replay.py.
+recency under a budget of bytes; each expert of a batch is looked up once, in routing order; eviction follows the batch
+and spares what it touched. Source: BigMoeOnEdge docs/telemetry.md and scripts/route-replay.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from traces.importers.route_trace import residency_path
 SIZES = (1000, 2000, 3000)
 
 
-def engine(truth, budget, *, turns=None):
+def engine(truth, budget):  # noqa: C901 - one loop, as the engine runs it
     """Residency [T, L, K] per sequence that the engine writes, and its (lookups, hits) in decode."""
     recency, found, counts = [], [], [0, 0]
 
@@ -107,7 +107,7 @@ def test_the_record_lies_beside_the_trace_and_must_belong_to_it(tmp_path):
     table = pq.read_table(beside)
     assert (table.num_rows, table.column_names[-1]) == (trace.rows * 2, "read_bytes")
     pq.write_table(table.slice(1), beside)
-    with pytest.raises(TraceError, match="sequence 0: its experts are not those of .*; import both again"):
+    with pytest.raises(TraceError, match=r"sequence 0: its experts are not those of .*; import both again"):
         check_residency(trace, cache_bytes=1000)
     beside.write_text("no parquet")
     with pytest.raises(TraceError, match="not a residency record"):

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from traces.arrow import flat, values
 from traces.errors import TraceError
 from traces.schema import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from traces.schema import ModelShape
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 DAMAGE = (
     ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, EOFError, MemoryError, OSError,
-    RecursionError, NotImplementedError, RuntimeError, SyntaxError, tokenize.TokenError, struct.error, zipfile.BadZipFile, zlib.error, binascii.Error,
-    pa.ArrowException,
+    RecursionError, NotImplementedError, RuntimeError, SyntaxError, tokenize.TokenError,
+    struct.error, zipfile.BadZipFile, zlib.error, binascii.Error, pa.ArrowException,
 )  # fmt: skip
 """What decoding somebody else's bytes may raise."""
 
@@ -54,7 +55,7 @@ def decoding(path: Path, what: str) -> Iterator[None]:
     except DAMAGE as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise TraceError(
-            f"{path}: {what}: expected a whole, well-formed file, found: {reason}; dump it again"
+            f"{path}: {what}: expected a whole, well-formed file, found: {reason}; was it cut off while copying?"
         ) from None
 
 
@@ -81,6 +82,60 @@ def first_object(path: Path) -> Any:
             except (ValueError, RecursionError):
                 return None
     return None
+
+
+class Once:
+    """Parse a file once for `provenance` and `read`: one keeps the result, the other takes it."""
+
+    def __init__(self, parse: Callable[[Path], Any]) -> None:
+        self._parse = parse
+        self._kept: tuple[tuple[Path, int, int], Any] | None = None
+
+    def kept(self, path: Path) -> Any:
+        """What the file holds; remembered for the next call."""
+        facts = path.stat()
+        key = (path, facts.st_size, facts.st_mtime_ns)
+        if self._kept is None or self._kept[0] != key:
+            self._kept = (key, self._parse(path))
+        return self._kept[1]
+
+    def taken(self, path: Path) -> Any:
+        """What the file holds; not remembered any longer."""
+        found = self.kept(path)
+        self._kept = None
+        return found
+
+
+def json_table(path: Path, schema: pa.Schema, needed: Sequence[str]) -> pa.Table | None:
+    """Objects in lines as a table, parsed by Arrow; None where a line is not as `schema` says or lacks a needed value.
+
+    Callers then read line by line, which is slow and knows what is wrong.
+    """
+    from pyarrow import json as lines  # noqa: PLC0415 - not every import is of text
+
+    size = path.stat().st_size
+    if not 0 < size < 1 << 31:
+        return None
+    try:
+        table = lines.read_json(
+            path,
+            read_options=lines.ReadOptions(use_threads=False, block_size=size + 1),
+            parse_options=lines.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
+        )
+    except (pa.ArrowException, OSError, ValueError):
+        return None
+    if not table.num_rows or any(table.column(name).null_count for name in needed):
+        return None
+    return table.combine_chunks()
+
+
+def list_rows(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Lengths and values of a list column; None where a value is null."""
+    array = table.column(name).chunk(0)
+    inner = flat(array)
+    if inner.null_count or array.null_count:
+        return None
+    return np.diff(values(array.offsets)), np.asarray(inner)
 
 
 def whole_number(path: Path, name: str, value: object, least: int = 1) -> int:
@@ -124,8 +179,8 @@ def sequences_of(
 ) -> Iterator[Block]:
     """Rows of sequences out of forward passes that do not name their requests. R layer runs, N rows in all.
 
-    A pass of several tokens is a prompt, a pass of one token continues the sequence. A layer may hold fewer tokens than its
-    pass, and then they are the last ones: some engines compute the last layer only where logits are wanted.
+    A pass of several tokens is a prompt, a pass of one token continues the sequence. A layer may hold fewer tokens than
+    its pass, and then they are the last ones: some engines compute the last layer only where logits are wanted.
 
     Args:
         number: int [R], ascending: pass of each run.
@@ -148,7 +203,7 @@ def sequences_of(
     of_run = np.cumsum(np.concatenate(([0], np.diff(number) != 0)))
     run_start = np.cumsum(tokens) - tokens
     pos = np.repeat((first + size)[of_run] - tokens - run_start, tokens) + np.arange(len(experts))
-    rows = {
+    rows: Block = {
         "seq": np.repeat(sequence[of_run], tokens).astype(np.int32),
         "pos": pos.astype(np.int64),
         "phase": np.repeat(np.where(prompt, Phase.PREFILL, Phase.DECODE)[of_run], tokens).astype(np.int8),

@@ -219,13 +219,15 @@ def _first_line(error: BaseException) -> str:
 
 def _parquet(path: Path) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path, pre_buffer=False)
+        file = pq.ParquetFile(path, pre_buffer=False)
+        _ = file.schema_arrow.names  # damaged names show here
+        return file
     except FileNotFoundError:
         way_out = "`moesim record` or `moesim trace import` makes a trace"
         raise TraceError(f"{path}: no such file; {way_out}") from None
     except IsADirectoryError:
         raise TraceError(f"{path}: expected a Parquet file, found a folder") from None
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: not a readable Parquet file: {_first_line(error)}; {_AGAIN}") from None
 
 

@@ -7,9 +7,9 @@ At every layer a token chooses K distinct experts. How likely each is follows fr
 - *dependence*: the experts chosen one layer below speak for some experts here;
 - *drift*: popularity wanders while a sequence lasts.
 
-The weights w are turned into inclusion probabilities ``min(1, λ w)`` that add up to K, and K experts are drawn by systematic
-sampling in random order, which keeps these probabilities exactly. Fitting is then counting: each weight is raised
-or lowered until the probabilities, summed over the real trace, equal what the trace did (iterative scaling).
+The weights w are turned into inclusion probabilities ``min(1, λ w)`` that add up to K, and K experts are drawn by
+systematic sampling in random order, which keeps these probabilities exactly. Fitting is then counting: each weight is
+raised or lowered until the probabilities, summed over the real trace, equal what the trace did (iterative scaling).
 
 Source: Madow (1949) for systematic sampling; Darroch and Ratcliff (1972) for iterative scaling.
 
@@ -119,7 +119,8 @@ def stated(
     """
     for name, value, least, most in (
         ("skew", skew, 0, 5), ("reuse", reuse, 0, 0.99), ("dependence", dependence, 0, 1), ("drift", drift, 0, 5),
-        ("drift_tokens", drift_tokens, 1, math.inf), ("prompt", prompt, 0, 1 << 24), ("generated", generated, 0, 1 << 24),
+        ("drift_tokens", drift_tokens, 1, math.inf), ("prompt", prompt, 0, 1 << 24),
+        ("generated", generated, 0, 1 << 24),
     ):  # fmt: skip
         if not least <= value <= most:
             raise TraceError(f"synthetic trace: {name}: expected {least}..{most}, got {value}")
@@ -418,7 +419,7 @@ def _counts(routing: list[np.ndarray], shape: ModelShape) -> tuple[np.ndarray, n
             classes, made = _past(one[:, layer], shape.experts)
             by_expert[layer] += made.sum(axis=0)
             by_age[layer] += np.bincount(classes[made], minlength=_CLASSES)
-    return tuple(table / table.sum(axis=1, keepdims=True) for table in (by_expert, by_age))  # type: ignore[return-value]
+    return by_expert / by_expert.sum(axis=1, keepdims=True), by_age / by_age.sum(axis=1, keepdims=True)
 
 
 def _past(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:

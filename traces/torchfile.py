@@ -109,27 +109,33 @@ class _Reader:
         self.storages: dict[str, np.ndarray] = {}
 
     def run(self, data: bytes) -> Any:
+        """What the instructions leave on the stack."""
         for code, argument, place in pickletools.genops(data):
-            name = code.name
-            if name == "MARK":
-                self.marks.append(len(self.stack))
-            elif name in _CONSTANTS:
-                self.stack.append(_CONSTANTS[name]())
-            elif name in _LITERALS:
-                self.stack.append(argument)
-            elif name == "GLOBAL":
-                self.stack.append(_Name(*str(argument).split(" ", 1)))
-            elif name in ("BINPUT", "LONG_BINPUT"):
-                self.memo[argument] = self.stack[-1]
-            elif name == "MEMOIZE":
-                self.memo[len(self.memo)] = self.stack[-1]
-            elif name in ("BINGET", "LONG_BINGET"):
-                self.stack.append(self.memo[argument])
-            elif name == "STOP":
+            if code.name == "STOP":
                 return self.stack.pop()
-            elif name not in ("PROTO", "FRAME"):
-                self._combine(name, place)
+            if code.name == "MARK":
+                self.marks.append(len(self.stack))
+            elif code.name in _LITERALS:
+                self.stack.append(argument)
+            elif code.name in _CONSTANTS:
+                self.stack.append(_constant(code.name))
+            elif code.name == "GLOBAL":
+                self.stack.append(_Name(*str(argument).split(" ", 1)))
+            elif not self._remembered(code.name, argument) and code.name not in ("PROTO", "FRAME"):
+                self._combine(code.name, place)
         raise TraceError(f"{self.path}: data.pkl: expected an end, found none; was it cut off while copying?")
+
+    def _remembered(self, name: str, argument: Any) -> bool:
+        """Carry out an instruction about the memo; False for any other."""
+        if name in ("BINPUT", "LONG_BINPUT"):
+            self.memo[argument] = self.stack[-1]
+        elif name == "MEMOIZE":
+            self.memo[len(self.memo)] = self.stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            self.stack.append(self.memo[argument])
+        else:
+            return False
+        return True
 
     def _combine(self, name: str, place: int | None) -> None:
         stack = self.stack
@@ -218,10 +224,14 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
     return np.asarray(bits.astype(np.uint32, order="C") << 16).view(np.float32)
 
 
-_CONSTANTS = {
-    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False,
-    "EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple,
-}  # fmt: skip
+_CONSTANTS = {"NONE", "NEWTRUE", "NEWFALSE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_TUPLE"}
+
+
+def _constant(name: str) -> Any:
+    """A fresh value of an instruction without arguments."""
+    return {"NEWTRUE": True, "NEWFALSE": False, "EMPTY_LIST": [], "EMPTY_DICT": {}, "EMPTY_TUPLE": ()}.get(name)
+
+
 _LITERALS = {
     "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
     "SHORT_BINSTRING", "BINSTRING", "BINBYTES", "SHORT_BINBYTES",

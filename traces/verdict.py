@@ -89,7 +89,8 @@ class Checker:
         if self.ragged:
             layers = sorted(self.ragged)
             where = "the last layer" if layers == [self.shape.layers - 1] else f"layers {_few(layers)}"
-            text = f"{where} holds only part of the prompt in {max(self.ragged.values())} sequences (ragged prefill, legal)"
+            many = max(self.ragged.values())
+            text = f"{where} holds only part of the prompt in {many} sequences (ragged prefill, legal)"
             found.append(Finding("ragged", text, grave=layers != [self.shape.layers - 1]))
         untouched = int((self.load.sum(axis=1) == 0).sum())
         if untouched:
@@ -120,7 +121,8 @@ class Checker:
     def _positions(self) -> list[Finding]:
         found = []
         if self.late:
-            text = f"{len(self.late)} of {self.sequences} sequences begin their prompt behind position 0 ({_few(self.late)})"
+            which = f"{len(self.late)} of {self.sequences} sequences"
+            text = f"{which} begin their prompt behind position 0 ({_few(self.late)})"
             found.append(
                 Finding("late", f"{text}: a reused prefix is missing; record without prefix caching", grave=True)
             )

@@ -28,12 +28,13 @@ import numpy as np
 
 from traces.checks import check_sequence
 from traces.errors import TraceError
+from traces.foreign import decoding
 from traces.schema import OPTIONAL_COLUMNS, ModelShape, TraceHeader
 from traces.verdict import Checker
 from traces.writer import TraceWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,47 +82,25 @@ def import_trace(
         raise TraceError(f"{source}: no such file; expected a foreign trace to import")
     given = dict(options or {})
     name, importer = _importer_of(source, given)
-    provenance = importer.provenance(source, **given)
+    with decoding(source, name):
+        provenance = importer.provenance(source, **given)
+        if hasattr(importer, "reshape"):
+            shape = importer.reshape(source, shape, **given)
     notes = list(provenance.pop("notes", ()))
-    if hasattr(importer, "reshape"):
-        shape = importer.reshape(source, shape, **given)
-    verdict = Checker(shape)
-    blocks = importer.read(source, shape, **given)
+    blocks = _guarded(source, name, importer.read(source, shape, **given))
     first = next(blocks, None)
-    if first is None:
+    if first is None or not first["experts"].size:
         raise TraceError(f"{source}: expected at least one row, found an empty trace")
-    if not first["experts"].size:
-        raise TraceError(f"{source}: sequence 0: expected at least one row with at least one expert, found none")
     width = first["experts"].shape[1]
     if width != shape.top_k:
         notes.append(f"top-k is {width} in the trace, {shape.top_k} in the model: overridden when it was recorded")
         shape = dataclasses.replace(shape, top_k=min(width, shape.experts))
     columns = tuple(column for column in OPTIONAL_COLUMNS if column in first)
     details = {**provenance, "importer": name, "file": source.name, "notes": notes, "tool": "moesim trace import"}
-    sequences = 0
+    sequences, verdict = 0, Checker(shape)
     with TraceWriter(out, TraceHeader(shape, details), columns) as writer:
         for block in chain((first,), blocks):
-            if not block["experts"].size:
-                raise TraceError(f"{source}: sequence {sequences}: expected at least one row, found none")
-            sequence = int(block["seq"][0])
-
-            def bad(row: int, column: str, expected: str, got: object, way_out: str, seq: int = sequence) -> TraceError:
-                place = f"{source}: sequence {seq}: row {row}: {column}"
-                return TraceError(f"{place}: expected {expected}, got {got}; {way_out}; is the shape right?")
-
-            outside = (block["layer"] < 0) | (block["layer"] >= shape.layers)
-            if outside.any():
-                row = int(outside.argmax())
-                raise bad(row, "layer", f"0..{shape.layers - 1}", block["layer"][row], f"model {shape.name}")
-            if block["experts"].max() >= shape.experts or block["experts"].min() < 0:
-                beyond = (block["experts"] >= shape.experts) | (block["experts"] < 0)
-                row = int(beyond.any(axis=1).argmax())
-                raise bad(row, "experts", f"0..{shape.experts - 1}", block["experts"][row].max(), f"model {shape.name}")
-            ranked = np.sort(block["experts"], axis=1)
-            if (repeats := (ranked[:, 1:] == ranked[:, :-1]).any(axis=1)).any():
-                row = int(repeats.argmax())
-                raise bad(row, "experts", "distinct ids", block["experts"][row].tolist(), "is top-k right")
-            check_sequence(block["pos"], block["phase"], block["layer"], shape.layers, bad)
+            _check(source, block, shape)
             try:
                 writer.write(**block)
             except TraceError as error:  # the writer names the file it writes; the fault is in the one that is read
@@ -134,6 +113,39 @@ def import_trace(
         importer.beside(source, shape, out)
     notes += [finding.text for finding in verdict.findings() if finding.grave]
     return ImportSummary(out, name, writer.rows, sequences, shape, columns, tuple(notes))
+
+
+def _guarded(source: Path, name: str, blocks: Iterator[dict[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
+    """The blocks, with whatever decoding them raises turned into one line."""
+    while True:
+        with decoding(source, name):
+            block = next(blocks, None)
+        if block is None:
+            return
+        yield block
+
+
+def _check(source: Path, block: dict[str, np.ndarray], shape: ModelShape) -> None:
+    """Check one sequence against the model: layers and ids in range, ids distinct, tokens whole."""
+    layer, experts = block["layer"], block["experts"]
+    if not experts.size:
+        raise TraceError(f"{source}: expected at least one row in every sequence, found none")
+
+    def bad(row: int, column: str, expected: str, got: object, way_out: str) -> TraceError:
+        place = f"{source}: sequence {block['seq'][0]}: row {row}: {column}"
+        return TraceError(f"{place}: expected {expected}, got {got}; {way_out}; is the shape right?")
+
+    if not 0 <= layer.min() <= layer.max() < shape.layers:
+        row = int(((layer < 0) | (layer >= shape.layers)).argmax())
+        raise bad(row, "layer", f"0..{shape.layers - 1}", layer[row], f"model {shape.name}")
+    if not 0 <= experts.min() <= experts.max() < shape.experts:
+        row = int(((experts < 0) | (experts >= shape.experts)).any(axis=1).argmax())
+        raise bad(row, "experts", f"0..{shape.experts - 1}", experts[row].max(), f"model {shape.name}")
+    ranked = np.sort(experts, axis=1)
+    if (repeats := (ranked[:, 1:] == ranked[:, :-1]).any(axis=1)).any():
+        row = int(repeats.argmax())
+        raise bad(row, "experts", "distinct ids", experts[row].tolist(), "is top-k right")
+    check_sequence(block["pos"], block["phase"], layer, shape.layers, bad)
 
 
 def _importer_of(source: Path, options: Mapping[str, str]) -> tuple[str, Any]:

@@ -1,8 +1,8 @@
 """Plain Parquet or CSV with a column mapping: ``map`` = pos=position,experts=topk_ids,layer=layer_id,….
 
-Ours on the left, the file's on the right: seq, pos, phase, layer, experts, weights, scores, token; or expert (one row per
-selected expert) with rank. ``experts=e*`` gathers the columns e0, e1, …. Names that are the same need no mapping. In CSV a
-list is written in one field, its numbers apart by blanks, semicolons or bars, brackets or not.
+Ours on the left, the file's on the right: seq, pos, phase, layer, experts, weights, scores, token; or expert (one row
+per selected expert) with rank. ``experts=e*`` gathers the columns e0, e1, …. Names that are the same need no mapping.
+In CSV a list is written in one field, its numbers apart by blanks, semicolons or bars, brackets or not.
 """
 
 from __future__ import annotations
@@ -101,12 +101,13 @@ def mapping(path: Path, text: str, names: list[str]) -> dict[str, list[str]]:
             found[ours] = [theirs]
         if not found[ours] or not set(found[ours]) <= set(names):
             raise bad(path, f"option map: {ours}", f"one of {', '.join(names)}", theirs, "")
+    where = "columns" if text else "no importer knows this layout as it is: columns"
     for needed in ("pos", "layer"):
         if needed not in found:
             way_out = f"name it with option map={needed}=THEIRS"
-            raise bad(path, "columns", f"one for {needed}", ", ".join(names), way_out)
+            raise bad(path, where, f"one for {needed}", ", ".join(names), way_out)
     if ("experts" in found) == ("expert" in found):
-        raise bad(path, "columns", "experts (all ids of a row) or expert (one)", ", ".join(names), "use option map=…")
+        raise bad(path, where, "experts (all ids of a row) or expert (one)", ", ".join(names), "use option map=…")
     if "expert" in found and (extra := [name for name in ("weights", "scores") if name in found]):
         raise bad(path, f"columns: {extra[0]}", "weight, one per expert row", "a list", "map weight=… instead")
     return found
@@ -157,7 +158,7 @@ def _column(path: Path, ours: str, columns: list[Any]) -> np.ndarray:
     array = np.asarray(arrays[0])
     if array.dtype.kind not in kinds:
         raise bad(path, ours, "numbers" if ours == "weight" else "integers", arrays[0].type, "is the mapping right?")
-    if ours != "weight" and ours != "seq" and not 0 <= int(array.min()) <= int(array.max()) < 1 << 31:
+    if ours not in ("weight", "seq") and not 0 <= int(array.min()) <= int(array.max()) < 1 << 31:
         raise bad(path, ours, "numbers from 0", f"{array.min()}..{array.max()}", "is the mapping right?")
     return array
 
@@ -214,9 +215,11 @@ def _gathered(path: Path, rows: Block) -> Block:
     sizes = np.diff(np.append(starts, count))
     if (sizes != sizes[0]).any():
         place = int(np.argmax(sizes != sizes[0]))
-        seq, pos, layer = cell[:, starts[place]].tolist()
+        _, pos, layer = cell[:, starts[place]].tolist()
         raise bad(path, f"pos {pos}, layer {layer}", f"{sizes[0]} rows, one per expert", int(sizes[place]))
-    gathered = {name: rows[name][order][starts] for name in ("seq", "pos", "layer", "phase", "token") if name in rows}
+    gathered: Block = {
+        name: rows[name][order][starts] for name in ("seq", "pos", "layer", "phase", "token") if name in rows
+    }
     gathered["experts"] = rows["expert"][order].reshape(len(starts), -1)
     if "weight" in rows:
         gathered["weights"] = rows["weight"][order].reshape(len(starts), -1)

@@ -1,4 +1,4 @@
-"""Hugging Face `output_router_logits`: one float array [batch * seq, E] per MoE layer, in safetensors, npz or a torch zip.
+"""Hugging Face `output_router_logits`: a float array [batch * seq, E] per MoE layer, as safetensors, npz or torch zip.
 
 Since transformers 5 several models put softmaxed values under that name; rows that sum to one are taken as such. The
 selected experts are not in the file: they are the top-k of the logits only where the gate is a plain softmax or

@@ -1,8 +1,8 @@
 """JSONL of routing, one object or list per line: by token and layer, or by token with a list of layers.
 
 Three layouts: ``{layer_idx, token_idx, selected_ids, gate_weights}`` (lattice; also with `seq` and `phase`);
-``{token, layers: [[ids], …]}`` or ``{pos, layers: [{experts, weights}, …]}``; and lists ``[layer, e0, …, eK-1]`` behind an
-object with ``top_k`` (imp), in lines or as one object that holds them all.
+``{token, layers: [[ids], …]}`` or ``{pos, layers: [{experts, weights}, …]}``; and lists ``[layer, e0, …, eK-1]``
+behind an object with ``top_k`` (imp), in lines or as one object that holds them all.
 """
 
 from __future__ import annotations
@@ -11,8 +11,19 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
-from traces.foreign import NO_PHASES, bad, decoding, first_object, head, long_blocks, whole_number
+from traces.foreign import (
+    NO_PHASES,
+    bad,
+    decoding,
+    first_object,
+    head,
+    json_table,
+    list_rows,
+    long_blocks,
+    whole_number,
+)
 from traces.schema import Phase
 
 if TYPE_CHECKING:
@@ -65,8 +76,52 @@ def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
 
 def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Iterator[Block]:
     """Blocks of one sequence each; needs the file's rows in memory."""
+    rows = _at_once(path)
+    if rows is None:
+        rows = _line_by_line(path)
+    if prompt_tokens:
+        prompt = whole_number(path, "prompt_tokens", prompt_tokens, 0)
+        rows["phase"] = np.where(rows["pos"] < prompt, np.int8(Phase.PREFILL), np.int8(Phase.DECODE))
+    yield from long_blocks(path, rows, shape, ("phase",))
+
+
+def _at_once(path: Path) -> Block | None:
+    """Rows of a file whose every line is a row with the same keys as the first; None otherwise."""
+    first = first_object(path)
+    if not isinstance(first, dict) or "layers" in first:
+        return None
+    keys = {name: _key(first, name) for name in ("pos", "layer", "experts", "weights")}
+    if None in (keys["pos"], keys["layer"], keys["experts"]) or _key(first, "seq") or _key(first, "phase"):
+        return None
+    types = {"experts": pa.list_(pa.int32()), "weights": pa.list_(pa.float32())}
+    fields = [pa.field(key, types.get(name, pa.int32())) for name, key in keys.items() if key]
+    others = [key for name in _NAMES for key in _NAMES[name] if name in ("seq", "phase", "weights", "experts")]
+    others += [key for name in ("pos", "layer") for key in _NAMES[name][: _NAMES[name].index(str(keys[name]))]]
+    strange = [pa.field(key, pa.string()) for key in others if key not in keys.values()]
+    table = json_table(path, pa.schema([*fields, *strange, pa.field("layers", pa.string())]), [f.name for f in fields])
+    if table is None or any(table.column(f.name).null_count < table.num_rows for f in strange):
+        return None
+    rows = {name: np.asarray(table.column(key).chunk(0)) for name, key in keys.items() if key and name not in types}
+    lists = {name: list_rows(table, key) for name, key in keys.items() if key and name in types}
+    for name, parts in lists.items():
+        if parts is None or not parts[0][0] or (parts[0] != parts[0][0]).any():
+            return None
+        rows[name] = parts[1].reshape(table.num_rows, -1)
+    odd = min(rows["pos"].min(), rows["layer"].min(), rows["experts"].min()) < 0
+    if odd or ("weights" in rows and rows["weights"].shape != rows["experts"].shape):
+        return None
+    return {"seq": np.zeros(table.num_rows, np.int64), **rows}
+
+
+def _line_by_line(path: Path) -> Block:
+    """Rows of a file of any of the layouts; what is wrong is named."""
     labels: dict[Any, int] = {}
-    seq, pos, layer, phase, experts, weights = [], [], [], [], [], []
+    seq: list[int] = []
+    pos: list[Any] = []
+    layer: list[Any] = []
+    phase: list[int] = []
+    experts: list[list[Any]] = []
+    weights: list[list[float]] = []
     for number, row in enumerate(_rows(path)):
         if not isinstance(row.experts, list):
             raise bad(path, f"row {number}: experts", "a list of ids", row.experts)
@@ -100,10 +155,7 @@ def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Iterator[
                 raise bad(
                     path, "weights", f"one per expert: {list(rows['experts'].shape)}", list(rows["weights"].shape)
                 )
-    if prompt_tokens:
-        prompt = whole_number(path, "prompt_tokens", prompt_tokens, 0)
-        rows["phase"] = np.where(rows["pos"] < prompt, np.int8(Phase.PREFILL), np.int8(Phase.DECODE))
-    yield from long_blocks(path, rows, shape, ("phase",))
+    return rows
 
 
 def _whole(path: Path, name: str, values: list[Any]) -> np.ndarray:
@@ -149,38 +201,40 @@ class _Place:
 
 
 def _of(path: Path, number: int, value: Any, place: _Place) -> Iterator[_Row]:
+    """The rows in one JSON value."""
     if isinstance(value, list):
-        if value and isinstance(value[0], list):
-            for one in value:
-                yield place.row(path, number, one)
-        else:
-            yield place.row(path, number, value)
-        return
-    if not isinstance(value, dict):
+        for one in value if value and isinstance(value[0], list) else [value]:
+            yield place.row(path, number, one)
+    elif not isinstance(value, dict):
         raise bad(path, f"line {number}", "an object or a list", type(value).__name__)
-    if "top_k" in value and _key(value, "pos") is None:
+    elif "top_k" in value and _key(value, "pos") is None:
         place.top_k = int(value["top_k"])
-        inner = [one for one in value.values() if isinstance(one, list) and one and isinstance(one[0], list)]
-        for one in inner:
-            yield from _of(path, number, one, place)
-        return
+        for one in value.values():
+            if isinstance(one, list) and one and isinstance(one[0], list):
+                yield from _of(path, number, one, place)
+    else:
+        yield from _of_token(path, number, value)
+
+
+def _of_token(path: Path, number: int, value: dict[str, Any]) -> Iterator[_Row]:
+    """The rows of an object that names its token: one layer, or all of them."""
     names = {name: _key(value, name) for name in _NAMES}
     if names["pos"] is None:
         raise bad(path, f"line {number}", "a position (pos, token, token_idx)", ", ".join(value))
     common = (value[names["seq"]] if names["seq"] else 0, value[names["pos"]], value.get("phase"))
-    if "layers" in value:
-        for index, one in enumerate(value["layers"]):
-            if isinstance(one, dict):
-                keys = {name: _key(one, name) for name in _NAMES}
-                layer = one[keys["layer"]] if keys["layer"] else index
-                yield _Row(*common, layer, one[keys["experts"] or "experts"], one.get(keys["weights"] or "weights"))
-            else:
-                yield _Row(*common, index, one, None)
+    if "layers" not in value:
+        if names["layer"] is None or names["experts"] is None:
+            raise bad(path, f"line {number}", "a layer and its experts", ", ".join(value))
+        weights = value[names["weights"]] if names["weights"] else None
+        yield _Row(*common, value[names["layer"]], value[names["experts"]], weights)
         return
-    if names["layer"] is None or names["experts"] is None:
-        raise bad(path, f"line {number}", "a layer and its experts", ", ".join(value))
-    weights = value[names["weights"]] if names["weights"] else None
-    yield _Row(*common, value[names["layer"]], value[names["experts"]], weights)
+    for index, one in enumerate(value["layers"]):
+        if not isinstance(one, dict):
+            yield _Row(*common, index, one, None)
+            continue
+        keys = {name: _key(one, name) for name in _NAMES}
+        layer = one[keys["layer"]] if keys["layer"] else index
+        yield _Row(*common, layer, one[keys["experts"] or "experts"], one.get(keys["weights"] or "weights"))
 
 
 def _values(path: Path) -> Iterator[tuple[int, Any]]:

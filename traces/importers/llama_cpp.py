@@ -1,7 +1,7 @@
 """CSV of llama.cpp's moe-trace: bare rows ``layer,expert``, one per routed activation.
 
-The file tells neither tokens nor top-k: rows of one layer behind each other are its tokens of one pass, K rows each, with
-K from the model's shape. Several tokens in a pass are prompt, one token is generated; a prompt behind
+The file tells neither tokens nor top-k: rows of one layer behind each other are its tokens of one pass, K rows each,
+with K from the model's shape. Several tokens in a pass are prompt, one token is generated; a prompt behind
 generated tokens begins a sequence (people join such files).
 
 Source: llama.cpp pull request 28544, examples/moe-trace.

@@ -1,8 +1,8 @@
 """BigMoeOnEdge route_trace v1: CSV behind a ``#`` preamble, one row per routed expert, with the residency it met.
 
-Columns are read by name: turn, phase (0 prefill, 1 decode), step (absolute position), layer, slot (rank), expert, weight,
-residency (0 miss, 1 hit, 2 first touch of a prefetch), expert_bytes, and perhaps dropped. The bytes of each layer's experts
-replace the model's; residency goes into ``OUT.residency.parquet`` for `moesim trace check-residency`.
+Columns are read by name: turn, phase (0 prefill, 1 decode), step (absolute position), layer, slot (rank), expert,
+weight, residency (0 miss, 1 hit, 2 first touch of a prefetch), expert_bytes, and perhaps dropped. The bytes of each
+layer's experts replace the model's; residency goes into ``OUT.residency.parquet`` for `moesim trace check-residency`.
 
 Source: BigMoeOnEdge docs/telemetry.md, "Route trace".
 """
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from traces.arrow import numbers
 from traces.files import written_beside
-from traces.foreign import bad, decoding, head, layer_numbers
+from traces.foreign import Once, bad, decoding, head, layer_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,8 +98,7 @@ def reshape(path: Path, shape: ModelShape) -> ModelShape:
 
 def read(path: Path, shape: ModelShape) -> Iterator[Block]:
     """One block per turn of the session; the whole file is parsed at once."""
-    rows, order = _sorted(path, shape)
-    del order
+    rows = _sorted(path, shape, _parsed.kept(path))
     top_k = _width(path, rows)
     first = slice(None, None, top_k)
     weights = rows["weight"].reshape(-1, top_k) if "weight" in rows else None
@@ -120,14 +119,14 @@ def read(path: Path, shape: ModelShape) -> Iterator[Block]:
 
 def beside(path: Path, shape: ModelShape, out: Path) -> None:
     """Write ``OUT.residency.parquet``: seq, pos, layer, expert, residency, dropped, read_bytes, in trace order."""
-    rows, _ = _sorted(path, shape)
+    rows = _sorted(path, shape, _parsed.taken(path))
     if "residency" not in rows:
         return
     top_k = _width(path, rows)
     turn = rows["turn"]
     sequence = np.cumsum(np.concatenate(([0], np.diff(turn) != 0)))
     zeros = np.zeros(len(turn), np.int8)
-    columns = {
+    columns: dict[str, np.ndarray] = {
         "seq": sequence.astype(np.int32),
         "pos": rows["step"].astype(np.int32),
         "layer": rows["layer"].astype(np.int16),
@@ -179,8 +178,8 @@ def preamble(path: Path) -> Preamble:
     raise bad(path, f"line {len(lines)}", "a header line behind the preamble", "the end of the file")
 
 
-def _sorted(path: Path, shape: ModelShape) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """All rows by turn, step, layer, slot; layers counted as MoE layers."""
+def _table(path: Path) -> dict[str, np.ndarray]:
+    """The columns of the rows as they stand in the file."""
     from pyarrow import csv  # noqa: PLC0415 - not every import is of text
 
     told = preamble(path)
@@ -197,6 +196,15 @@ def _sorted(path: Path, shape: ModelShape) -> tuple[dict[str, np.ndarray], np.nd
         rows = {name: np.asarray(table.column(name).combine_chunks()) for name in wanted}
     if not len(table) or any(table.column(name).null_count for name in wanted):
         raise bad(path, "rows", "values in every column", "empty values" if len(table) else "no row")
+    return rows
+
+
+_parsed = Once(_table)
+
+
+def _sorted(path: Path, shape: ModelShape, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """All rows by turn, step, layer, slot; layers counted as MoE layers."""
+    rows = dict(found)
     for name, least, most in (("phase", 0, 1), ("residency", 0, 2), ("dropped", 0, 1)):
         if name in rows and not least <= rows[name].min() <= rows[name].max() <= most:
             outside = (rows[name] < least) | (rows[name] > most)
@@ -206,7 +214,7 @@ def _sorted(path: Path, shape: ModelShape) -> tuple[dict[str, np.ndarray], np.nd
         row = int(((rows["step"] < 0) | (rows["step"] >= 1 << 31)).argmax())
         raise bad(path, f"row {row}: step", "an absolute position", rows["step"][row], "a row that belongs to no token")
     number_of = layer_numbers(path, np.unique(rows["layer"]).tolist(), shape)
-    table_of = np.full(max(max(number_of), int(rows["layer"].max())) + 1, -1)
+    table_of = np.full(max(*number_of, int(rows["layer"].max())) + 1, -1)
     table_of[list(number_of)] = list(number_of.values())
     rows["layer"] = table_of[rows["layer"]]
     if rows["layer"].min() < 0:
@@ -214,7 +222,7 @@ def _sorted(path: Path, shape: ModelShape) -> tuple[dict[str, np.ndarray], np.nd
             path, f"row {int(rows['layer'].argmin())}: layer", "an MoE layer", "a dense one", "is the shape right?"
         )
     order = np.lexsort((rows["slot"], rows["layer"], rows["step"], rows["turn"]))
-    return {name: values[order] for name, values in rows.items()}, order
+    return {name: values[order] for name, values in rows.items()}
 
 
 def _width(path: Path, rows: dict[str, np.ndarray]) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from traces import torchfile
-from traces.foreign import bad, decoding, layer_numbers, sequences_of
+from traces.foreign import Once, bad, decoding, layer_numbers, sequences_of
 from traces.schema import Phase
 from traces.tensors import integers
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Block = dict[str, np.ndarray]
 
 _EXTEND, _DECODE, _MIXED = 1, 2, 3
-_PER_TOKEN = "--expert-distribution-recorder-mode per_token"
+_RECORD_WITH = "record with --expert-distribution-recorder-mode per_token"
 _KEYS = ({"records", "last_physical_to_logical_map"}, {"logical_count"})
 
 
@@ -45,7 +45,7 @@ def recognises(path: Path) -> bool:
 
 def provenance(path: Path) -> dict[str, Any]:
     """Mode, rank, number of passes, and remarks."""
-    found = _load(path)
+    found = _parsed.kept(path)
     records = found["records"]
     per_token = "topk_ids_of_layer" in records[0]
     notes = ["no combine weights in the source"]
@@ -65,7 +65,7 @@ def provenance(path: Path) -> dict[str, Any]:
 
 def read(path: Path, shape: ModelShape) -> Iterator[Block]:
     """Blocks of one request each, in the order in which requests appeared; needs the file's ids in memory."""
-    found = _load(path)
+    found = _parsed.taken(path)
     with decoding(path, "records"):
         logical = integers(path, "last_physical_to_logical_map", found["last_physical_to_logical_map"], 2)
         records = found["records"]
@@ -81,7 +81,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise torchfile.refuse_pickle(path)
     found = torchfile.load(path)
     if isinstance(found, dict) and "logical_count" in found:
-        raise bad(path, "mode", "per_token or per_pass", "stat, which holds sums only", f"record with {_PER_TOKEN}")
+        raise bad(path, "mode", "per_token or per_pass", "stat, which holds sums only", _RECORD_WITH)
     with decoding(path, "dump"):
         records = found["records"]
         if not isinstance(records, list) or not records:
@@ -90,6 +90,9 @@ def _load(path: Path) -> dict[str, Any]:
         if len(kinds) > 1 or kinds == {(False, False)}:
             raise bad(path, "records", "topk_ids_of_layer or global_physical_count in all", "neither, or a mixture")
         return dict(found)
+
+
+_parsed = Once(_load)
 
 
 def _to_logical(path: Path, place: str, physical: np.ndarray, logical: np.ndarray) -> np.ndarray:
@@ -211,7 +214,7 @@ def _per_token(path: Path, records: list[Any], logical: np.ndarray, shape: Model
     sequence = 0
     for request in running.requests:
         places = np.array(request.places)
-        keep = routed[places]
+        keep = np.asarray(routed)[places]
         if not keep.any():
             continue
         places = places[keep]

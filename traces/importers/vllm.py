@@ -1,8 +1,8 @@
 """vLLM `routed_experts`: one npy array, an npz, or the JSON of its server (one response, or one per line).
 
-``prompt_routed_experts`` is [prompt tokens, MoE layers, K] per response, ``routed_experts`` [generated tokens, MoE layers,
-K] per completion; in JSON as nested lists or as a base64 npy. The last generated token is never computed: an array
-that has a row for it fills it with one id.
+``prompt_routed_experts`` is [prompt tokens, MoE layers, K] per response, ``routed_experts`` [generated tokens, MoE
+layers, K] per completion; in JSON as nested lists or as a base64 npy. The last generated token is never computed: an
+array that has a row for it fills it with one id.
 """
 
 from __future__ import annotations
