@@ -6,7 +6,7 @@ import copy
 
 import numpy as np
 import pytest
-from cache_driver import LayerStep, View, context, drive, shape, work
+from cache_driver import LayerStep, ListFuture, View, context, drive, shape, work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,9 +47,16 @@ def views(draw, gpus):
     return View(LAYERS, EXPERTS, gpus, resident, draw(keys) - resident)
 
 
+FUTURE = ListFuture(
+    [LayerStep(step, layer, [(step + layer) % EXPERTS, EXPERTS - 1]) for step in range(3) for layer in range(LAYERS)]
+)
+"""What oracles are shown: two active experts in each layer step."""
+
+
 def started(kind, name, gpus):
     policy = resolve(name, kind)
-    policy.start(RunContext(shape(LAYERS, EXPERTS), gpus, np.full(LAYERS, 2), "layer"))
+    future = FUTURE if policy.oracle else None
+    policy.start(RunContext(shape(LAYERS, EXPERTS), gpus, np.full(LAYERS, 2), "layer", future=future))
     return policy
 
 

@@ -221,7 +221,6 @@ def _parquet(path: Path) -> pq.ParquetFile:
     try:
         file = pq.ParquetFile(path, pre_buffer=False)
         _ = file.schema_arrow.names  # damaged names show here
-        return file
     except FileNotFoundError:
         way_out = "`moesim record` or `moesim trace import` makes a trace"
         raise TraceError(f"{path}: no such file; {way_out}") from None
@@ -229,6 +228,7 @@ def _parquet(path: Path) -> pq.ParquetFile:
         raise TraceError(f"{path}: expected a Parquet file, found a folder") from None
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: not a readable Parquet file: {_first_line(error)}; {_AGAIN}") from None
+    return file
 
 
 def _check_schema(path: Path, schema: pa.Schema) -> None:
