@@ -16,6 +16,7 @@ from moesim import (
     cli_learn,
     cli_list,
     cli_measure,
+    cli_quality,
     cli_replay,
     cli_reproduce,
     cli_run,
@@ -48,7 +49,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 }
 for _name, (_function, _short_help) in COMMANDS.items():
     app.command(_name, short_help=_short_help)(_function)
-for _room in (cli_run, cli_gap, cli_reproduce, cli_learn):
+for _room in (cli_run, cli_gap, cli_quality, cli_reproduce, cli_learn):
     _room.add_commands(app)
 cli_trace_more.add_commands(cli_trace.app)
 app.add_typer(cli_trace.app, name="trace", short_help="Look into traces, or make them of foreign files.")

@@ -255,9 +255,8 @@ class _Given(NamedTuple):
     @classmethod
     def find(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given | None:
         """Read arguments by what they are: hidden states first, integers are ids, floats of their shape the weights."""
-        tensors: list[tuple[int | str, torch.Tensor]] = [
-            (at, one) for at, one in (*enumerate(args), *kwargs.items()) if isinstance(one, torch.Tensor)
-        ]
+        places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        tensors = [(at, one) for at, one in places if isinstance(one, torch.Tensor)]
         index = next((part for part in tensors if not part[1].is_floating_point() and part[1].dim() == 2), None)
         if index is None:
             return None

@@ -53,6 +53,7 @@ class Scores:
         altered: share of scored tokens, counted at every layer, whose experts are not the gate's.
         stale: share of token-expert pairs that were computed on the input of the layer before.
         hit_rate: resident ones of the active experts, over the layer steps of scored tokens.
+        used: experts that serve a token, mean over scored tokens and layers.
     """
 
     nats: np.ndarray
@@ -63,6 +64,7 @@ class Scores:
     altered: float
     stale: float
     hit_rate: float
+    used: float
 
 
 class Passages(NamedTuple):
@@ -166,7 +168,8 @@ class _Answer(NamedTuple):
 def _answer(plain: torch.Tensor, said: torch.Tensor, coming: torch.Tensor) -> _Answer:
     """Compare log probabilities [B, V] about the tokens that come [B]."""
     place = coming[:, None]
-    kl = (plain.exp() * (plain - said)).sum(-1)
+    chance = plain.exp()
+    kl = torch.where(chance > 0, chance * (plain - said), 0.0).sum(-1)  # a token ruled out adds nothing
     return _Answer(
         -said.gather(1, place)[:, 0].cpu(),
         -plain.gather(1, place)[:, 0].cpu(),
@@ -187,6 +190,7 @@ def _scores(trial: Trial, parts: Sequence[_Answer]) -> Scores:
         altered=trial.share("altered", "tokens"),
         stale=trial.share("stale", "pairs"),
         hit_rate=trial.share("hits", "asked"),
+        used=trial.share("pairs", "tokens"),
     )
 
 
