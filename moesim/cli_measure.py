@@ -2,24 +2,42 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from moesim import cli_options as options
+from moesim import cli_record as recording
 
 
 def record(
     prompts: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             metavar="FILE", help="Texts separated by blank lines, one per line, or .jsonl.", show_default=False
         ),
-    ],
+    ] = None,
+    dataset_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Instead: a data set, .jsonl, .csv, .tsv or .parquet.")
+    ] = None,
+    column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Column of the data set; found by itself if named as usual.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Take the first N prompts.")] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The trace to write.")] = Path("trace.parquet"),
     model: Annotated[
         str, typer.Option(metavar="tiny|DIR", help="The shipped model or a Hugging Face folder.")
     ] = "tiny",
+    store: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Read experts from this store (built if new): for models beyond memory."),
+    ] = None,
+    host_memory: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE", parser=options.size_bytes, help="Memory for experts beside --store. Default: 4GiB."
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens to generate per prompt.")] = 64,
     batch: options.Batch = 1,
     temperature: Annotated[
@@ -31,14 +49,29 @@ def record(
             metavar="FILE", help="Residual vectors for pred1_res; computed and written where the file is new."
         ),
     ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also write what policies may know beforehand, as .safetensors for --artefacts."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     split: Annotated[
-        str, typer.Option(parser=options.one_of("calibration", "evaluation"), help="What the texts are.")
-    ] = "evaluation",
+        str | None,
+        typer.Option(
+            parser=options.one_of("calibration", "evaluation"),
+            metavar="calibration|evaluation",
+            help="What the texts are. Default: evaluation, or calibration beside --calibration.",
+        ),
+    ] = None,
     seed: options.Seed = 0,
-    overhead: Annotated[
-        bool, typer.Option("--overhead", help="Also measure how much listening slows the model.")
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a recording that was stopped.")] = False,
+    finish: Annotated[
+        bool, typer.Option("--finish", help="Run nothing; make OUT of the sequences a stopped recording has.")
     ] = False,
+    overhead: Annotated[
+        bool, typer.Option("--overhead/--no-overhead", help="Measure how much listening slows the model.")
+    ] = True,
     as_json: options.AsJson = False,
 ) -> None:
     """Run a model on prompts and write what its gates said as a trace.
@@ -49,45 +82,42 @@ def record(
     \b
     Examples:
       moesim record --prompts prompts.txt --out trace.parquet
-      moesim record --model ~/models/olmoe --prompts prompts.txt --batch 4 --residual olmoe.safetensors
+      moesim record --model ~/models/olmoe --dataset-file squad.parquet --limit 100 --batch 4 --resume
+      moesim record --model ~/models/olmoe --prompts other.txt --out other.parquet --calibration olmoe.safetensors
+      moesim record --model ~/models/large --store /mnt/nvme/large --host-memory 16GiB --prompts prompts.txt
     """
-    options.check_places(files=[out, residual])
-    from moesim.progress import bar, messages, only_ours
+    options.check_places(files=[out, residual, calibration], folder=store)
+    if finish:
+        recording.finish(out, as_json=as_json)
+        return
+    recording.check_options(prompts, dataset_file, store, host_memory, calibration, split)
+    from moesim.progress import bar, only_ours
 
     only_ours()
-    from runtime.calibrate_residual import Residual, residual_vectors
-    from runtime.record import load_model, read_prompts
+    from runtime.datasets import read_dataset, read_prompts
     from runtime.record import record as run
 
-    texts = read_prompts(prompts)
-    local = load_model(model, device=device)
-    given = residual or default_residual(model)
-    drift = Residual.load(given) if given.is_file() else None
-    if drift is None and residual is not None:
-        with messages("calibrating residual vectors"):
-            drift = residual_vectors(local)
-        drift.save(residual)
-    with bar("recording", len(texts)) as show:
-        done = run(
-            local, texts, out, max_new_tokens=max_new_tokens, batch=batch, residual=drift, temperature=temperature,
-            seed=seed, split=split, measure_overhead=overhead,
-            progress=lambda tokens, expected: show(len(texts) * tokens / expected),
-        )  # fmt: skip
-    facts: dict[str, Any] = {
-        "trace": str(done.path), "sequences": done.sequences, "prompt_tokens": done.prompt_tokens,
-        "decode_tokens": done.decode_tokens, "rows": done.rows, "seconds_s": done.seconds_s,
-        "tokens_per_s": done.tokens_per_s, "slowdown": done.overhead.slowdown if done.overhead else None,
-    }  # fmt: skip
+    texts = read_dataset(dataset_file, column, limit) if dataset_file else read_prompts(prompts or "")[:limit]
+    recording.check_unfinished(out, resume=resume)
+    with recording.opened_model(model, store, host_memory, device) as local:
+        drift = recording.residual_of(
+            local, residual or default_residual(model), asked=residual is not None, texts=texts if calibration else None
+        )
+        with bar("recording", len(texts)) as show, recording.hint_when_stopped(out):
+            done = run(
+                local, texts, out, max_new_tokens=max_new_tokens, batch=batch, residual=drift, temperature=temperature,
+                seed=seed, split=split or ("calibration" if calibration else "evaluation"), resume=resume,
+                measure_overhead=overhead, progress=lambda tokens, expected: show(len(texts) * tokens / expected),
+            )  # fmt: skip
+        facts = recording.facts_of(done, local)
+    if calibration is not None:
+        from runtime.calibration import write_calibration
+
+        facts["calibration"] = {"file": str(calibration), **write_calibration(out, calibration, drift)["tensors"]}
     if as_json:
         print(json.dumps(facts, indent=2))
-        return
-    print(
-        f"{done.sequences} sequences, {done.prompt_tokens:,} prompt and {done.decode_tokens:,} generated tokens,"
-        f" {done.rows:,} rows in {done.seconds_s:.1f} s ({done.tokens_per_s:.0f} tokens/s)"
-    )
-    if done.overhead is not None:
-        print(f"recording takes {done.overhead.slowdown:.2f} times as long as running the model alone")
-    print(f"wrote {done.path}")
+    else:
+        recording.say(facts)
 
 
 def default_residual(model: str) -> Path:

@@ -1,0 +1,85 @@
+"""Everything that policies may know of a model beforehand, in one file.
+
+Counted from a trace that no evaluation uses, beside the residual vectors of the same model: a safetensors file
+with named tensors, each of which a policy asks for by its name. The file also loads as residual vectors alone.
+
+N sequences, L MoE layers, E routed experts, H hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from policies.transitions import Transitions
+from traces.errors import TraceError
+from traces.files import written_beside
+from traces.reader import open_trace
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from runtime.calibrate_residual import Residual
+    from traces.reader import Trace
+
+FACTS_KEY: Final = "moesim_calibration"
+_RESIDUAL_KEY: Final = "moesim"
+
+
+def count(trace: Trace) -> dict[str, np.ndarray]:
+    """Count what the experts of a trace did, one sequence after the other.
+
+    Returns:
+        ``transitions`` float64 [L, E, E] (`policies.transitions`), ``activation_matrices`` float64 [N, L, E]
+        (`policies.activations`) and ``activation_counts`` float64 [L, E], their sum over sequences.
+
+    Raises:
+        TraceError: the trace is damaged.
+    """
+    layers, experts = trace.shape.layers, trace.shape.experts
+    follows, matrices = Transitions(layers, experts), []
+    for rows in trace.sequences():
+        flat = rows.layer.astype(np.int64)[:, None] * experts + rows.experts
+        matrices.append(np.bincount(flat.ravel(), minlength=layers * experts).reshape(layers, experts))
+        for layer in range(layers - 1):
+            here, next_ = rows.layer == layer, rows.layer == layer + 1
+            _, mine, theirs = np.intersect1d(rows.pos[here], rows.pos[next_], assume_unique=True, return_indices=True)
+            follows.observe(layer, rows.experts[here][mine], rows.experts[next_][theirs])
+    each = np.asarray(matrices, np.float64)
+    return {"transitions": follows.table(), "activation_matrices": each, "activation_counts": each.sum(axis=0)}
+
+
+def write_calibration(trace: Path | str, out: Path | str, residual: Residual | None = None) -> dict[str, Any]:
+    """Write the calibration file of a trace.
+
+    Args:
+        trace: a recording of calibration text.
+        out: the safetensors file; an existing one is replaced at the end.
+        residual: vectors of the same model, stored as ``residual`` float32 [L, H].
+
+    Returns:
+        What the file says about itself: model, weights, prompts and sequences of the trace, tensors and shapes.
+
+    Raises:
+        TraceError: the trace is damaged, or belongs to an evaluation.
+    """
+    opened = open_trace(trace)
+    if opened.header.split != "calibration":
+        raise TraceError(f"{trace}: expected a trace of calibration text, found split {opened.header.split!r}")
+    tensors = count(opened)
+    metadata = {}
+    if residual is not None:
+        tensors["residual"] = np.ascontiguousarray(residual.vectors, np.float32)
+        metadata[_RESIDUAL_KEY] = json.dumps(residual.facts, sort_keys=True)
+    said = opened.header.provenance
+    facts: dict[str, Any] = {
+        name: said[name] for name in ("model", "weights", "prompts", "sequences", "date") if name in said
+    }
+    facts["tensors"] = {name: list(tensor.shape) for name, tensor in sorted(tensors.items())}
+    metadata[FACTS_KEY] = json.dumps(facts, sort_keys=True)
+    with written_beside(out) as part:
+        save_file(tensors, part, metadata=metadata)
+    return facts
