@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import cache_speed, memory_and_start, planning, replay_speed, runtime_overhead
+from benchmarks import cache_speed, memory_and_start, planning, replay_speed, runtime_overhead, trace_speed
 
 
 def main() -> None:
@@ -13,6 +13,7 @@ def main() -> None:
         cache_speed.report,
         memory_and_start.report,
         runtime_overhead.report,
+        lambda: trace_speed.report(rows=1_000_000),
     ):
         report()
         print()

@@ -56,21 +56,42 @@ def info(trace: options.TraceFile, as_json: options.AsJson = False) -> None:
 
 
 @app.command("stats", short_help="Characterise its routing, layer by layer.")
-def stats(trace: options.TraceFile, batch: options.Batch = 1, as_json: options.AsJson = False) -> None:
-    """Characterise the routing of a trace, layer by layer, before any machine is involved.
+def stats(
+    trace: options.TraceFile,
+    batch: options.Batch = 1,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page with pictures.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write the figures as Parquet.", show_default=False)
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Characterise the routing of a trace before any machine is involved, and judge whether to offload the model.
 
     \b
-    Example:
+    Examples:
       moesim trace stats trace.parquet --batch 8
+      moesim trace stats trace.parquet --html stats.html --out stats
     """
+    options.check_places(folder=out, files=[html])
+    from moesim.progress import bar
+    from moesim.trace_report import verdict_text, write_html
     from traces.reader import open_trace
-    from traces.stats import stats as found_in
+    from traces.survey import survey
+    from traces.survey_tables import write_tables
 
-    found = found_in(open_trace(trace), batch=batch)
+    opened = open_trace(trace)
+    with bar("reading", opened.rows) as show:
+        found = survey(opened, batch=batch, progress=show)
+    written = [write_html(opened, found, html)] if html else []
+    written += write_tables(opened, found, out) if out else []
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found.figures, indent=2))
         return
-    print(_stats_text(found))
+    print("\n".join([_stats_text(found.figures), "", *verdict_text(found.figures["verdict"])]))
+    for path in written:
+        print(f"wrote {path}")
 
 
 @app.command("import", short_help="Make a trace of a foreign file.")

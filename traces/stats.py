@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from traces.batch import compose
+from traces.layer_steps import layer_steps
 from traces.schema import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import pandas as pd
 
+    from traces.layer_steps import LayerSteps
     from traces.reader import Trace
+    from traces.schema import ModelShape
 
 CACHE_RATIOS = (0.125, 0.25, 0.5, 0.75)
 WINDOW_STEPS = 32
@@ -77,16 +77,18 @@ def stats(trace: Trace, *, batch: int = 1) -> dict[str, Any]:
         - ``lru``: cache ratio -> hit rate of an LRU cache of ``round(ratio * E)`` slots, looked up before the step.
     """
     shape = trace.shape
-    fold = _LayerFold(shape.layers, shape.experts)
-    tokens = {Phase.PREFILL: 0, Phase.DECODE: 0}
-    for step in compose(trace, batch=batch):
-        tokens[step.phase] += step.tokens
-        experts, workloads = zip(*((layer.experts, layer.tokens) for layer in step.layers), strict=True)
-        fold.add(step.phase, step.batch, experts, workloads)
+    fold = LayerFold(shape.layers, shape.experts, shape.top_k)
+    for block in layer_steps(trace, batch=batch):
+        fold.add(block)
+    return summary(fold, shape, batch)
+
+
+def summary(fold: LayerFold, shape: ModelShape, batch: int) -> dict[str, Any]:
+    """What `stats` returns, of a fold that has seen the whole trace."""
     return {
         "batch": batch,
-        "prefill_tokens": tokens[Phase.PREFILL],
-        "decode_tokens": tokens[Phase.DECODE],
+        "prefill_tokens": fold.tokens[Phase.PREFILL],
+        "decode_tokens": fold.tokens[Phase.DECODE],
         "decode_steps": fold.steps[Phase.DECODE],
         "overlap_chance": shape.top_k / shape.experts,
         **fold.figures(),
@@ -103,70 +105,82 @@ def stats_frame(trace: Trace, *, batch: int = 1) -> pd.DataFrame:
     return pd.DataFrame(columns).rename_axis("layer")
 
 
-class _LayerFold:
-    """Counts over steps, all layers at once."""
+class LayerFold:
+    """Tables over steps, all layers at once; memory is that of the tables."""
 
-    def __init__(self, layers: int, experts: int) -> None:
-        self.layers, self.experts = layers, experts
+    def __init__(self, layers: int, experts: int, top_k: int) -> None:
+        from traces.tallies import WINDOWS, count_decode  # noqa: PLC0415 - compiled: `info` need not wait for it
+
+        self.layers, self.experts, self.top_k, self._count = layers, experts, top_k, count_decode
         self.steps = {Phase.PREFILL: 0, Phase.DECODE: 0}
+        self._routed = {phase: np.zeros(layers, np.int64) for phase in Phase}  # choices
         self.active = {Phase.PREFILL: np.zeros(layers), Phase.DECODE: np.zeros(layers)}
-        self.load = np.zeros((layers, experts))
-        self.overlap, self.pairs = np.zeros(layers), 0
-        self.window = np.zeros((layers, experts), dtype=bool)
-        self.windows: list[np.ndarray] = []
-        self.last_use = np.full((layers, experts), -1, dtype=np.int64)  # step * E + expert: ties in a step by id
-        self.distances = np.zeros((layers, experts + 1), dtype=np.int64)
-        self._before: np.ndarray | None = None
-        self._batch = -1
+        self.load = np.zeros((layers, experts), np.int64)
+        self.distances = np.zeros((layers, experts + 1), np.int64)
+        self._last_use = np.full((layers, experts), -1, np.int64)
+        self._last_batch = np.full(layers, -1, np.int64)
+        self._overlap, self._pairs = np.zeros(layers), np.zeros(layers, np.int64)
+        self._fresh, self._windows = (np.zeros((layers, WINDOWS), np.int64) for _ in range(2))
 
-    def add(self, phase: Phase, batch: int, experts: Sequence[np.ndarray], tokens: Sequence[np.ndarray]) -> None:
-        """Fold one step: active experts and their workloads, per layer."""
-        sizes = np.array([len(active) for active in experts])
-        self.steps[phase] += 1
-        self.active[phase] += sizes
-        if phase is Phase.PREFILL:
+    def add(self, block: LayerSteps) -> None:
+        """Fold a block of layer steps."""
+        sizes = np.diff(block.edges)
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        for phase in Phase:
+            mine = block.phase == phase
+            self.active[phase] += np.bincount(block.layer[mine], sizes[mine], self.layers)
+            routed = np.bincount(block.layer[owner[mine[owner]]], block.tokens[mine[owner]], self.layers)
+            self._routed[phase] += routed.astype(np.int64)
+        decode = block.phase == Phase.DECODE
+        if not decode.any():
+            self.steps[Phase.PREFILL] += int((block.layer == 0).sum())
             return
-        layer, expert = np.repeat(np.arange(self.layers), sizes), np.concatenate(experts)
-        self.load[layer, expert] += np.concatenate(tokens)
-        now = np.zeros((self.layers, self.experts), dtype=bool)
-        now[layer, expert] = True
-        if batch == self._batch and self._before is not None:
-            self.overlap += (now & self._before).sum(axis=1) / sizes
-            self.pairs += 1
-        self._before, self._batch = now, batch
-        self.window |= now
-        if self.steps[phase] % WINDOW_STEPS == 0:
-            self.windows.append(self.window.sum(axis=1))
-            self.window[:] = False
-        # LRU: an expert is found in a cache of C slots if fewer than C others were used after its own last use
-        mine = self.last_use[layer, expert]
-        later = (self.last_use[layer] > mine[:, None]).sum(axis=1)
-        np.add.at(self.distances, (layer, np.where(mine < 0, self.experts, later)), 1)
-        self.last_use[layer, expert] = self.steps[phase] * self.experts + expert
+        experts, tokens, edges = block.experts, block.tokens, block.edges
+        if not decode.all():
+            kept = np.repeat(decode, sizes)
+            experts, tokens = experts[kept], tokens[kept]
+            edges = np.concatenate(([0], np.cumsum(sizes[decode]))).astype(np.int64)
+        layer = block.layer[decode]
+        step = self.steps[Phase.DECODE] + np.cumsum(layer == 0) - 1
+        self._count(
+            step.astype(np.int64), block.batch[decode], layer, edges, experts, tokens, self.load, self._last_use,
+            self.distances, self._last_batch, self._overlap, self._fresh, self._windows, self._pairs,
+        )  # fmt: skip
+        self.steps[Phase.DECODE] += int((layer == 0).sum())
+        self.steps[Phase.PREFILL] += int(((block.layer == 0) & ~decode).sum())
+
+    @property
+    def tokens(self) -> dict[Phase, int]:
+        """Tokens by phase: those of the fullest layer (a ragged prefill leaves others with fewer)."""
+        return {phase: int(routed.max()) // self.top_k for phase, routed in self._routed.items()}
 
     def figures(self) -> dict[str, Any]:
         """The per-layer lists of `stats`."""
-        decode = self.steps[Phase.DECODE] > 0
-        total = self.load.sum(axis=1, keepdims=True)
-        share = self.load / np.maximum(total, 1)
+        steps, prefills = self.steps[Phase.DECODE], self.steps[Phase.PREFILL]
+        decode = steps > 0
+        share = self.load / np.maximum(self.load.sum(axis=1, keepdims=True), 1)
         entropy = -(share * np.log2(np.where(share > 0, share, 1.0))).sum(axis=1)
         found = np.cumsum(self.distances, axis=1)
         accesses = np.maximum(found[:, -1], 1)
         slots = {ratio: round(ratio * self.experts) for ratio in CACHE_RATIOS}
         hits = {ratio: found[:, count - 1] if count else np.zeros(self.layers) for ratio, count in slots.items()}
-        windows = np.mean(self.windows, axis=0) if self.windows else None
+        working_set = self.working_sets().get(WINDOW_STEPS)
         return {
-            "active": _list(self.active[Phase.DECODE] / max(self.steps[Phase.DECODE], 1) if decode else None),
-            "active_prefill": _list(
-                self.active[Phase.PREFILL] / self.steps[Phase.PREFILL] if self.steps[Phase.PREFILL] else None
-            ),
+            "active": _list(self.active[Phase.DECODE] / max(steps, 1) if decode else None),
+            "active_prefill": _list(self.active[Phase.PREFILL] / prefills if prefills else None),
             "entropy_bits": _list(entropy if decode else None),
             "max_share": _list(share.max(axis=1) if decode else None),
-            "overlap": _list(self.overlap / self.pairs if self.pairs else None),
-            "working_set": _list(windows),
+            "overlap": _list(self._overlap / self._pairs if self._pairs.all() else None),
+            "working_set": _list(working_set),
             "touched": _list((self.load > 0).sum(axis=1) if decode else None),
             "lru": {ratio: _list(values / accesses if decode else None) for ratio, values in hits.items()},
         }
+
+    def working_sets(self) -> dict[int, np.ndarray]:
+        """Window in decode steps -> float64 [L], mean distinct experts over the whole windows that there were."""
+        steps = self.steps[Phase.DECODE]
+        sizes = [1 << w for w in range(self._windows.shape[1]) if steps >> w]
+        return {size: self._windows[:, w] / (steps // size) for w, size in enumerate(sizes)}
 
 
 def _list(values: np.ndarray | None) -> list[float] | None:

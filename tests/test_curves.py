@@ -1,0 +1,163 @@
+"""Hit-rate curves at every size, against the caches that a replay drives one size at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import write_trace
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import cache_only
+from policies.residency import CacheSize
+from traces.batch import compose
+from traces.curves import CurveFold, curves
+from traces.future import RecordedFuture
+from traces.importers import import_trace
+from traces.layer_steps import layer_steps, of_sequences
+from traces.models import model_shape
+from traces.reader import open_trace
+from traces.schema import ModelShape, Phase, TraceHeader
+from traces.writer import TraceWriter
+
+
+def replayed(trace, spec, slots, *, batch=1, scope="layer"):
+    """Hits by layer of the compiled replay with `slots` per pool."""
+    counts = np.full(trace.shape.layers if scope == "layer" else 1, slots, np.int64)
+    sizes = CacheSize(scope, counts, counts * trace.shape.expert_bytes[0])
+    future = RecordedFuture.of(trace, batch=batch)
+    steps = compose(trace, batch=batch)
+    return cache_only.replay_compiled(spec, trace.shape, sizes, steps, future=future).hits_by_layer
+
+
+def one_layer(path, routing, experts=4):
+    shape = ModelShape("one", 1, experts, len(routing[0]), 8, 8, (100,), 0)
+    with TraceWriter(path, TraceHeader(shape)) as writer:
+        count = len(routing)
+        writer.write(0, np.arange(count), Phase.DECODE, np.zeros(count, int), np.array(routing))
+    return open_trace(path)
+
+
+def test_by_hand(tmp_path):
+    """0 1 2 0 1 2: a circle of three misses LRU below three slots; Belady keeps expert 0 in one slot, 0 and 1 in two.
+
+    One slot: 0 stays (2 is offered last and used sooner than 1 never), so the second 0 hits, then 1, 2 come once more.
+    """
+    found = curves(one_layer(tmp_path / "t.parquet", [[0], [1], [2], [0], [1], [2]]))
+    assert found.hits("lru").tolist() == [[0, 0, 0, 3, 3]]
+    assert found.hits("belady").tolist() == [[0, 1, 2, 3, 3]]
+    assert found.accesses("lru").tolist() == [6]
+    assert found.hits("lru_global").tolist() == [0, 0, 0, 3, 3]
+
+
+def naive_belady(trace, slots, *, batch=1):
+    """Hits by layer, one set per layer: of misses and unheld residents the sooner-used stay."""
+    steps = list(compose(trace, batch=batch))
+    future = RecordedFuture(steps)
+    hits = []
+    for layer in range(trace.shape.layers):
+        resident, found = set(), 0
+        for step in steps:
+            active = step.layers[layer].experts.tolist()
+            found += len(resident.intersection(active))
+            missing = [expert for expert in active if expert not in resident]
+            room = min(slots - len(resident), len(missing))
+            rivals = [(future.next_use(step.step, layer, e), 0, e, e) for e in missing[room:]]
+            rivals += [(future.next_use(step.step, layer, e), 1, -e, e) for e in resident.difference(active)]
+            held = resident.intersection(active) | set(missing[:room])
+            resident = held | {rival[-1] for rival in sorted(rivals)[: len(resident) + room - len(held)]}
+        hits.append(found)
+    return hits
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_every_size_of_lru_equals_the_replay_of_that_size(make_trace, batch):
+    """Layer scope, prompts larger than the cache included, layer by layer."""
+    trace = open_trace(make_trace(sequences=((5, 40), (0, 25), (9, 60), (1, 3)), ragged=True))
+    hits = curves(trace, batch=batch).hits("lru")
+    for slots in range(trace.shape.experts + 1):
+        assert hits[:, slots].tolist() == replayed(trace, "lru", slots, batch=batch).tolist(), slots
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), experts=st.integers(2, 12), top_k=st.integers(1, 4), batch=st.integers(1, 4),
+    lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 25)), min_size=1, max_size=5),
+)  # fmt: skip
+def test_any_small_trace_equals_its_replays(tmp_path_factory, seed, experts, top_k, batch, lengths):
+    """LRU at every size; Belady at every size against sets, and against the replay from the largest layer step on."""
+    shape = ModelShape("any", 2, experts, min(top_k, experts), 8, 8, (1, 1), 0)
+    path = tmp_path_factory.mktemp("any") / "t.parquet"
+    trace = open_trace(write_trace(path, shape, tuple(lengths), seed=seed))
+    found = curves(trace, batch=batch)
+    largest = max(int(np.diff(block.edges).max()) for block in layer_steps(trace, batch=batch))
+    for slots in range(experts + 1):
+        assert found.hits("lru")[:, slots].tolist() == replayed(trace, "lru", slots, batch=batch).tolist(), slots
+        hits = found.hits("belady")[:, slots].tolist()
+        assert hits == naive_belady(trace, slots, batch=batch), slots
+        if slots >= largest:
+            assert hits == replayed(trace, "belady", slots, batch=batch).tolist(), slots
+
+
+def test_global_lru_equals_the_replay_from_the_largest_layer_step_on(make_trace):
+    trace = open_trace(make_trace(sequences=((5, 200), (0, 125))))
+    largest = max(int(np.diff(block.edges).max()) for block in layer_steps(trace))
+    hits = curves(trace).hits("lru_global")
+    for slots in range(largest, 25):
+        assert hits[slots] == replayed(trace, "lru", slots, scope="global").sum()
+
+
+def test_belady_is_never_below_lru_and_both_grow(make_trace):
+    found = curves(open_trace(make_trace(sequences=((0, 300),))))
+    for name in ("lru", "belady"):
+        assert (np.diff(found.hits(name), axis=-1) >= 0).all()
+    assert (found.hits("belady") >= found.hits("lru")).all()
+
+
+def test_a_short_horizon_only_costs_what_it_cannot_see(make_trace):
+    """Two to three sequences in sight: hits stay within 2 % of all accesses, and each is still counted once."""
+    trace = open_trace(make_trace(sequences=((0, 40),) * 8))
+    exact, fold = curves(trace), CurveFold(trace.shape, horizon=200)
+    for block in of_sequences(trace.sequences(), trace.shape.layers, trace.shape.experts):
+        fold.add(block)
+    near = fold.end()
+    assert near.accesses("belady").tolist() == exact.accesses("belady").tolist()
+    assert near.hits("lru").tolist() == exact.hits("lru").tolist()
+    lost = exact.hits("belady") - near.hits("belady")
+    assert np.abs(lost).max() <= 0.02 * exact.accesses("belady").max()
+
+
+def test_phases_are_counted_apart_and_add_up(make_trace):
+    trace = open_trace(make_trace(sequences=((4, 6), (3, 5))))
+    found = curves(trace)
+    assert found.accesses("lru", Phase.DECODE).tolist() == [11 * 2] * 3
+    both = found.hits("belady", Phase.PREFILL) + found.hits("belady", Phase.DECODE)
+    assert both.tolist() == found.hits("belady").tolist()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_layer_steps_are_those_of_compose(make_trace, batch):
+    trace = open_trace(make_trace(sequences=((5, 7), (0, 4), (2, 9)), ragged=True))
+    steps = [(s.step, s.batch, int(s.phase), r) for s in compose(trace, batch=batch) for r in s.layers]
+    blocks = list(layer_steps(trace, batch=batch))
+    assert len(blocks) == 1
+    (block,) = blocks
+    assert len(block.layer) == len(steps)
+    for i, (step, group, phase, routed) in enumerate(steps):
+        mine = slice(block.edges[i], block.edges[i + 1])
+        assert (block.step[i], block.batch[i], block.phase[i], block.layer[i]) == (step, group, phase, routed.layer)
+        assert block.experts[mine].tolist() == routed.experts.tolist()
+        assert block.tokens[mine].tolist() == routed.tokens.tolist()
+
+
+def test_a_real_trace_at_several_sizes(shared_traces, tmp_path):
+    """qwen3-30b-a3b, 48 layers of 128 experts, ragged prompt."""
+    target = tmp_path / "q.parquet"
+    import_trace(shared_traces / "qwen3_30b_a3b_top6.parquet", target, shape=model_shape("qwen3-30b-a3b"))
+    trace = open_trace(target)
+    found = curves(trace)
+    largest = max(int(np.diff(block.edges).max()) for block in layer_steps(trace))
+    for slots in (3, 6, 32, 96):
+        assert found.hits("lru")[:, slots].tolist() == replayed(trace, "lru", slots).tolist()
+    for slots in (largest, 128):
+        assert found.hits("belady")[:, slots].tolist() == replayed(trace, "belady", slots).tolist()
