@@ -47,11 +47,14 @@ __all__ = [
     "cache_of",
     "check_needs",
     "compare",
+    "config_of",
     "folder_name",
     "needed_columns",
     "profile_of",
     "replay",
     "replay_cache",
+    "warm_counts",
+    "watts",
 ]
 
 
@@ -164,7 +167,7 @@ def replay(
     plan = options.plan(opened.shape, profile, system)
     policies = system.build(gpus=profile.gpus, host_cache=host_cache if plan.host is not None else None)
     check_needs(opened, policies)
-    calibration = None if warm is None else _warm_counts(warm, opened)
+    calibration = None if warm is None else warm_counts(warm, opened)
     oracle = any(p.oracle for p in policies.all())
     future = RecordedFuture.of(opened, batch=batch, steps=steps) if oracle else None
     costs = Costs(profile, opened.shape)
@@ -181,8 +184,9 @@ def replay(
     except BaseException:
         timeline.discard()
         raise
-    metrics = summarise(timeline, power=_watts(profile))
+    metrics = summarise(timeline, power=watts(profile))
     metrics["routing"] = "altered" if policies.routing.alters else "recorded"
+    metrics["approximate"] = policies.assignment.approximates
     metrics["gate_mass_kept"] = float(np.mean(planner.gate_mass)) if planner.gate_mass else None
     metrics["memory_high_bytes"] = {
         **{f"gpu{g}": tier.memory.used_high_bytes for g, tier in enumerate(planner.gpu)},
@@ -192,7 +196,7 @@ def replay(
     metrics["wall_s"] = time.perf_counter() - begin_s
     if perfetto is not None:
         write_perfetto(perfetto, {"simulated": timeline})
-    config = _config(opened, profile, system, options, plan, batch=batch, steps=steps, seed=seed, warm=warm)
+    config = config_of(opened, profile, system, options, plan, batch=batch, steps=steps, seed=seed, warm=warm)
     config["artefacts"] = None if artefacts is None else str(artefacts)
     warnings = _warnings(opened, profile, costs, plan, result)
     if metrics["misses"] and not any(tier.memory.used_high_bytes for tier in planner.gpu) and plan.gpu.total_bytes:
@@ -230,7 +234,7 @@ def replay_cache(
     policy = system.build(gpus=1, host_cache=None).caches[0]
     opened.require(policy.needs, f"cache policy {cache!r}")
     future = RecordedFuture.of(opened, batch=batch, steps=steps) if policy.oracle else None
-    calibration = None if warm is None else _warm_counts(warm, opened)
+    calibration = None if warm is None else warm_counts(warm, opened)
     passes = compose_steps(opened, batch=batch, steps=steps, columns=policy.needs)
     if calibration is None and cache_only.has_compiled_loop(cache, shape, size):
         counts = cache_only.replay_compiled(cache, shape, size, passes, future=future)
@@ -294,7 +298,13 @@ def folder_name(policy: str) -> str:
     return re.sub(r"[^\w.+=,-]+", "_", policy).strip("._") or "run"
 
 
-def _warm_counts(warm: str | Path | Trace, trace: Trace) -> np.ndarray:
+def warm_counts(warm: str | Path | Trace, trace: Trace) -> np.ndarray:
+    """`activation_counts` of a calibration trace, float64 [L, E].
+
+    Raises:
+        TraceError: no such trace.
+        PolicyError: it has other layers or experts than `trace`.
+    """
     calibration = warm if isinstance(warm, Trace) else open_trace(warm)
     if (calibration.shape.layers, calibration.shape.experts) != (trace.shape.layers, trace.shape.experts):
         raise PolicyError(
@@ -304,7 +314,7 @@ def _warm_counts(warm: str | Path | Trace, trace: Trace) -> np.ndarray:
     return activation_counts(calibration)
 
 
-def _config(
+def config_of(
     trace: Trace,
     profile: HardwareProfile,
     system: System,
@@ -316,6 +326,7 @@ def _config(
     seed: int,
     warm: str | Path | Trace | None,
 ) -> dict[str, Any]:
+    """The effective configuration of a run of `trace`, as results store it; arguments as those of `replay`."""
     shape = trace.shape
     return {
         "trace": str(trace.path),
@@ -369,7 +380,7 @@ def _warnings(
     return found
 
 
-def _watts(profile: HardwareProfile) -> dict[str, tuple[float, float]] | None:
+def watts(profile: HardwareProfile) -> dict[str, tuple[float, float]] | None:
     """Idle and busy watts by lane, as the metrics take them."""
     power = profile.power
     if power is None:

@@ -76,6 +76,7 @@ def run(
     steps: options.Steps = None,
     seed: options.Seed = 0,
     warm: options.Warm = None,
+    artefacts: options.Artefacts = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the run's tables and figures there.")] = None,
     perfetto: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev.")] = None,
     own_cores: Annotated[
@@ -101,7 +102,7 @@ def run(
     memory = MemoryOptions(cache_ratio, slots_per_layer, gpu_memory, host_memory, cache_scope, staging, prefetch_budget)
     given: dict[str, Any] = {
         "cache": cache, "prefetch": prefetch, "routing": routing, "host_cache": host_cache, "hw": hw, "memory": memory,
-        "batch": batch, "seed": seed, "store": store, "dtype": dtype, "own_cores": own_cores,
+        "batch": batch, "seed": seed, "artefacts": artefacts, "store": store, "dtype": dtype, "own_cores": own_cores,
     }  # fmt: skip
     with _faults_for_users(), bar("running") as show:
         given["progress"] = lambda info: show(info.step + 1)

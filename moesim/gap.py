@@ -20,7 +20,7 @@ from math import factorial
 from typing import TYPE_CHECKING, Any
 
 from hwprofiles.costs import Costs
-from moesim.api import activation_counts, check_needs, needed_columns, profile_of
+from moesim.api import check_needs, needed_columns, profile_of, warm_counts
 from moesim.artefacts import load_artefacts
 from moesim.gap_bench import BOUND, EVICTION, Bench, Choice, Grades
 from moesim.gap_eviction import CAUSAL, FORCED, EvictionSplit, split_eviction
@@ -35,8 +35,6 @@ from traces.reader import Trace, open_trace
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
-
-    import numpy as np
 
     from hwprofiles.profile import HardwareProfile
     from policies.systems import System
@@ -245,7 +243,7 @@ def gap(
             )
     at_hand = [name for name in causal if set(resolve(name, "cache").needs) <= opened.columns]
     needs |= dict.fromkeys(column for name in at_hand for column in resolve(name, "cache").needs)
-    calibration = None if warm is None else _counts(warm, opened)
+    calibration = None if warm is None else warm_counts(warm, opened)
     extras = load_artefacts(artefacts)
 
     def passes() -> Iterable[RoutedStep]:
@@ -282,14 +280,3 @@ def gap(
         "artefacts": None if artefacts is None else str(artefacts),
     }
     return found
-
-
-def _counts(warm: str | Path | Trace, trace: Trace) -> np.ndarray:
-    calibration = warm if isinstance(warm, Trace) else open_trace(warm)
-    found, wanted = calibration.shape, trace.shape
-    if (found.layers, found.experts) != (wanted.layers, wanted.experts):
-        raise PolicyError(
-            f"--warm {calibration.path}: expected {wanted.layers} layers x {wanted.experts} experts as in"
-            f" {trace.path}, found {found.layers} x {found.experts}; record it from the same model"
-        )
-    return activation_counts(calibration)

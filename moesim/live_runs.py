@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hwprofiles.profile import HardwareProfile
+    from policies.plan import Policies
     from runtime.calibrate_residual import Residual
     from runtime.executor import Executor, StepInfo
     from runtime.live import Verdict
@@ -104,16 +105,7 @@ def run_live(
         "float32" if str(model) == "tiny" else str(read_config(folder)[0].dtype or "float32").removeprefix("torch.")
     )
     parts = system.build(gpus=1, host_cache=None)
-    for kind, one in (("assignment", parts.assignment), ("prefetch", parts.prefetch), ("cache", parts.caches[0])):
-        if one.oracle:
-            raise PolicyError(
-                f"{kind} policy {parts.names[kind]!r} is an oracle: a live model has no future;"
-                " replay a recorded trace, or choose a policy that sees the past only"
-            )
-    if verify and parts.routing.alters:
-        raise PolicyError(
-            f"--verify: routing policy {system.routing!r} alters the model's output on purpose; drop one of them"
-        )
+    _refuse(parts, verify=verify)
     vectors = _residual(model, residual, api.needed_columns(parts))
     begin_s = time.perf_counter()
     device = device_of(profile)
@@ -152,6 +144,8 @@ def run_live(
     run.config |= _live_config(setup, model, chosen, own, batch=batch, max_new_tokens=max_new_tokens, prompts=len(ids))
     if run.metrics["routing"] == "altered":
         run.warnings.append("routing is altered: these are not the answers of the model")
+    if run.metrics["approximate"]:
+        run.warnings.append("experts computed ahead saw the layer before's input: answers approximate the model's")
     finish(run, out, perfetto, result.steps)
     verdict = None
     if verify:
@@ -161,6 +155,30 @@ def run_live(
         run.metrics, run.timeline, run.config, run.warnings, run.result, run.journal, run.startup,
         [local.decode(tokens) for tokens in result.tokens], result.tokens, result.steps, verdict,
     )  # fmt: skip
+
+
+def _refuse(parts: Policies, *, verify: bool) -> None:
+    """Say, before a model is loaded, what cannot be had.
+
+    Raises:
+        PolicyError: an oracle, or a policy that changes answers where they are to be verified.
+    """
+    for kind, one in (("assignment", parts.assignment), ("prefetch", parts.prefetch), ("cache", parts.caches[0])):
+        if one.oracle:
+            raise PolicyError(
+                f"{kind} policy {parts.names[kind]!r} is an oracle: a live model has no future;"
+                " replay a recorded trace, or choose a policy that sees the past only"
+            )
+    if verify and parts.routing.alters:
+        raise PolicyError(
+            f"--verify: routing policy {parts.names['routing']!r} alters the model's output on purpose;"
+            " drop one of them"
+        )
+    if verify and parts.assignment.approximates:
+        raise PolicyError(
+            f"--verify: assignment policy {parts.names['assignment']!r} computes experts ahead on the layer before's"
+            " input, an approximation; drop one of them"
+        )
 
 
 def open_model_store(
@@ -210,4 +228,5 @@ def _live_config(
         "host_bytes": None if plan.host is None else plan.host.total_bytes, "staging": plan.staging,
         "prefetch_budget_bytes": setup.options.prefetch_budget_bytes, "gpu_split": plan.gpu_split, "batch": batch,
         "max_new_tokens": max_new_tokens, "seed": setup.seed, "store": str(store.directory), "steps": None,
+        "artefacts": None if setup.artefacts is None else str(setup.artefacts),
     }  # fmt: skip

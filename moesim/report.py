@@ -48,6 +48,8 @@ def run_text(run: Run) -> str:
     if m["routing"] != "recorded":
         kept = _percent(m["gate_mass_kept"])
         facts.append(("routing", f"{m['routing']}: counterfactual, {kept} of the gate mass kept"))
+    if m["approximate"]:
+        facts.append(("answers", "approximate: experts started ahead see the layer before's input"))
     width = max(len(name) for name, _ in facts)
     head = [f"{name:<{width}}  {text}".rstrip() for name, text in facts]
     rows = [["lane", "busy", "of the run", "stalled", "moved", "bandwidth"]]

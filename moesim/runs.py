@@ -131,7 +131,7 @@ def rehearse(planner: Planner, steps: Sequence[RoutedStep]) -> None:
     """Plan some steps with a planner that is thrown away, so that what is compiled is compiled before the run."""
     for step in steps:
         for routed in step.layers:
-            plan = planner.plan(routed, step.step, step.phase, 0.0)
+            plan = planner.plan(routed, step.step, step.phase, 0.0, step.batch)
             for copies in [*plan.copies, *planner.complete(plan, 0.0)]:
                 for expert, read in zip(copies.experts, copies.read, strict=True):
                     if read:
@@ -198,7 +198,7 @@ def run_trace(
         memory or api.MemoryOptions(),
         host_cache,
         seed,
-        None if warm is None else api._warm_counts(warm, opened),  # noqa: SLF001 - one package
+        None if warm is None else api.warm_counts(warm, opened),
         artefacts=artefacts,
     )
     policies = setup.policies()
@@ -227,11 +227,12 @@ def run_trace(
         if own is not store:
             own.close()
     run.startup |= {"dense_s": dense_s, "dense_bytes": dense.bytes}
-    run.config |= api._config(  # noqa: SLF001 - one package
+    run.config |= api.config_of(
         opened, profile, setup.system, setup.options, setup.memory, batch=batch, steps=steps, seed=seed, warm=warm
     ) | {"world": "measured", "mode": "trace", "shape": sizes.name, "dtype": chosen, "store": str(own.directory)}
     run.config["cache_ratio"] = setup.memory.gpu.total_bytes / (sum(sizes.expert_bytes) * sizes.experts)
     run.config |= {"model": sizes.name, "distinct_experts": own.index.distinct, "host_cache": host_cache}
+    run.config["artefacts"] = None if artefacts is None else str(artefacts)
     if own.index.distinct is not None:
         run.warnings.append(f"experts share {own.index.distinct} different records of the store")
     finish(run, out, perfetto)
@@ -317,9 +318,10 @@ def execute(
     finally:
         if executor is not None:
             executor.close()
-    metrics = summarise(timeline, power=api._watts(setup.profile))  # noqa: SLF001 - one package
+    metrics = summarise(timeline, power=api.watts(setup.profile))
     altered = planner.policies.routing.alters
     metrics["routing"] = "altered" if altered else "recorded"
+    metrics["approximate"] = planner.policies.assignment.approximates
     metrics["gate_mass_kept"] = float(np.mean(planner.gate_mass)) if planner.gate_mass else None
     metrics["memory_high_bytes"] = {
         "gpu0": planner.gpu[0].memory.used_high_bytes,

@@ -106,11 +106,14 @@ class Ahead(NamedTuple):
     """Experts of the next layer that the CPU starts on this layer's hidden state (DAOP's pre-calculation).
 
     `experts` int32 [B] ascending, `tokens` int32 [B] predicted for each. Those that the next layer really uses
-    are joined there; the others were in vain.
+    are joined there; the others were in vain. `routing` uint16 [T, K], the experts predicted for each token, says
+    which tokens those are: where experts really work, what was not predicted for a token is computed in its own layer.
+    None leaves that open.
     """
 
     experts: np.ndarray
     tokens: np.ndarray
+    routing: np.ndarray | None = None
 
 
 class MachineView(Protocol):
@@ -230,7 +233,13 @@ class RunContext:
 
 
 class AssignmentPolicy(Policy):
-    """On which device is each active expert computed, in which order?"""
+    """On which device is each active expert computed, in which order?
+
+    `approximates` says that experts may be computed on another input than the model's (work ahead on the layer
+    before): answers differ even with recorded routing, and reports say so.
+    """
+
+    approximates: ClassVar[bool] = False
 
     def assign(self, work: LayerWork, view: MachineView) -> Assignment:
         """Place every active expert exactly once."""

@@ -209,9 +209,9 @@ class Planner:
                     else:
                         self._orphans[gpu].add(key)
         if self.host is not None:
-            self.host.release(layer, experts)
             if layer in self._held_ahead:
                 self.host.memory.release(layer, self._held_ahead.pop(layer))
+            self.host.release(layer, experts)
         self.now_s = now_s
         copies: list[Copies] = []
         for gpu, swap in plan.swaps:
@@ -337,7 +337,7 @@ class Planner:
             )
         if self.host is not None:
             there = self.host.memory.state[layer][ahead.experts] == RESIDENT
-            ahead = Ahead(ahead.experts[there], ahead.tokens[there])
+            ahead = Ahead(ahead.experts[there], ahead.tokens[there], ahead.routing)
             self.host.memory.hold(layer, ahead.experts)
             self._held_ahead[layer] = ahead.experts
         self._begun[layer] = ahead.experts

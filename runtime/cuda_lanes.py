@@ -104,6 +104,10 @@ class CudaDevice:
         self._untold.append((operation, start, end))
         return -1.0, -1.0
 
+    def settle(self) -> None:
+        """Wait until the last product has really been computed, asleep."""
+        self._untold[-1][2].synchronize()
+
     def to_host(self, hidden: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Bring hidden states to host memory, and wait for them."""
         return hidden.cpu(), hidden.numel() * hidden.itemsize

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 
-from policies.base import CPU, RESIDENT
-from policies.plan import FETCH
+from runtime.computes import Computes
 from runtime.errors import RuntimeFault
 from runtime.host_lanes import spare_record
-from runtime.jobs import Compute, Forward, Job
+from runtime.jobs import Forward, Job
 from runtime.lanes import Lanes, Operation, Stopped
 from runtime.places import HostPlaces, Places, cache_slots
 from runtime.transfers import Transfers
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hwprofiles.profile import HardwareProfile
-    from policies.plan import Plan
     from policies.planner import Planner
     from runtime.cuda_lanes import CudaDevice
     from runtime.expert_math import Groups
@@ -133,14 +131,15 @@ class Executor:
         self._device_worker = self.lanes.worker("gpu0")
         self._inline = self._device_worker is self.lanes.control
         names = profile.lanes
-        self._gpu, self._cpu, self._control, self._d2h = map(names.index, ("gpu0", "cpu", "control", "d2h0"))
-        self._lane_of = np.array([self._cpu, self._gpu], np.int8)
+        self._gpu, cpu, self._control, self._d2h = map(names.index, ("gpu0", "cpu", "control", "d2h0"))
+        self._lane_of = np.array([cpu, self._gpu], np.int8)
+        self.computes = Computes(self, planner, self._transfers, cpu, self._gpu)
         self._elsewhere = [self.lanes.worker(name) is not self.lanes.control for name in names]
         self._own_cores = own_cores and not self._inline
         self._requests: deque[Job | tuple[StepInfo, float, float]] = deque()
         self._forward: Forward | None = None
         self._progress: Callable[[StepInfo], None] = lambda _info: None
-        self._step, self._phase = 0, Phase.DECODE
+        self._step, self._phase, self._batch = 0, Phase.DECODE, 0
         self._step_start_s = self._resumed_s = self._planned_s = 0.0
         self._dispatch_s, self._hand_off_s = array("d"), array("d")
         self._steps = 0
@@ -220,9 +219,9 @@ class Executor:
 
     # -- the device's side ---------------------------------------------------------------------------
 
-    def begin_step(self, step: int, phase: Phase) -> None:
+    def begin_step(self, step: int, phase: Phase, batch: int) -> None:
         """Note that a forward pass begins."""
-        self._step, self._phase = step, phase
+        self._step, self._phase, self._batch = step, phase, batch
         self._step_start_s = self._resumed_s = self.lanes.clock_s()
         self.device.mark()
 
@@ -251,11 +250,11 @@ class Executor:
         self.device.mark()
         return job.answer
 
-    def end_step(self, batch: int, tokens: int, sequences: int) -> None:
+    def end_step(self, tokens: int, sequences: int) -> None:
         """Note that a forward pass has ended; what came after the last layer was its head."""
         self._dense_done(-1)
         self.device.step_done(self._timeline)
-        info = StepInfo(self._step, self._phase, batch, tokens, sequences)
+        info = StepInfo(self._step, self._phase, self._batch, tokens, sequences)
         with self.lanes.lock:
             self._requests.append((info, self._step_start_s, self.lanes.clock_s()))
             self.lanes.control.wake()
@@ -298,7 +297,7 @@ class Executor:
         with lanes.lock:
             self._transfers.begin_layer(layer)
         # 3. and 4. routing and planning
-        plan = planner.plan(job.routed, step, self._phase, start_s)
+        plan = planner.plan(job.routed, step, self._phase, start_s, self._batch)
         self._planned_s = lanes.clock_s()
         self._note(self._control, PLAN, layer, start_s, self._planned_s)
         work = plan.work
@@ -307,7 +306,7 @@ class Executor:
             job.reroute(work)
         # 5. lanes work
         self._hand_off_s.append(np.nan)
-        self._dispatch(job, plan)
+        self.computes.dispatch(job, plan)
         self._dispatch_s.append(lanes.clock_s() - self._planned_s)
         lanes.control.serve(job.is_computed)
         # 6. results join
@@ -315,60 +314,21 @@ class Executor:
             self.host.freeze()
         self._take_in()
         start_s = lanes.clock_s()
+        job.gather()
         job.answer = self.device.join(job)
         joined_s = lanes.clock_s()
         self._note(self._control, JOIN, layer, start_s, joined_s)
         swaps = planner.complete(plan, joined_s)
+        self.computes.make_way(swaps)
         with lanes.lock:
+            self.computes.complete()
             for copies in swaps:
                 self._transfers.enqueue(copies, step)
             self.host.thaw()
             job.answered = True
             self._device_worker.wake()
 
-    def _dispatch(self, job: Job, plan: Plan) -> None:
-        """Queue copies, then what can be computed now; the rest follows its landing. One hand-off for all of it."""
-        planner, transfers, lanes = self._planner, self._transfers, self.lanes
-        work, step = plan.work, self._step
-        layer = work.layer
-        experts, codes = work.experts.tolist(), plan.lanes.tolist()
-        staged = {
-            expert
-            for c in plan.copies
-            if c.kind == FETCH
-            for expert, yes in zip(c.experts, c.staged, strict=True)
-            if yes
-        }
-        job.begin(len(experts))
-        self.job = job
-        if CPU in codes:
-            self._hand_to_cpu(job, layer)
-        computes: list[Compute] = []
-        for place in plan.order:
-            on_cpu = codes[place] == CPU
-            expert = experts[place]
-            lane = self._cpu if on_cpu else self._gpu
-            computes.append(Compute(self, lane, step, layer, expert, place, on_cpu=on_cpu, staged=expert in staged))
-        on_gpu = planner.gpu[0].memory.state[layer]
-        on_host = None if planner.host is None else planner.host.memory.state[layer]
-        with lanes.lock:
-            self.places.free_staging = plan.staging_slots[0]
-            for copies in plan.copies:
-                transfers.enqueue(copies, step)
-            for compute in computes:
-                if compute.on_cpu:
-                    self.host.use(compute.key)
-                    if on_host is None or on_host[compute.expert] == RESIDENT:
-                        lanes.submit(compute)
-                    else:
-                        transfers.when_read(compute.key, compute)
-                elif on_gpu[compute.expert] == RESIDENT:
-                    lanes.submit(compute)
-                else:
-                    transfers.when_landed(compute.key, compute)
-            self.host.thaw()
-
-    def _hand_to_cpu(self, job: Job, layer: int) -> None:
+    def hand_to_cpu(self, job: Job, layer: int) -> None:
         """Bring hidden states to where the CPU reads."""
         start_s = self.lanes.clock_s()
         job.hidden_cpu, nbytes = self.device.to_host(job.hidden)

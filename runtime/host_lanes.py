@@ -53,6 +53,9 @@ class HostDevice:
     def end_compute(self, operation: Compute) -> tuple[float, float] | None:
         """Note that it has; return its times where only the device knows them (negative: it tells them later)."""
 
+    def settle(self) -> None:
+        """Wait until the last product has really been computed; here it has."""
+
     def to_host(self, hidden: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Bring hidden states to where the CPU reads; return them and the bytes moved: memory is shared, so none."""
         return hidden, 0

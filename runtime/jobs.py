@@ -1,11 +1,11 @@
-"""What one layer step hands to its lanes: the job, and one product per active expert.
+"""What one layer step hands to its lanes: the job, one product per active expert, and products ahead of the next gate.
 
 T tokens, K experts per token, P token-expert pairs, H hidden.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,22 @@ if TYPE_CHECKING:
     from traces.batch import RoutedLayer
 
 
+class Share(NamedTuple):
+    """What an expert computed one layer ahead has to give to its own layer step.
+
+    Attributes:
+        place: its position among the active experts.
+        early: its product on the layer before's hidden state.
+        at: int64 [t], the row of `early` for each token routed here; any where there is none.
+        have: bool [t], whether there is one.
+    """
+
+    place: int
+    early: Early
+    at: np.ndarray
+    have: np.ndarray
+
+
 class Job:
     """One layer step in the making: inputs, results by position, and how many are still missing.
 
@@ -33,20 +49,23 @@ class Job:
         weights: [T, K] combine weights.
         groups: pairs by expert.
         rows: int64 [P], the token of each pair, on the CPU; None where there is one token only.
-        results: per active expert, [t, H].
+        results: per active expert, [t, H]; after `gather` for those computed ahead.
+        shares: what comes from products of the layer step before.
+        fetched: fetched experts that a serial plan's CPU still waits for.
         answer: [T, H], once `answered`.
     """
 
     __slots__ = (
-        "answer", "answered", "device_rows", "groups", "hidden", "hidden_cpu", "pending", "results", "routed", "rows",
-        "weights",
+        "answer", "answered", "device_rows", "fetched", "groups", "hidden", "hidden_cpu", "pending", "results",
+        "routed", "rows", "shares", "weights",
     )  # fmt: skip
 
     def __init__(self, routed: RoutedLayer, hidden: torch.Tensor, weights: torch.Tensor, groups: Groups) -> None:
         self.routed, self.hidden, self.weights = routed, hidden, weights
         self.hidden_cpu = self.answer = hidden
         self.results: list[Any] = []
-        self.pending = 0
+        self.shares: list[Share] = []
+        self.pending = self.fetched = 0
         self.answered = False
         self._sort(groups)
 
@@ -68,10 +87,21 @@ class Job:
         self.weights = torch.from_numpy(np.ascontiguousarray(work.weights, np.float32)).to(self.hidden)
         self._sort(group_tokens(work.routing))
 
-    def begin(self, active: int) -> None:
-        """Make room for the results of `active` experts."""
-        self.results = [None] * active
-        self.pending = active
+    def tokens_of(self, place: int) -> np.ndarray:
+        """Tokens routed to the expert at `place`, int64 [t], ascending."""
+        starts = self.groups.starts
+        return self.groups.pairs[starts[place] : starts[place + 1]] // max(1, self.weights.shape[1])
+
+    def gather(self) -> None:
+        """Complete the results of experts that were computed ahead."""
+        for place, early, at, have in self.shares:
+            if have.all():
+                self.results[place] = early.result[torch.from_numpy(at)]
+                continue
+            whole = early.result.new_empty(len(have), early.result.shape[1])
+            whole[torch.from_numpy(have)] = early.result[torch.from_numpy(at[have])]
+            whole[torch.from_numpy(~have)] = self.results[place]
+            self.results[place] = whole
 
     def is_computed(self) -> bool:
         """Whether every expert has answered."""
@@ -85,10 +115,11 @@ class Job:
 class Compute(Operation):
     """One expert on its tokens, from a device slot or from host memory.
 
-    `place` is its position among the active experts; `staged` says that its slot is free afterwards.
+    `place` is its position among the active experts; `staged` says that its slot is free afterwards. `only` names the
+    tokens to compute, int64 on the CPU, None for all that are routed to it; `fetched` says that the CPU waits for it.
     """
 
-    __slots__ = ("in_staging", "key", "on_cpu", "owner", "place")
+    __slots__ = ("fetched", "in_staging", "key", "on_cpu", "only", "owner", "place")
 
     def __init__(
         self,
@@ -106,6 +137,8 @@ class Compute(Operation):
         self.owner, self.place, self.on_cpu = owner, place, on_cpu
         self.key = layer * owner.experts + expert
         self.in_staging = staged and not on_cpu
+        self.only: torch.Tensor | None = None
+        self.fetched = False
 
     def run(self) -> tuple[float, float] | None:
         """Multiply."""
@@ -116,11 +149,18 @@ class Compute(Operation):
         else:
             hidden, rows, weights = job.hidden, job.device_rows, owner.places.weights(self.key)
             owner.device.begin_compute(self, owner.places.slot(self.key))
-        if rows is not None:
+        if self.only is not None:
+            hidden = hidden.index_select(0, self.only)
+        elif rows is not None:
             starts = job.groups.starts
             hidden = hidden.index_select(0, rows[starts[place] : starts[place + 1]])
         job.results[place] = expert_forward(weights, hidden, owner.layouts[layer], owner.gatings[layer])
-        return None if self.on_cpu else owner.device.end_compute(self)
+        if self.on_cpu:
+            return None
+        times = owner.device.end_compute(self)
+        if self.fetched and job.fetched == 1:
+            owner.device.settle()
+        return times
 
     def ended(self) -> None:
         """Free what was held for it; the last one wakes control."""
@@ -130,9 +170,53 @@ class Compute(Operation):
         elif self.in_staging:
             owner.places.release(self.key)
             owner.link.offer()
+        if self.fetched:
+            owner.computes.fetched_computed()
         owner.job.pending -= 1
         if not owner.job.pending:
             owner.lanes.control.wake()
+
+
+class Early(Operation):
+    """An expert of the next layer on this layer's hidden state, computed by the CPU before that gate has spoken.
+
+    `tokens` int64 [t] ascending are those for which it was predicted, counted from the end (-1 is the last): in a
+    ragged prefill a layer asks about the last tokens only. `result` [t, H] is there once `done`. The weights are in use
+    until it is done and its own layer step is `over`, as in the planner's books.
+    """
+
+    __slots__ = ("_hidden", "awaited", "done", "key", "over", "owner", "result", "tokens")
+
+    def __init__(
+        self, owner: Executor, lane: int, step: int, layer: int, expert: int, hidden: torch.Tensor, rows: np.ndarray
+    ) -> None:
+        super().__init__(lane, COMPUTE, step, layer, expert)
+        self.owner, self.key = owner, layer * owner.experts + expert
+        self._hidden = self.result = hidden
+        self.tokens = rows - len(hidden)
+        self.awaited: Job | None = None
+        self.done = self.over = False
+
+    def run(self) -> None:
+        """Multiply."""
+        owner, hidden = self.owner, self._hidden
+        rows = torch.from_numpy(self.tokens + len(hidden))
+        weights = owner.host.weights(self.key)
+        self.result = expert_forward(
+            weights, hidden.index_select(0, rows), owner.layouts[self.layer], owner.gatings[self.layer]
+        )
+        self._hidden = self.result
+
+    def ended(self) -> None:
+        """Let go of the weights, and wake control if it waits for this product, or for the weights' place."""
+        owner = self.owner
+        self.done = True
+        if self.over:
+            owner.host.unuse(self.key)
+        owner.computes.running.remove(self)
+        if self.awaited is not None:
+            self.awaited.pending -= 1
+        owner.lanes.control.wake()
 
 
 class Forward(Operation):

@@ -306,7 +306,7 @@ class LiveRun:
             self._inputs = {name: kwargs[name] for name in names if name in kwargs}
             self._fresh = fresh
         self.result.steps.append(RoutedStep(self._step, phase, self._batch, 0, 0, 0, []))
-        self._executor.begin_step(self._step, phase)
+        self._executor.begin_step(self._step, phase, self._batch)
 
     def _on_end(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         """Keep what a forward pass has answered about the last position of each sequence."""
@@ -338,7 +338,7 @@ class LiveRun:
             ):
                 if alive:
                     self._generated[one].append(token)
-        self._executor.end_step(self._batch, tokens, sequences)
+        self._executor.end_step(tokens, sequences)
 
 
 class Verdict(NamedTuple):

@@ -190,13 +190,17 @@ class HostPlaces:
     def expect(self, key: int, *, staged: bool) -> None:
         """Prepare for a read: a slot for what enters the cache; what is staged gets one when its read starts."""
         assert self._places is not None
+        self.forget(key)
+        if not staged:
+            self._places.assign([key])
+
+    def forget(self, key: int) -> None:
+        """Take back the slot of an expert that had left and is to be read again."""
+        assert self._places is not None
         if key in self._idle:
             self._idle.remove(key)
             self._release(key)
-        if staged:
-            self._places.forget(key)
-        else:
-            self._places.assign([key])
+        self._places.forget(key)
 
     def use(self, key: int) -> None:
         """Count one who will need an expert in host memory."""

@@ -99,12 +99,12 @@ class ForcedRouting:
         for step in self._steps:
             self._dense.make_room(step.sequences, step.context_tokens)
             hidden = self._dense.embed(step.tokens)
-            self._executor.begin_step(step.step, step.phase)
+            self._executor.begin_step(step.step, step.phase, step.batch)
             for routed in step.layers:
                 hidden = self._dense.layer(routed.layer, hidden, step.sequences, step.context_tokens)
                 hidden = self._experts(routed, hidden)
             self._dense.head(hidden, step.sequences)
-            self._executor.end_step(step.batch, step.tokens, step.sequences)
+            self._executor.end_step(step.tokens, step.sequences)
 
     def _experts(self, routed: RoutedLayer, hidden: torch.Tensor) -> torch.Tensor:
         """Add the experts' answers; in a ragged prefill the last tokens only are asked about."""

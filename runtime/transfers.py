@@ -125,6 +125,13 @@ class Transfers:
             if priority == AHEAD:
                 self._waiting.setdefault(layer, {})[key] = first
 
+    def vacate(self, plan: list[Copies]) -> None:
+        """Before any copy of a plan: take back the slots of what left host memory in this plan and is read again."""
+        for copies in plan:
+            for expert, read in zip(copies.experts, copies.read, strict=True):
+                if read:
+                    self.host.forget(copies.layer * self.experts + expert)
+
     def when_landed(self, key: int, compute: Operation) -> None:
         """Submit `compute` when a copy in flight lands; now, if it just has."""
         if key in self.flying:

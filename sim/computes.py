@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from sim.machine import Machine
     from sim.transfers import Transfers
 
+LEAST_FRESH = 0.2
+"""Share of its time that a product keeps however warm its weights are."""
+
 
 class Computes:
     """Dispatches the experts of a plan to their lanes and counts them home.
@@ -35,6 +38,7 @@ class Computes:
         self._experts = planner.shape.experts
         self._dispatch_s = costs.dispatch_s
         self._first_s = [costs.first_op_s + costs.cpu_first_s] + [costs.first_op_s + costs.gpu_first_s] * planner.gpus
+        self._fresh_s = [costs.fresh_s(layer) for layer in range(planner.shape.layers)]
         self.pending = 0
         self._done: Event | None = None
         self._fetched = 0  # fetched experts that a serial plan's CPU still waits for
@@ -111,6 +115,7 @@ class Computes:
         elif self._planner.gpu[code - 1].memory.state[layer, expert] == RESIDENT:
             self._machine.submit(compute)
         else:
+            compute.work_s = max(LEAST_FRESH * compute.work_s, compute.work_s - self._fresh_s[layer])
             if serial:
                 self._fetched += 1
                 compute.on_end = self._fetched_computed
@@ -138,7 +143,9 @@ class Computes:
             compute.on_end = self._computed
 
     def _early_computed(self, operation: Operation) -> None:
-        self._early.pop((operation.layer, operation.expert), None)
+        key = operation.layer, operation.expert
+        if self._early.get(key) is operation:  # a wrong guess of an earlier step may end after its successor began
+            del self._early[key]
 
     def _computed(self, _: Operation) -> None:
         """Count a finished expert; the last one ends the lanes' work on this layer step."""

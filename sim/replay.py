@@ -70,6 +70,7 @@ class Replay:
         self._lane_of = np.array(compute_lanes, np.int8)  # lane code of an assignment -> lane
         self._d2h = [lanes.index(f"d2h{gpu}") for gpu in range(profile.gpus)]
         self._join_s = costs.join_s
+        self._moves_activations = profile.accelerator != "host"  # whose memory is shared
         self._computes = Computes(self.machine, self.transfers, planner, costs, compute_lanes)
         self._waits = 0
         self._layer_steps = 0
@@ -130,7 +131,7 @@ class Replay:
         cpu_used = self._computes.dispatch(plan, done)
         yield done
         # 6. results join
-        if cpu_used:
+        if cpu_used and self._moves_activations:
             yield self._alone(
                 self._d2h[home], ACTIVATION, step.step, layer, self._costs.activation_s(len(work.routing))
             )

@@ -42,6 +42,7 @@ class HandCosts:
     activation: float = 0.0
     cpu_first_s: float = 0.0
     gpu_first_s: float = 0.0
+    fresh: float = 0.0
     per_token: float = 0.0
 
     def _compute(self, base, tokens):
@@ -58,6 +59,9 @@ class HandCosts:
 
     def read_s(self, layer):
         return self.read
+
+    def fresh_s(self, layer):
+        return self.fresh
 
     def dense_s(self, tokens, context_tokens, sequences):
         return self.dense
@@ -79,6 +83,7 @@ class HandProfile:
     gpus: int = 1
     slow: dict = field(default_factory=dict)
     shared_worker: tuple[str, ...] = ()
+    accelerator: str = "cuda"
 
     @property
     def lanes(self):

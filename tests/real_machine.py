@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from hwprofiles.costs import Costs
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.schema import Quantity
-from policies.base import RoutingPolicy
+from policies.base import AssignmentPolicy, RoutingPolicy
 from policies.journal import Journal
 from policies.planner import Planner
 from policies.registry import find, names
@@ -59,8 +59,8 @@ def host_profile(workers=None, accelerator="host", **numbers):
     )
 
 
-def usable(kind, *, oracles):
-    """Registered names of a kind that need no artefact, and keep routing; oracles too, if wanted."""
+def usable(kind, *, oracles, approximate=False):
+    """Registered names of a kind that need no artefact, and keep routing; oracles and approximations if wanted."""
     found = []
     for name in names(kind):
         cls = find(name, kind)
@@ -68,13 +68,15 @@ def usable(kind, *, oracles):
             continue
         if issubclass(cls, RoutingPolicy) and cls.alters:
             continue
+        if issubclass(cls, AssignmentPolicy) and cls.approximates and not approximate:
+            continue
         found.append(name)
     return found
 
 
-def combinations(*, oracles):
+def combinations(*, oracles, approximate=False):
     """Every assignment, cache and prefetch policy at least once, and no two of a kind always together."""
-    kinds = [usable(kind, oracles=oracles) for kind in ("assignment", "cache", "prefetch")]
+    kinds = [usable(kind, oracles=oracles, approximate=approximate) for kind in ("assignment", "cache", "prefetch")]
     longest = max(map(len, kinds))
     return ["+".join(kind[(i * (k + 1)) % len(kind)] if k else kind[i % len(kind)] for k, kind in enumerate(kinds))
             for i in range(longest * 2)]  # fmt: skip

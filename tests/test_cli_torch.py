@@ -49,6 +49,30 @@ def test_what_was_recorded_replays_with_prediction(capsys, recorded):
     assert json.loads(out)["prefetched"] > 0
 
 
+def test_a_run_hands_artefacts_to_its_planner(capsys, recorded, tmp_path, monkeypatch):
+    """A folder that is none is refused before anything runs; a cache that needs none is told what lies there."""
+    from real_machine import host_profile
+    from safetensors.numpy import save_file
+
+    from moesim import runs
+
+    monkeypatch.setattr(runs, "default_profile", lambda: dataclasses.replace(host_profile(), kind="measured"))
+    words = ("run", recorded, "--store", tmp_path / "s", "--steps", 1, "--json", "--artefacts", tmp_path / "a")
+    code, _, err = run(capsys, *words)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--artefacts" in err
+    (tmp_path / "a").mkdir()
+    save_file({"w": np.zeros(1, np.float32)}, tmp_path / "a" / "notes.safetensors")
+    given = []
+    planner = runs.Planner
+    monkeypatch.setattr(runs, "Planner", lambda *a, **named: (given.append(named["extras"]), planner(*a, **named))[1])
+    code, out, _ = run(capsys, *words)
+    assert code == 0
+    assert json.loads(out)["config"]["artefacts"] == str(tmp_path / "a")
+    assert all("notes" in extras for extras in given)
+    assert given
+
+
 def test_a_missing_prompt_file_is_one_line(capsys, tmp_path):
     code, out, err = run(capsys, "record", "--prompts", tmp_path / "none.txt", "--out", tmp_path / "t.parquet")
     assert (code, out) == (2, "")

@@ -216,10 +216,10 @@ def test_forced_routing_computes_what_the_trace_says(tmp_path):
             got = []
 
             def forward(executor=executor, got=got):
-                executor.begin_step(0, Phase.PREFILL)
+                executor.begin_step(0, Phase.PREFILL, 0)
                 routed = RoutedLayer(0, groups.experts, groups.tokens, routing, None, None, {})
                 got.append(executor.layer(routed, hidden, weights, groups))
-                executor.end_step(0, 2, 1)
+                executor.end_step(2, 1)
 
             result = executor.run(forward)
             executor.close()

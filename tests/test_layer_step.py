@@ -46,6 +46,13 @@ def test_planning_dispatch_first_operation_join_and_activation_are_charged_once_
     assert timeline.frame()["kind"].tolist() == ["dense", "plan", "compute", "compute", "activation", "join"]
 
 
+def test_a_host_accelerator_shares_memory_and_moves_no_activations():
+    planner = plan_of(shape(), ON_CPU, HandCosts(activation=0.125))
+    result, timeline = run(planner, steps([routed(0, 0)]), HandProfile(accelerator="host"))
+    assert result.makespan_s == 2 + 10
+    assert "activation" not in set(timeline.frame()["kind"])
+
+
 def test_without_room_in_the_cache_experts_run_from_staging_and_are_gone_afterwards():
     """No slots, one staging slot: the second copy waits for the first expert's compute to free it."""
     planner = plan_of(shape(), ON_GPU, slots=0, staging=1)
@@ -130,3 +137,12 @@ def test_a_calibration_fills_a_cache_that_would_start_empty():
     planner = plan_of(shape(), ON_GPU, slots=2, calibration=np.array([[5.0, 0.0, 9.0, 1.0]]))
     _, timeline = run(planner, steps([routed(0, 0, 1, 2)]))
     assert timeline.access_frame()["state"].tolist() == ["hit", "miss", "hit"]
+
+
+def test_weights_just_copied_are_computed_faster_but_never_for_nothing():
+    """Product 10 s, saved 4 s after a copy of 4 s; resident, it takes its 10 s; however warm, a fifth is left."""
+    for fresh, computed in ((4.0, 6.0), (100.0, 2.0)):
+        costs = HandCosts(gpu=10.0, dense=0.0, fresh=fresh)
+        planner = plan_of(shape(), System("on-demand", cache="lru"), costs, slots=4)
+        _, timeline = run(planner, steps([routed(0, 0)], [routed(0, 0)]))
+        assert [end - start for _, _, start, end in spans(timeline, "compute")] == [computed, 10.0]

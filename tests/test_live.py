@@ -140,6 +140,25 @@ def test_views_of_a_live_run_give_the_same_plans_elsewhere(trained, tmp_path):
                                    residual=some_residual(trained.shape))[3], steps)  # fmt: skip
 
 
+def test_work_ahead_is_an_approximation_whose_plans_repeat(trained):
+    """DAOP on the shipped model: other logits than the plain model's, the same plans from the same views."""
+    system, sizes = System("daop:first_layer=1", "lru"), memory(trained.shape, 8, host=60)
+    live, journal, timeline, fresh, _ = trained.run(system, sizes, batch=3, new=6)
+    assert not verify(trained.plain, live.result.passes, "float32").passed
+    plans = repeat(journal.entries, fresh, live.result.steps)
+    assert any(plan.work.started is not None and plan.work.started.any() for plan in plans)
+    spans = timeline.frame()
+    products = set(map(tuple, spans.loc[spans["kind"] == "compute", ["step", "layer", "expert"]].to_numpy()))
+    assert {(p.work.step, p.work.layer, e) for p in plans for e in p.work.experts.tolist()} <= products
+
+
+def test_verify_refuses_work_ahead_before_anything_is_loaded(tmp_path):
+    from moesim.live_runs import run_live
+
+    with pytest.raises(PolicyError, match=r"--verify: assignment policy 'daop.*approximation"):
+        run_live("tiny", ["x"], "daop", verify=True, routing="as-recorded", hw=host_profile(), store=tmp_path / "s")
+
+
 class NextDoor(RoutingPolicy):
     """Serve each token by the expert after the one its gate chose."""
 
@@ -240,6 +259,21 @@ def test_launching_from_the_control_thread_gives_the_same_answer(trained, launch
     moved = spans[spans["kind"] == "activation"]
     assert (moved["bytes"] > 0).all()
     assert len(moved) == accesses[accesses["lane"] == "cpu"].groupby(["step", "layer"]).ngroups > 0
+
+
+def test_a_serial_cpu_waits_for_what_was_only_launched(trained, launching, monkeypatch):
+    """Where the device computes by itself, the last fetched product has been computed, not only launched."""
+    waits, settle = [], type(launching).settle
+    monkeypatch.setattr(type(launching), "settle", lambda self: (waits.append(1), settle(self)))
+    profile = host_profile(LAUNCHED, cores=8, **{"costs.cpu.flops_per_s": 1e9})
+    live, _, timeline, _, _ = trained.run(
+        System("fiddler", "lru"), memory(trained.shape, 4), batch=4, profile=profile, device=launching
+    )
+    assert verify(trained.plain, live.result.passes, "float32").passed
+    accesses = timeline.access_frame()
+    fetched = accesses[(accesses["lane"] == "gpu0") & (accesses["state"] != "hit")]
+    assert len(waits) == fetched.groupby(["step", "layer"]).ngroups > 0
+    assert (accesses["lane"] == "cpu").any()
 
 
 if torch.cuda.is_available():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from policies.base import Ahead, Assignment, AssignmentPolicy, LayerWork, MachineView
-from policies.kernels import predicted_workload
 from policies.lanes import gpu_lanes
 from policies.parameters import expect
 from traces.schema import Phase
@@ -16,7 +15,8 @@ class DAOP(AssignmentPolicy):
 
     The next gate, asked with this layer's input, predicts each token's top-k. Those that no GPU holds start on
     the CPU at once, behind this layer's own CPU experts; GPU experts of the next layer run there, on their own input.
-    A wrong guess keeps the CPU busy and joins nothing.
+    A wrong guess keeps the CPU busy and joins nothing. What was started is computed on the layer before's input: an
+    approximation; a token for which an expert was not predicted gets it on its own input.
 
     Args:
         first_layer: first layer that is predicted; layers below it run on demand (the code's
@@ -27,6 +27,7 @@ class DAOP(AssignmentPolicy):
     Source: DAOP, predictive pre-calculation; algorithms §2.3.
     """
 
+    approximates = True
     needs = ("pred1_raw",)
 
     def __init__(self, *, first_layer: int = 5, before_first: str = "parallel") -> None:
@@ -47,9 +48,11 @@ class DAOP(AssignmentPolicy):
         layer = work.layer + 1
         if work.phase != Phase.DECODE or layer < self.first_layer:
             return None
-        workload = predicted_workload(work.predicted["pred1_raw"].astype(np.float32), work.routing.shape[1])
+        scores = work.predicted["pred1_raw"].astype(np.float32)
+        chosen = np.argsort(-scores, axis=1, kind="stable")[:, : work.routing.shape[1]].astype(np.uint16)
+        workload = np.bincount(chosen.ravel(), minlength=scores.shape[1])
         on_gpu = view.resident(layer)
         for gpu in range(1, view.gpus):
             on_gpu = on_gpu | view.resident(layer, gpu)
         experts = np.flatnonzero((workload > 0) & ~on_gpu).astype(np.int32)
-        return Ahead(experts, workload[experts].astype(np.int32))
+        return Ahead(experts, workload[experts].astype(np.int32), chosen)
