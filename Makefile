@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check bench validate clean
 
 help: ## show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -30,6 +30,12 @@ check: $(STAMP) ## style, types, import diagram
 
 bench: $(STAMP) ## print speed and memory figures as ratios
 	$(BIN)/python -m benchmarks
+
+validate: $(STAMP) ## calibrate this PC, run a small grid for real, compare with the simulation
+	mkdir -p out/validate
+	$(BIN)/python -m moesim calibrate --quick --out out/validate/hw.toml
+	$(BIN)/python -m moesim validate traces/data/tiny_evaluation.parquet --hw out/validate/hw.toml \
+		--shapes olmoe-1b-7b/2,qwen3-30b-a3b/4 --cache-ratios 0.15,0.5 --batches 1,4 --steps 8 --out out/validate
 
 clean: ## remove what the targets made
 	rm -rf .venv out build dist *.egg-info

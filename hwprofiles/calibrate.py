@@ -5,7 +5,7 @@ a thread. So costs are taken from runs: the time of an operation with the slowdo
 (found by regressing the logarithm of its duration on the shares of its time that others were busy), and the gaps that
 belong to no operation as terms of their own. Nothing here knows of any run that a prediction will be compared with.
 
-Means, not medians: a run is a sum of operations, and its tail is part of the sum. Both ends are clipped at 2 %.
+Means, not medians: a run is a sum of operations, and its tail is part of the sum. Both ends are clipped at 10 %.
 
 Source: issue 4's table of terms that mattered, from trials on a machine with two cores.
 """
@@ -16,28 +16,35 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hwprofiles.costs import dense_work
-from hwprofiles.fit import Estimate, FitReport, estimated, fit_line, fit_roofline, isotonic
+from hwprofiles.costs import dense_reference, dense_work
+from hwprofiles.fit import Estimate, FitReport, Roofline, estimated, fit_line, fit_roofline, inverse, isotonic
+from hwprofiles.robust import (
+    CLIP,
+    around_mean,
+    clipped_mean,
+    quantiles_around_one,
+    resampled,
+    slowdown_shares,
+)
 from hwprofiles.schema import LANE_CLASSES, Curve, Quantity, ReferenceExpert
 from hwprofiles.spans import DesignedRun, Gaps, Operations, Spans
 from traces.timeline import COMPUTE, FETCH, PREFETCH, READ, REPLACE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from traces.schema import ModelShape
 
-__all__ = ["Calibration", "DesignedRun", "calibrate", "quantiles_around_one"]
+__all__ = ["Calibration", "DesignedRun", "calibrate", "profile_entries"]
 
 LEAST_SAMPLES = 8
 """Operations of one size below which they say nothing on their own."""
 LEAST_OVERLAPPED = 40
 """Operations with an overlap of a tenth or more that a slowdown is worth being read from."""
-_CLIP = 0.02
-_SWEEPS = 12
 _DRAWS = 40
+_CONTEXT_TOKENS = 16
+"""Contexts are rounded up to this, so that dense parts of neighbouring steps are one point."""
 _SIZE_EDGES = np.unique(np.round(2.0 ** np.arange(0.0, 14.0, 0.25)).astype(np.int64))
-_PROBABILITIES = np.linspace(0.0, 1.0, 21)
 _COPIES = {"h2d": (FETCH, PREFETCH, REPLACE), "ssd": (READ,)}
 
 
@@ -68,15 +75,6 @@ def calibrate(runs: Sequence[DesignedRun], *, date: str, seed: int = 0) -> Calib
     return _Fit(runs, date, seed).result()
 
 
-def quantiles_around_one(ratios: np.ndarray) -> tuple[float, ...]:
-    """Summarise a distribution at 21 equally spaced probabilities, so that drawing from it has mean 1.
-
-    The ends are the 0.5 % and 99.5 % points: one hiccup in a thousand would otherwise be drawn once in forty.
-    """
-    at = np.quantile(ratios, np.clip(_PROBABILITIES, 0.005, 0.995))
-    return tuple(round(float(value), 4) for value in at / np.trapezoid(at, _PROBABILITIES))
-
-
 class _Fit:
     """The parts of the fit, each filling in entries."""
 
@@ -97,7 +95,7 @@ class _Fit:
 
     def result(self) -> Calibration:
         between = {name: np.concatenate(parts) for name, parts in self._gaps.follow.items() if sum(map(len, parts))}
-        follow = {name: _mean(gaps) for name, gaps in between.items()}
+        follow = {name: clipped_mean(gaps) for name, gaps in between.items()}
         per_op_s = min(follow.values(), default=0.0)
         if follow:
             least = min(follow, key=lambda name: follow[name])
@@ -120,11 +118,14 @@ class _Fit:
             return
         groups = ops.shapes * len(_SIZE_EDGES) + np.searchsorted(_SIZE_EDGES, ops.sizes, side="right")
         alone_s = self._contention(lane, ops, groups)
-        later = ~ops.first
-        usable = later if later.sum() >= LEAST_SAMPLES else np.ones_like(later)
+        cold = ~ops.first & ~ops.fresh
+        if cold.sum() >= LEAST_SAMPLES:
+            points = _points(alone_s[cold], ops.sizes[cold], groups[cold])
+            alone_s = alone_s + self._fresh(lane, ops, _at(points, groups) - alone_s)
+        usable = ~ops.first if (~ops.first).sum() >= LEAST_SAMPLES else np.ones_like(ops.first)
         points = _points(alone_s[usable] + more_s, ops.sizes[usable], groups[usable])
-        predicted_s = _at(points, groups)
-        self._excess_s[lane] = (alone_s - predicted_s)[ops.first & np.isfinite(predicted_s)]
+        excess_s = alone_s + more_s - _at(points, groups)
+        self._excess_s[lane] = excess_s[ops.first & np.isfinite(excess_s)]
         self._roofline(lane, points)
         ratios = (alone_s + more_s)[usable] / _at(points, groups[usable])
         quantiles = quantiles_around_one(ratios[np.isfinite(ratios)])
@@ -134,6 +135,24 @@ class _Fit:
             if known:
                 self._curves[f"costs.{lane}.{key}"] = self._curve(known, self._shapes[number], quantiles)
         self._held_out(lane, alone_s[usable], groups[usable], ops.odd[usable])
+
+    def _fresh(self, lane: str, ops: Operations, shorter_s: np.ndarray) -> np.ndarray:
+        """Fit by what products of just copied weights are shorter; return it for each operation, 0 for the others."""
+        known = ops.fresh & ~ops.first & np.isfinite(shorter_s)
+        if lane != "gpu" or known.sum() < LEAST_SAMPLES:
+            return np.zeros(len(ops.seconds))
+        moved = np.array([shape.max_expert_bytes for shape in self._shapes], np.float64)[ops.shapes]
+        per_byte = resampled(shorter_s[known] / moved[known], self._rng)
+        if per_byte.interval[0] <= 0.0:
+            return np.zeros(len(ops.seconds))
+        rate = inverse(per_byte)
+        self._numbers["costs.gpu.fresh_bytes_per_s"] = estimated(
+            rate,
+            samples=int(known.sum()),
+            source="products of weights just copied, against the others",
+            date=self._date,
+        )
+        return np.where(ops.fresh, moved * per_byte.value, 0.0)
 
     def _curve(self, points: Sequence[_Point], shape: ModelShape, quantiles: tuple[float, ...]) -> Curve:
         return Curve(
@@ -161,7 +180,7 @@ class _Fit:
         samples = sum(len(point.seconds) for point in points)
         self._roof(f"costs.{lane}", roof, samples, "roofline through the means of products by shape and tokens")
 
-    def _roof(self, table: str, roof: object, samples: int, source: str) -> None:
+    def _roof(self, table: str, roof: Roofline, samples: int, source: str) -> None:
         for key in ("overhead_s", "bytes_per_s", "flops_per_s"):
             self._numbers[f"{table}.{key}"] = estimated(
                 getattr(roof, key), samples=samples, source=source, date=self._date
@@ -172,7 +191,7 @@ class _Fit:
         ops = Operations.joined(spans.of(lane, _COPIES[lane]) for spans in self._spans)
         if len(ops.seconds) < LEAST_SAMPLES:
             return
-        sizes, groups = np.unique(ops.sizes, return_inverse=True)
+        _, groups = np.unique(ops.sizes, return_inverse=True)
         alone_s = self._contention(lane, ops, groups) + more_s
         points = _points(alone_s, ops.sizes, groups)
         if not points:
@@ -183,7 +202,7 @@ class _Fit:
             line = fit_line({int(point.size): point.around_mean() for point in points})
             base, slope = line.base_s, line.slope_s
         else:
-            base, slope = Estimate(0.0, (0.0, 0.0), 0.0), _estimate(points[0].seconds / points[0].size, self._rng)
+            base, slope = Estimate(0.0, (0.0, 0.0), 0.0), resampled(points[0].seconds / points[0].size, self._rng)
         rate = 1.0 / max(slope.value, 1e-24)
         bounds = sorted(1.0 / max(bound, 1e-24) for bound in slope.interval)
         spread = rate * rate * slope.spread
@@ -214,11 +233,12 @@ class _Fit:
         if not seen:
             return ops.seconds
         shares = ops.shares[:, seen]
+        groups = 4 * groups + 2 * ops.fresh + ops.first  # unlike in time, and unlike in what runs beside them
         lost = slowdown_shares(np.log(ops.seconds), shares, groups)
         draws = []
         for _ in range(_DRAWS):
             rows = self._rng.integers(0, len(groups), len(groups))
-            draws.append(slowdown_shares(np.log(ops.seconds[rows]), shares[rows], groups[rows], sweeps=4, start=lost))
+            draws.append(slowdown_shares(np.log(ops.seconds[rows]), shares[rows], groups[rows], sweeps=6, start=lost))
         low, quarter, three, high = np.quantile(1.0 / (1.0 - np.array(draws)), (0.025, 0.25, 0.75, 0.975), axis=0)
         for i, column in enumerate(seen):
             factor = float(1.0 / (1.0 - lost[i]))
@@ -236,49 +256,61 @@ class _Fit:
         first = {name: np.concatenate(parts) for name, parts in self._gaps.first.items() if sum(map(len, parts))}
         last = {name: np.concatenate(parts) for name, parts in self._gaps.last.items() if sum(map(len, parts))}
         around = np.concatenate(self._gaps.around)
-        wait_s = {name: _mean(gaps) for name, gaps in last.items()}
+        wait_s = {name: clipped_mean(gaps) for name, gaps in last.items()}
         least_s = min(wait_s.values(), default=0.0)
         if len(around):
-            self._put("costs.dispatch.join_s", around + least_s,
-                      "per layer step: dense part to planning, last operation to join, join, to the next dense part")  # fmt: skip
+            words = "per layer step: dense part to planning, last operation to join, join, to the next dense part"
+            self._put("costs.dispatch.join_s", around + least_s, words)
         begin = {
-            name: _mean(gaps) + wait_s.get(name, least_s) - least_s
-            + (max(0.0, _mean(self._excess_s[name])) if len(self._excess_s.get(name, ())) else 0.0)
+            name: clipped_mean(gaps) + wait_s.get(name, least_s) - least_s
+            + (max(0.0, clipped_mean(self._excess_s[name])) if len(self._excess_s.get(name, ())) else 0.0)
             for name, gaps in first.items()
         }  # fmt: skip
         if not begin:
             return
         least = min(begin, key=lambda name: begin[name])
-        self._put("costs.dispatch.first_op_s", first[least] + begin[least] - _mean(first[least]),
+        self._put("costs.dispatch.first_op_s", first[least] + begin[least] - clipped_mean(first[least]),
                   f"from plan to first operation and what it takes longer, {least} lane")  # fmt: skip
         for name in ("cpu", "gpu"):
             more_s = begin.get(name, begin[least]) - begin[least]
             gaps = first.get(name, first[least])
-            self._put(f"costs.{name}.first_s", gaps - _mean(gaps) + more_s,
-                      f"by what the first {name} operation begins, takes and is noticed later than the {least} lane's")  # fmt: skip
+            words = f"by what the first {name} operation begins, takes and is noticed later than the {least} lane's"
+            self._put(f"costs.{name}.first_s", gaps - clipped_mean(gaps) + more_s, words)
 
     def _dense(self) -> None:
-        """The dense part by bytes and FLOPs, head and layers, prefill and decode."""
+        """The dense part: a roofline through head and layers, and of the layers a curve over tokens by shape."""
         seconds: dict[tuple[float, float], list[float]] = {}
+        by_tokens: dict[tuple[int, int], list[tuple[float, tuple[float, float]]]] = {}
         for spans in self._spans:
-            run = spans.run
-            tables = [np.concatenate(parts) for parts in zip(
-                *((chunk["step"], chunk["tokens"], chunk["sequences"]) for chunk in run.timeline.step_chunks()),
-                strict=True)]  # fmt: skip
-            facts = {int(s): (int(t), int(q)) for s, t, q in zip(*tables, strict=True)}
-            for one_s, step, layer in zip(*spans.dense(), strict=True):
-                tokens, sequences = facts[int(step)]
-                context = -(-int(run.context_tokens[int(step)]) // 16) * 16
-                key = dense_work(run.shape, tokens, context, sequences, head=layer < 0)
-                seconds.setdefault(key, []).append(float(one_s))
+            for one_s, key, tokens, layer in _dense_parts(spans):
+                seconds.setdefault(key, []).append(one_s)
+                if layer >= 0:
+                    by_tokens.setdefault((self._shapes.index(spans.run.shape), tokens), []).append((one_s, key))
         points = {key: np.array(values) for key, values in seconds.items() if len(values) >= LEAST_SAMPLES}
         if len(points) < 3:
             return
         roof = fit_roofline(
-            [key[0] for key in points], [key[1] for key in points], [_around_mean(values) for values in points.values()]
+            [key[0] for key in points], [key[1] for key in points], [around_mean(values) for values in points.values()]
         )
         self._roof("costs.dense", roof, sum(map(len, points.values())), "roofline through dense parts in designed runs")
         self._fit["dense"] = _plain(roof.report)
+        by_size = sorted(range(len(self._shapes)), key=lambda number: -dense_reference(self._shapes[number]).bytes)
+        for name, number in zip(("points", "points_small"), by_size, strict=False):
+            counts = sorted(t for n, t in by_tokens if n == number and len(by_tokens[n, t]) >= LEAST_SAMPLES // 2)
+            if counts:
+                reference = dense_reference(self._shapes[number])
+                samples = [_at_reference(by_tokens[number, count], roof, reference, count) for count in counts]
+                self._curves[f"costs.dense.{name}"] = Curve(
+                    unit="tokens",
+                    at=tuple(map(float, counts)),
+                    seconds=tuple(clipped_mean(one) for one in samples),
+                    kind="measured",
+                    source="dense parts of designed runs over the roofline's, times the roofline of the reference",
+                    samples=min(map(len, samples)),
+                    spread=tuple(float(np.subtract(*np.quantile(one, (0.75, 0.25)))) for one in samples),
+                    date=self._date,
+                    reference=reference,
+                )
 
     def _planning(self) -> None:
         """Planning in place, by policy; the most expensive that was seen stands in for those that were not."""
@@ -290,16 +322,21 @@ class _Fit:
             active, seconds = (np.concatenate(column) for column in zip(*parts, strict=True))
             lines[name] = _line(active, seconds)
             self._plan_entry(name, lines[name], active, seconds)
-        every = [np.concatenate(column) for column in zip(*(part for parts in found.values() for part in parts), strict=True)]
+        every = [
+            np.concatenate(column) for column in zip(*(part for parts in found.values() for part in parts), strict=True)
+        ]
         self._plan_entry("default", _line(*every), *every)
 
     def _plan_entry(self, name: str, line: tuple[float, float], active: np.ndarray, seconds: np.ndarray) -> None:
         base_s, slope_s = line
         ratios = seconds / np.maximum(base_s + slope_s * active, 1e-9)
         spread = float(np.subtract(*np.quantile(seconds, (0.75, 0.25))))
-        reach = 1.96 * float(np.std(np.clip(seconds, *np.quantile(seconds, (_CLIP, 1 - _CLIP))))) / np.sqrt(len(seconds))
+        reach = 1.96 * float(np.std(np.clip(seconds, *np.quantile(seconds, (CLIP, 1 - CLIP))))) / np.sqrt(len(seconds))
         source = "planning of designed runs, line over active experts"
-        for key, value, more in (("base_s", base_s, reach), ("per_expert_s", slope_s, reach / max(1.0, float(active.mean())))):
+        for key, value, more in (
+            ("base_s", base_s, reach),
+            ("per_expert_s", slope_s, reach / max(1.0, float(active.mean()))),
+        ):
             self._numbers[f"costs.planning.{name}.{key}"] = Quantity(
                 value, "measured", source, samples=len(seconds), spread=spread, date=self._date,
                 interval=(float(max(0.0, value - more)), float(value + more)),
@@ -310,7 +347,7 @@ class _Fit:
 
     def _put(self, path: str, seconds: np.ndarray, source: str) -> None:
         """Note the mean of samples, never below zero."""
-        found = _estimate(seconds, self._rng)
+        found = resampled(seconds, self._rng)
         value = max(0.0, found.value)
         self._numbers[path] = Quantity(
             value, "measured", source, samples=len(seconds), spread=found.spread, date=self._date,
@@ -323,7 +360,7 @@ class _Fit:
         for group in np.unique(groups):
             here, there = seconds[(groups == group) & odd], seconds[(groups == group) & ~odd]
             if min(len(here), len(there)) >= LEAST_SAMPLES:
-                missed.append(abs(_mean(there) / _mean(here) - 1.0))
+                missed.append(abs(clipped_mean(there) / clipped_mean(here) - 1.0))
         if missed:
             self._fit[lane] = _plain(
                 FitReport(len(seconds), len(missed), float(np.median(missed)), float(np.max(missed)))
@@ -340,44 +377,36 @@ class _Point(NamedTuple):
 
     def around_mean(self) -> np.ndarray:
         """Seconds moved so that their median is the clipped mean."""
-        return _around_mean(self.seconds)
+        return around_mean(self.seconds)
 
 
-def slowdown_shares(
-    logs: np.ndarray, shares: np.ndarray, groups: np.ndarray, *, sweeps: int = _SWEEPS, start: np.ndarray | None = None
+def _at_reference(
+    parts: Sequence[tuple[float, tuple[float, float]]], roof: Roofline, reference: ReferenceExpert, tokens: int
 ) -> np.ndarray:
-    """Find g >= 0 in ``log t = a[group] - log(1 - shares @ g)``: the share of its speed that each other class takes.
+    """Seconds of dense parts, each carried by the roofline from its own bytes and FLOPs to the reference's."""
 
-    A slowdown factor s makes work w take ``t = w + t * share * (1 - 1/s)``, so ``g = 1 - 1/s``. Least absolute
-    deviations, by reweighted Gauss-Newton steps, since single operations have tails.
+    def seconds(read_bytes: float, flops: float) -> float:
+        return roof.overhead_s.value + max(read_bytes / roof.bytes_per_s.value, flops / roof.flops_per_s.value)
 
-    Args:
-        logs: float64 [N], log seconds.
-        shares: float64 [N, C].
-        groups: int [N], operations of equal work.
-        sweeps: steps.
-        start: float64 [C] to start from.
+    there_s = seconds(reference.bytes, 6.0 * reference.hidden * reference.intermediate * tokens)
+    return np.array([one_s * there_s / seconds(*work) for one_s, work in parts])
 
-    Returns:
-        float64 [C] in [0, 0.8].
-    """
-    _, groups = np.unique(groups, return_inverse=True)
-    lost = np.zeros(shares.shape[1]) if start is None else start.copy()
-    weights = np.ones(len(logs))
-    for _ in range(sweeps):
-        left = np.maximum(1.0 - shares @ lost, 0.2)
-        rest = logs + np.log(left)
-        slopes = shares / left[:, None]
-        total = np.bincount(groups, weights)
-        rest = rest - (np.bincount(groups, weights * rest) / total)[groups]
-        centred = np.column_stack([
-            column - (np.bincount(groups, weights * column) / total)[groups] for column in slopes.T
-        ])  # fmt: skip
-        gram = centred.T @ (weights[:, None] * centred) + 1e-9 * np.eye(len(lost))
-        lost = np.clip(lost + np.linalg.solve(gram, centred.T @ (weights * rest)), 0.0, 0.8)
-        spread = np.median(np.abs(rest)) + 1e-9
-        weights = 1.0 / np.maximum(np.abs(rest), 0.1 * spread) * spread
-    return lost
+
+def _dense_parts(spans: Spans) -> Iterator[tuple[float, tuple[float, float], int, int]]:
+    """Seconds, (bytes, FLOPs), tokens and layer of each dense part of a run."""
+    run = spans.run
+    columns = [
+        np.concatenate(parts)
+        for parts in zip(
+            *((chunk["step"], chunk["tokens"], chunk["sequences"]) for chunk in run.timeline.step_chunks()), strict=True
+        )
+    ]
+    facts = {int(step): (int(tokens), int(count)) for step, tokens, count in zip(*columns, strict=True)}
+    for seconds, step, layer in zip(*spans.dense(), strict=True):
+        tokens, sequences = facts[int(step)]
+        context = -(-int(run.context_tokens[int(step)]) // _CONTEXT_TOKENS) * _CONTEXT_TOKENS
+        work = dense_work(run.shape, tokens, context, sequences, head=layer < 0)
+        yield float(seconds), work, tokens, int(layer)
 
 
 def _points(seconds: np.ndarray, sizes: np.ndarray, groups: np.ndarray) -> list[_Point]:
@@ -387,7 +416,7 @@ def _points(seconds: np.ndarray, sizes: np.ndarray, groups: np.ndarray) -> list[
     found = []
     for group in chosen:
         own = groups == group
-        found.append(_Point(int(group), round(float(sizes[own].mean()), 3), seconds[own], _mean(seconds[own])))
+        found.append(_Point(int(group), round(float(sizes[own].mean()), 3), seconds[own], clipped_mean(seconds[own])))
     return found
 
 
@@ -399,31 +428,9 @@ def _at(points: Sequence[_Point], groups: np.ndarray) -> np.ndarray:
     return np.asarray(table[groups])
 
 
-def _mean(seconds: np.ndarray) -> float:
-    """Mean with both ends clipped at 2 %."""
-    if not len(seconds):
-        return 0.0
-    return float(np.clip(seconds, *np.quantile(seconds, (_CLIP, 1 - _CLIP))).mean())
-
-
-def _around_mean(seconds: np.ndarray) -> np.ndarray:
-    """Samples moved so that their median, which `hwprofiles.fit` takes, is their clipped mean."""
-    return np.asarray(np.maximum(seconds + (_mean(seconds) - float(np.median(seconds))), 1e-9))
-
-
-def _estimate(seconds: np.ndarray, rng: np.random.Generator) -> Estimate:
-    """Clipped mean with its 95 % interval over resampled measurements."""
-    value = _mean(seconds)
-    draws = [_mean(seconds[rng.integers(0, len(seconds), len(seconds))]) for _ in range(_DRAWS)]
-    low, high = np.quantile(draws, (0.025, 0.975))
-    return Estimate(
-        value, (min(value, float(low)), max(value, float(high))), float(np.subtract(*np.quantile(seconds, (0.75, 0.25))))
-    )
-
-
 def _line(active: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
     """Base and slope of mean seconds over active experts, neither negative."""
-    clipped = np.clip(seconds, *np.quantile(seconds, (_CLIP, 1 - _CLIP)))
+    clipped = np.clip(seconds, *np.quantile(seconds, (CLIP, 1 - CLIP)))
     centred = active - active.mean()
     below = float(centred @ centred)
     slope = max(0.0, float(centred @ clipped) / below) if below else 0.0

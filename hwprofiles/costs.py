@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hwprofiles.fit import isotonic
+from hwprofiles.schema import ReferenceExpert
 
 if TYPE_CHECKING:
     from hwprofiles.profile import HardwareProfile
-    from hwprofiles.schema import Curve, ReferenceExpert
+    from hwprofiles.schema import Curve
     from traces.schema import ModelShape
 
 _FIRST_TABLE_TOKENS = 256
@@ -55,6 +56,7 @@ class Costs:
         self._gpu: list[np.ndarray] = [np.empty(0)] * shape.layers
         self._dense = _DenseSizes.of(shape)
         self._roofs: dict[str, _Roofline] = {}
+        self._factors: dict[int, float] = {}
         self._links: dict[tuple[str, int], float] = {}
         self._planning: dict[str, tuple[float, float]] = {}
 
@@ -102,6 +104,14 @@ class Costs:
         first = self.profile.numbers.get("costs.gpu.first_s")
         return 0.0 if first is None else first.value
 
+    def fresh_s(self, layer: int) -> float:
+        """Seconds by which a product is shorter when its weights were copied just before and still lie in a cache.
+
+        Zero in a profile that does not say; a datasheet's GPU reads weights from its memory either way.
+        """
+        rate = self.profile.numbers.get("costs.gpu.fresh_bytes_per_s")
+        return 0.0 if rate is None else self.shape.expert_bytes[layer] / rate.value
+
     def _grown(self, lane: str, tokens: np.ndarray) -> list[np.ndarray]:
         """Tables of every layer [tokens] that reach past the largest of `tokens`; equal sizes share one table."""
         length = max(_FIRST_TABLE_TOKENS, 2 * (int(np.max(tokens)) + 1))
@@ -143,7 +153,9 @@ class Costs:
         there = self._roof(lane).seconds(known.bytes, tokens * _flops_per_token(known))
         last = self._roof(lane).seconds(known.bytes, np.asarray(curve.at[-1] * _flops_per_token(known)))
         beyond = np.where(tokens > curve.at[-1], there / last, 1.0)
-        return np.asarray(np.interp(np.minimum(tokens, curve.at[-1]), curve.at, isotonic(np.asarray(curve.seconds))) * beyond)
+        return np.asarray(
+            np.interp(np.minimum(tokens, curve.at[-1]), curve.at, isotonic(np.asarray(curve.seconds))) * beyond
+        )
 
     def _carried(
         self, lane: str, measured: tuple[Curve, ReferenceExpert], tokens: np.ndarray, here: np.ndarray
@@ -231,7 +243,7 @@ class Costs:
         Raises:
             ProfileError: the profile has no dense cost.
         """
-        return self._dense_roof(*self._dense.layer_work(tokens, context_tokens, sequences))
+        return self._dense_roof(*self._dense.layer_work(tokens, context_tokens, sequences)) * self._in_place(tokens)
 
     def head_s(self, tokens: int, logits: int | None = None) -> float:
         """Seconds of what happens once per step: embedding, feed-forward of the dense layers, output head.
@@ -240,11 +252,32 @@ class Costs:
             tokens: of this step.
             logits: positions whose output is wanted (prefill: one per sequence); all tokens when None.
         """
-        return self._dense_roof(*self._dense.head_work(tokens, tokens if logits is None else logits))
+        outputs = tokens if logits is None else logits
+        return self._dense_roof(*self._dense.head_work(tokens, outputs)) * self._in_place(outputs)
 
     def _dense_roof(self, read_bytes: float, flops: float) -> float:
         roof = self._roof("dense")
         return roof.overhead_s + max(read_bytes / roof.bytes_per_s, flops / roof.flops_per_s)
+
+    def _in_place(self, tokens: int) -> float:
+        """By what the dense part of so many tokens differs from the roofline, at the calibrated size nearest in bytes.
+
+        One token is a matrix times a vector, several a product of matrices: libraries are not equally good at both.
+        """
+        factor = self._factors.get(tokens)
+        if factor is None:
+            known = [one for key in ("points", "points_small") if (one := self._measured("dense", key)) is not None]
+            factor = 1.0
+            if known:
+                here = max(1.0, self._dense.layer_params * self._dense.param_bytes)
+                curve, nearest = min(known, key=lambda one: abs(np.log(one[1].bytes / here)))
+                factors = [
+                    seconds / self._dense_roof(nearest.bytes, at * _flops_per_token(nearest))
+                    for at, seconds in zip(curve.at, curve.seconds, strict=True)
+                ]
+                factor = float(np.interp(tokens, curve.at, factors))
+            self._factors[tokens] = factor
+        return factor
 
     # --- control
 
@@ -344,6 +377,13 @@ class _DenseSizes(NamedTuple):
         """Bytes and FLOPs of what happens once per step."""
         flops = 2.0 * (self.dense_layer_params * tokens + self.head_params * outputs)
         return (self.dense_layer_params + self.head_params) * self.param_bytes, flops
+
+
+def dense_reference(shape: ModelShape) -> ReferenceExpert:
+    """Describe the dense part of one layer as an expert of as many weights: ``6 H F = 2 x weights`` FLOPs per token."""
+    sizes = _DenseSizes.of(shape)
+    intermediate = max(1, round(sizes.layer_params / (3 * shape.hidden)))
+    return ReferenceExpert(shape.hidden, intermediate, round(sizes.layer_params * sizes.param_bytes), shape.dtype)
 
 
 def dense_work(

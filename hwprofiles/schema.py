@@ -34,6 +34,7 @@ NUMBERS: tuple[str, ...] = (
     *(f"memory.{key}" for key in ("gpu_bytes", "host_bytes", "staging_experts")),
     *(f"costs.{lane}.{key}" for lane, key in product(("cpu", "gpu", "dense"), _ROOFLINE)),
     *(f"costs.{lane}.first_s" for lane in ("cpu", "gpu")),
+    "costs.gpu.fresh_bytes_per_s",
     *(f"costs.{link}.{key}" for link, key in product(("h2d", "d2h", "ssd", "activation"), _LINK)),
     *(f"costs.dispatch.{key}" for key in ("per_op_s", "first_op_s", "join_s")),
     *(f"costs.planning.*.{key}" for key in ("base_s", "per_expert_s")),
@@ -45,7 +46,7 @@ NUMBERS: tuple[str, ...] = (
 """Dotted paths of all numbers; ``*`` stands for a policy's name or a device's number."""
 
 CURVES: dict[str, str] = {
-    **{f"costs.{lane}.{key}": "tokens" for lane, key in product(("cpu", "gpu"), ("points", "points_small"))},
+    **{f"costs.{lane}.{key}": "tokens" for lane, key in product(("cpu", "gpu", "dense"), ("points", "points_small"))},
     **{f"costs.{link}.points": "bytes" for link in ("h2d", "d2h", "ssd")},
 }
 """Dotted paths of all curves -> what they are functions of."""

@@ -52,6 +52,7 @@ class Operations(NamedTuple):
         sizes: int64 [N], tokens of a product, bytes of a copy.
         shares: float64 [N, C], share of the operation's time during which each class worked elsewhere.
         first: bool [N], first product of its lane in a layer step.
+        fresh: bool [N], product of an expert that was copied in the same layer step.
         odd: bool [N], belongs to a step with an odd number.
         shapes: int64 [N], number of the run's shape.
     """
@@ -60,6 +61,7 @@ class Operations(NamedTuple):
     sizes: np.ndarray
     shares: np.ndarray
     first: np.ndarray
+    fresh: np.ndarray
     odd: np.ndarray
     shapes: np.ndarray
 
@@ -134,11 +136,14 @@ class Spans:
         first = np.zeros(len(here), np.bool_)
         rows = np.flatnonzero(here)
         first[rows[np.unique(self.place[rows], return_index=True)[1]]] = True
+        keys = self.place * self.run.shape.experts + self.expert
+        fresh = (self.kind == COMPUTE) & np.isin(keys, keys[self.kind == FETCH]) & (name == "gpu")
         return Operations(
             self.seconds[here],
             sizes[here],
             self._shares(here),
             first[here],
+            fresh[here],
             self.step[here] % 2 == 1,
             np.full(int(here.sum()), self._shape_number),
         )
@@ -222,7 +227,9 @@ class Spans:
         """Between two dense parts: from dense to planning, the join, and from the join to the next dense part."""
         rows = np.flatnonzero(np.isin(self.kind, (DENSE, PLAN, JOIN)))
         kinds, start_s, end_s = self.kind[rows], self.start_s[rows], self.end_s[rows]
-        steps = np.flatnonzero((kinds[:-3] == DENSE) & (kinds[1:-2] == PLAN) & (kinds[2:-1] == JOIN) & (kinds[3:] == DENSE))
+        steps = np.flatnonzero(
+            (kinds[:-3] == DENSE) & (kinds[1:-2] == PLAN) & (kinds[2:-1] == JOIN) & (kinds[3:] == DENSE)
+        )
         asked_s = start_s[steps + 1] - end_s[steps]
         joined_s = start_s[steps + 3] - start_s[steps + 2]
         return np.maximum(asked_s + joined_s, 0.0)

@@ -52,22 +52,28 @@ class Design(NamedTuple):
     trial: Trial
 
 
-def drawn_steps(*, batch: int, prompt: int, decode: int, seed: int) -> list[RoutedStep]:
-    """Draw forward passes: a prefill of `prompt` tokens per sequence (none if 0), then `decode` steps."""
+def drawn_steps(*, batch: int | tuple[int, ...], prompt: int, decode: int, seed: int) -> list[RoutedStep]:
+    """Draw forward passes: a prefill of `prompt` tokens per sequence (none if 0), then `decode` steps.
+
+    Several batch sizes take turns, as if sequences came and went.
+    """
     rng = np.random.default_rng(seed)
+    sizes = (batch,) if isinstance(batch, int) else batch
     steps = []
-    last = rng.random((batch, LAYERS, EXPERTS)).argsort(-1)[..., :TOP_K]
+    last = rng.random((max(sizes), LAYERS, EXPERTS)).argsort(-1)[..., :TOP_K]
     for number in range(decode + (prompt > 0)):
+        sequences = sizes[number % len(sizes)]
         prefill = prompt > 0 and number == 0
-        tokens = prompt * batch if prefill else batch
+        tokens = prompt * sequences if prefill else sequences
         if prefill:
             chosen = rng.random((tokens, LAYERS, EXPERTS)).argsort(-1)[..., :TOP_K]
         else:
-            chosen = _next(last, rng)
-            last = chosen
+            last = _next(last, rng)
+            chosen = last[:sequences]
         layers = [_layer(layer, chosen[:, layer]) for layer in range(LAYERS)]
         context = prompt + number + (prompt == 0)
-        steps.append(RoutedStep(number, Phase.PREFILL if prefill else Phase.DECODE, 0, tokens, context, batch, layers))
+        phase = Phase.PREFILL if prefill else Phase.DECODE
+        steps.append(RoutedStep(number, phase, 0, tokens, context, sequences, layers))
     return steps
 
 
@@ -82,19 +88,22 @@ def _next(last: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def _layer(layer: int, routing: np.ndarray) -> RoutedLayer:
     experts, tokens = np.unique(routing, return_counts=True)
     return RoutedLayer(
-        layer, experts.astype(np.int32), tokens.astype(np.int32), np.ascontiguousarray(routing, np.uint16), None, None, {}
+        layer,
+        experts.astype(np.int32),
+        tokens.astype(np.int32),
+        np.ascontiguousarray(routing, np.uint16),
+        None,
+        None,
+        {},
     )
 
 
 def designs(shape: ModelShape, *, quick: bool = False, seed: int = 0) -> list[Design]:
     """The designed set for one shape: every cost and every overlap that a run of any policy can have."""
     length = 16 if quick else 40
-    alone, many, prompt = [
-        drawn_steps(batch=batch, prompt=prompt, decode=decode, seed=seed + number)
-        for number, (batch, prompt, decode) in enumerate(
-            [(1, 24, length), (6, 0, max(8, length // 2)), (4, 40, max(4, length // 5))]
-        )
-    ]
+    alone = drawn_steps(batch=1, prompt=24, decode=length, seed=seed)
+    many = drawn_steps(batch=(2, 8, 4, 3), prompt=0, decode=max(12, length // 2), seed=seed + 1)
+    prompt = drawn_steps(batch=4, prompt=40, decode=max(4, length // 5), seed=seed + 2)
     everything = sum(shape.expert_bytes) * shape.experts
     ratio = MemoryOptions
     found = [
@@ -126,13 +135,15 @@ def learn(
         for shape, trial, timeline in runs
     ]  # fmt: skip
     found = fit(designed, date=date, seed=seed)
+    # distributions of operations in isolation are not those of runs, and their farthest outliers would be drawn
+    kept = {path: replace(curve, quantiles=()) for path, curve in base.curves.items()}
     return replace(
         base,
         name=name,
         kind="measured",
         date=date,
         numbers=profile_entries(found, base.numbers),
-        curves={**base.curves, **found.curves},
+        curves={**kept, **found.curves},
         fit={**base.fit, **found.fit},
     )
 
@@ -190,8 +201,7 @@ def calibrate(
                     runs.append((shape, design.trial, timeline))
                     if design is again:
                         repeated.append(figures(timeline)["tpot_s"])
-                for _ in range(2):
-                    repeated.append(figures(bench.run(again.trial, base, seed=seed))["tpot_s"])
+                repeated += [figures(bench.run(again.trial, base, seed=seed))["tpot_s"] for _ in range(2)]
     date = dt.datetime.now(tz=dt.UTC).date().isoformat()
     profile = learn(runs, base, date=date, name=target.stem, seed=seed)
     profile = replace(
@@ -219,22 +229,3 @@ def _stability(tpot_s: np.ndarray) -> dict[str, dict[str, float]]:
             tpot_s.size, len(missed), float(np.median(missed)), float(np.max(missed)))._asdict().items()}
         for name, missed in (("noise_floor", pairs), ("drift", drift))
     }  # fmt: skip
-
-
-def foreign(profile: HardwareProfile) -> list[str]:
-    """In what a profile's machine differs from this one: processor, accelerator, cores; empty where it does not.
-
-    Versions of libraries are named, too, since they change how fast products are.
-    """
-    from runtime.measure import _versions  # noqa: PLC0415 - torch
-
-    here = _versions()
-    said = [
-        f"{key}: the profile's is {profile.versions.get(key, 'unknown')}, this machine's is {here[key]}"
-        for key in ("cpu", "accelerator", "torch")
-        if profile.versions.get(key) != here[key]
-    ]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if profile.cores != cores:
-        said.append(f"cores: the profile's are {profile.cores}, this machine's are {cores}")
-    return said

@@ -22,6 +22,7 @@ from moesim import (
     cli_run,
     cli_trace,
     cli_trace_more,
+    cli_validate,
 )
 
 OURS = ("moesim", "traces", "hwprofiles", "policies", "runtime")
@@ -49,7 +50,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 }
 for _name, (_function, _short_help) in COMMANDS.items():
     app.command(_name, short_help=_short_help)(_function)
-for _room in (cli_run, cli_gap, cli_quality, cli_reproduce, cli_learn):
+for _room in (cli_run, cli_validate, cli_gap, cli_quality, cli_reproduce, cli_learn):
     _room.add_commands(app)
 cli_trace_more.add_commands(cli_trace.app)
 app.add_typer(cli_trace.app, name="trace", short_help="Look into traces, or make them of foreign files.")

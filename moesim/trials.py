@@ -6,14 +6,13 @@ that a grid of short runs spends its time running. `simulate` is its twin in vir
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from hwprofiles.costs import Costs
-from moesim.memory import MemoryOptions
 from moesim.runs import REHEARSED_STEPS, Setup, device_of, execute, open_random_store, rehearse
 from policies.base import PolicyError
-from policies.planner import Planner
 from policies.systems import compose
 from sim.replay import Replay
 from traces.metrics import summarise
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from hwprofiles.profile import HardwareProfile
+    from moesim.memory import MemoryOptions
     from policies.systems import System
     from runtime.executor import Executor
     from traces.batch import RoutedStep
@@ -112,7 +112,9 @@ class Bench:
         """Use it in a block."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Close the store."""
         self._store.close()
 
@@ -149,4 +151,20 @@ def figures(timeline: Timeline) -> dict[str, Any]:
     return summarise(timeline)
 
 
-__all__ = ["HOST_CACHE", "Bench", "MemoryOptions", "Planner", "Trial", "figures", "simulate", "system_of"]
+def foreign(profile: HardwareProfile) -> list[str]:
+    """In what a profile's machine differs from this one: processor, accelerator, cores; empty where it does not.
+
+    Versions of libraries are named, too, since they change how fast products are.
+    """
+    from runtime.measure import _versions  # noqa: PLC0415 - torch
+
+    here = _versions()
+    said = [
+        f"{key}: the profile's is {profile.versions.get(key, 'unknown')}, this machine's is {here[key]}"
+        for key in ("cpu", "accelerator", "torch")
+        if profile.versions.get(key) != here[key]
+    ]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if profile.cores != cores:
+        said.append(f"cores: the profile's are {profile.cores}, this machine's are {cores}")
+    return said

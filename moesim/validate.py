@@ -23,7 +23,7 @@ from moesim import statistics
 from moesim.memory import MemoryOptions
 from moesim.runs import machine_profile
 from moesim.terms import TERMS, step_seconds, terms
-from moesim.trials import Bench, Trial, figures, simulate, system_of
+from moesim.trials import Bench, Trial, figures, foreign, simulate, system_of
 from policies.base import CachePolicy
 from traces.batch import compose
 from traces.reader import Trace, open_trace
@@ -42,7 +42,17 @@ REPLICATIONS = 3
 MARGIN = 0.05
 """Of the equivalence test."""
 _DISTINCT = 64
-_FIGURES = ("tpot_s", "tpot_p50_s", "tpot_p95_s", "ttft_s", "hits", "delayed_hits", "misses", "planning_s", "makespan_s")
+_FIGURES = (
+    "tpot_s",
+    "tpot_p50_s",
+    "tpot_p95_s",
+    "ttft_s",
+    "hits",
+    "delayed_hits",
+    "misses",
+    "planning_s",
+    "makespan_s",
+)
 
 
 class Place(NamedTuple):
@@ -113,7 +123,9 @@ class Cell:
             "extrapolated": self.extrapolated,
             "measured": self.measured,
             "predicted": self.predicted,
-            "predicted_tpot_interval_s": [min(self.replications_s), max(self.replications_s)] if self.replications_s else None,
+            "predicted_tpot_interval_s": [min(self.replications_s), max(self.replications_s)]
+            if self.replications_s
+            else None,
             "means_tpot_s": self.means_tpot_s,
             "tpot_error": self.error("tpot_s"),
             "tpot_p50_error": self.error("tpot_p50_s"),
@@ -255,15 +267,19 @@ def validate(
             with Bench(shape, profile, dtype=chosen, distinct=_DISTINCT, store=Path(folder) / str(number)) as bench:
                 grid = _Grid(bench, profile, seed, replications)
                 cells += grid.walk(
-                    block, repetitions, lambda what, done: tell(what, (number + done) / len(blocks))  # noqa: B023
+                    block,
+                    repetitions,
+                    lambda what, done: tell(what, (number + done) / len(blocks)),  # noqa: B023
                 )
     config = {
-        "hw": profile.name, "hw_digest": profile.digest, "hw_date": profile.date, "machine": profile.versions.get("cpu"),
+        "hw": profile.name, "hw_digest": profile.digest, "hw_date": profile.date,
+        "machine": profile.versions.get("cpu"),
         "traces": {trace.path.name: trace.digest() for trace in opened}, "shapes": [spec or "own" for spec in shapes],
         "policies": list(policies), "cache_ratios": list(cache_ratios), "host_ratios": list(host_ratios),
         "batches": list(batches), "steps": steps, "repetitions": repetitions, "replications": replications,
         "dtype": chosen, "seed": seed, "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(begin)),
-        "seconds": round(time.time() - begin), "load_before": round(load, 2), "load_after": round(os.getloadavg()[0], 2),
+        "seconds": round(time.time() - begin),
+        "load_before": round(load, 2), "load_after": round(os.getloadavg()[0], 2),
         "system": platform.platform(),
         "profile_noise_floor": profile.fit.get("noise_floor", {}).get("residual_median"),
     }  # fmt: skip
@@ -272,8 +288,6 @@ def validate(
 
 def warnings_of(profile: HardwareProfile, load: float) -> list[str]:
     """What a reader of the errors should know about profile and machine."""
-    from moesim.calibrate import foreign  # noqa: PLC0415 - torch
-
     said = [f"profile {profile.name} is another machine's: {words}" for words in foreign(profile)]
     if "noise_floor" not in profile.fit:
         said.append(f"profile {profile.name} was not calibrated through the executor; `moesim calibrate --out hw.toml`")
@@ -299,7 +313,7 @@ def _trial(
 
 
 def timing_free(policies: Policies) -> bool:
-    """Whether decisions cannot depend on when copies land: nothing is prefetched, and no cache swaps by its own clock."""
+    """Tell whether no decision can depend on when copies land: no prefetch, no cache that swaps by its own clock."""
     swaps = any(type(cache).replacements is not CachePolicy.replacements for cache in policies.caches)
     return policies.names.get("prefetch") == "none" and not swaps
 
@@ -314,7 +328,7 @@ class _Grid:
         self, block: Sequence[tuple[Place, Trial]], repetitions: int, tell: Callable[[str, float], None]
     ) -> list[Cell]:
         """Forth with simulations in between, then back, and so on."""
-        cells = []
+        cells: list[Cell] = []
         total = len(block) * repetitions
         costs = Costs(self._profile, self._bench.shape)
         self._bench.run(block[0][1], self._profile, seed=self._seed)  # nothing in memory is new any more

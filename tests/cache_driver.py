@@ -4,7 +4,7 @@ The driver is the step-atomic definition written down once: look at all active e
 tell the policy, then let the misses in, with nothing that is active among the candidates. One expert per step
 makes it sequential.
 """
-# ruff: noqa: D101, D102 - the protocols in policies/base.py document these names
+# ruff: noqa: D101 - the protocols in policies/base.py document these names
 
 from __future__ import annotations
 

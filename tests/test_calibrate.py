@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hwprofiles.calibrate import calibrate, quantiles_around_one, slowdown_shares
+from hwprofiles.calibrate import calibrate
 from hwprofiles.profile import load_profile, parse_profile
+from hwprofiles.robust import clipped_mean, quantiles_around_one, slowdown_shares
 from hwprofiles.schema import Quantity
 from moesim.calibrate import _ROUTED, _stability, designs, drawn_steps, learn
 from moesim.memory import MemoryOptions
@@ -20,6 +21,10 @@ TRUTH = {
     "contention.cpu.gpu": 1.09, "contention.gpu.cpu": 1.08, "contention.cpu.h2d": 1.25, "contention.h2d.cpu": 1.15,
     "contention.cpu.ssd": 1.05, "contention.ssd.cpu": 1.1,
 }  # fmt: skip
+
+
+FRESH_BYTES_PER_S = 40e9
+"""An expert of 6.3 MB that was just copied is computed 0.16 ms sooner."""
 
 
 def sized(spec):
@@ -36,6 +41,7 @@ def machine():
     shipped = load_profile("two-core-host")
     numbers = {path: q for path, q in shipped.numbers.items() if not path.startswith("contention.")}
     numbers |= {path: Quantity(value, "assumed", "a test") for path, value in TRUTH.items()}
+    numbers["costs.gpu.fresh_bytes_per_s"] = Quantity(FRESH_BYTES_PER_S, "assumed", "a test")
     return replace(shipped, numbers=numbers)
 
 
@@ -64,7 +70,13 @@ def test_contention_is_found(learned, path):
     assert learned.numbers[path].value == pytest.approx(TRUTH[path], abs=0.025)
 
 
-@pytest.mark.parametrize("policy", ["all-cpu+none", "on-demand+lfu", "greedy+lfu", "fixed-mapping+lru", "greedy+lru+random"])
+def test_products_of_just_copied_weights_are_found_to_be_shorter(learned):
+    assert learned.numbers["costs.gpu.fresh_bytes_per_s"].value == pytest.approx(FRESH_BYTES_PER_S, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "policy", ["all-cpu+none", "on-demand+lfu", "greedy+lfu", "fixed-mapping+lru", "greedy+lru+random"]
+)
 @pytest.mark.parametrize("ratio", [0.15, 0.45])
 def test_another_run_is_predicted(machine, learned, policy, ratio):
     """Other routing, another batch, other cache sizes and caches than the designed runs had."""
@@ -140,3 +152,13 @@ def test_drawn_routing_has_distinct_experts_and_tells_contexts():
 def test_nothing_can_be_learned_from_nothing():
     with pytest.raises(ValueError, match="at least one run"):
         calibrate([], date=DATE)
+
+
+def test_one_hiccup_does_not_spoil_a_mean():
+    """A hundred operations of one second and one of a thousand."""
+    assert clipped_mean(np.array([1.0] * 100 + [1000.0])) == pytest.approx(1.0)
+
+
+def test_batches_take_turns_as_if_sequences_came_and_went():
+    steps = drawn_steps(batch=(2, 5), prompt=0, decode=4, seed=0)
+    assert [(step.sequences, len(step.layers[0].routing)) for step in steps] == [(2, 2), (5, 5), (2, 2), (5, 5)]

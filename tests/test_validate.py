@@ -1,0 +1,232 @@
+"""A validation tells the truth about what it compares: by hand, and on real runs of experts small enough for a test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from hwprofiles.profile import load_profile, save_profile
+from moesim import cli_validate
+from moesim.memory import MemoryOptions
+from moesim.sensitivity import break_even, capacity_cliff, sensitivity
+from moesim.terms import TERMS, terms
+from moesim.trials import Trial, foreign, simulate, system_of
+from moesim.validate import Cell, Place, Validation, timing_free, validate
+from moesim.validation_report import markdown, page, save
+from policies.base import PolicyError
+from tests.real_machine import host_profile
+from traces.batch import compose
+from traces.reader import open_trace
+
+TRACE = Path(__file__).parents[1] / "traces" / "data" / "tiny_evaluation.parquet"
+KEYS = {
+    "cells", "tpot_error_median", "tpot_error_max", "ttft_error_median", "hits_equal", "kendall_tau", "noise_floor",
+    "tost_pass_share",
+}  # fmt: skip
+
+
+def one_run(tpot_s, *, hits=3, ttft_s=1.0, planning_s=0.1):
+    return {
+        "tpot_s": tpot_s, "tpot_p50_s": tpot_s, "tpot_p95_s": tpot_s, "ttft_s": ttft_s, "hits": hits,
+        "delayed_hits": 0, "misses": 1, "planning_s": planning_s, "makespan_s": 10 * tpot_s, "busy_s": {"cpu": 1.0},
+        "bytes": {"h2d0": 8}, "terms": dict.fromkeys(TERMS, 2 * tpot_s),
+    }  # fmt: skip
+
+
+def cell(policy, measured, predicted, *, free=True, hits=3, ratio=0.5, extrapolated=False, host=1.0):
+    return Cell(
+        Place("t.parquet", "s", policy, ratio, host, 1), free, extrapolated,
+        [one_run(value) for value in measured], one_run(predicted, hits=hits), [predicted], predicted,
+        [[value] * 8 for value in measured], [predicted] * 8,
+    )  # fmt: skip
+
+
+def result(*cells):
+    config = {
+        "date": "2026-01-01", "machine": "m", "hw": "h", "hw_date": "2026-01-01", "steps": 8, "repetitions": 2,
+        "seconds": 1, "load_before": 0.0, "load_after": 0.0,
+    }  # fmt: skip
+    return Validation(list(cells), config, ["a note"]).to_json()
+
+
+def test_the_summary_by_hand():
+    """Measured 1.0 (0.98 and 1.02), 2.0 and 3.0; predicted 1.1, 2.0 and 2.7: errors 10 %, 0 and 10 %."""
+    found = result(cell("a", [0.98, 1.02], 1.1), cell("b", [2.0, 2.0], 2.0), cell("c", [3.0, 3.0], 2.7))
+    assert found.keys() >= KEYS
+    assert found["tpot_error_median"] == pytest.approx(0.1)
+    assert found["tpot_error_signed_median"] == pytest.approx(0.0, abs=1e-12)
+    assert found["tpot_error_max"] == pytest.approx(0.1)
+    assert found["kendall_tau"] == 1.0
+    assert found["noise_floor"] == 0.0
+    assert found["noise_floor_max"] == pytest.approx(0.04)
+    assert found["tost_pass_share"] == pytest.approx(1 / 3)
+    assert found["hits_equal"] is True
+
+
+def test_a_swap_of_the_order_is_seen():
+    """One of three pairs is predicted the wrong way round."""
+    found = result(cell("a", [1.0, 1.0], 2.1), cell("b", [2.0, 2.0], 2.0), cell("c", [3.0, 3.0], 3.0))
+    assert found["kendall_tau"] == pytest.approx(1 / 3)
+
+
+def test_only_cells_that_timing_cannot_change_must_have_equal_hits():
+    timed = cell("a", [1.0, 1.0], 1.0, free=False, hits=4)
+    assert result(timed, cell("b", [2.0, 2.0], 2.0))["hits_equal"] is True
+    assert result(timed, cell("b", [2.0, 2.0], 2.0, hits=4))["hits_equal"] is False
+    assert result(timed)["hits_equal"] is None
+
+
+def test_what_was_held_out_is_told_apart():
+    found = result(cell("a", [1.0, 1.0], 1.2, extrapolated=True), cell("b", [1.0, 1.0], 1.01))
+    assert (found["held_out"]["count"], found["calibrated"]["count"]) == (1, 1)
+    assert found["held_out"]["tpot_error_median"] == pytest.approx(0.2)
+    assert found["calibrated"]["tpot_error_median"] == pytest.approx(0.01)
+
+
+def test_terms_are_shares_of_the_measured_makespan():
+    """Each term is 2 of 10; predicted 10 % more: 0.2 / 10."""
+    assert cell("a", [1.0, 1.0], 1.1).term_errors()["dense"] == pytest.approx(0.02)
+
+
+def test_terms_add_up_to_the_makespan():
+    trace = open_trace(TRACE)
+    trial = Trial("greedy+lru", MemoryOptions(cache_ratio=0.3), list(compose(trace, steps=6)))
+    timeline = simulate(trial, trace.shape, load_profile("two-core-host"))
+    chunk = next(timeline.chunks())
+    found = terms(timeline)
+    assert sum(found.values()) == pytest.approx(chunk["end_s"].max() - chunk["start_s"].min())
+    assert min(found["dense"], found["planning"], found["lanes"], found["join"]) > 0
+    assert found["between"] >= -1e-12
+
+
+@pytest.mark.parametrize(("policy", "free"), [
+    ("greedy+lru", True), ("greedy+lru+random", False), ("greedy+workload-window", False), ("all-cpu+none", True),
+])  # fmt: skip
+def test_timing_is_free_where_nothing_lands_between_layers(policy, free):
+    assert timing_free(system_of(policy).build(gpus=1, host_cache=None)) is free
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    """Real runs: three policies, two cache ratios, a batch, the SSD; experts of the tiny model."""
+    return validate(
+        [TRACE], policies=["all-cpu+none", "on-demand+lru", "greedy+lfu"], cache_ratios=[0.2, 0.5], batches=[2],
+        host_ratios=[1.0, 0.5], hw=host_profile(), steps=5, replications=1, stores=tmp_path_factory.mktemp("stores"),
+    ).to_json()  # fmt: skip
+
+
+def test_hits_of_real_and_simulated_runs_are_equal(grid):
+    assert grid["hits_equal"] is True
+    assert grid["hits_compared"] == len(grid["cells"]) == 12
+    assert any(cell["predicted"]["hits"] for cell in grid["cells"])
+
+
+def test_bytes_of_real_and_simulated_runs_are_equal(grid):
+    """What is copied and read follows from the plans, so it is no matter of timing either."""
+    for one in grid["cells"]:
+        assert all(run["bytes"] == one["predicted"]["bytes"] for run in one["measured"]), one["policy"]
+    assert any(one["predicted"]["bytes"]["ssd"] for one in grid["cells"])
+
+
+def test_every_cell_was_run_twice_and_has_its_figures(grid):
+    assert {len(one["measured"]) for one in grid["cells"]} == {2}
+    assert all(one["tpot_error"] is not None and one["ttft_error"] is not None for one in grid["cells"])
+    assert all(len(one["step_errors"]) == 4 for one in grid["cells"])
+    assert np.isfinite(grid["tpot_error_median"])
+    assert any("not calibrated" in warning for warning in grid["warnings"])
+
+
+def test_a_foreign_profile_is_recognised(grid):
+    assert any("another machine's" in warning for warning in grid["warnings"])
+    assert any(said.startswith("cores") for said in foreign(load_profile("a6000-i9-10980xe")))
+
+
+def test_the_report_is_whole(grid, tmp_path):
+    assert json.loads(json.dumps(grid)) == grid
+    text = markdown(grid)
+    assert text.count("greedy+lfu") == 4
+    html = page(grid)
+    assert html.count("data:image/png;base64,") == 4
+    assert "http" not in html
+    assert [path.name for path in save(grid, tmp_path)] == ["validation.json", "validation.md", "validation.html"]
+
+
+def test_an_oracle_is_refused():
+    with pytest.raises(PolicyError, match="oracle"):
+        validate([TRACE], policies=["on-demand+belady"], cache_ratios=[0.2], batches=[1], hw=host_profile(), steps=3)
+
+
+def test_too_many_parts_are_refused():
+    with pytest.raises(PolicyError, match="at most"):
+        system_of("greedy+lru+none+more")
+
+
+# -- sensitivity -----------------------------------------------------------------------------------------
+
+
+def test_the_break_even_line_by_hand():
+    """An expert of the tiny model, 86 016 bytes: copies at 1 GB/s take 96 us, longer than the CPU for few tokens."""
+    rows = break_even(host_profile(), open_trace(TRACE).shape)
+    assert not rows[0]["fetch"]
+    turns = [row["fetch"] for row in rows]
+    assert turns == sorted(turns)
+    assert all(row["fetch"] == (row["copy_s"] + row["gpu_s"] < row["cpu_s"]) for row in rows)
+
+
+def test_a_global_lru_below_the_working_set_hits_nothing():
+    """Every token asks for all it asked for before, in a circle larger than the cache: LRU's classic zero."""
+    cliff = capacity_cliff(open_trace(TRACE), steps=40)
+    assert cliff["working_set"] == 24
+    assert cliff["hit_rate"]["0.5"] == 0.0
+    assert cliff["hit_rate"]["2"] > 0.2
+
+
+def test_a_constant_that_decides_the_winner_is_named():
+    """All-CPU wins by a hair; a slower CPU within its interval lets on-demand win, and nothing else is blamed first."""
+    profile = host_profile()
+    found = sensitivity(TRACE, policies=("all-cpu+none", "on-demand+lru"), hw=profile, steps=6).to_json()
+    assert found["winner"] == min(found["baseline_s"], key=found["baseline_s"].get)
+    effects = [one["effect"] for one in found["constants"]]
+    assert effects == sorted(effects, reverse=True)
+    named = {one["path"]: one for one in found["constants"]}
+    assert "costs.cpu.bytes_per_s" in named
+    assert all(one["changes_winner"] == any(w != found["winner"] for w in one["winners"]) for one in named.values())
+    assert all(path.startswith(("costs.", "contention.")) for path in named)
+
+
+# -- commands --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def app():
+    made = Typer()
+    cli_validate.add_commands(made)
+    return made
+
+
+def test_validate_prints_json_and_writes_the_report(app, tmp_path):
+    profile = save_profile(host_profile(), tmp_path / "here.toml")
+    done = CliRunner().invoke(app, [
+        "validate", str(TRACE), "--policies", "all-cpu+none,on-demand+lru", "--cache-ratios", "0.3", "--batches", "1",
+        "--steps", "3", "--repetitions", "1", "--hw", str(profile), "--out", str(tmp_path / "out"), "--json",
+    ])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout).keys() >= KEYS
+    assert (tmp_path / "out" / "validation.html").is_file()
+
+
+def test_sensitivity_prints_winner_line_and_cliff(app):
+    done = CliRunner().invoke(app, ["sensitivity", str(TRACE), "--hw", "two-core-host", "--steps", "3"])
+    assert done.exit_code == 0, done.output
+    for words in ("winner:", "cheaper than computing it on the CPU", "capacity cliff"):
+        assert words in done.stdout
+
+
+def test_numbers_must_be_numbers(app):
+    done = CliRunner().invoke(app, ["validate", str(TRACE), "--cache-ratios", "a,b"])
+    assert done.exit_code == 2
