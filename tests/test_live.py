@@ -13,13 +13,13 @@ from test_model_swap import CONFIGS, make_checkpoint
 from policies.base import PolicyError, Routing, RoutingPolicy
 from policies.journal import repeat
 from policies.plan import MemoryPlan
-from policies.registry import register
 from policies.residency import CacheSize
 from policies.systems import System
 from runtime import tiny
 from runtime.calibrate_residual import Residual
 from runtime.live import verify
 from runtime.views import load_views, save_views
+from tests.handmade import registered
 from traces.metrics import summarise
 from traces.schema import Phase
 
@@ -168,8 +168,8 @@ class NextDoor(RoutingPolicy):
 
 def test_a_routing_policy_replaces_experts_live(trained):
     """What is computed is what the policy chose: accesses move by one, and logits change."""
-    register("routing", "next-door", NextDoor)
-    live, _, timeline, _, _ = trained.run(System("greedy", routing="next-door"), memory(trained.shape, 8), new=2)
+    with registered(**{"routing_next-door": NextDoor}):
+        live, _, timeline, _, _ = trained.run(System("greedy", routing="next-door"), memory(trained.shape, 8), new=2)
     assert not verify(trained.plain, live.result.passes, "float32").passed
     accesses = timeline.access_frame()
     for step in live.result.steps:

@@ -16,13 +16,13 @@ from policies import cache_only
 from policies.base import IN_FLIGHT, RESIDENT, PolicyError, Routing, RoutingPolicy
 from policies.cache.lru import LRU
 from policies.planner import Planner
-from policies.registry import register
 from policies.systems import System
 from runtime.expert_math import UNUSED
 from runtime.hf import LocalModel, find_blocks, load_model, model_shape, read_gate
 from runtime.model import StoreExperts
 from runtime.overrule import Trial
 from runtime.quality import Passages, measure
+from tests.handmade import registered
 from traces.batch import RoutedStep
 from traces.errors import TraceError
 from traces.schema import Phase
@@ -67,8 +67,12 @@ class Curious(RoutingPolicy):
         return Routing(gate.experts, gate.weights)
 
 
-for _policy in (Unmoved, Crossed, Undecided, Curious):
-    register("routing", _policy.__name__.lower(), _policy)
+@pytest.fixture(autouse=True, scope="module")
+def policies_of_this_module():
+    with registered(
+        routing_unmoved=Unmoved, routing_crossed=Crossed, routing_undecided=Undecided, routing_curious=Curious
+    ):
+        yield
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
