@@ -14,11 +14,13 @@ from traces.importers import import_trace
 from traces.models import model_shape
 
 PROBE = """
-import resource, sys
+import sys
 from moesim.api import replay
 run = replay(sys.argv[1], "greedy", cache="lru", hw="rtx3090-epyc7532", out=sys.argv[2], steps=int(sys.argv[3]) or None)
 assert "torch" not in sys.modules
-print(run.metrics["layer_steps"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+with open("/proc/self/status") as status:  # ru_maxrss would inherit the parent's peak
+    peak_kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+print(run.metrics["layer_steps"], peak_kib / 1024)
 """
 
 
