@@ -1,4 +1,7 @@
-"""What a trace's own statistics cost: rows and accesses per second of CPU time, and memory at ten million rows."""
+"""What large traces cost: rows and accesses per second of CPU time, and the peak memory of import, sort and replay.
+
+``python -m benchmarks.trace_speed 1e8`` needs some GB of disk and half an hour.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
+from traces.arrow import lists, named, numbers
 from traces.curves import CurveFold
 from traces.layer_steps import layer_steps
 from traces.reader import Trace, open_trace
 from traces.schema import ModelShape, Phase, TraceHeader
 from traces.similarity import Resemblance
 from traces.stats import stats
-from traces.writer import TraceWriter
+from traces.writer import ROW_GROUP_ROWS, TraceWriter, arrow_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,16 +32,29 @@ if TYPE_CHECKING:
 MILLION, ROWS = 1e6, 10_000_000
 SHAPE = ModelShape("bench", 24, 64, 8, 2048, 1024, (3 << 20,) * 24, 0)
 SEQUENCE_TOKENS = 1000
-_SURVEY = """
-import resource, sys, time
-from traces.reader import open_trace
-from traces.survey import survey
+_CHILD = """
+import sys, time
+{imports}
 begin_s = time.process_time()
-trace = open_trace(sys.argv[1])
-survey(trace)
-peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-print(f"{trace.rows / (time.process_time() - begin_s) / 1e6:.2f} {peak_mib:.0f}")
+rows = {work}
+with open("/proc/self/status") as status:  # ru_maxrss would inherit the parent's peak
+    peak_kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+print(rows / (time.process_time() - begin_s) / 1e6, peak_kib / 1024)
 """
+_LARGE = {
+    "import, rows shuffled": (
+        "from traces.importers import import_trace",
+        "import_trace(sys.argv[1], sys.argv[2]).rows",
+    ),
+    "survey, all curves": (
+        "from traces.reader import open_trace; from traces.survey import survey",
+        "(trace := open_trace(sys.argv[2]), survey(trace))[0].rows",
+    ),
+    "replay, LRU alone": (
+        "from moesim.api import replay_cache; from traces.reader import open_trace",
+        "(trace := open_trace(sys.argv[2]), replay_cache(trace, 'lru'))[0].rows",
+    ),
+}
 
 
 def report(rows: int = ROWS) -> None:
@@ -47,11 +66,15 @@ def report(rows: int = ROWS) -> None:
         print(f"  reading alone       {small.rows / reading / MILLION:6.2f} million rows")
         print(f"  stats               {small.rows / _seconds(lambda: stats(small)) / MILLION:6.2f} million rows")
         print(f"  similarity and so on {small.rows / _seconds(lambda: _alike(small)) / MILLION:5.2f} million rows")
-        print(f"  all three curves    {_curve_rate(small):6.2f} million accesses (target 1), from memory")
-        large = write(Path(name) / "large.parquet", rows)
-        done = subprocess.run([sys.executable, "-c", _SURVEY, large], capture_output=True, text=True, check=True)
-        rate, peak = done.stdout.split()
-        print(f"  survey of {rows:,} rows, curves included: {rate} million rows, peak {peak} MiB")
+        print(f"  all four curves     {_curve_rate(small):6.2f} million accesses (target 1), from memory")
+        print(f"{rows:,} rows, each in a process of its own (target: 1 GB)")
+        shuffled, large = Path(name) / "shuffled.parquet", Path(name) / "large.parquet"
+        write_shuffled(shuffled, rows)
+        for what, (imports, work) in _LARGE.items():
+            code = _CHILD.format(imports=imports, work=work)
+            call = [sys.executable, "-c", code, str(shuffled), str(large)]
+            rate, peak = subprocess.run(call, capture_output=True, text=True, check=True).stdout.split()
+            print(f"  {what:<22} {float(rate):5.2f} million rows per CPU second, peak {float(peak):4.0f} MiB")
 
 
 def _curve_rate(trace: Trace) -> float:
@@ -96,6 +119,35 @@ def write(path: Path, rows: int) -> Path:
         for seq in range(-(-rows // count)):
             routing = pool[rng.integers(0, len(pool), SEQUENCE_TOKENS)].reshape(-1, top_k)
             writer.write(seq, pos, Phase.DECODE, layer, routing)
+    return path
+
+
+def write_shuffled(path: Path, rows: int) -> Path:
+    """Our layout with its rows far from their neighbours: row i stands where ``i * step`` modulo their number says."""
+    rng = np.random.default_rng(0)
+    layers, experts, top_k = SHAPE.layers, SHAPE.experts, SHAPE.top_k
+    per_sequence = SEQUENCE_TOKENS * layers
+    rows = -(-rows // per_sequence) * per_sequence
+    pool = np.argsort(rng.random((4 * per_sequence, experts)), axis=1)[:, :top_k].astype(np.uint16)
+    step = round(rows * 0.618)
+    while np.gcd(step, rows) != 1:
+        step += 1
+    header = TraceHeader(SHAPE, {"tool": "bench"})
+    schema = arrow_schema(header, ())
+    with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=["phase", "layer"]) as writer:
+        for start in range(0, rows, ROW_GROUP_ROWS):
+            place = np.arange(start, min(start + ROW_GROUP_ROWS, rows)) * step % rows
+            seq, rest = np.divmod(place, per_sequence)
+            pos, layer = np.divmod(rest, layers)
+            phase = named(np.full(len(place), Phase.DECODE, np.int8), [phase.label for phase in Phase])
+            keys = [
+                numbers(seq.astype(np.int32)),
+                numbers(pos.astype(np.int32)),
+                phase,
+                numbers(layer.astype(np.int16)),
+            ]
+            routing = lists(pool[place * 2_654_435_761 % (1 << 32) % len(pool)])
+            writer.write_batch(pa.RecordBatch.from_arrays([*keys, routing], schema=schema))
     return path
 
 

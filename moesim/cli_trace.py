@@ -49,7 +49,7 @@ def info(trace: options.TraceFile, as_json: options.AsJson = False) -> None:
         "columns": ", ".join(found["columns"]) or "only the required ones",
         "assumed": ", ".join(found["assumed"]),
     }
-    facts |= {name: _words(value) for name, value in found["provenance"].items()}
+    facts |= {name: _words(value) for name, value in found["provenance"].items() if name not in facts}
     facts = {name: text for name, text in facts.items() if text}
     width = max(map(len, facts))
     print("\n".join(f"{name:<{width}}  {text}" for name, text in facts.items()))
@@ -99,13 +99,13 @@ def import_(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A foreign routing trace.", show_default=False)],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The trace to write.", show_default=False)],
     shape: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME|WORDS",
             help="The model: a name (see: list models), or layers=1,experts=6,top_k=1,expert_bytes=1MiB.",
             show_default=False,
         ),
-    ],
+    ] = None,
     weights: Annotated[str, typer.Option(metavar="FORMAT", help="Weight format that decides the bytes.")] = "bf16",
     columns: ImportMap = None,
     prompt_tokens: PromptTokens = None,
@@ -114,10 +114,13 @@ def import_(
 ) -> None:
     """Make a trace of a foreign file. The file does not tell the sizes of its model, so --shape does.
 
+    A moesim trace whose rows are out of order is sorted; it needs no --shape.
+
     \b
     Examples:
       moesim trace import routing.parquet q.parquet --shape qwen3-30b-a3b --weights q4_k_m
       moesim trace import toy.parquet t.parquet --shape layers=1,experts=6,top_k=1,expert_bytes=1MiB
+      moesim trace import unsorted.parquet sorted.parquet
     """
     options.check_places(files=[target])
     from moesim.progress import bar
@@ -125,7 +128,7 @@ def import_(
     from traces.models import model_shape
     from traces.sizes import format_bytes
 
-    model = model_shape(shape, weights)
+    model = None if shape is None else model_shape(shape, weights)
     with bar("importing") as show:
         chosen = import_options(columns, prompt_tokens, batch)
         done = import_trace(source, target, shape=model, progress=show, options=chosen)
@@ -138,7 +141,7 @@ def import_(
     print(
         f"{done.rows:,} rows of {done.sequences:,} sequence{'s' * (done.sequences != 1)};"
         f" {done.shape.name}: {done.shape.layers} MoE layers x {done.shape.experts} experts, top {done.shape.top_k},"
-        f" {sizes} each ({weights})"
+        f" {sizes} each ({done.shape.dtype})"
     )
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -100,10 +100,14 @@ def export(
 
 def synth(
     target: Annotated[Path, typer.Argument(metavar="DST", help="The trace to write.", show_default=False)],
-    tokens: Annotated[float, typer.Option(metavar="N", min=1, help="Tokens in all, such as 1e6.", show_default=False)],
+    tokens: Annotated[
+        float, typer.Option(metavar="N", min=1, max=1e12, help="Tokens in all, such as 1e6.", show_default=False)
+    ],
     like: Annotated[Path | None, typer.Option(metavar="TRACE", help="A real trace to resemble.")] = None,
     shape: Annotated[str | None, typer.Option(metavar="NAME|WORDS", help="A model instead (see: list models).")] = None,
-    weights: Annotated[str, typer.Option(metavar="FORMAT", help="Weight format that decides the bytes.")] = "bf16",
+    weights: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="With --shape: weight format. Default: bf16.")
+    ] = None,
     skew: Annotated[float | None, typer.Option(min=0, max=5, help="With --shape: Zipf exponent. Default: 0.8.")] = None,
     reuse: Annotated[
         float | None, typer.Option(min=0, max=0.99, help="With --shape: overlap of adjacent tokens. Default: 0.3.")
@@ -134,8 +138,8 @@ def synth(
     stated_words = {name: value for name, value in stated_words.items() if value is not None}
     if (like is None) == (shape is None):
         raise typer.BadParameter("expected either --like TRACE or --shape MODEL")
-    if like is not None and stated_words:
-        raise typer.BadParameter(f"--{next(iter(stated_words))} states what --like measures; drop one of them")
+    if like is not None and (doubled := [*stated_words, *(["weights"] if weights else [])]):
+        raise typer.BadParameter(f"--{doubled[0]} states what --like measures; drop one of them")
     options.check_places(files=[target])
     from moesim.progress import bar
     from traces import synth as synthetic
@@ -145,7 +149,7 @@ def synth(
     if like is not None:
         model = synthetic.fit(open_trace(like))
     else:
-        model = synthetic.stated(model_shape(str(shape), weights), seed=seed, **stated_words)  # type: ignore[arg-type]
+        model = synthetic.stated(model_shape(str(shape), weights or "bf16"), seed=seed, **stated_words)  # type: ignore[arg-type]
     with bar("drawing") as show:
         rows = synthetic.synthesise(model, target, tokens=int(tokens), seed=seed, progress=show)
     print(f"wrote {target}: {rows:,} rows, {int(tokens):,} tokens; synthetic, and it says so")

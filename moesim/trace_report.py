@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import html
-import io
 import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from traces.files import written_beside
+from moesim import page
+from moesim.pictures import QUIET, new_figure, save, svg
+from moesim.pictures import STRONG as LRU
+from moesim.report import aligned
 from traces.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -19,25 +20,17 @@ if TYPE_CHECKING:
     from traces.reader import Trace
     from traces.survey import Survey
 
-_LRU, _BELADY, _QUIET = "#2f6690", "#d1774c", "#9bb1bd"
+BELADY = "#d1774c"
 _ANSWERS = {
     "yes": "Worth offloading.",
     "hardly": "Hardly worth a cache.",
     "no": "Not worth offloading.",
     "unknown": "No verdict.",
 }
-_STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:58em;margin:2em auto;padding:0 1em;color:#222}"
-    "h1{font-size:1.5em}h2{font-size:1.15em;margin:2em 0 .2em}svg{max-width:100%;height:auto}"
-    "table{border-collapse:collapse}td,th{padding:.15em .9em .15em 0;text-align:right}"
-    "td:first-child,th:first-child{text-align:left}.answer{font-size:1.25em;font-weight:600}p.note{color:#555}"
-)
 
 
 def verdict_text(verdict: dict[str, Any]) -> list[str]:
     """The verdict as lines for a terminal."""
-    from moesim.report import aligned  # noqa: PLC0415 - a picture needs no tables
-
     lines = [_ANSWERS[verdict["answer"]], *verdict["why"]]
     if verdict["sizes"]:
         lines += ["", *aligned([_HEAD, *_size_rows(verdict)])]
@@ -74,22 +67,17 @@ def write_html(trace: Trace, found: Survey, path: Path) -> Path:
         f" {figures['prefill_tokens']:,} prompt and {figures['decode_tokens']:,} generated tokens,"
         f" {figures['decode_steps']:,} decode steps at batch {figures['batch']}."
     )
-    parts = [f"<h1>{html.escape(trace.path.name)}</h1><p>{html.escape(head)}</p>"]
-    parts.append(f'<p class="answer">{_ANSWERS[verdict["answer"]]}</p>')
-    parts += [f"<p>{html.escape(line)}</p>" for line in verdict["why"]]
+    parts = [page.paragraph(head), page.paragraph(_ANSWERS[verdict["answer"]], "answer")]
+    parts += map(page.paragraph, verdict["why"])
     if verdict["sizes"]:
-        rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in _size_rows(verdict))
-        parts.append(f"<table><tr>{''.join(f'<th>{name}</th>' for name in _HEAD)}</tr>{rows}</table>")
+        parts.append(page.table(_HEAD, _size_rows(verdict)))
     for title, words, draw in _PANELS:
         picture = _svg(draw, found)
         if picture:
-            parts.append(f'<h2>{title}</h2><p class="note">{words}</p>{picture}')
+            parts.append(page.section(title, words, picture))
     provenance = json.dumps(trace.header.provenance, ensure_ascii=False, indent=1)
-    parts.append(f"<h2>Provenance</h2><pre>{html.escape(provenance)}</pre>")
-    page = f"<!doctype html><meta charset=utf-8><title>{html.escape(trace.path.name)}</title><style>{_STYLE}</style>"
-    with written_beside(path) as part:
-        part.write_text(page + "\n".join(parts) + "\n", encoding="utf-8")
-    return path
+    parts.append(page.section("Provenance", "", page.verbatim(provenance)))
+    return page.write_page(path, trace.path.name, parts)
 
 
 def curve_picture(found: Survey, path: Path) -> Path:
@@ -98,35 +86,21 @@ def curve_picture(found: Survey, path: Path) -> Path:
     Raises:
         ValueError: the trace has no generated tokens.
     """
-    figure = _figure()
+    figure = new_figure()
     if not _curves(figure.subplots(), found):
         raise ValueError("no generated tokens: there is no curve to draw")
-    with written_beside(path) as part:
-        figure.savefig(part, format=path.suffix[1:], dpi=100)
-    return path
-
-
-def _figure() -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - half a second, for pictures only
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    figure = Figure(figsize=(8.4, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return save(figure, path)
 
 
 def _svg(draw: Callable[[Any, Survey], bool], found: Survey) -> str:
     """The picture as an SVG element, or nothing where the trace has nothing to show."""
-    figure = _figure()
+    figure = new_figure()
     axis = figure.subplots()
     if not draw(axis, found):
         return ""
     if not axis.images:
         axis.spines[["top", "right"]].set_visible(False)
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    return text[text.index("<svg") :]
+    return svg(figure)
 
 
 def _curves(axis: Any, found: Survey) -> bool:
@@ -135,13 +109,14 @@ def _curves(axis: Any, found: Survey) -> bool:
         return False
     experts = found.shape.experts
     slots = np.arange(experts + 1)
-    for name, colour, label in (("belady", _BELADY, "Belady, knows the future"), ("lru", _LRU, "LRU")):
+    for name, colour, label in (("belady", BELADY, "Belady, knows the future"), ("lru", LRU, "LRU")):
         axis.plot(slots, curve[name], color=colour, label=label, lw=2)
-    shared = np.array(curve["lru_global"])[:: found.shape.layers]
-    axis.plot(slots, shared, color=_LRU, ls=":", label="LRU, one cache for all layers")
-    axis.plot([0, experts], [0, 1], color=_QUIET, lw=1, label="equally used experts")
+    for name, colour, label in (("belady_global", BELADY, "Belady"), ("lru_global", LRU, "LRU")):
+        shared = np.array(curve[name])[:: found.shape.layers]
+        axis.plot(slots, shared, color=colour, ls=":", label=f"{label}, one cache for all layers")
+    axis.plot([0, experts], [0, 1], color=QUIET, lw=1, label="equally used experts")
     for size in found.figures["verdict"]["sizes"][:1]:
-        axis.axvline(size["slots"], color=_QUIET, ls="--", lw=1)
+        axis.axvline(size["slots"], color=QUIET, ls="--", lw=1)
         axis.text(size["slots"], 0.02, f" knee: {size['slots']}, {format_bytes(size['bytes'])}", fontsize=9)
     axis.set(xlabel="experts cached per layer", ylabel="hit rate in decode", xlim=(0, experts), ylim=(0, 1.02))
     axis.legend(frameon=False, fontsize=9, loc="lower right")
@@ -180,8 +155,8 @@ def _information(axis: Any, found: Survey) -> bool:
 def _per_layer(axis: Any, values: list[float] | None, label: str, level: float, meaning: str) -> bool:
     if not values:
         return False
-    axis.bar(range(len(values)), values, color=_LRU)
-    axis.axhline(level, color=_BELADY, lw=1, label=meaning)
+    axis.bar(range(len(values)), values, color=LRU)
+    axis.axhline(level, color=BELADY, lw=1, label=meaning)
     axis.set(xlabel="layer", ylabel=label)
     axis.legend(frameon=False, fontsize=9)
     return True
@@ -191,7 +166,7 @@ def _reuse(axis: Any, found: Survey) -> bool:
     reuse = np.array(found.figures["reuse"])
     if not reuse.sum():
         return False
-    axis.bar(range(len(reuse) - 1), reuse[:-1] / reuse.sum(), color=_LRU, width=1.0)
+    axis.bar(range(len(reuse) - 1), reuse[:-1] / reuse.sum(), color=LRU, width=1.0)
     axis.set(xlabel="other experts of the layer used since", ylabel="share of accesses")
     return True
 
@@ -200,8 +175,8 @@ def _window(axis: Any, found: Survey) -> bool:
     sets = found.figures["working_set_by_window"]
     if not sets:
         return False
-    axis.plot([int(size) for size in sets], list(sets.values()), "o-", color=_LRU)
-    axis.axhline(found.shape.experts, color=_QUIET, lw=1)
+    axis.plot([int(size) for size in sets], list(sets.values()), "o-", color=LRU)
+    axis.axhline(found.shape.experts, color=QUIET, lw=1)
     axis.set_xscale("log", base=2)
     axis.set(xlabel="window, decode steps", ylabel="distinct experts of a layer")
     return True
@@ -210,7 +185,7 @@ def _window(axis: Any, found: Survey) -> bool:
 def _consistency(axis: Any, found: Survey) -> bool:
     drawn = {length: shares for length, shares in found.figures["consistency"].items() if shares}
     for shade, (length, shares) in enumerate(drawn.items()):
-        axis.plot(shares, color=_LRU, alpha=1 - 0.2 * shade, label=f"{length} tokens")
+        axis.plot(shares, color=LRU, alpha=1 - 0.2 * shade, label=f"{length} tokens")
     axis.set(xlabel="layer", ylabel="choices served", ylim=(0, 1))
     if drawn:
         axis.legend(frameon=False, fontsize=9)

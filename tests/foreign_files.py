@@ -192,10 +192,9 @@ def megatron(path, truth):
 def route_trace(path, truth, *, residency=None, dropped=True, dense=True, turns=True):
     """With `dense`, layer 0 of four has no experts. Prefill rows by layer, then decode rows by token, as staged."""
     offset = int(dense)
-    lines = ["# route_trace v1", "# model=/models/x.gguf arch=tiny n_layer=4 n_expert=8 n_expert_used=2"]
-    if not dense:
-        lines[1] = lines[1].replace("n_layer=4", "n_layer=3")
-    sizes = ([0] if dense else []) + [1000, 2000, 3000]
+    facts = f"n_layer={LAYERS + offset} n_expert={EXPERTS} n_expert_used={TOP_K}"
+    lines = ["# route_trace v1", f"# model=/models/x.gguf arch=tiny {facts}"]
+    sizes = [0] * offset + [1000 * (layer + 1) for layer in range(LAYERS)]
     lines += [f"# layer={layer} expert_bytes={size} dense_bytes=500" for layer, size in enumerate(sizes)]
     lines.append("turn,phase,step,layer,slot,expert,weight,residency,expert_bytes" + ",dropped" * dropped)
     for turn, (prompt, ids, weights, _) in enumerate(truth):
@@ -241,7 +240,8 @@ def imp(path, truth, *, lines=True):
 
 
 def columns_csv(path, truth):
-    lines = ["request;position;stage;block;e0;e1;w0;w1"]
+    names = [f"{letter}{rank}" for letter in "ew" for rank in range(TOP_K)]
+    lines = [";".join(["request", "position", "stage", "block", *names])]
     for number, (prompt, ids, weights, _) in enumerate(truth):
         for token in range(len(ids)):
             for layer in range(LAYERS):
@@ -285,4 +285,29 @@ def routing_rows(path, truth):
     ]  # fmt: skip
     names = ("seq_id", "step", "phase", "layer", "token", "expert_ids", "scores")
     pq.write_table(pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), path)
+    return path
+
+
+def moesim_unordered(path, truth):
+    """Our own layout by another hand, which appended the rows of whoever was ready."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from traces.models import model_shape
+    from traces.schema import METADATA_KEY, TraceHeader
+
+    rows = [
+        (number, token, "prefill" if token < prompt else "decode", layer, ids[token, layer].tolist(),
+         weights[token, layer].astype(np.float16).tolist())
+        for number, (prompt, ids, weights, _) in enumerate(truth) for token in range(len(ids))
+        for layer in range(LAYERS)
+    ]  # fmt: skip
+    order = [0, *(np.random.default_rng(0).permutation(len(rows) - 1) + 1)]
+    columns = zip(*(rows[index] for index in order), strict=True)
+    names = ("seq", "pos", "phase", "layer", "experts", "weights")
+    header = TraceHeader(model_shape(SHAPE), {"model": "m"}, {"vectors": "x"}, "calibration")
+    metadata = {METADATA_KEY: header.to_json()}
+    table = pa.table(dict(zip(names, map(list, columns), strict=True)))
+    schema = table.schema.set(5, pa.field("weights", pa.list_(pa.float16())))
+    pq.write_table(table.cast(schema).replace_schema_metadata(metadata), path)
     return path

@@ -50,23 +50,29 @@ def test_by_hand(tmp_path):
     assert found.hits("lru_global").tolist() == [0, 0, 0, 3, 3]
 
 
-def naive_belady(trace, slots, *, batch=1):
-    """Hits by layer, one set per layer: of misses and unheld residents the sooner-used stay."""
-    steps = list(compose(trace, batch=batch))
-    future = RecordedFuture(steps)
-    hits = []
-    for layer in range(trace.shape.layers):
-        resident, found = set(), 0
-        for step in steps:
-            active = step.layers[layer].experts.tolist()
-            found += len(resident.intersection(active))
-            missing = [expert for expert in active if expert not in resident]
-            room = min(slots - len(resident), len(missing))
-            rivals = [(future.next_use(step.step, layer, e), 0, e, e) for e in missing[room:]]
-            rivals += [(future.next_use(step.step, layer, e), 1, -e, e) for e in resident.difference(active)]
-            held = resident.intersection(active) | set(missing[:room])
-            resident = held | {rival[-1] for rival in sorted(rivals)[: len(resident) + room - len(held)]}
-        hits.append(found)
+def naive_belady(trace, slots, *, batch=1, scope="layer"):
+    """Hits by pool, one set per pool: of misses and unheld residents the sooner-used stay."""
+    width = trace.shape.experts
+    visits = [
+        [layer.layer * width + expert for expert in layer.experts.tolist()]
+        for step in compose(trace, batch=batch) for layer in step.layers
+    ]  # fmt: skip
+    pools = trace.shape.layers if scope == "layer" else 1
+    hits, residents = [0] * pools, [set() for _ in range(pools)]
+    for now, active in enumerate(visits):
+        pool = now % pools
+        resident = residents[pool]
+
+        def due(key, now=now):
+            return next((later for later in range(now + 1, len(visits)) if key in visits[later]), len(visits))
+
+        hits[pool] += len(resident.intersection(active))
+        missing = sorted((key for key in active if key not in resident), key=due)
+        room = min(slots - len(resident), len(missing))
+        rivals = [(due(key), 0, key, key) for key in missing[room:]]
+        rivals += [(due(key), 1, -key, key) for key in resident.difference(active)]
+        held = resident.intersection(active) | set(missing[:room])
+        residents[pool] = held | {rival[-1] for rival in sorted(rivals)[: len(resident) + room - len(held)]}
     return hits
 
 
@@ -85,18 +91,20 @@ def test_every_size_of_lru_equals_the_replay_of_that_size(make_trace, batch):
     lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 25)), min_size=1, max_size=5),
 )  # fmt: skip
 def test_any_small_trace_equals_its_replays(tmp_path_factory, seed, experts, top_k, batch, lengths):
-    """LRU at every size; Belady at every size against sets, and against the replay from the largest layer step on."""
+    """LRU and Belady at every size, per layer and, for Belady, over all layers; Belady also against plain sets."""
     shape = ModelShape("any", 2, experts, min(top_k, experts), 8, 8, (1, 1), 0)
     path = tmp_path_factory.mktemp("any") / "t.parquet"
     trace = open_trace(write_trace(path, shape, tuple(lengths), seed=seed))
     found = curves(trace, batch=batch)
-    largest = max(int(np.diff(block.edges).max()) for block in layer_steps(trace, batch=batch))
     for slots in range(experts + 1):
         assert found.hits("lru")[:, slots].tolist() == replayed(trace, "lru", slots, batch=batch).tolist(), slots
         hits = found.hits("belady")[:, slots].tolist()
         assert hits == naive_belady(trace, slots, batch=batch), slots
-        if slots >= largest:
-            assert hits == replayed(trace, "belady", slots, batch=batch).tolist(), slots
+        assert hits == replayed(trace, "belady", slots, batch=batch).tolist(), slots
+    for slots in range(2 * experts + 1):
+        hits = found.hits("belady_global")[slots]
+        assert [hits] == naive_belady(trace, slots, batch=batch, scope="global"), slots
+        assert hits == replayed(trace, "belady", slots, batch=batch, scope="global").sum(), slots
 
 
 def test_global_lru_equals_the_replay_from_the_largest_layer_step_on(make_trace):
@@ -107,11 +115,23 @@ def test_global_lru_equals_the_replay_from_the_largest_layer_step_on(make_trace)
         assert hits[slots] == replayed(trace, "lru", slots, scope="global").sum()
 
 
+def test_blocks_that_are_passed_over_change_nothing(tmp_path):
+    """Forty experts in each of three layers, so that stacks have many blocks: every size against one set."""
+    shape = ModelShape("wide", 3, 40, 2, 8, 8, (1,) * 3, 0)
+    trace = open_trace(write_trace(tmp_path / "t.parquet", shape, ((3, 60), (0, 40))))
+    found = curves(trace)
+    for slots in range(0, 121, 7):
+        assert [found.hits("belady_global")[slots]] == naive_belady(trace, slots, scope="global"), slots
+    for slots in range(0, 41, 5):
+        assert found.hits("belady")[:, slots].tolist() == naive_belady(trace, slots), slots
+
+
 def test_belady_is_never_below_lru_and_both_grow(make_trace):
     found = curves(open_trace(make_trace(sequences=((0, 300),))))
-    for name in ("lru", "belady"):
-        assert (np.diff(found.hits(name), axis=-1) >= 0).all()
-    assert (found.hits("belady") >= found.hits("lru")).all()
+    for scope in ("", "_global"):
+        for name in ("lru", "belady"):
+            assert (np.diff(found.hits(name + scope), axis=-1) >= 0).all()
+        assert (found.hits("belady" + scope) >= found.hits("lru" + scope)).all()
 
 
 def test_a_short_horizon_only_costs_what_it_cannot_see(make_trace):
@@ -161,3 +181,5 @@ def test_a_real_trace_at_several_sizes(shared_traces, tmp_path):
         assert found.hits("lru")[:, slots].tolist() == replayed(trace, "lru", slots).tolist()
     for slots in (largest, 128):
         assert found.hits("belady")[:, slots].tolist() == replayed(trace, "belady", slots).tolist()
+    for slots in (largest, 1000, 3000):
+        assert found.hits("belady_global")[slots] == replayed(trace, "belady", slots, scope="global").sum()

@@ -33,6 +33,7 @@ WRITERS = {
     "routing_rows": (files.routing_rows, "routing_rows", {}, "all phases weights"),
     "columns_csv": (files.columns_csv, "columns", files.COLUMNS_MAP, "all phases weights"),
     "columns_long": (files.columns_long, "columns", {}, "all phases weights"),
+    "moesim_unordered": (files.moesim_unordered, "moesim_trace", {}, "all phases weights"),
 }
 
 

@@ -13,7 +13,7 @@ from traces.similarity import Resemblance, daop_similarity, information_bias_bit
 from traces.writer import TraceWriter
 
 
-def test_daop_equation_1():
+def test_section_2_5_similarity():
     """Its worked example: (0.866025 + 0.978019) / 2."""
     prefill = np.array([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]])
     decode = np.array([[0.5, 0.5, 0.0], [0.1, 0.3, 0.6]])

@@ -128,6 +128,11 @@ def test_the_future_agrees_with_a_linear_scan(tmp_path_factory, drawn, batch, da
     steps = list(compose(open_trace(path), batch=batch))
     future = RecordedFuture(steps)
     assert future.never == len(steps)
+    for step in steps:
+        for routed in step.layers:
+            assert future.active(step.step, routed.layer).tolist() == routed.experts.tolist()
+            assert future.tokens(step.step, routed.layer).tolist() == routed.tokens.tolist()
+    assert len(future.tokens(len(steps), 0)) == 0
     everyone = np.arange(drawn.shape.experts)
     questions = st.lists(st.integers(-1, len(steps) + 1), min_size=1, max_size=12)
     for now in data.draw(questions):

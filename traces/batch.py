@@ -6,6 +6,7 @@ decode step *i* the *i*-th generated token of each sequence that is still alive.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from itertools import islice, pairwise, repeat
 from typing import TYPE_CHECKING, Any
@@ -82,11 +83,11 @@ def compose(
         columns: optional columns the policies need; others are never read.
 
     Raises:
-        TraceError: `batch` or `steps` below 1, a missing column, or a damaged trace.
+        TraceError: `batch` or `steps` below 1 or absurdly large, a missing column, or a damaged trace.
     """
     for name, value in (("batch", batch), ("steps", steps)):
-        if value is not None and value < 1:
-            raise TraceError(f"{name}: expected >= 1, got {value}")
+        if value is not None and not 1 <= value <= sys.maxsize:
+            raise TraceError(f"{name}: expected {'>= 1' if value < 1 else f'<= {sys.maxsize}'}, got {value}")
     wanted = tuple(columns)
     trace.require(wanted, "this replay")
     return islice(_compose(trace, batch, wanted), steps)

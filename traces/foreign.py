@@ -1,7 +1,7 @@
 """What importers share: one line for whatever a damaged file provokes, layer numbers, and the way from passes to rows.
 
-An engine thinks in forward passes, a trace in sequences. `sequences_of` turns the one into the other where
-the file does not say which request a token belongs to.
+An engine thinks in forward passes, a trace in sequences. `Passes` turns the one into the other where the file does
+not say which request a token belongs to.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import tokenize
 import zipfile
 import zlib
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from traces.arrow import flat, values
 from traces.errors import TraceError
 from traces.schema import Phase
 
@@ -37,6 +35,9 @@ DAMAGE = (
     struct.error, zipfile.BadZipFile, zlib.error, binascii.Error, pa.ArrowException,
 )  # fmt: skip
 """What decoding somebody else's bytes may raise."""
+
+TEXT_BYTES = 8 << 20
+"""Of a text parsed at a time."""
 
 NO_PHASES = "the source does not tell prompt from generated tokens"
 
@@ -59,7 +60,7 @@ def decoding(path: Path, what: str) -> Iterator[None]:
         ) from None
 
 
-def bad(path: Path, place: str, expected: str, found: object, way_out: str = "dump it again") -> TraceError:
+def bad(path: Path, place: str, expected: object, found: object, way_out: str = "dump it again") -> TraceError:
     """The one line of a foreign file that does not keep its own layout."""
     return TraceError(f"{path}: {place}: expected {expected}, found {found}; {way_out}")
 
@@ -106,20 +107,27 @@ class Once:
         return found
 
 
-def json_table(path: Path, schema: pa.Schema, needed: Sequence[str]) -> pa.Table | None:
+def line_chunks(path: Path, size_bytes: int = TEXT_BYTES) -> Iterator[tuple[int, bytes]]:
+    """Whole lines of a text, some at a time, with the number of the first one, from 1."""
+    number = 1
+    with path.open("rb") as file:
+        while data := file.read(size_bytes):
+            data += file.readline()
+            yield number, data
+            number += data.count(b"\n")
+
+
+def json_table(data: bytes, schema: pa.Schema, needed: Sequence[str]) -> pa.Table | None:
     """Objects in lines as a table, parsed by Arrow; None where a line is not as `schema` says or lacks a needed value.
 
     Callers then read line by line, which is slow and knows what is wrong.
     """
     from pyarrow import json as lines  # noqa: PLC0415 - not every import is of text
 
-    size = path.stat().st_size
-    if not 0 < size < 1 << 31:
-        return None
     try:
         table = lines.read_json(
-            path,
-            read_options=lines.ReadOptions(use_threads=False, block_size=size + 1),
+            pa.BufferReader(data),
+            read_options=lines.ReadOptions(use_threads=False, block_size=len(data) + 1),
             parse_options=lines.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
         )
     except (pa.ArrowException, OSError, ValueError):
@@ -127,15 +135,6 @@ def json_table(path: Path, schema: pa.Schema, needed: Sequence[str]) -> pa.Table
     if not table.num_rows or any(table.column(name).null_count for name in needed):
         return None
     return table.combine_chunks()
-
-
-def list_rows(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Lengths and values of a list column; None where a value is null."""
-    array = table.column(name).chunk(0)
-    inner = flat(array)
-    if inner.null_count or array.null_count:
-        return None
-    return np.diff(values(array.offsets)), np.asarray(inner)
 
 
 def whole_number(path: Path, name: str, value: object, least: int = 1) -> int:
@@ -174,88 +173,87 @@ def layer_numbers(path: Path, found: Iterable[int], shape: ModelShape) -> dict[i
     raise bad(path, "layer", f"{shape.layers} MoE layers as in {shape.name}", few, "is the shape right?")
 
 
-def sequences_of(
-    number: np.ndarray, layer: np.ndarray, tokens: np.ndarray, experts: np.ndarray, *, chunked: bool
-) -> Iterator[Block]:
-    """Rows of sequences out of forward passes that do not name their requests. R layer runs, N rows in all.
+class Passes:
+    """Rows of sequences out of forward passes that do not name their requests.
 
     A pass of several tokens is a prompt, a pass of one token continues the sequence. A layer may hold fewer tokens than
     its pass, and then they are the last ones: some engines compute the last layer only where logits are wanted.
 
     Args:
-        number: int [R], ascending: pass of each run.
-        layer: int [R], MoE layer of each run, ascending within a pass.
-        tokens: int [R], tokens of each run.
-        experts: int [N, K], rows of all runs behind each other.
         chunked: whether passes of several tokens behind each other are pieces of one prompt; otherwise each begins
             a sequence.
     """
-    starts = np.flatnonzero(np.concatenate(([True], np.diff(number) != 0)))
-    size = np.maximum.reduceat(tokens, starts)
-    prompt = size > 1
-    begins = prompt.copy()
-    if chunked:
-        begins[1:] &= ~prompt[:-1]
-    begins[0] = True
-    sequence = np.cumsum(begins) - 1
-    ahead = np.cumsum(size) - size
-    first = ahead - ahead[begins][sequence]  # position of a pass in its sequence
-    of_run = np.cumsum(np.concatenate(([0], np.diff(number) != 0)))
-    run_start = np.cumsum(tokens) - tokens
-    pos = np.repeat((first + size)[of_run] - tokens - run_start, tokens) + np.arange(len(experts))
-    rows: Block = {
-        "seq": np.repeat(sequence[of_run], tokens).astype(np.int32),
-        "pos": pos.astype(np.int64),
-        "phase": np.repeat(np.where(prompt, Phase.PREFILL, Phase.DECODE)[of_run], tokens).astype(np.int8),
-        "layer": np.repeat(layer, tokens).astype(np.int16),
-        "experts": experts,
-    }
-    edges = np.searchsorted(rows["seq"], np.arange(sequence[-1] + 2))
-    for start, stop in pairwise(edges.tolist()):
-        part = {name: values[start:stop] for name, values in rows.items()}
-        order = np.lexsort((part["layer"], part["pos"]))
-        yield {name: values[order] for name, values in part.items()}
+
+    def __init__(self, *, chunked: bool) -> None:
+        self._chunked = chunked
+        self._sequence, self._next_pos, self._in_prompt = -1, 0, False
+
+    def rows(self, number: np.ndarray, layer: np.ndarray, tokens: np.ndarray, experts: np.ndarray) -> Block:
+        """The rows of some whole passes. R layer runs, N rows in all.
+
+        Args:
+            number: int [R], ascending: pass of each run.
+            layer: int [R], layer of each run.
+            tokens: int [R], tokens of each run.
+            experts: int [N, K], rows of all runs behind each other.
+        """
+        starts = np.flatnonzero(np.concatenate(([True], np.diff(number) != 0)))
+        size = np.maximum.reduceat(tokens, starts)
+        prompt = size > 1
+        begins = prompt.copy()
+        if self._chunked:
+            begins &= ~np.concatenate(([self._in_prompt], prompt[:-1]))
+        begins[0] |= self._sequence < 0
+        sequence = self._sequence + np.cumsum(begins)
+        ahead = self._next_pos + np.cumsum(size) - size
+        first = ahead - np.maximum.accumulate(np.where(begins, ahead, 0))  # position of a pass in its sequence
+        self._sequence, self._in_prompt = int(sequence[-1]), bool(prompt[-1])
+        self._next_pos = int(first[-1] + size[-1])
+        of_run = np.cumsum(np.concatenate(([0], np.diff(number) != 0)))
+        run_start = np.cumsum(tokens) - tokens
+        pos = np.repeat((first + size)[of_run] - tokens - run_start, tokens) + np.arange(len(experts))
+        return {
+            "seq": np.repeat(sequence[of_run], tokens).astype(np.int32),
+            "pos": pos.astype(np.int32),
+            "phase": np.repeat(np.where(prompt, Phase.PREFILL, Phase.DECODE)[of_run], tokens).astype(np.int8),
+            "layer": np.repeat(layer, tokens).astype(np.int32),
+            "experts": experts,
+        }
 
 
-def long_blocks(path: Path, rows: Block, shape: ModelShape, names: Sequence[str] = ()) -> Iterator[Block]:
-    """Sequences of rows in any order, told apart by an integer column ``seq`` and kept in order of appearance.
+def finished(path: Path, shape: ModelShape, block: Block, names: Sequence[str] = ()) -> Block:
+    """A whole, sorted sequence as the writer takes it: MoE layers instead of the file's numbers, and a phase.
 
     Args:
         path: the file, for errors.
-        rows: seq, pos, layer (the file's own numbers), experts [N, K], and optional columns; phase, or generated.
         shape: the model.
-        names: columns of `rows` that belong to a token and must agree at all its layers.
+        block: seq, pos, layer (the file's own numbers), experts [N, K], and optional columns.
+        names: columns of `block` that belong to a token and must agree at all its layers.
 
     Raises:
         TraceError: layers that do not fit, a token twice at a layer.
     """
-    number_of = layer_numbers(path, np.unique(rows["layer"]).tolist(), shape)
-    known = np.array(sorted(number_of))
-    index = np.minimum(np.searchsorted(known, rows["layer"]), len(known) - 1)
-    if (strange := known[index] != rows["layer"]).any():
-        row = int(strange.argmax())
-        raise bad(path, f"row {row}: layer", "an MoE layer", rows["layer"][row], "is the shape right?")
-    layer = np.array([number_of[one] for one in known.tolist()], np.int16)[index]
-    _, first, label = np.unique(rows["seq"], return_index=True, return_inverse=True)
-    rank = np.empty(len(first), np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    sequence = rank[label.reshape(-1)]
-    order = np.lexsort((layer, rows["pos"], sequence))
-    phase = rows.get("phase", np.full(len(order), Phase.DECODE, np.int8))
-    whole = {**rows, "seq": sequence.astype(np.int32), "layer": layer, "phase": phase}
-    whole = {name: values[order] for name, values in whole.items()}
-    same = (np.diff(whole["seq"]) == 0) & (np.diff(whole["pos"]) == 0)
-    if (twice := same & (np.diff(whole["layer"]) == 0)).any():
+    pos, layer = block["pos"], block["layer"]
+    low, high = int(layer.min()), int(layer.max())
+    known = np.flatnonzero(np.bincount(layer)) if 0 <= low <= high < 1 << 16 else np.unique(layer)
+    number_of = layer_numbers(path, known.tolist(), shape)
+    if strange := [one for one in known.tolist() if one not in number_of]:
+        row = int((layer == strange[0]).argmax())
+        raise bad(
+            path, f"sequence {block['seq'][0]}: row {row}: layer", "an MoE layer", strange[0], "is the shape right?"
+        )
+    mapped = np.zeros(int(known[-1]) + 1, np.int16)
+    mapped[known] = [number_of[one] for one in known.tolist()]
+    same = pos[1:] == pos[:-1]
+    if (twice := same & (layer[1:] == layer[:-1])).any():
         row = int(twice.argmax())
-        place = f"pos {whole['pos'][row]}, layer {whole['layer'][row]}"
+        place = f"pos {pos[row]}, layer {mapped[layer[row]]}"
         raise bad(path, place, "one row per token and layer", "two", "tell sequences apart by a column seq")
     for name in names:
-        if name in whole and (change := same & (np.diff(whole[name]) != 0)).any():
-            row = int(change.argmax())
-            raise bad(path, f"pos {whole['pos'][row]}: {name}", "one value at all layers", "several")
-    edges = np.searchsorted(whole["seq"], np.arange(len(first) + 1))
-    for start, stop in pairwise(edges.tolist()):
-        yield {name: values[start:stop] for name, values in whole.items()}
+        if name in block and (change := same & (block[name][1:] != block[name][:-1])).any():
+            raise bad(path, f"pos {pos[int(change.argmax())]}: {name}", "one value at all layers", "several")
+    phase = block.get("phase", np.full(len(pos), Phase.DECODE, np.int8))
+    return {**block, "layer": mapped[layer], "phase": phase}
 
 
 def dense_block(number: int, experts: np.ndarray, prompt: int, first: int = 0, **columns: np.ndarray) -> Block:

@@ -28,27 +28,31 @@ _FAR_STEPS = 32
 class RecordedFuture:
     """Answers the oracle's questions about steps that were composed beforehand.
 
-    Memory: 14 bytes per active expert of a layer step, nothing else that grows.
+    Memory: 18 bytes per active expert of a layer step, nothing else that grows.
 
     Args:
         steps: the steps of the replay, in order, from step 0.
     """
 
     def __init__(self, steps: Iterable[RoutedStep]) -> None:
-        experts, sizes, count = [np.empty(0, np.int32)], array("q"), 0
+        experts, tokens, sizes, count = [np.empty(0, np.int32)], [np.empty(0, np.int32)], array("q"), 0
         layers = 1
         pending: list[np.ndarray] = []
+        loads: list[np.ndarray] = []
         for step in steps:
             layers = len(step.layers)
             pending += [routed.experts for routed in step.layers]
+            loads += [routed.tokens for routed in step.layers]
             sizes.extend(len(routed.experts) for routed in step.layers)
             count += 1
             if len(pending) > 8192:  # few long arrays instead of many short ones
                 experts.append(np.concatenate(pending))
-                pending = []
+                tokens.append(np.concatenate(loads))
+                pending, loads = [], []
         self.steps = count
         self.layers = layers
         self._experts = np.concatenate([*experts, *pending])
+        self._tokens = np.concatenate([*tokens, *loads])
         edges = np.concatenate(([0], np.cumsum(np.frombuffer(sizes, np.int64)))).astype(np.int64)
         self._edges = memoryview(edges.data)  # plain integers out, at half the price of numpy's
         self.width = int(self._experts.max(initial=0)) + 1
@@ -87,10 +91,18 @@ class RecordedFuture:
 
     def active(self, step: int, layer: int) -> np.ndarray:
         """int32 [A], ascending: the experts that layer step uses; empty past the end."""
+        return self._experts[self._span(step, layer)]
+
+    def tokens(self, step: int, layer: int) -> np.ndarray:
+        """int32 [A]: the tokens routed to each of `active`."""
+        return self._tokens[self._span(step, layer)]
+
+    def _span(self, step: int, layer: int) -> slice:
+        """Where the experts of a layer step lie; nowhere past the end."""
         if not 0 <= step < self.steps:
-            return self._experts[:0]
+            return slice(0)
         place = step * self.layers + layer
-        return self._experts[self._edges[place] : self._edges[place + 1]]
+        return slice(self._edges[place], self._edges[place + 1])
 
     def _index(self, sizes: np.ndarray) -> None:
         """Sort the uses by (layer, expert), and link each use to the following one."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"seq": np.int32, "pos": np.int32, "layer": np.int16, "token": np.int32, "experts": np.uint16}
 _RENEW = "record or import it again"
+_SORT = "sort them: `moesim trace import"
 _AGAIN = f"was it cut off while copying? {_RENEW}"
 
 
@@ -199,7 +200,8 @@ class Trace:
             row = int(np.argmin(later))
             here = f"seq {block['seq'][row]} pos {block['pos'][row]} layer {block['layer'][row]}"
             before = f"seq {seq[row]} pos {place[row] // layers} layer {place[row] % layers}"
-            raise self._bad(base + row, "order", "rows by seq, pos, layer", f"{here} after {before}", "sort the rows")
+            got = f"{here} after {before}"
+            raise self._bad(base + row, "order", "rows by seq, pos, layer", got, f"{_SORT} {self.path} SORTED`")
         return int(seq[-1]), int(place[-1])
 
     def _sequence(self, pieces: list[dict[str, np.ndarray]], first: int) -> SequenceRows:

@@ -66,7 +66,7 @@ def survey(trace: Trace, *, batch: int = 1, progress: Callable[[int], None] | No
         - ``reuse``: [E + 1] accesses by the number of other experts used since (last: first use), all layers;
         - ``working_set_by_window``: window in decode steps -> mean distinct experts of a layer;
         - ``curve_decode``, ``curve_all``: ``lru`` and ``belady`` hit rates [E + 1] at 0 … E slots per layer, and
-          ``lru_global`` [L * E + 1], one cache for all layers; null without accesses;
+          ``lru_global``, ``belady_global`` [L * E + 1], one cache for all layers; null without accesses;
         - ``similarity``, ``similarity_by_layer``: prefill to decode, mean over sequences that have both;
         - ``information_bits`` [L - 1], ``information_bias_bits``: what a layer's experts tell about the next one's;
         - ``consistency``: segment tokens -> [L], share of choices served by the K experts most used in the segment;
@@ -115,7 +115,7 @@ def survey(trace: Trace, *, batch: int = 1, progress: Callable[[int], None] | No
 def _rates(curves: Curves, phase: Phase | None) -> dict[str, list[float]] | None:
     if not curves.accesses("lru", phase).sum():
         return None
-    return {name: curves.rates(name, phase).tolist() for name in ("lru", "belady", "lru_global")}
+    return {name: curves.rates(name, phase).tolist() for name in ("lru", "belady", "lru_global", "belady_global")}
 
 
 def knee(rates: np.ndarray) -> int:

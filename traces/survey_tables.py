@@ -23,7 +23,7 @@ def write_tables(trace: Trace, found: Survey, folder: Path) -> list[Path]:
 
     Returns:
         ``layers.parquet`` one row per layer; ``load.parquet`` layer, expert, tokens in decode; ``curves.parquet`` slots
-        per layer with hits and accesses by phase, layer and policy; ``global_lru.parquet`` the same for one shared
+        per layer with hits and accesses by phase, layer and policy; ``global.parquet`` the same for one shared
         cache; each with the other figures as JSON under the metadata key ``statistics``.
     """
     figures, shape = found.figures, found.shape
@@ -52,11 +52,14 @@ def write_tables(trace: Trace, found: Survey, folder: Path) -> list[Path]:
         "phase": np.repeat(["prefill", "decode"], slots),
         "slots": np.tile(np.arange(slots), phases),
         "accesses": np.repeat([int(found.curves.accesses("lru_global", p)) for p in range(phases)], slots),
-        "hits": np.concatenate([found.curves.hits("lru_global", p) for p in range(phases)]),
+    }
+    shared |= {
+        name: np.concatenate([found.curves.hits(f"{name}_global", p) for p in range(phases)])
+        for name in ("lru", "belady")
     }
     told = json.dumps({"trace": trace.path.name, "model": shape.name, **single}, sort_keys=True)
     paths = []
-    for name, table in (("layers", per_layer), ("load", load), ("curves", curves), ("global_lru", shared)):
+    for name, table in (("layers", per_layer), ("load", load), ("curves", curves), ("global", shared)):
         paths.append(folder / f"{name}.parquet")
         with written_beside(paths[-1]) as part:
             pq.write_table(pa.table(table).replace_schema_metadata({"statistics": told}), part)

@@ -1,17 +1,18 @@
 """Foreign traces become ours: one file per layout, found by scanning this folder.
 
-An importer is a module with three functions:
+An importer is a module with three functions (`header` takes the place of `provenance`):
 
 - ``recognises(path) -> bool``: is this file of my layout? Never raises.
 - ``provenance(path) -> dict``: what the file says about itself, JSON values only; ``notes`` lists oddities.
 - ``read(path, shape) -> Iterator[dict[str, ndarray]]``: blocks of rows as `TraceWriter.write` takes them, each block
-  one whole sequence, sorted by pos and layer, sequences numbered from 0.
+  one whole sequence, sorted by pos and layer, sequences numbered from 0; or `traces.sorting.Unordered` rows.
 
 It may also have
 
 - ``OPTIONS``: names of options and what they are for; `provenance`, `read` and `reshape` take them as keywords;
 - ``GENERIC = True``: ask it last, because its layout includes others;
 - ``reshape(path, shape) -> ModelShape``: what the file knows better about the model than the user said;
+- ``header(path, shape) -> TraceHeader``: where the file has one; `shape` may then be None;
 - ``beside(path, shape, out)``: write what a trace has no column for into a file next to it.
 """
 
@@ -30,6 +31,7 @@ from traces.checks import check_sequence
 from traces.errors import TraceError
 from traces.foreign import decoding
 from traces.schema import OPTIONAL_COLUMNS, ModelShape, TraceHeader
+from traces.sorting import ApartError, Unordered
 from traces.verdict import Checker
 from traces.writer import TraceWriter
 
@@ -60,7 +62,7 @@ def import_trace(
     source: Path | str,
     out: Path | str,
     *,
-    shape: ModelShape,
+    shape: ModelShape | None = None,
     progress: Callable[[int], None] | None = None,
     options: Mapping[str, str] | None = None,
 ) -> ImportSummary:
@@ -69,8 +71,9 @@ def import_trace(
     Args:
         source: the foreign file.
         out: the trace to make; it appears only when it is whole.
-        shape: the model that the trace came from. Where the trace's top-k differs, the trace is right.
-        progress: called with the number of rows written so far.
+        shape: the model that the trace came from; None where the file has a header. Where the trace's top-k differs,
+            the trace is right.
+        progress: called with the number of rows read for sorting, then with the number of rows written so far.
         options: what the file does not say and its importer asks for, such as ``{"map": "pos=position"}``; only
             importers that know all of them are asked.
 
@@ -83,11 +86,40 @@ def import_trace(
     given = dict(options or {})
     name, importer = _importer_of(source, given)
     with decoding(source, name):
-        provenance = importer.provenance(source, **given)
-        if hasattr(importer, "reshape"):
-            shape = importer.reshape(source, shape, **given)
-    notes = list(provenance.pop("notes", ()))
-    blocks = _guarded(source, name, importer.read(source, shape, **given))
+        if hasattr(importer, "header"):
+            header = importer.header(source, shape)
+        elif shape is None:
+            raise TraceError(
+                f"{source}: layout {name} does not tell the sizes of its model: expected --shape, found none"
+            )
+        else:
+            provenance = importer.provenance(source, **given)
+            if hasattr(importer, "reshape"):
+                shape = importer.reshape(source, shape, **given)
+            header = TraceHeader(shape, provenance)
+        rows = importer.read(source, header.shape, **given)
+    unordered = isinstance(rows, Unordered)
+    try:
+        made = _write(source, out, name, header, rows.grouped() if unordered else rows, progress)
+    except ApartError:
+        made = _write(source, out, name, header, rows.sorted(out, progress), progress)
+    if hasattr(importer, "beside"):
+        importer.beside(source, made.shape, out)
+    return made
+
+
+def _write(
+    source: Path,
+    out: Path,
+    name: str,
+    header: TraceHeader,
+    rows: Iterator[dict[str, np.ndarray]],
+    progress: Callable[[int], None] | None,
+) -> ImportSummary:
+    """Write whole sequences, and judge them on the way."""
+    shape = header.shape
+    notes = list(header.provenance.get("notes", ()))
+    blocks = _guarded(source, name, rows)
     first = next(blocks, None)
     if first is None or not first["experts"].size:
         raise TraceError(f"{source}: expected at least one row, found an empty trace")
@@ -96,9 +128,15 @@ def import_trace(
         notes.append(f"top-k is {width} in the trace, {shape.top_k} in the model: overridden when it was recorded")
         shape = dataclasses.replace(shape, top_k=min(width, shape.experts))
     columns = tuple(column for column in OPTIONAL_COLUMNS if column in first)
-    details = {**provenance, "importer": name, "file": source.name, "notes": notes, "tool": "moesim trace import"}
+    details = {
+        **header.provenance,
+        "notes": notes,
+        "importer": name,
+        "file": source.name,
+        "tool": "moesim trace import",
+    }
     sequences, verdict = 0, Checker(shape)
-    with TraceWriter(out, TraceHeader(shape, details), columns) as writer:
+    with TraceWriter(out, dataclasses.replace(header, shape=shape, provenance=details), columns) as writer:
         for block in chain((first,), blocks):
             _check(source, block, shape)
             try:
@@ -109,9 +147,7 @@ def import_trace(
             sequences += 1
             if progress is not None:
                 progress(writer.rows)
-    if hasattr(importer, "beside"):
-        importer.beside(source, shape, out)
-    notes += [finding.text for finding in verdict.findings() if finding.grave]
+    notes = notes + [finding.text for finding in verdict.findings() if finding.grave]
     return ImportSummary(out, name, writer.rows, sequences, shape, columns, tuple(notes))
 
 

@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from traces.arrow import codes, flat, values
-from traces.foreign import NO_PHASES, bad, decoding, head, long_blocks, whole_number
-from traces.schema import Phase
+from traces.foreign import NO_PHASES, bad, decoding, finished, head, whole_number
+from traces.schema import PREDICTION_COLUMNS, Phase
+from traces.sorting import BATCH_ROWS, Appearance, Unordered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +33,8 @@ OPTIONS = {
     "prompt_tokens": "how many of the first tokens of every sequence are prompt",
 }
 _OURS = ("seq", "pos", "phase", "layer", "experts", "expert", "rank", "weights", "weight", "scores", "token")
-_LISTS = ("experts", "weights", "scores")
+_LISTS = ("experts", "weights", "scores", *PREDICTION_COLUMNS)
+_BLOCK_BYTES = 8 << 20
 _PHASES = {"prefill": Phase.PREFILL, "prompt": Phase.PREFILL, "0": Phase.PREFILL,
            "decode": Phase.DECODE, "generate": Phase.DECODE, "1": Phase.DECODE}  # fmt: skip
 _HEADER = re.compile(rb"\"?[A-Za-z_][\w .\-\"]*([,;\t][\w .\-\"]+)+\s*")
@@ -58,27 +60,48 @@ def provenance(path: Path, *, map: str = "", prompt_tokens: str = "") -> dict[st
     return {"columns": {ours: "+".join(theirs) for ours, theirs in found.items()}, "notes": notes}
 
 
-def read(path: Path, shape: ModelShape, *, map: str = "", prompt_tokens: str = "") -> Iterator[Block]:  # noqa: A002
-    """Blocks of one sequence each; needs the mapped columns in memory."""
-    found = mapping(path, map, _names(path))
-    with decoding(path, "table"):
-        table = _table(path, [name for theirs in found.values() for name in theirs])
-        if not table.num_rows:
-            raise bad(path, "rows", "at least one", "none")
+def read(path: Path, shape: ModelShape, *, map: str = "", prompt_tokens: str = "") -> Unordered:  # noqa: A002
+    """The mapped columns."""
+    return unordered(path, shape, mapping(path, map, _names(path)), prompt_tokens)
+
+
+def unordered(path: Path, shape: ModelShape, found: dict[str, list[str]], prompt_tokens: str = "") -> Unordered:
+    """The rows of a table: our column -> the file's columns."""
+    prompt = whole_number(path, "prompt_tokens", prompt_tokens, 0) if prompt_tokens else None
+
+    def finish(block: Block) -> Block:
+        if "expert" in block:
+            block = _gathered(path, block)
+        return finished(path, shape, block, ("phase", "token"))
+
+    return Unordered(lambda: _pieces(path, found, prompt), finish)
+
+
+def _pieces(path: Path, found: dict[str, list[str]], prompt: int | None) -> Iterator[Block]:
+    """The file's rows, some at a time."""
+    base, widths, sequences = 0, dict[str, int](), Appearance()
+    for batch in _batches(path, list(dict.fromkeys(name for theirs in found.values() for name in theirs))):
+        if not batch.num_rows:
+            continue
         rows: Block = {}
         for ours, theirs in found.items():
-            rows[ours] = _column(path, ours, [table.column(name) for name in theirs])
-    count = table.num_rows
-    rows.setdefault("seq", np.zeros(count, np.int64))
-    if "expert" in rows:
-        rows = _gathered(path, rows)
-    for name in _LISTS:
-        if name in rows and len(rows[name]) != len(rows["pos"]):
-            raise bad(path, name, f"{len(rows['pos'])} rows", len(rows[name]))
-    if prompt_tokens:
-        prompt = whole_number(path, "prompt_tokens", prompt_tokens, 0)
-        rows["phase"] = np.where(rows["pos"] < prompt, np.int8(Phase.PREFILL), np.int8(Phase.DECODE))
-    yield from long_blocks(path, rows, shape, ("phase", "token"))
+            columns = [batch.column(name) for name in theirs]
+            rows[ours] = (
+                _sequences(path, base, columns, sequences) if ours == "seq" else _column(path, base, ours, columns)
+            )
+            if ours in _LISTS and rows[ours].shape[1] != widths.setdefault(ours, rows[ours].shape[1]):
+                raise bad(
+                    path, f"row {base}: {ours}", f"{widths[ours]} values as in the first row", rows[ours].shape[1]
+                )
+        rows.setdefault("seq", np.zeros(batch.num_rows, np.int32))
+        if "expert" in rows:
+            rows.setdefault("rank", np.arange(base, base + batch.num_rows))
+        if prompt is not None:
+            rows["phase"] = np.where(rows["pos"] < prompt, np.int8(Phase.PREFILL), np.int8(Phase.DECODE))
+        yield rows
+        base += batch.num_rows
+    if not base:
+        raise bad(path, "rows", "at least one", "none")
 
 
 def mapping(path: Path, text: str, names: list[str]) -> dict[str, list[str]]:
@@ -125,45 +148,62 @@ def _delimiter(line: str) -> str:
     return max(",;\t", key=line.count)
 
 
-def _table(path: Path, names: list[str]) -> pa.Table:
+def _batches(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
+    """The columns `names` of the file, some rows at a time."""
     if head(path, 4) == b"PAR1":
-        return pq.read_table(path, columns=list(dict.fromkeys(names)), use_threads=False)
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            yield from file.iter_batches(BATCH_ROWS, columns=names, use_threads=False)
+        return
     from pyarrow import csv  # noqa: PLC0415 - not every import is of text
 
     line = head(path, 1 << 16).decode("utf-8").splitlines()[0]
-    return csv.read_csv(
+    yield from csv.open_csv(
         path,
-        read_options=csv.ReadOptions(column_names=_names(path), skip_rows=1, use_threads=False),
+        read_options=csv.ReadOptions(
+            column_names=_names(path), skip_rows=1, use_threads=False, block_size=_BLOCK_BYTES
+        ),
         parse_options=csv.ParseOptions(delimiter=_delimiter(line)),
-        convert_options=csv.ConvertOptions(include_columns=list(dict.fromkeys(names)), strings_can_be_null=True),
+        convert_options=csv.ConvertOptions(include_columns=names, strings_can_be_null=True),
     )
 
 
-def _column(path: Path, ours: str, columns: list[Any]) -> np.ndarray:
+def _sequences(path: Path, base: int, columns: list[Any], sequences: Appearance) -> np.ndarray:
+    """Numbers of sequences, whatever their names."""
+    array = _whole(path, base, "seq", columns[0])
+    if pa.types.is_integer(array.type):
+        return sequences.of_numbers(np.asarray(array))
+    encoded = array if isinstance(array, pa.DictionaryArray) else array.dictionary_encode()
+    return sequences.of_labels(encoded.dictionary.to_pylist(), np.asarray(encoded.indices))
+
+
+def _whole(path: Path, base: int, ours: str, array: Any) -> Any:
+    """The array, which must have no null."""
+    if array.null_count:
+        row = int(np.argmax(np.asarray(array.is_null())))
+        raise bad(path, f"row {base + row}: {ours}", "a value in every row", "null")
+    return array
+
+
+def _column(path: Path, base: int, ours: str, columns: list[Any]) -> np.ndarray:
     """One of our columns as numpy: [N], or [N, K] for lists."""
-    arrays = [column.combine_chunks() for column in columns]
-    arrays = [one.chunk(0) if isinstance(one, pa.ChunkedArray) else one for one in arrays]
-    for column, array in zip(columns, arrays, strict=True):
-        if array.null_count:
-            row = int(np.argmax(np.asarray(column.is_null())))
-            raise bad(path, f"row {row}: {ours}", "a value in every row", "null")
+    arrays = [_whole(path, base, ours, array) for array in columns]
     if ours == "phase":
-        return _phases(path, arrays[0])
+        return _phases(path, base, arrays[0])
     if ours in _LISTS:
-        return _lists(path, ours, arrays)
-    if ours == "seq" and not pa.types.is_integer(arrays[0].type):
-        encoded = arrays[0] if isinstance(arrays[0], pa.DictionaryArray) else arrays[0].dictionary_encode()
-        return values(encoded.indices).astype(np.int64)
+        return _lists(path, base, ours, arrays)
     kinds = "fiu" if ours == "weight" else "iu"
     array = np.asarray(arrays[0])
     if array.dtype.kind not in kinds:
         raise bad(path, ours, "numbers" if ours == "weight" else "integers", arrays[0].type, "is the mapping right?")
-    if ours not in ("weight", "seq") and not 0 <= int(array.min()) <= int(array.max()) < 1 << 31:
+    if ours == "weight":
+        return array.astype(np.float32)
+    top = 1 << (16 if ours == "expert" else 63 if ours == "rank" else 31)
+    if not 0 <= int(array.min()) <= int(array.max()) < top:
         raise bad(path, ours, "numbers from 0", f"{array.min()}..{array.max()}", "is the mapping right?")
-    return array
+    return array.astype(np.int64 if ours == "rank" else np.uint16 if ours == "expert" else np.int32)
 
 
-def _phases(path: Path, array: Any) -> np.ndarray:
+def _phases(path: Path, base: int, array: Any) -> np.ndarray:
     if pa.types.is_integer(array.type):
         phase = np.asarray(array)
         if not 0 <= phase.min() <= phase.max() <= 1:
@@ -172,56 +212,63 @@ def _phases(path: Path, array: Any) -> np.ndarray:
     phase = codes(array, list(_PHASES))
     if (phase < 0).any():
         row = int(np.argmax(phase < 0))
-        raise bad(path, f"row {row}: phase", f"one of {', '.join(_PHASES)}", array[row].as_py())
+        raise bad(path, f"row {base + row}: phase", f"one of {', '.join(_PHASES)}", array[row].as_py())
     return np.array(list(_PHASES.values()), np.int8)[phase]
 
 
-def _lists(path: Path, ours: str, arrays: list[Any]) -> np.ndarray:
+def _lists(path: Path, base: int, ours: str, arrays: list[Any]) -> np.ndarray:
     """[N, K] of a list column, of a column of texts, or of several plain columns."""
     first = arrays[0].type
     if pa.types.is_list(first) or pa.types.is_large_list(first) or pa.types.is_fixed_size_list(first):
-        array = arrays[0].cast(pa.list_(first.value_type))
-        lengths = np.diff(values(array.offsets))
-        inner = flat(array)
-        if inner.null_count:
-            raise bad(path, ours, "numbers in every list", "null")
-        numbers = np.asarray(inner)
+        lengths, numbers = _of_lists(path, ours, arrays[0].cast(pa.list_(first.value_type)))
     elif pa.types.is_string(first) or pa.types.is_large_string(first):
-        texts = [re.sub(r"[\[\](){}|;]", " ", text).split() for text in arrays[0].to_pylist()]
-        lengths = np.array([len(text) for text in texts])
-        numbers = np.array([word for text in texts for word in text]).astype(
-            np.int64 if ours == "experts" else np.float32
-        )
+        lengths, numbers = _of_lists(path, ours, _split(arrays[0], "int64" if ours == "experts" else "float32"))
     else:
         lengths = np.full(len(arrays[0]), len(arrays))
         numbers = np.stack([np.asarray(array) for array in arrays], axis=1).reshape(-1)
-    if not len(lengths) or lengths[0] < 1 or (lengths != lengths[0]).any():
-        row = int(np.argmax(lengths != lengths[0])) if len(lengths) else 0
-        raise bad(path, f"row {row}: {ours}", f"{int(lengths[0])} values as in the first row", int(lengths[row]))
+    if lengths[0] < 1 or (lengths != lengths[0]).any():
+        row = int(np.argmax(lengths != lengths[0]))
+        expected = f"{int(lengths[0])} values as in the first row"
+        raise bad(path, f"row {base + row}: {ours}", expected, int(lengths[row]))
     if numbers.dtype.kind not in ("iu" if ours == "experts" else "iuf"):
         raise bad(path, ours, "integers" if ours == "experts" else "numbers", numbers.dtype, "is the mapping right?")
-    if ours == "experts" and int(numbers.max()) >= 1 << 31:
-        raise bad(path, ours, "expert ids", int(numbers.max()), "is the mapping right?")
-    return numbers.reshape(len(lengths), -1)
+    if ours != "experts":
+        return numbers.astype(np.float32, copy=False).reshape(len(lengths), -1)
+    if not 0 <= int(numbers.min()) <= int(numbers.max()) < 1 << 16:
+        raise bad(path, ours, "expert ids", f"{numbers.min()}..{numbers.max()}", "is the mapping right?")
+    return numbers.astype(np.uint16, copy=False).reshape(len(lengths), -1)
+
+
+def _of_lists(path: Path, ours: str, array: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths and all values of a list array."""
+    inner = flat(array)
+    if inner.null_count:
+        raise bad(path, ours, "numbers in every list", "null")
+    return np.diff(values(array.offsets)), np.asarray(inner)
+
+
+def _split(array: Any, kind: str) -> Any:
+    """Texts as lists of numbers; words that are none raise as Arrow does."""
+    from pyarrow import compute  # noqa: PLC0415 - not every import has lists in texts
+
+    plain = compute.utf8_trim_whitespace(compute.replace_substring_regex(array, r"[\[\](){}|;\s]+", " "))
+    words = compute.split_pattern(plain.cast(pa.string()), " ")
+    return pa.ListArray.from_arrays(words.offsets, words.values.cast(kind))
 
 
 def _gathered(path: Path, rows: Block) -> Block:
-    """One row per token and layer out of one row per selected expert, by rank, else in file order."""
+    """One row per token and layer out of one row per selected expert; rows of one sequence, sorted."""
     count = len(rows["pos"])
-    rank = rows.get("rank", np.arange(count))
-    order = np.lexsort((rank, rows["layer"], rows["pos"], rows["seq"]))
-    cell = np.stack([rows[name][order] for name in ("seq", "pos", "layer")])
-    starts = np.flatnonzero(np.concatenate(([True], (np.diff(cell, axis=1) != 0).any(axis=0))))
+    change = (np.diff(rows["pos"]) != 0) | (np.diff(rows["layer"]) != 0)
+    starts = np.flatnonzero(np.concatenate(([True], change)))
     sizes = np.diff(np.append(starts, count))
     if (sizes != sizes[0]).any():
-        place = int(np.argmax(sizes != sizes[0]))
-        _, pos, layer = cell[:, starts[place]].tolist()
-        raise bad(path, f"pos {pos}, layer {layer}", f"{sizes[0]} rows, one per expert", int(sizes[place]))
-    gathered: Block = {
-        name: rows[name][order][starts] for name in ("seq", "pos", "layer", "phase", "token") if name in rows
-    }
-    gathered["experts"] = rows["expert"][order].reshape(len(starts), -1)
+        place = starts[int(np.argmax(sizes != sizes[0]))]
+        size = int(sizes[np.searchsorted(starts, place)])
+        where = f"pos {rows['pos'][place]}, layer {rows['layer'][place]}"
+        raise bad(path, where, f"{sizes[0]} rows, one per expert", size)
+    gathered: Block = {name: rows[name][starts] for name in ("seq", "pos", "layer", "phase", "token") if name in rows}
+    gathered["experts"] = rows["expert"].reshape(len(starts), -1)
     if "weight" in rows:
-        gathered["weights"] = rows["weight"][order].reshape(len(starts), -1)
-    by_appearance = np.argsort(order[starts], kind="stable")
-    return {name: column[by_appearance] for name, column in gathered.items()}
+        gathered["weights"] = rows["weight"].reshape(len(starts), -1)
+    return gathered

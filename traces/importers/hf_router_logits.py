@@ -13,6 +13,7 @@ import numpy as np
 
 from traces.foreign import NO_PHASES, bad, dense_block, whole_number
 from traces.tensors import kind_of, load_named
+from traces.top_k import top_k
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +95,8 @@ def selected(
     with np.errstate(over="ignore"):
         scores = values if probabilities else np.exp(values - values.max(axis=2, keepdims=True))
     scores = scores / scores.sum(axis=2, keepdims=True)
-    experts = np.argsort(-values, axis=2, kind="stable")[:, :, : shape.top_k]
+    flat = np.ascontiguousarray(values.reshape(-1, values.shape[2]), np.float32)
+    experts = top_k(flat, min(shape.top_k, values.shape[2])).reshape(*values.shape[:2], -1)
     weights = np.take_along_axis(scores, experts, axis=2)
     if shape.norm_topk or shape.scoring == "topk_then_softmax":
         weights = weights / np.maximum(weights.sum(axis=2, keepdims=True), np.finfo(np.float32).tiny)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from traces.foreign import bad, decoding, head, layer_numbers, sequences_of
+from traces.foreign import TEXT_BYTES, Passes, bad, finished, head
+from traces.sorting import Unordered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,35 +44,61 @@ def provenance(path: Path) -> dict[str, Any]:
     return {"notes": ["no combine weights, tokens or top-k in the source: the shape's top-k and pass sizes decide"]}
 
 
-def read(path: Path, shape: ModelShape) -> Iterator[Block]:
-    """Blocks of one sequence each; the whole file is parsed at once."""
+def read(path: Path, shape: ModelShape) -> Unordered:
+    """The file's passes."""
+    return Unordered(lambda: _pieces(path, shape.top_k), lambda block: finished(path, shape, block))
+
+
+def _pieces(path: Path, top_k: int) -> Iterator[Block]:
+    """Rows of some passes at a time; a pass ends where the layer falls."""
+    passes = Passes(chunked=True)
+    layer, expert = np.empty(0, np.int32), np.empty(0, np.int32)
+    base = 0
+    for more in _columns(path):
+        layer, expert = np.concatenate((layer, more[0])), np.concatenate((expert, more[1]))
+        falls = np.flatnonzero(np.diff(layer) < 0)
+        if len(falls):  # the last pass may go on in what is not read yet
+            whole = int(falls[-1]) + 1
+            yield _rows(path, base, layer[:whole], expert[:whole], top_k, passes)
+            layer, expert, base = layer[whole:], expert[whole:], base + whole
+    if base + len(layer) == 0:
+        raise bad(path, "rows", "layer,expert", "nothing")
+    if len(layer):
+        yield _rows(path, base, layer, expert, top_k, passes)
+
+
+def _columns(path: Path) -> Iterator[list[np.ndarray]]:
+    """Layers and experts, some rows at a time."""
     from pyarrow import csv  # noqa: PLC0415 - not every import is of text
 
-    with decoding(path, "CSV"):
-        skip = head(path, 64).startswith(_HEADER)
-        table = csv.read_csv(
-            path,
-            read_options=csv.ReadOptions(column_names=["layer", "expert"], skip_rows=int(skip), use_threads=False),
-            convert_options=csv.ConvertOptions(column_types={"layer": "int32", "expert": "int32"}),
-        )
-        layer, expert = (np.asarray(table.column(name).combine_chunks()) for name in ("layer", "expert"))
-    if table.column("layer").null_count or table.column("expert").null_count or not len(layer):
-        raise bad(path, "rows", "layer,expert", "empty values" if len(layer) else "nothing")
+    skip = head(path, 64).startswith(_HEADER)
+    for batch in csv.open_csv(
+        path,
+        read_options=csv.ReadOptions(
+            column_names=["layer", "expert"], skip_rows=int(skip), use_threads=False, block_size=TEXT_BYTES
+        ),
+        convert_options=csv.ConvertOptions(column_types={"layer": "int32", "expert": "int32"}),
+    ):
+        if any(column.null_count for column in batch.columns):
+            raise bad(path, "rows", "layer,expert", "empty values")
+        yield [np.asarray(column) for column in batch.columns]
+
+
+def _rows(path: Path, base: int, layer: np.ndarray, expert: np.ndarray, top_k: int, passes: Passes) -> Block:
+    """The rows of whole passes; the first activation is row `base` of the file."""
     starts = np.flatnonzero(np.concatenate(([True], np.diff(layer) != 0)))
     choices = np.diff(np.append(starts, len(layer)))
-    tokens, rest = np.divmod(choices, shape.top_k)
+    tokens, rest = np.divmod(choices, top_k)
     if rest.any():
         run = int(rest.argmax())
-        place = f"row {starts[run]}, layer {layer[starts[run]]}"
+        place = f"row {base + starts[run]}, layer {layer[starts[run]]}"
         raise bad(
-            path, place, f"whole tokens of {shape.top_k} experts", f"{choices[run]} rows", "is the shape's top-k right?"
+            path, place, f"whole tokens of {top_k} experts", f"{choices[run]} rows", "is the shape's top-k right?"
         )
-    number_of = layer_numbers(path, np.unique(layer).tolist(), shape)
-    run_layer = np.array([number_of[one] for one in layer[starts].tolist()])
-    number = np.cumsum(np.concatenate(([0], np.diff(run_layer) <= 0)))
-    experts = expert.reshape(-1, shape.top_k)
+    number = np.cumsum(np.concatenate(([0], np.diff(layer[starts]) <= 0)))
+    experts = expert.reshape(-1, top_k)
     ranked = np.sort(experts, axis=1)
     if (twice := (ranked[:, 1:] == ranked[:, :-1]).any(axis=1)).any():
         row = int(twice.argmax())
-        raise bad(path, f"row {row * shape.top_k}", "distinct experts of a token", experts[row].tolist(), _TRAP)
-    yield from sequences_of(number, run_layer, tokens, experts, chunked=True)
+        raise bad(path, f"row {base + row * top_k}", "distinct experts of a token", experts[row].tolist(), _TRAP)
+    return passes.rows(number, layer[starts], tokens, experts)

@@ -9,13 +9,15 @@ Source: megatron/core/transformer/moe/router_trace.py.
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from traces.arrow import flat, values
-from traces.foreign import Once, bad, decoding, first_object, head, json_table, layer_numbers, list_rows, sequences_of
+from traces.foreign import Passes, bad, decoding, finished, first_object, head, json_table, line_chunks
+from traces.sorting import Unordered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,9 +26,11 @@ if TYPE_CHECKING:
     from traces.schema import ModelShape
 
     Block = dict[str, np.ndarray]
+    Records = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # step, layer, tokens of each; all ids [N, K]
 
 _KEYS = frozenset({"step", "layer", "rank", "num_tokens", "topk"})
 _START = b'{"step":'
+_DRAFT = re.compile(rb'"block"\s*:\s*"mtp"')
 
 
 def recognises(path: Path) -> bool:
@@ -41,7 +45,12 @@ def recognises(path: Path) -> bool:
 def provenance(path: Path) -> dict[str, Any]:
     """Rank, and remarks."""
     notes = ["no combine weights in the source", "steps of several tokens are taken as prompts: requests have no names"]
-    rank, drafts, sidecars = _facts(path)
+    rank, drafts, sidecars = None, 0, False
+    for number, data in line_chunks(path):
+        if rank is None and data.strip():
+            rank = next(_records(path, number, data.lstrip().split(b"\n", 1)[0]))[1]["rank"]
+        drafts += len(_DRAFT.findall(data))
+        sidecars |= b'"hs_offset"' in data or b'"logit_offset"' in data
     if not isinstance(rank, int):
         raise bad(path, "rank", "a whole number", rank)
     if drafts:
@@ -51,76 +60,83 @@ def provenance(path: Path) -> dict[str, Any]:
     return {"rank": rank, "notes": notes}
 
 
-def read(path: Path, shape: ModelShape) -> Iterator[Block]:
-    """Blocks of one sequence each; needs the ids in memory."""
-    step, layer, tokens, experts = _at_once(path) or _line_by_line(path)
-    # a training step runs several micro-batches: the second record of a layer in a step belongs to the next one
+def read(path: Path, shape: ModelShape) -> Unordered:
+    """The file's steps."""
+    return Unordered(lambda: _pieces(path), lambda block: finished(path, shape, block))
+
+
+def _pieces(path: Path) -> Iterator[Block]:
+    """Rows of some whole steps at a time."""
+    passes = Passes(chunked=False)
+    held: Records | None = None
+    top_k = 0
+    for number, data in line_chunks(path):
+        found = _at_once(data) or _line_by_line(path, number, data)
+        if found is None:
+            continue
+        top_k = top_k or found[3].shape[1]
+        if found[3].shape[1] != top_k:
+            raise bad(path, f"line {number}: topk", str(top_k), found[3].shape[1], "one trace has one top-k")
+        step, layer, tokens, experts = found
+        if held is not None:
+            step, layer, tokens, experts = (np.concatenate(parts) for parts in zip(held, found, strict=True))
+        begins = np.flatnonzero(np.diff(step)) + 1  # the last step may go on in what is not read yet
+        whole = int(begins[-1]) if len(begins) else 0
+        rows = int(tokens[:whole].sum())
+        if whole:
+            yield _rows(passes, (step[:whole], layer[:whole], tokens[:whole], experts[:rows]))
+        held = (step[whole:], layer[whole:], tokens[whole:], experts[rows:])
+    if held is None:
+        raise bad(path, "records", "at least one of the decoder", "none", "hooks do not fire under CUDA graphs")
+    yield _rows(passes, held)
+
+
+def _rows(passes: Passes, records: Records) -> Block:
+    """A training step runs several micro-batches: the second record of a layer in a step belongs to the next one."""
+    step, layer, tokens, experts = records
+    step = np.cumsum(np.concatenate(([0], np.diff(step) != 0)))
     key = step * (int(layer.max()) + 1) + layer
     order = np.argsort(key, kind="stable")
     first = np.searchsorted(key[order], key[order])
     turn = np.empty_like(order)
     turn[order] = np.arange(len(order)) - first
-    passes = np.lexsort((layer, turn, step))
+    sorted_ = np.lexsort((layer, turn, step))
     starts = np.cumsum(tokens) - tokens
-    number = np.cumsum(np.concatenate(([0], (np.diff(step[passes]) != 0) | (np.diff(turn[passes]) != 0))))
-    number_of = layer_numbers(path, np.unique(layer).tolist(), shape)
-    of_layer = np.array([number_of.get(one, -1) for one in range(int(layer.max()) + 1)])
-    sizes = tokens[passes]
-    rows = np.repeat(starts[passes] - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(experts))
-    yield from sequences_of(number, of_layer[layer[passes]], sizes, experts[rows], chunked=False)
+    number = np.cumsum(np.concatenate(([0], (np.diff(step[sorted_]) != 0) | (np.diff(turn[sorted_]) != 0))))
+    sizes = tokens[sorted_]
+    rows = np.repeat(starts[sorted_] - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(experts))
+    return passes.rows(number, layer[sorted_], sizes, experts[rows])
 
 
-def _table(path: Path) -> pa.Table | None:
-    numbers = [pa.field(name, pa.int64()) for name in (*sorted(_KEYS), "hs_offset", "logit_offset")]
+def _at_once(data: bytes) -> Records | None:
+    """The decoder's records in some lines; None where a record is odd."""
+    numbers = [pa.field(name, pa.int64()) for name in sorted(_KEYS)]
     lists = pa.field("top_indices", pa.list_(pa.list_(pa.int32())))
-    return json_table(path, pa.schema([*numbers, pa.field("block", pa.string()), lists]), [*_KEYS, "top_indices"])
-
-
-_parsed = Once(_table)
-
-
-def _facts(path: Path) -> tuple[Any, int, bool]:
-    """Rank, records of draft heads, and whether tensors lie beside the trace."""
-    table = _parsed.kept(path)
-    if table is None:
-        rank, drafts, sidecars = None, 0, False
-        for _, record in _records(path):
-            rank = record["rank"]
-            drafts += record.get("block") == "mtp"
-            sidecars |= "hs_offset" in record or "logit_offset" in record
-        return rank, drafts, sidecars
-    drafts = sum(block == "mtp" for block in table.column("block").to_pylist())
-    sidecars = any(table.column(name).null_count < table.num_rows for name in ("hs_offset", "logit_offset"))
-    return table.column("rank")[0].as_py(), drafts, sidecars
-
-
-def _at_once(path: Path) -> tuple[np.ndarray, ...] | None:
-    """Step, layer and tokens of every record of the decoder, and all ids [N, K]; None where a record is odd."""
-    table = _parsed.taken(path)
+    table = json_table(data, pa.schema([*numbers, pa.field("block", pa.string()), lists]), [*_KEYS, "top_indices"])
     if table is None:
         return None
     keep = np.array([block != "mtp" for block in table.column("block").to_pylist()])
     step, layer, tokens, top_k = (
         np.asarray(table.column(name).chunk(0)) for name in ("step", "layer", "num_tokens", "topk")
     )
-    outer = list_rows(table, "top_indices")
-    inner = None if outer is None else flat(table.column("top_indices").chunk(0))
-    if inner is None or outer is None or not keep.any() or min(step.min(), layer.min()) < 0 or layer.max() >= 1 << 16:
+    outer = table.column("top_indices").chunk(0)
+    inner = flat(outer)
+    if inner.null_count or not keep.any() or min(step.min(), layer.min()) < 0 or layer.max() >= 1 << 16:
         return None
     lengths, ids = np.diff(values(inner.offsets)), flat(inner)
-    width = int(top_k[0])
-    if ids.null_count or (lengths != width).any() or width < 1 or (top_k != width).any() or (outer[0] != tokens).any():
+    width, sizes = int(top_k[0]), np.diff(values(outer.offsets))
+    if ids.null_count or (lengths != width).any() or width < 1 or (top_k != width).any() or (sizes != tokens).any():
         return None
     experts = np.asarray(ids).reshape(-1, width)[np.repeat(keep, tokens)]
     return (step[keep], layer[keep], tokens[keep], experts) if tokens[keep].min() > 0 else None
 
 
-def _line_by_line(path: Path) -> tuple[np.ndarray, ...]:
-    """The same for a file with an odd record, which is named."""
+def _line_by_line(path: Path, number: int, data: bytes) -> Records | None:
+    """The same for lines with an odd record, which is named; None without a record of the decoder."""
     steps: list[int] = []
     layers: list[int] = []
     tables: list[np.ndarray] = []
-    for line, record in _records(path):
+    for line, record in _records(path, number, data):
         if record.get("block", "decoder") == "mtp":
             continue
         where = f"line {line}"
@@ -135,22 +151,24 @@ def _line_by_line(path: Path) -> tuple[np.ndarray, ...]:
             raise bad(path, f"{where}: topk", str(tables[0].shape[1]), ids.shape[1], "one trace has one top-k")
         if min(steps[-1], layers[-1]) < 0 or layers[-1] >= 1 << 16:
             raise bad(path, where, "a step and a layer from 0", f"step {steps[-1]}, layer {layers[-1]}")
-        tables.append(ids)
+        if not 0 <= ids.min() <= ids.max() < 1 << 16:
+            raise bad(path, f"{where}: top_indices", "expert ids", f"{ids.min()}..{ids.max()}")
+        tables.append(ids.astype(np.int32))
     if not tables:
-        raise bad(path, "records", "at least one of the decoder", "none", "hooks do not fire under CUDA graphs")
+        return None
     tokens = np.array([len(table) for table in tables])
     with decoding(path, "steps"):
         return np.array(steps, np.int64), np.array(layers, np.int64), tokens, np.concatenate(tables)
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            with decoding(path, f"line {number}"):
-                record = json.loads(line)
-            if not isinstance(record, dict) or not set(record) >= _KEYS:
-                found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-                raise bad(path, f"line {number}", f"an object with {', '.join(sorted(_KEYS))}", found)
-            yield number, record
+def _records(path: Path, number: int, data: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line and record, the first line being `number`."""
+    for line, text in enumerate(data.splitlines(), start=number):
+        if not text.strip():
+            continue
+        with decoding(path, f"line {line}"):
+            record = json.loads(text)
+        if not isinstance(record, dict) or not set(record) >= _KEYS:
+            found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+            raise bad(path, f"line {line}", f"an object with {', '.join(sorted(_KEYS))}", found)
+        yield line, record

@@ -7,7 +7,6 @@ selected expert are the combine weights; ``tok_hash`` is no token id and is left
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,9 @@ import pyarrow.parquet as pq
 
 from traces.arrow import codes, flat, values
 from traces.errors import TraceError
+from traces.foreign import Once
 from traces.schema import Phase
+from traces.sorting import Unordered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +45,7 @@ def provenance(path: Path) -> dict[str, Any]:
     """Source, licence and model from the file's own metadata, sequence names, and remarks on oddities."""
     metadata = {key.decode(): value.decode() for key, value in (pq.read_schema(path).metadata or {}).items()}
     known = {key: metadata[key] for key in ("source", "licence", "license", "model", "note") if key in metadata}
-    names, _, scored = _survey(path)
+    names, scored = _surveyed.kept(path)
     notes = [] if scored else ["no combine weights in the source"]
     if "ascending" in metadata.get("note", ""):
         notes.append("experts are ordered by id, their rank is lost")
@@ -63,36 +64,15 @@ def provenance(path: Path) -> dict[str, Any]:
     }
 
 
-def read(path: Path, shape: ModelShape) -> Iterator[Block]:
-    """Blocks of one sequence each; sequences whose rows lie apart are gathered first, which needs them in memory."""
+def read(path: Path, shape: ModelShape) -> Unordered:
+    """The file's rows; runtimes write them step by step and layer by layer."""
     del shape
-    names, contiguous, scored = _survey(path)
-    number = {name: index for index, name in enumerate(names)}
-    pieces: list[Block] = []
-    if contiguous:
-        for block in _blocks(path, number, scored):
-            edges = [0, *(np.flatnonzero(np.diff(block["seq"])) + 1).tolist(), len(block["seq"])]
-            for start, stop in pairwise(edges):
-                if pieces and pieces[0]["seq"][0] != block["seq"][start]:
-                    yield _sorted(path, pieces)
-                    pieces = []
-                pieces.append({name: column[start:stop] for name, column in block.items()})
-        if pieces:
-            yield _sorted(path, pieces)
-        return
-    whole = list(_blocks(path, number, scored))
-    for index in range(len(names)):
-        yield _sorted(path, [{name: b[name][b["seq"] == index] for name in b} for b in whole if index in b["seq"]])
 
+    def pieces() -> Iterator[Block]:
+        names, scored = _surveyed.kept(path)
+        return _blocks(path, {name: index for index, name in enumerate(names)}, scored)
 
-def _sorted(path: Path, pieces: list[Block]) -> Block:
-    """Join the pieces of one sequence, sorted by pos, layer."""
-    widths = {piece["experts"].shape[1] for piece in pieces}
-    if len(widths) > 1:
-        raise TraceError(f"{path}: expert_ids: expected the same top-k in all rows, got {sorted(widths)}")
-    rows = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-    order = np.lexsort((rows["layer"], rows["pos"]))
-    return {name: column[order] for name, column in rows.items()}
+    return Unordered(pieces)
 
 
 def _batches(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
@@ -112,11 +92,9 @@ def _batches(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
             base += batch.num_rows
 
 
-def _survey(path: Path) -> tuple[list[str], bool, bool]:
-    """Sequence names by first appearance, whether each lies in one piece, whether all rows have scores."""
+def _survey(path: Path) -> tuple[list[str], bool]:
+    """Sequence names by first appearance, and whether all rows have scores."""
     names: dict[str, None] = {}
-    last = None
-    contiguous = True
     scored = "scores" in pq.read_schema(path).names
     for base, batch in _batches(path, ["seq_id", *(["scores"] if scored else [])]):
         column = batch.column("seq_id")
@@ -126,18 +104,18 @@ def _survey(path: Path) -> tuple[list[str], bool, bool]:
             column = column.dictionary_encode()
         labels = [str(label) for label in column.dictionary.to_pylist()]
         index = values(column.indices)
-        for place in [0, *(np.flatnonzero(np.diff(index)) + 1).tolist()] if len(index) else []:
-            label = labels[index[place]]
-            if label != last:
-                contiguous &= label not in names
-                names[label] = None
-                last = label
+        changes = np.flatnonzero(np.concatenate(([True], np.diff(index) != 0)))[: len(index)]
+        names |= dict.fromkeys(labels[label] for label in dict.fromkeys(index[changes].tolist()))
         scored = scored and not batch.column("scores").null_count
-    return list(names), contiguous, scored
+    return list(names), scored
+
+
+_surveyed = Once(_survey)
 
 
 def _blocks(path: Path, number: dict[str, int], scored: bool) -> Iterator[Block]:
     """The file's rows as arrays, in file order."""
+    width = 0
     for base, batch in _batches(path, [*COLUMNS, *(["scores"] if scored else [])]):
         for name in batch.schema.names:
             if batch.column(name).null_count:
@@ -156,6 +134,10 @@ def _blocks(path: Path, number: dict[str, int], scored: bool) -> Iterator[Block]
             "layer": values(batch.column("layer")),
             "experts": _matrix(path, base, "expert_ids", batch.column("expert_ids")),
         }
+        width = width or block["experts"].shape[1]
+        if block["experts"].shape[1] != width:
+            found = sorted((width, block["experts"].shape[1]))
+            raise TraceError(f"{path}: expert_ids: expected the same top-k in all rows, got {found}")
         if scored:
             scores = _matrix(path, base, "scores", batch.column("scores"))
             block["weights" if scores.shape[1] == block["experts"].shape[1] else "scores"] = scores

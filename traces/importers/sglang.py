@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from traces import torchfile
-from traces.foreign import Once, bad, decoding, layer_numbers, sequences_of
+from traces.foreign import Once, Passes, bad, decoding, layer_numbers
 from traces.schema import Phase
+from traces.sorting import Unordered
 from traces.tensors import integers
 
 if TYPE_CHECKING:
@@ -63,17 +64,14 @@ def provenance(path: Path) -> dict[str, Any]:
     }
 
 
-def read(path: Path, shape: ModelShape) -> Iterator[Block]:
+def read(path: Path, shape: ModelShape) -> Iterator[Block] | Unordered:
     """Blocks of one request each, in the order in which requests appeared; needs the file's ids in memory."""
     found = _parsed.taken(path)
-    with decoding(path, "records"):
-        logical = integers(path, "last_physical_to_logical_map", found["last_physical_to_logical_map"], 2)
-        records = found["records"]
-        if "topk_ids_of_layer" in records[0]:
-            blocks = _per_token(path, records, logical, shape)
-        else:
-            blocks = _per_pass(path, records, logical, shape)
-        yield from blocks
+    logical = integers(path, "last_physical_to_logical_map", found["last_physical_to_logical_map"], 2)
+    records = found["records"]
+    if "topk_ids_of_layer" in records[0]:
+        return _per_token(path, records, logical, shape)
+    return Unordered(lambda: _per_pass(path, records, logical, shape))
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -258,7 +256,7 @@ def _per_pass(path: Path, records: list[Any], logical: np.ndarray, shape: ModelS
         raise bad(path, "global_physical_count", "counts", "0 everywhere", "were requests sent while recording?")
     tokens = np.array([len(one) for one in dealt])
     numbers, layers = np.array(runs).T
-    yield from sequences_of(numbers, layers, tokens, np.concatenate(dealt), chunked=False)
+    yield Passes(chunked=False).rows(numbers, layers, tokens, np.concatenate(dealt))
 
 
 def deal(path: Path, place: str, load: np.ndarray, top_k: int) -> np.ndarray:
