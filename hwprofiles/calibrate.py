@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hwprofiles.costs import dense_reference, dense_work
-from hwprofiles.fit import Estimate, FitReport, Roofline, estimated, fit_line, fit_roofline, inverse, isotonic
+from hwprofiles.fit import Estimate, FitReport, Roofline, estimated, fit_line, fit_roofline, isotonic
 from hwprofiles.robust import (
-    CLIP,
     around_mean,
     clipped_mean,
+    plane,
     quantiles_around_one,
     resampled,
     slowdown_shares,
 )
 from hwprofiles.schema import LANE_CLASSES, Curve, Quantity, ReferenceExpert
-from hwprofiles.spans import DesignedRun, Gaps, Operations, Spans
+from hwprofiles.spans import DesignedRun, Gaps, Operations, Rows, Spans
 from traces.timeline import COMPUTE, FETCH, PREFETCH, READ, REPLACE
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class _Fit:
         self._numbers: dict[str, Quantity] = {}
         self._curves: dict[str, Curve] = {}
         self._fit: dict[str, dict[str, float]] = {}
-        self._excess_s: dict[str, np.ndarray] = {}
+        self._excess: list[Rows] = []
 
     def result(self) -> Calibration:
         between = {name: np.concatenate(parts) for name, parts in self._gaps.follow.items() if sum(map(len, parts))}
@@ -118,14 +118,12 @@ class _Fit:
             return
         groups = ops.shapes * len(_SIZE_EDGES) + np.searchsorted(_SIZE_EDGES, ops.sizes, side="right")
         alone_s = self._contention(lane, ops, groups)
-        cold = ~ops.first & ~ops.fresh
-        if cold.sum() >= LEAST_SAMPLES:
-            points = _points(alone_s[cold], ops.sizes[cold], groups[cold])
-            alone_s = alone_s + self._fresh(lane, ops, _at(points, groups) - alone_s)
         usable = ~ops.first if (~ops.first).sum() >= LEAST_SAMPLES else np.ones_like(ops.first)
         points = _points(alone_s[usable] + more_s, ops.sizes[usable], groups[usable])
         excess_s = alone_s + more_s - _at(points, groups)
-        self._excess_s[lane] = excess_s[ops.first & np.isfinite(excess_s)]
+        known = ops.first & np.isfinite(excess_s)
+        group = np.full(int(known.sum()), LANE_CLASSES.index(lane))
+        self._excess.append(Rows(excess_s[known], ops.active[known], ops.copies[known], group))
         self._roofline(lane, points)
         ratios = (alone_s + more_s)[usable] / _at(points, groups[usable])
         quantiles = quantiles_around_one(ratios[np.isfinite(ratios)])
@@ -135,24 +133,6 @@ class _Fit:
             if known:
                 self._curves[f"costs.{lane}.{key}"] = self._curve(known, self._shapes[number], quantiles)
         self._held_out(lane, alone_s[usable], groups[usable], ops.odd[usable])
-
-    def _fresh(self, lane: str, ops: Operations, shorter_s: np.ndarray) -> np.ndarray:
-        """Fit by what products of just copied weights are shorter; return it for each operation, 0 for the others."""
-        known = ops.fresh & ~ops.first & np.isfinite(shorter_s)
-        if lane != "gpu" or known.sum() < LEAST_SAMPLES:
-            return np.zeros(len(ops.seconds))
-        moved = np.array([shape.max_expert_bytes for shape in self._shapes], np.float64)[ops.shapes]
-        per_byte = resampled(shorter_s[known] / moved[known], self._rng)
-        if per_byte.interval[0] <= 0.0:
-            return np.zeros(len(ops.seconds))
-        rate = inverse(per_byte)
-        self._numbers["costs.gpu.fresh_bytes_per_s"] = estimated(
-            rate,
-            samples=int(known.sum()),
-            source="products of weights just copied, against the others",
-            date=self._date,
-        )
-        return np.where(ops.fresh, moved * per_byte.value, 0.0)
 
     def _curve(self, points: Sequence[_Point], shape: ModelShape, quantiles: tuple[float, ...]) -> Curve:
         return Curve(
@@ -233,7 +213,7 @@ class _Fit:
         if not seen:
             return ops.seconds
         shares = ops.shares[:, seen]
-        groups = 4 * groups + 2 * ops.fresh + ops.first  # unlike in time, and unlike in what runs beside them
+        groups = 2 * groups + ops.first  # unlike in time, and unlike in what runs beside them
         lost = slowdown_shares(np.log(ops.seconds), shares, groups)
         draws = []
         for _ in range(_DRAWS):
@@ -253,39 +233,64 @@ class _Fit:
 
     def _dispatch(self) -> None:
         """First operations, the join, and who is told late: what passes once per layer step."""
-        first = {name: np.concatenate(parts) for name, parts in self._gaps.first.items() if sum(map(len, parts))}
-        last = {name: np.concatenate(parts) for name, parts in self._gaps.last.items() if sum(map(len, parts))}
-        around = np.concatenate(self._gaps.around)
-        wait_s = {name: clipped_mean(gaps) for name, gaps in last.items()}
-        least_s = min(wait_s.values(), default=0.0)
-        if len(around):
-            words = "per layer step: dense part to planning, last operation to join, join, to the next dense part"
-            self._put("costs.dispatch.join_s", around + least_s, words)
-        begin = {
-            name: clipped_mean(gaps) + wait_s.get(name, least_s) - least_s
-            + (max(0.0, clipped_mean(self._excess_s[name])) if len(self._excess_s.get(name, ())) else 0.0)
-            for name, gaps in first.items()
-        }  # fmt: skip
-        if not begin:
+        if not self._gaps.first:
             return
-        least = min(begin, key=lambda name: begin[name])
-        self._put("costs.dispatch.first_op_s", first[least] + begin[least] - clipped_mean(first[least]),
-                  f"from plan to first operation and what it takes longer, {least} lane")  # fmt: skip
+        first, join = Rows.joined(self._gaps.first), Rows.joined(self._gaps.join)
+        tables = [first, *([Rows.joined(self._excess)] if self._excess else [])]
+        words = "from plan to first operation and what it takes longer, by active experts and copies"
+        late_s = self._planes("costs.dispatch.first_op", tables, words)
+        words = "per layer step: from dense part to planning, last operation to join, join, to the next dense part"
+        told_s = self._planes("costs.dispatch.join", [join], words)
         for name in ("cpu", "gpu"):
-            more_s = begin.get(name, begin[least]) - begin[least]
-            gaps = first.get(name, first[least])
-            words = f"by what the first {name} operation begins, takes and is noticed later than the {least} lane's"
-            self._put(f"costs.{name}.first_s", gaps - clipped_mean(gaps) + more_s, words)
+            group = LANE_CLASSES.index(name)
+            if group in late_s:
+                gaps = first.seconds[first.group == group]
+                words = f"by what the first {name} operation begins, takes and is noticed later than the other lane's"
+                later_s = late_s[group] + told_s.get(group, 0.0)
+                self._put(f"costs.{name}.first_s", gaps - clipped_mean(gaps) + later_s, words)
+
+    def _planes(self, path: str, tables: Sequence[Rows], words: str) -> dict[int, float]:
+        """Note ``{path}_s``, ``..._per_expert_s`` and ``..._per_copy_s``; return by lane class what it takes beyond."""
+        keys = (f"{path}_s", f"{path}_per_expert_s", f"{path}_per_copy_s")
+        bases_s = self._plane(keys, tables, words)
+        return {group: base_s - min(bases_s.values()) for group, base_s in bases_s.items()}
+
+    def _plane(self, keys: tuple[str, str, str], tables: Sequence[Rows], words: str) -> dict[int, float]:
+        """Note the base and the slopes by active experts and copies, summed over tables; intervals are resampled.
+
+        Returns:
+            The base by group, of which the least is noted.
+        """
+        groups = np.unique(np.concatenate([rows.group for rows in tables]))
+
+        def fitted(rows: Rows) -> np.ndarray:
+            return plane(_columns(rows, groups), rows.seconds)
+
+        found = np.sum([fitted(rows) for rows in tables], axis=0)
+        drawn = [
+            np.sum([fitted(rows.where(self._rng.integers(0, len(rows.group), len(rows.group)))) for rows in tables], 0)
+            for _ in range(_DRAWS)
+        ]  # fmt: skip
+        rows = tables[0]
+        ratios = rows.seconds / np.maximum(_columns(rows, groups) @ found, 1e-9)
+        spread = float(np.subtract(*np.quantile(rows.seconds, (0.75, 0.25))))
+        bounds = np.quantile([_least(draw) for draw in drawn], (0.025, 0.975), axis=0).T
+        for number, (key, value, (low, high)) in enumerate(zip(keys, _least(found), bounds, strict=True)):
+            self._numbers[key] = Quantity(
+                value, "measured", words, samples=len(rows.seconds), spread=spread, date=self._date,
+                interval=(float(min(value, low)), float(max(value, high))),
+                quantiles=() if number or not ratios.any() else quantiles_around_one(ratios),
+            )  # fmt: skip
+        return dict(zip(groups.tolist(), found[:-2].tolist(), strict=True))
 
     def _dense(self) -> None:
-        """The dense part: a roofline through head and layers, and of the layers a curve over tokens by shape."""
+        """The dense part: a roofline through head and layers, and of each a curve over tokens by shape."""
         seconds: dict[tuple[float, float], list[float]] = {}
-        by_tokens: dict[tuple[int, int], list[tuple[float, tuple[float, float]]]] = {}
+        by_tokens: dict[tuple[bool, int, int], list[tuple[float, tuple[float, float]]]] = {}
         for spans in self._spans:
-            for one_s, key, tokens, layer in _dense_parts(spans):
+            for one_s, key, tokens, head in _dense_parts(spans):
                 seconds.setdefault(key, []).append(one_s)
-                if layer >= 0:
-                    by_tokens.setdefault((self._shapes.index(spans.run.shape), tokens), []).append((one_s, key))
+                by_tokens.setdefault((head, self._shapes.index(spans.run.shape), tokens), []).append((one_s, key))
         points = {key: np.array(values) for key, values in seconds.items() if len(values) >= LEAST_SAMPLES}
         if len(points) < 3:
             return
@@ -294,54 +299,42 @@ class _Fit:
         )
         self._roof("costs.dense", roof, sum(map(len, points.values())), "roofline through dense parts in designed runs")
         self._fit["dense"] = _plain(roof.report)
-        by_size = sorted(range(len(self._shapes)), key=lambda number: -dense_reference(self._shapes[number]).bytes)
-        for name, number in zip(("points", "points_small"), by_size, strict=False):
-            counts = sorted(t for n, t in by_tokens if n == number and len(by_tokens[n, t]) >= LEAST_SAMPLES // 2)
-            if counts:
-                reference = dense_reference(self._shapes[number])
-                samples = [_at_reference(by_tokens[number, count], roof, reference, count) for count in counts]
-                self._curves[f"costs.dense.{name}"] = Curve(
-                    unit="tokens",
-                    at=tuple(map(float, counts)),
-                    seconds=tuple(clipped_mean(one) for one in samples),
-                    kind="measured",
-                    source="dense parts of designed runs over the roofline's, times the roofline of the reference",
-                    samples=min(map(len, samples)),
-                    spread=tuple(float(np.subtract(*np.quantile(one, (0.75, 0.25)))) for one in samples),
-                    date=self._date,
-                    reference=reference,
-                )
+        for part, head in (("dense", False), ("head", True)):
+            references = [dense_reference(shape, head=head) for shape in self._shapes]
+            by_size = sorted(range(len(references)), key=lambda number: -references[number].bytes)
+            for name, number in zip(("points", "points_small"), by_size, strict=False):
+                parts = {
+                    tokens: values for (kind, shape, tokens), values in sorted(by_tokens.items())
+                    if kind == head and shape == number and len(values) >= LEAST_SAMPLES // 2
+                }  # fmt: skip
+                if parts:
+                    self._curves[f"costs.{part}.{name}"] = self._dense_curve(parts, roof, references[number])
+
+    def _dense_curve(
+        self, parts: Mapping[int, list[tuple[float, tuple[float, float]]]], roof: Roofline, reference: ReferenceExpert
+    ) -> Curve:
+        samples = [_at_reference(values, roof, reference, tokens) for tokens, values in parts.items()]
+        return Curve(
+            unit="tokens",
+            at=tuple(map(float, parts)),
+            seconds=tuple(clipped_mean(one) for one in samples),
+            kind="measured",
+            source="dense parts of designed runs over the roofline's, times the roofline of the reference",
+            samples=min(map(len, samples)),
+            spread=tuple(float(np.subtract(*np.quantile(one, (0.75, 0.25)))) for one in samples),
+            date=self._date,
+            reference=reference,
+        )
 
     def _planning(self) -> None:
-        """Planning in place, by policy; the most expensive that was seen stands in for those that were not."""
-        found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+        """Planning in place, by policy; all together stand in for those that were not seen."""
+        found: dict[str, list[Rows]] = {}
         for spans in self._spans:
             found.setdefault(spans.run.assignment, []).append(spans.planning())
-        lines: dict[str, tuple[float, float]] = {}
-        for name, parts in found.items():
-            active, seconds = (np.concatenate(column) for column in zip(*parts, strict=True))
-            lines[name] = _line(active, seconds)
-            self._plan_entry(name, lines[name], active, seconds)
-        every = [
-            np.concatenate(column) for column in zip(*(part for parts in found.values() for part in parts), strict=True)
-        ]
-        self._plan_entry("default", _line(*every), *every)
-
-    def _plan_entry(self, name: str, line: tuple[float, float], active: np.ndarray, seconds: np.ndarray) -> None:
-        base_s, slope_s = line
-        ratios = seconds / np.maximum(base_s + slope_s * active, 1e-9)
-        spread = float(np.subtract(*np.quantile(seconds, (0.75, 0.25))))
-        reach = 1.96 * float(np.std(np.clip(seconds, *np.quantile(seconds, (CLIP, 1 - CLIP))))) / np.sqrt(len(seconds))
-        source = "planning of designed runs, line over active experts"
-        for key, value, more in (
-            ("base_s", base_s, reach),
-            ("per_expert_s", slope_s, reach / max(1.0, float(active.mean()))),
-        ):
-            self._numbers[f"costs.planning.{name}.{key}"] = Quantity(
-                value, "measured", source, samples=len(seconds), spread=spread, date=self._date,
-                interval=(float(max(0.0, value - more)), float(value + more)),
-                quantiles=quantiles_around_one(ratios) if key == "base_s" else (),
-            )  # fmt: skip
+        every = Rows.joined(rows for parts in found.values() for rows in parts)
+        for name, rows in (*((name, Rows.joined(parts)) for name, parts in found.items()), ("default", every)):
+            keys = tuple(f"costs.planning.{name}.{key}_s" for key in ("base", "per_expert", "per_copy"))
+            self._plane(keys, [rows], "planning of designed runs, by active experts and copies")  # type: ignore[arg-type]
 
     # -- helpers -------------------------------------------------------------------------------------
 
@@ -392,8 +385,8 @@ def _at_reference(
     return np.array([one_s * there_s / seconds(*work) for one_s, work in parts])
 
 
-def _dense_parts(spans: Spans) -> Iterator[tuple[float, tuple[float, float], int, int]]:
-    """Seconds, (bytes, FLOPs), tokens and layer of each dense part of a run."""
+def _dense_parts(spans: Spans) -> Iterator[tuple[float, tuple[float, float], int, bool]]:
+    """Seconds, (bytes, FLOPs), tokens and whether it is the head of each dense part; the head's tokens are logits."""
     run = spans.run
     columns = [
         np.concatenate(parts)
@@ -405,8 +398,9 @@ def _dense_parts(spans: Spans) -> Iterator[tuple[float, tuple[float, float], int
     for seconds, step, layer in zip(*spans.dense(), strict=True):
         tokens, sequences = facts[int(step)]
         context = -(-int(run.context_tokens[int(step)]) // _CONTEXT_TOKENS) * _CONTEXT_TOKENS
-        work = dense_work(run.shape, tokens, context, sequences, head=layer < 0)
-        yield float(seconds), work, tokens, int(layer)
+        head = layer < 0
+        work = dense_work(run.shape, tokens, context, sequences, head=head)
+        yield float(seconds), work, sequences if head else tokens, bool(head)
 
 
 def _points(seconds: np.ndarray, sizes: np.ndarray, groups: np.ndarray) -> list[_Point]:
@@ -428,16 +422,15 @@ def _at(points: Sequence[_Point], groups: np.ndarray) -> np.ndarray:
     return np.asarray(table[groups])
 
 
-def _line(active: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    """Base and slope of mean seconds over active experts, neither negative."""
-    clipped = np.clip(seconds, *np.quantile(seconds, (CLIP, 1 - CLIP)))
-    centred = active - active.mean()
-    below = float(centred @ centred)
-    slope = max(0.0, float(centred @ clipped) / below) if below else 0.0
-    base = float(clipped.mean()) - slope * float(active.mean())
-    if base < 0.0:
-        return 0.0, float(clipped.mean() / active.mean())
-    return base, slope
+def _columns(rows: Rows, groups: np.ndarray) -> np.ndarray:
+    """One column of ones by group, then active experts and copies, float64 [N, groups + 2]."""
+    own = (rows.group[:, None] == groups).astype(np.float64)
+    return np.column_stack((own, rows.active, rows.copies))
+
+
+def _least(plane_: np.ndarray) -> tuple[float, float, float]:
+    """Least base, and both slopes."""
+    return float(plane_[:-2].min()), float(plane_[-2]), float(plane_[-1])
 
 
 def _plain(report: FitReport) -> dict[str, float]:

@@ -56,9 +56,9 @@ class Costs:
         self._gpu: list[np.ndarray] = [np.empty(0)] * shape.layers
         self._dense = _DenseSizes.of(shape)
         self._roofs: dict[str, _Roofline] = {}
-        self._factors: dict[int, float] = {}
+        self._factors: dict[tuple[str, int], float] = {}
         self._links: dict[tuple[str, int], float] = {}
-        self._planning: dict[str, tuple[float, float]] = {}
+        self._control: dict[str, tuple[float, float, float]] = {}
 
     # --- experts
 
@@ -103,14 +103,6 @@ class Costs:
         """The same on a GPU; 0 in a profile that does not say (only calibration can tell)."""
         first = self.profile.numbers.get("costs.gpu.first_s")
         return 0.0 if first is None else first.value
-
-    def fresh_s(self, layer: int) -> float:
-        """Seconds by which a product is shorter when its weights were copied just before and still lie in a cache.
-
-        Zero in a profile that does not say; a datasheet's GPU reads weights from its memory either way.
-        """
-        rate = self.profile.numbers.get("costs.gpu.fresh_bytes_per_s")
-        return 0.0 if rate is None else self.shape.expert_bytes[layer] / rate.value
 
     def _grown(self, lane: str, tokens: np.ndarray) -> list[np.ndarray]:
         """Tables of every layer [tokens] that reach past the largest of `tokens`; equal sizes share one table."""
@@ -243,7 +235,9 @@ class Costs:
         Raises:
             ProfileError: the profile has no dense cost.
         """
-        return self._dense_roof(*self._dense.layer_work(tokens, context_tokens, sequences)) * self._in_place(tokens)
+        return self._dense_roof(*self._dense.layer_work(tokens, context_tokens, sequences)) * self._in_place(
+            "dense", self._dense.layer_params, tokens
+        )
 
     def head_s(self, tokens: int, logits: int | None = None) -> float:
         """Seconds of what happens once per step: embedding, feed-forward of the dense layers, output head.
@@ -253,62 +247,70 @@ class Costs:
             logits: positions whose output is wanted (prefill: one per sequence); all tokens when None.
         """
         outputs = tokens if logits is None else logits
-        return self._dense_roof(*self._dense.head_work(tokens, outputs)) * self._in_place(outputs)
+        params = self._dense.dense_layer_params + self._dense.head_params
+        return self._dense_roof(*self._dense.head_work(tokens, outputs)) * self._in_place("head", params, outputs)
 
     def _dense_roof(self, read_bytes: float, flops: float) -> float:
         roof = self._roof("dense")
         return roof.overhead_s + max(read_bytes / roof.bytes_per_s, flops / roof.flops_per_s)
 
-    def _in_place(self, tokens: int) -> float:
-        """By what the dense part of so many tokens differs from the roofline, at the calibrated size nearest in bytes.
+    def _in_place(self, part: str, params: float, tokens: int) -> float:
+        """By what a dense part of so many tokens differs from the roofline, at the most similar size calibrated.
 
-        One token is a matrix times a vector, several a product of matrices: libraries are not equally good at both.
+        One token is a matrix times a vector, several a product of matrices: libraries are not equally good at both, and
+        less good where rows are short. So the most similar size is that of the nearest width, then bytes.
         """
-        factor = self._factors.get(tokens)
+        factor = self._factors.get((part, tokens))
         if factor is None:
-            known = [one for key in ("points", "points_small") if (one := self._measured("dense", key)) is not None]
+            known = [one for key in ("points", "points_small") if (one := self._measured(part, key)) is not None]
             factor = 1.0
             if known:
-                here = max(1.0, self._dense.layer_params * self._dense.param_bytes)
-                curve, nearest = min(known, key=lambda one: abs(np.log(one[1].bytes / here)))
+                here = max(1.0, params * self._dense.param_bytes)
+                curve, nearest = min(
+                    known,
+                    key=lambda one: (abs(np.log(one[1].hidden / self.shape.hidden)), abs(np.log(one[1].bytes / here))),
+                )
                 factors = [
                     seconds / self._dense_roof(nearest.bytes, at * _flops_per_token(nearest))
                     for at, seconds in zip(curve.at, curve.seconds, strict=True)
                 ]
                 factor = float(np.interp(tokens, curve.at, factors))
-            self._factors[tokens] = factor
+            self._factors[part, tokens] = factor
         return factor
 
     # --- control
 
-    def planning_s(self, policy_name: str, active: int) -> float:
-        """Seconds the control lane plans one layer step with `active` experts.
+    def planning_s(self, policy_name: str, active: int, copies: int = 0) -> float:
+        """Seconds the control lane plans one layer step with `active` experts, of which it has `copies` brought.
 
         A policy that the profile does not name costs what ``costs.planning.default`` says.
         """
-        known = self._planning.get(policy_name)
-        if known is None:
-            table = f"costs.planning.{policy_name}"
-            if f"{table}.base_s" not in self.profile.numbers:
-                table = "costs.planning.default"
-            known = self.profile.number(f"{table}.base_s"), self.profile.number(f"{table}.per_expert_s")
-            self._planning[policy_name] = known
-        return known[0] + known[1] * active
+        table = f"costs.planning.{policy_name}"
+        if f"{table}.base_s" not in self.profile.numbers:
+            table = "costs.planning.default"
+        return self._plane(f"{table}.base_s", f"{table}.per", active, copies)
 
     @property
     def dispatch_s(self) -> float:
         """Seconds to hand one operation to a lane."""
         return self.profile.number("costs.dispatch.per_op_s")
 
-    @property
-    def first_op_s(self) -> float:
+    def first_op_s(self, active: int, copies: int) -> float:
         """Seconds from the end of planning to the first operation of a layer step."""
-        return self.profile.number("costs.dispatch.first_op_s")
+        return self._plane("costs.dispatch.first_op_s", "costs.dispatch.first_op_per", active, copies)
 
-    @property
-    def join_s(self) -> float:
+    def join_s(self, active: int, copies: int) -> float:
         """Seconds to join the lanes' results at the end of a layer step."""
-        return self.profile.number("costs.dispatch.join_s")
+        return self._plane("costs.dispatch.join_s", "costs.dispatch.join_per", active, copies)
+
+    def _plane(self, base: str, per: str, active: int, copies: int) -> float:
+        """``base + active x per_expert + copies x per_copy``; a profile may leave out the latter two."""
+        known = self._control.get(base)
+        if known is None:
+            slopes = [self.profile.numbers.get(f"{per}_{what}_s") for what in ("expert", "copy")]
+            per_expert_s, per_copy_s = (0.0 if one is None else one.value for one in slopes)
+            known = self._control[base] = self.profile.number(base), per_expert_s, per_copy_s
+        return known[0] + known[1] * active + known[2] * copies
 
     def _roof(self, lane: str) -> _Roofline:
         roof = self._roofs.get(lane)
@@ -379,11 +381,15 @@ class _DenseSizes(NamedTuple):
         return (self.dense_layer_params + self.head_params) * self.param_bytes, flops
 
 
-def dense_reference(shape: ModelShape) -> ReferenceExpert:
-    """Describe the dense part of one layer as an expert of as many weights: ``6 H F = 2 x weights`` FLOPs per token."""
+def dense_reference(shape: ModelShape, *, head: bool = False) -> ReferenceExpert:
+    """Describe the dense part of one layer, or what is done once per step, as an expert of as many weights.
+
+    ``6 H F = 2 x weights`` FLOPs per token.
+    """
     sizes = _DenseSizes.of(shape)
-    intermediate = max(1, round(sizes.layer_params / (3 * shape.hidden)))
-    return ReferenceExpert(shape.hidden, intermediate, round(sizes.layer_params * sizes.param_bytes), shape.dtype)
+    params = sizes.dense_layer_params + sizes.head_params if head else sizes.layer_params
+    intermediate = max(1, round(params / (3 * shape.hidden)))
+    return ReferenceExpert(shape.hidden, intermediate, max(1, round(params * sizes.param_bytes)), shape.dtype)
 
 
 def dense_work(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from scipy import optimize
 
 from hwprofiles.fit import Estimate
 
@@ -10,6 +11,7 @@ CLIP = 0.1
 """Share at both ends that a mean pulls in to the rest: what other programs do is not the machine's."""
 _DRAWS = 40
 _SWEEPS = 12
+_PLANE_SWEEPS = 8
 _HUBER = 1.5
 """Standard deviations beyond which a residual counts by its size, not its square."""
 _PROBABILITIES = np.linspace(0.0, 1.0, 21)
@@ -59,6 +61,23 @@ def slowdown_shares(
         spread = 1.4826 * np.median(np.abs(rest)) + 1e-9
         weights = 1.0 / np.maximum(1.0, np.abs(rest) / (_HUBER * spread))
     return lost
+
+
+def plane(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Find x >= 0 in ``seconds ~ columns @ x``, residuals clipped at both ends by `CLIP` as `clipped_mean` does.
+
+    Args:
+        columns: float64 [N, F], none negative.
+        seconds: float64 [N].
+
+    Returns:
+        float64 [F].
+    """
+    found = optimize.nnls(columns, seconds)[0]
+    for _ in range(_PLANE_SWEEPS):
+        rest = seconds - columns @ found
+        found = optimize.nnls(columns, columns @ found + np.clip(rest, *np.quantile(rest, (CLIP, 1 - CLIP))))[0]
+    return np.asarray(found)
 
 
 def clipped_mean(seconds: np.ndarray) -> float:

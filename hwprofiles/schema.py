@@ -27,17 +27,18 @@ ACCELERATORS = ("cuda", "host")
 LANE_CLASSES = ("cpu", "gpu", "h2d", "d2h", "ssd", "control")
 
 _LANES = ("control", "cpu", "gpu*", "h2d*", "d2h*", "ssd")
+_PARTS = ("cpu", "gpu", "dense", "head")
 _ROOFLINE = ("overhead_s", "bytes_per_s", "flops_per_s")
 _LINK = ("latency_s", "bytes_per_s")
+_CONTROL = tuple(f"{what}{per}_s" for what in ("first_op", "join") for per in ("", "_per_expert", "_per_copy"))
 NUMBERS: tuple[str, ...] = (
     "cores",
     *(f"memory.{key}" for key in ("gpu_bytes", "host_bytes", "staging_experts")),
     *(f"costs.{lane}.{key}" for lane, key in product(("cpu", "gpu", "dense"), _ROOFLINE)),
     *(f"costs.{lane}.first_s" for lane in ("cpu", "gpu")),
-    "costs.gpu.fresh_bytes_per_s",
     *(f"costs.{link}.{key}" for link, key in product(("h2d", "d2h", "ssd", "activation"), _LINK)),
-    *(f"costs.dispatch.{key}" for key in ("per_op_s", "first_op_s", "join_s")),
-    *(f"costs.planning.*.{key}" for key in ("base_s", "per_expert_s")),
+    *(f"costs.dispatch.{key}" for key in ("per_op_s", *_CONTROL)),
+    *(f"costs.planning.*.{key}" for key in ("base_s", "per_expert_s", "per_copy_s")),
     *(f"contention.{victim}.{other}" for victim, other in product(LANE_CLASSES, LANE_CLASSES)),
     "power.platform.idle_w",
     *(f"power.{lane}.idle_w" for lane in _LANES),
@@ -46,7 +47,7 @@ NUMBERS: tuple[str, ...] = (
 """Dotted paths of all numbers; ``*`` stands for a policy's name or a device's number."""
 
 CURVES: dict[str, str] = {
-    **{f"costs.{lane}.{key}": "tokens" for lane, key in product(("cpu", "gpu", "dense"), ("points", "points_small"))},
+    **{f"costs.{part}.{key}": "tokens" for part, key in product(_PARTS, ("points", "points_small"))},
     **{f"costs.{link}.points": "bytes" for link in ("h2d", "d2h", "ssd")},
 }
 """Dotted paths of all curves -> what they are functions of."""

@@ -35,6 +35,7 @@ class DesignedRun:
         assignment: name of the assignment policy that planned.
         context_tokens: by step, key/value entries of each sequence.
         workers: worker -> its lanes.
+        kept: bool [steps], which forward passes count; all when None.
     """
 
     timeline: Timeline
@@ -42,6 +43,7 @@ class DesignedRun:
     assignment: str
     context_tokens: Sequence[int]
     workers: Mapping[str, tuple[str, ...]]
+    kept: np.ndarray | None = None
 
 
 class Operations(NamedTuple):
@@ -52,7 +54,8 @@ class Operations(NamedTuple):
         sizes: int64 [N], tokens of a product, bytes of a copy.
         shares: float64 [N, C], share of the operation's time during which each class worked elsewhere.
         first: bool [N], first product of its lane in a layer step.
-        fresh: bool [N], product of an expert that was copied in the same layer step.
+        active: float64 [N], active experts of its layer step.
+        copies: float64 [N], experts brought from one memory to another in its layer step.
         odd: bool [N], belongs to a step with an odd number.
         shapes: int64 [N], number of the run's shape.
     """
@@ -61,7 +64,8 @@ class Operations(NamedTuple):
     sizes: np.ndarray
     shares: np.ndarray
     first: np.ndarray
-    fresh: np.ndarray
+    active: np.ndarray
+    copies: np.ndarray
     odd: np.ndarray
     shapes: np.ndarray
 
@@ -75,21 +79,45 @@ class Operations(NamedTuple):
         return Operations(*(column[keep] for column in self))
 
 
-@dataclass(slots=True)
-class Gaps:
-    """Seconds between operations, as lists of float64 arrays that are joined at the end.
+class Rows(NamedTuple):
+    """Seconds that pass once per layer step, beside how much there was to do: N layer steps.
 
     Attributes:
-        follow: lane class -> from the end of an operation to the start of the next on the same worker.
-        first: ``cpu`` or ``gpu`` -> from the end of planning to the first operation of that lane's worker.
-        last: the same -> from the end of the last operation to the start of the join.
-        around: what else passes between two dense parts, the join itself included.
+        seconds: float64 [N].
+        active: float64 [N], active experts.
+        copies: float64 [N], experts brought from one memory to another.
+        group: int64 [N], number of the lane class (an index into `LANE_CLASSES`) that it concerns; 0 where none.
+    """
+
+    seconds: np.ndarray
+    active: np.ndarray
+    copies: np.ndarray
+    group: np.ndarray
+
+    @classmethod
+    def joined(cls, parts: Iterable[Rows]) -> Rows:
+        """Lay several end to end."""
+        return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    def where(self, keep: np.ndarray) -> Rows:
+        """Choose some."""
+        return Rows(*(column[keep] for column in self))
+
+
+@dataclass(slots=True)
+class Gaps:
+    """Seconds between operations.
+
+    Attributes:
+        follow: lane class -> from the end of an operation to the start of the next on the same worker, as float64 [n].
+        first: from the end of planning to the first operation of the ``cpu`` or ``gpu`` lane's worker.
+        join: what passes between two dense parts beside planning and lanes: the request, from the end of the last
+            operation to the join, the join, to the next dense part; by the lane whose operation was the last.
     """
 
     follow: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    first: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    last: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    around: list[np.ndarray] = field(default_factory=list)
+    first: list[Rows] = field(default_factory=list)
+    join: list[Rows] = field(default_factory=list)
 
 
 class Spans:
@@ -113,6 +141,7 @@ class Spans:
         self.classes = [lane_class(lane) for lane in run.timeline.lanes]
         self._worker = np.array([self._worker_of(lane) for lane in run.timeline.lanes])
         self.place = self.step * run.shape.layers + self.layer  # layer steps in order
+        self._kept = np.ones(len(self.step), np.bool_) if run.kept is None else run.kept[self.step]
         self._tokens = self._tokens_of_experts()
 
     def _worker_of(self, lane: str) -> int:
@@ -131,19 +160,20 @@ class Spans:
 
     def of(self, name: str, kinds: tuple[int, ...]) -> Operations:
         """Operations of some kinds on one class of lanes."""
-        here = np.isin(self.kind, kinds) & np.isin(self.lane, [i for i, c in enumerate(self.classes) if c == name])
+        lanes = [i for i, c in enumerate(self.classes) if c == name]
+        here = self._kept & np.isin(self.kind, kinds) & np.isin(self.lane, lanes)
         sizes = self._tokens if kinds == (COMPUTE,) else self.bytes
         first = np.zeros(len(here), np.bool_)
         rows = np.flatnonzero(here)
         first[rows[np.unique(self.place[rows], return_index=True)[1]]] = True
-        keys = self.place * self.run.shape.experts + self.expert
-        fresh = (self.kind == COMPUTE) & np.isin(keys, keys[self.kind == FETCH]) & (name == "gpu")
+        active, copies = self._amounts()
         return Operations(
             self.seconds[here],
             sizes[here],
             self._shares(here),
             first[here],
-            fresh[here],
+            active[self.place[here]],
+            copies[self.place[here]],
             self.step[here] % 2 == 1,
             np.full(int(here.sum()), self._shape_number),
         )
@@ -171,32 +201,45 @@ class Spans:
         seconds = self.seconds[rows].copy()
         heads = np.flatnonzero((self.layer[rows[:-1]] < 0) & (self.step[rows[1:]] == self.step[rows[:-1]] + 1))
         seconds[heads] += self.start_s[rows[heads + 1]] - self.end_s[rows[heads]]
-        return seconds, self.step[rows], self.layer[rows]
+        kept = self._kept[rows]
+        return seconds[kept], self.step[rows][kept], self.layer[rows][kept]
 
-    def planning(self) -> tuple[np.ndarray, np.ndarray]:
-        """Active experts and seconds of each planning."""
-        rows = self.kind == PLAN
-        active = np.bincount(self.place[self.kind == COMPUTE], minlength=int(self.place.max()) + 1)
-        return active[self.place[rows]], self.seconds[rows]
+    def planning(self) -> Rows:
+        """Each planning."""
+        rows = self._kept & (self.kind == PLAN)
+        active, copies = self._amounts()
+        place = self.place[rows]
+        return Rows(self.seconds[rows], active[place], copies[place], np.zeros(len(place), np.int64))
+
+    def _amounts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Active experts and experts on demand from another memory, float64 by layer step."""
+        count = int(self.place.max()) + 2
+        active = np.bincount(self.place[self.kind == COMPUTE], minlength=count)
+        asked = np.isin(self.kind, (FETCH, READ))
+        keys = np.unique(self.place[asked] * self.run.shape.experts + self.expert[asked])
+        copies = np.bincount(keys // self.run.shape.experts, minlength=count)
+        return active.astype(np.float64), copies.astype(np.float64)
 
     def gaps(self, into: Gaps) -> None:
         """Add this run's gaps."""
         count = int(self.place.max()) + 2
         waits = np.zeros(count, np.bool_)  # what waits for the SSD says nothing about handing work out
         waits[self.place[self.kind == READ]] = True
-        work = np.isin(self.kind, (COMPUTE, FETCH)) & ~waits[self.place]
+        work = self._kept & np.isin(self.kind, (COMPUTE, FETCH)) & ~waits[self.place]
         self._follow(np.flatnonzero(work), into)
+        amounts = self._amounts()
         first_s, last_s = self._extremes(work, count)
         plan_end_s, join_start_s = np.full(count, np.nan), np.full(count, np.nan)
         plan_end_s[self.place[self.kind == PLAN]] = self.end_s[self.kind == PLAN]
         join_start_s[self.place[self.kind == JOIN]] = self.start_s[self.kind == JOIN]
         latest_s = np.max(list(last_s.values()), axis=0)
+        around_s = self._around(count)
         for name in first_s:
+            group = LANE_CLASSES.index(name)
             worked = (first_s[name] < _NEVER) & np.isfinite(plan_end_s)
-            into.first.setdefault(name, []).append(np.maximum(first_s[name] - plan_end_s, 0.0)[worked])
-            later = worked & (last_s[name] == latest_s) & np.isfinite(join_start_s)
-            into.last.setdefault(name, []).append(np.maximum(join_start_s - last_s[name], 0.0)[later])
-        into.around.append(self._around())
+            into.first.append(_rows(first_s[name] - plan_end_s, amounts, group, worked))
+            later = worked & (last_s[name] == latest_s) & np.isfinite(join_start_s) & np.isfinite(around_s)
+            into.join.append(_rows(np.maximum(join_start_s - last_s[name], 0.0) + around_s, amounts, group, later))
 
     def _extremes(self, work: np.ndarray, count: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """First start and last end of each worker that computes, by layer step."""
@@ -223,8 +266,8 @@ class Spans:
                 of = np.array([self.classes[lane] == name for lane in self.lane[own[1:]]]) & same
                 into.follow.setdefault(name, []).append(gap_s[of])
 
-    def _around(self) -> np.ndarray:
-        """Between two dense parts: from dense to planning, the join, and from the join to the next dense part."""
+    def _around(self, count: int) -> np.ndarray:
+        """From dense part to planning, the join, and from it to the next dense part; NaN where one is missing."""
         rows = np.flatnonzero(np.isin(self.kind, (DENSE, PLAN, JOIN)))
         kinds, start_s, end_s = self.kind[rows], self.start_s[rows], self.end_s[rows]
         steps = np.flatnonzero(
@@ -232,4 +275,11 @@ class Spans:
         )
         asked_s = start_s[steps + 1] - end_s[steps]
         joined_s = start_s[steps + 3] - start_s[steps + 2]
-        return np.maximum(asked_s + joined_s, 0.0)
+        found = np.full(count, np.nan)
+        found[self.place[rows[steps]]] = np.maximum(asked_s + joined_s, 0.0)
+        return found
+
+
+def _rows(seconds: np.ndarray, amounts: tuple[np.ndarray, np.ndarray], group: int, keep: np.ndarray) -> Rows:
+    """Those layer steps of a table that are kept."""
+    return Rows(np.maximum(seconds, 0.0), *amounts, np.full(len(seconds), group, np.int64)).where(keep)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -38,6 +39,9 @@ def calibrate(
     hw: Annotated[
         str | None, typer.Option(metavar="FILE", help="Profile to start from. Default: measured first, about 10 s.")
     ] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Say how far its predictions are from this profile's.")
+    ] = None,
     stores: Stores = None,
     seed: options.Seed = 0,
     as_json: options.AsJson = False,
@@ -48,20 +52,33 @@ def calibrate(
     Examples:
       moesim calibrate --out hw.toml
       moesim calibrate --quick --shapes qwen3-30b-a3b/2,qwen3-30b-a3b/4
+      moesim calibrate --out again.toml --against hw.toml
     """
     options.check_places(files=[out])
+    from hwprofiles.profile import load_profile
     from moesim import calibrate as library
 
-    with _shown("calibrating") as tell, _faults_for_users():
-        sizes = shapes.split(",") if shapes else library.SHAPES
+    other = load_profile(against) if against is not None else None
+    sizes = shapes.split(",") if shapes else library.SHAPES
+    if len(sizes) < 2:
+        raise typer.BadParameter(f"expected two sizes, the larger first, got {shapes!r}", param_hint="--shapes")
+    with _shown("calibrating") as tell:
         profile = library.calibrate(out, shapes=sizes, quick=quick, hw=hw, stores=stores, seed=seed, progress=tell)
+    apart: dict[str, Any] | None = None
+    if other is not None:
+        missed = [abs(value) for value in library.differences(other, profile, sizes)]
+        apart = {"profile": str(against), "median": median(missed), "worst": max(missed)}
     if as_json:
-        print(json.dumps({"name": profile.name, "digest": profile.digest, "fit": profile.fit}, indent=2))
+        found = {"name": profile.name, "digest": profile.digest, "fit": profile.fit, "against": apart}
+        print(json.dumps(found, indent=2))
         return
     print(profile.description)
     for name, report in sorted(profile.fit.items()):
         words = f"median {100 * report['residual_median']:.1f} %, worst {100 * report['residual_worst']:.1f} %"
         print(f"  {name:<12}  {words}")
+    if apart is not None:
+        words = f"median {100 * apart['median']:.1f} %, worst {100 * apart['worst']:.1f} %"
+        print(f"predictions differ from those of {against} by {words}")
     print(f"wrote {out}")
 
 
@@ -76,7 +93,7 @@ def validate(
     host_ratios: Annotated[str, typer.Option(metavar="R,…", help="Shares of experts in host memory.")] = "1",
     hw: options.Hardware = None,
     steps: Annotated[int, typer.Option(metavar="N", min=2, help="Forward passes of each run.")] = 16,
-    repetitions: Annotated[int, typer.Option(metavar="N", min=1, help="Of each real run.")] = 2,
+    repetitions: Annotated[int, typer.Option(metavar="N", min=1, help="Of each real run.")] = 3,
     stores: Stores = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the report there.")] = None,
     seed: options.Seed = 0,
@@ -93,7 +110,7 @@ def validate(
     from moesim import validate as library
     from moesim import validation_report as report
 
-    with _shown("validating") as tell, _faults_for_users():
+    with _shown("validating") as tell:
         found = library.validate(
             traces, policies=policies.split(","), cache_ratios=_numbers(cache_ratios), hw=hw, steps=steps,
             batches=[int(value) for value in _numbers(batches)], shapes=shapes.split(",") if shapes else (None,),
@@ -175,15 +192,3 @@ def _shown(what: str) -> Iterator[Callable[[str, float], None]]:
 
     with bar(what, 1.0) as show:
         yield lambda _words, done: show(done)
-
-
-@contextmanager
-def _faults_for_users() -> Iterator[None]:
-    """Say in one line what the machine did not give."""
-    from runtime.errors import RuntimeFault
-
-    try:
-        yield
-    except RuntimeFault as fault:
-        print(f"error: {fault}", file=sys.stderr)
-        raise typer.Exit(2) from None

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from traces.timeline import COMPUTE, DENSE, FETCH, JOIN, PLAN, READ
+from traces.timeline import COMPUTE, DENSE, FETCH, PLAN, READ
 
 if TYPE_CHECKING:
     from traces.timeline import Timeline
 
-TERMS = ("dense", "planning", "lanes", "join", "between")
+TERMS = ("dense", "planning", "lanes", "between")
 
 
 def terms(timeline: Timeline) -> dict[str, float]:
     """Seconds of each of `TERMS`; their sum is the makespan.
 
-    ``lanes`` is from the first operation of a layer step to the last end; ``between`` is all the rest.
+    ``lanes`` is from the first operation of a layer step to the last end; ``between`` is all the rest: the join, waking
+    and handing out, which the simulator charges as one.
     """
     chunks = list(timeline.chunks())
     columns = {
@@ -32,7 +33,7 @@ def terms(timeline: Timeline) -> dict[str, float]:
     kind, start_s, end_s = columns["kind"], columns["start_s"], columns["end_s"]
     found = {
         name: float((end_s - start_s)[kind == code].sum())
-        for name, code in (("dense", DENSE), ("planning", PLAN), ("join", JOIN))
+        for name, code in (("dense", DENSE), ("planning", PLAN))
     }  # fmt: skip
     work = np.isin(kind, (COMPUTE, FETCH, READ)) & (columns["layer"] >= 0)
     place = columns["step"][work] * (int(columns["layer"].max()) + 1) + columns["layer"][work]

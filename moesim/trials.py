@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from hwprofiles.costs import Costs
-from moesim.runs import REHEARSED_STEPS, Setup, device_of, execute, open_random_store, rehearse
+from moesim.runs import REHEARSED_STEPS, device_of, execute, open_random_store, rehearse
+from moesim.setup import Setup
 from policies.base import PolicyError
 from policies.systems import compose
 from sim.replay import Replay
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from traces.schema import ModelShape
 
 HOST_CACHE = "lru"
+_DISTINCT = 64
+"""Different records in a bench's store: it is built in seconds; in memory every expert has its own."""
 
 
 def system_of(policy: str) -> System:
@@ -83,7 +86,6 @@ class Bench:
         shape: sizes and numbers of experts; weights are random.
         profile: lanes and workers of this machine, and the costs that policies are told.
         dtype: of the weights.
-        distinct: different experts in the store, enough to outgrow the caches; the others share them in turn.
         store: folder of the store; None takes the user's cache folder.
         building: called with records done and records to do while the store is built.
 
@@ -97,7 +99,6 @@ class Bench:
         profile: HardwareProfile,
         *,
         dtype: str = "float32",
-        distinct: int | None = None,
         store: Path | None = None,
         building: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -105,7 +106,7 @@ class Bench:
 
         self.shape = shape
         self._device = device_of(profile)
-        self._store = open_random_store(shape, store, dtype, distinct, building=building)
+        self._store = open_random_store(shape, store, dtype, _DISTINCT, building=building)
         self._dense = DenseStack(DenseSizes.of(shape), self._store.layout(0).torch_dtype, self._device.device)
 
     def __enter__(self) -> Self:
@@ -128,9 +129,6 @@ class Bench:
 
         setup = _setup(trial, self.shape, profile, seed)
         rehearse(setup.planner(), trial.steps[:REHEARSED_STEPS])
-        self._dense.make_room(  # a cache that grows during a run would be no cost of any token
-            max(step.sequences for step in trial.steps), max(step.context_tokens for step in trial.steps)
-        )
 
         def forward(executor: Executor) -> Callable[[], None]:
             return ForcedRouting(executor, self._dense, trial.steps)

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from traces.batch import compose
 from traces.reader import Trace, open_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hwprofiles.profile import HardwareProfile
     from policies.plan import Policies
@@ -41,7 +41,9 @@ REPLICATIONS = 3
 """Simulations with drawn operation times, whose mean is the prediction."""
 MARGIN = 0.05
 """Of the equivalence test."""
-_DISTINCT = 64
+_OF_STEPS: Final[Mapping[str, Callable[[np.ndarray], Any]]] = {
+    "tpot_s": np.mean, "tpot_p50_s": np.median, "tpot_p95_s": lambda steps_s: np.quantile(steps_s, 0.95)
+}  # fmt: skip
 _FIGURES = (
     "tpot_s",
     "tpot_p50_s",
@@ -78,8 +80,8 @@ class Cell:
         predicted: figures of the simulation, mean over replications.
         replications_s: TPOT of each replication.
         means_tpot_s: TPOT of the simulation with mean operation times.
-        steps_s: measured seconds of each step after the first, mean over repetitions.
-        predicted_steps_s: the same, predicted.
+        steps_s: measured seconds of each step after the first, by repetition.
+        predicted_steps_s: the same, predicted, mean over replications.
     """
 
     place: Place
@@ -92,14 +94,25 @@ class Cell:
     steps_s: list[list[float]] = field(default_factory=list)
     predicted_steps_s: list[float] = field(default_factory=list)
 
-    def mean(self, key: str) -> float | None:
-        """A measured figure, mean over repetitions."""
+    def steps_measured_s(self) -> np.ndarray:
+        """Seconds of each step after the first, median over repetitions, float64 [steps - 1].
+
+        The same step does the same work in all of them, so what one has more than the others is not its own: other
+        tenants of a machine come in bursts of half a second.
+        """
+        return np.asarray(np.median(self.steps_s, axis=0))
+
+    def found(self, key: str) -> float | None:
+        """A measured figure: median over repetitions; those of steps after the first, from `steps_measured_s`."""
+        steps_s = self.steps_measured_s()
+        if key in _OF_STEPS and len(steps_s):
+            return float(_OF_STEPS[key](steps_s))
         values = [one[key] for one in self.measured]
-        return None if None in values else float(np.mean(values))
+        return None if None in values else float(np.median(values))
 
     def error(self, key: str) -> float | None:
         """Predicted over measured, minus one; None where there is no such figure."""
-        measured = self.mean(key)
+        measured = self.found(key)
         return None if not measured else float(self.predicted[key] / measured - 1.0)
 
     def floor(self) -> float:
@@ -113,7 +126,7 @@ class Cell:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, with the comparisons."""
-        steps_s = np.mean(self.steps_s, axis=0)
+        steps_s = self.steps_measured_s()
         some = len(steps_s) > 1
         test = statistics.equivalent(self.predicted_steps_s, steps_s, margin=MARGIN) if some else None
         distance = statistics.kolmogorov_smirnov(self.predicted_steps_s, np.concatenate(self.steps_s)) if some else None
@@ -122,6 +135,7 @@ class Cell:
             "timing_free": self.timing_free,
             "extrapolated": self.extrapolated,
             "measured": self.measured,
+            "tpot_measured_s": self.found("tpot_s"),
             "predicted": self.predicted,
             "predicted_tpot_interval_s": [min(self.replications_s), max(self.replications_s)]
             if self.replications_s
@@ -141,9 +155,9 @@ class Cell:
 
     def term_errors(self) -> dict[str, float]:
         """Predicted minus measured seconds of each term, as a share of the measured makespan."""
-        makespan_s = self.mean("makespan_s") or 1.0
+        makespan_s = self.found("makespan_s") or 1.0
         return {
-            name: float(self.predicted["terms"][name] - np.mean([one["terms"][name] for one in self.measured]))
+            name: float(self.predicted["terms"][name] - np.median([one["terms"][name] for one in self.measured]))
             / makespan_s
             for name in TERMS
         }
@@ -175,7 +189,7 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         tau for group in drawn.values()
         if (tau := statistics.kendall_tau(
             [cell["predicted"]["tpot_s"] for cell in group],
-            [float(np.mean([one["tpot_s"] for one in cell["measured"]])) for cell in group],
+            [cell["tpot_measured_s"] for cell in group],
             floor=max(floor, *(cell["noise_floor"] for cell in group)))) is not None
     ]  # fmt: skip
     blamed = {name: _median([abs(cell["terms"][name]) for cell in cells]) for name in TERMS}
@@ -221,7 +235,7 @@ def validate(
     shapes: Sequence[str | None] = (None,),
     host_ratios: Sequence[float] = (1.0,),
     steps: int = STEPS,
-    repetitions: int = 2,
+    repetitions: int = 3,
     replications: int = REPLICATIONS,
     dtype: str | None = None,
     stores: Path | None = None,
@@ -264,7 +278,7 @@ def validate(
                 (Place(trace.path.name, shape.name, *rest), _trial(trace, shape, *rest, steps=steps))
                 for rest in product(policies, cache_ratios, host_ratios, batches)
             ]
-            with Bench(shape, profile, dtype=chosen, distinct=_DISTINCT, store=Path(folder) / str(number)) as bench:
+            with Bench(shape, profile, dtype=chosen, store=Path(folder) / str(number)) as bench:
                 grid = _Grid(bench, profile, seed, replications)
                 cells += grid.walk(
                     block,

@@ -43,7 +43,8 @@ def markdown(result: dict[str, Any]) -> str:
         *_table(_COLUMNS, [_row(cell) for cell in result["cells"]]),
         "",
         (
-            "Errors are predicted over measured, minus one. *noise*: what two repetitions of the cell differ by."
+            "Errors are predicted over measured, minus one. measured: median over repetitions, step by step."
+            " *noise*: what any two repetitions of the cell differ by."
             " *equivalent*: paired steps, two one-sided tests, margin 5 %. *hits*: equal, or why they need not be."
         ),
         "",
@@ -82,7 +83,7 @@ def facts(result: dict[str, Any]) -> list[list[str]]:
 
 
 def _row(cell: dict[str, Any]) -> list[str]:
-    measured = float(np.mean([one["tpot_s"] for one in cell["measured"]]))
+    measured = cell["tpot_measured_s"]
     tost = cell["tost"]
     hits = "equal" if cell["hits_equal"] else ("DIFFERENT" if cell["timing_free"] else "timing")
     return [
@@ -142,7 +143,7 @@ def parity(result: dict[str, Any]) -> Figure:
     figure, axes = _figure(5.6, 5.0)
     for policy in dict.fromkeys(cell["policy"] for cell in result["cells"]):
         cells = [cell for cell in result["cells"] if cell["policy"] == policy]
-        measured = [1e3 * float(np.mean([one["tpot_s"] for one in cell["measured"]])) for cell in cells]
+        measured = [1e3 * cell["tpot_measured_s"] for cell in cells]
         axes.plot(measured, [1e3 * cell["predicted"]["tpot_s"] for cell in cells], "o", ms=4, alpha=0.8, label=policy)
     low, high = axes.get_xlim()
     line = np.array([max(low, 1e-3), high])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from runtime.memory import DeviceSlots, HostTier
+from runtime.streaming import streamed
 
 if TYPE_CHECKING:
     from runtime.jobs import Compute, Job
@@ -44,8 +45,8 @@ class HostDevice:
         return self._slots
 
     def copy(self, slot: int, record: torch.Tensor, nbytes: int) -> None:
-        """Copy a record into a slot."""
-        self._slots.record(slot)[:nbytes].copy_(record[:nbytes])
+        """Copy a record into a slot, past the caches."""
+        streamed(self._slots.record(slot), record, nbytes)
 
     def begin_compute(self, operation: Compute, slot: int) -> None:
         """Note that an expert in this slot is about to compute."""
@@ -85,7 +86,10 @@ def spare_record(nbytes: int) -> HostTier:
 
 
 def weighted_sum(job: Job, stacked: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """Add every expert's weighted answers to their tokens, always in the order of `pairs`.
+    """Add every expert's weighted answers to their tokens, in the order of `pairs`.
+
+    A GPU adds the answers to one token in any order, as it does in the library's own forward: there the last bits may
+    differ from one run to the next.
 
     Args:
         job: the layer step, T tokens.

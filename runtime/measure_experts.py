@@ -18,6 +18,7 @@ from hwprofiles.schema import ReferenceExpert
 from runtime.expert_math import ExpertLayout, dtype_name, expert_forward, swiglu_layout
 from runtime.measure_timing import Findings, once_s, sample
 from runtime.memory import DeviceSlots, HostTier, Slots
+from runtime.streaming import streamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -190,12 +191,18 @@ class CopyPool:
         ]
         return lambda index: pairs[index % len(pairs)][0].copy_(pairs[index % len(pairs)][1])
 
+    def streaming(self, size: int) -> Callable[[int], None]:
+        """Return the same as `work`, done as the host accelerator does it."""
+        places = range(0, min(len(self.source) // size, _MOST_PIECES) * size, size)
+        pairs = [(self.target[at:], self.source[at:]) for at in places]
+        return lambda index: streamed(*pairs[index % len(pairs)], size)
+
 
 def measure_host_copies(findings: Findings, *, seconds: float) -> None:
     """Measure copies between two host memories, and hidden states on their way to the CPU lane and back."""
     pool = CopyPool(max(pool_bytes(), 4 * COPY_BYTES[-1]))
     share_s = seconds / (len(COPY_BYTES) + len(_ACTIVATION_BYTES))
-    by_size = {size: sample(pool.work(size), share_s) for size in COPY_BYTES}
+    by_size = {size: sample(pool.streaming(size), share_s) for size in COPY_BYTES}
     source = "copies by one thread between written host memories, each piece in turn"
     line = fit_line(by_size)
     findings.link("h2d", by_size, line, source)

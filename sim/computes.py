@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from sim.machine import Machine
     from sim.transfers import Transfers
 
-LEAST_FRESH = 0.2
-"""Share of its time that a product keeps however warm its weights are."""
-
 
 class Computes:
     """Dispatches the experts of a plan to their lanes and counts them home.
@@ -37,8 +34,8 @@ class Computes:
         self._lanes = lanes
         self._experts = planner.shape.experts
         self._dispatch_s = costs.dispatch_s
-        self._first_s = [costs.first_op_s + costs.cpu_first_s] + [costs.first_op_s + costs.gpu_first_s] * planner.gpus
-        self._fresh_s = [costs.fresh_s(layer) for layer in range(planner.shape.layers)]
+        self._costs = costs
+        self._first_s = [costs.cpu_first_s] + [costs.gpu_first_s] * planner.gpus
         self.pending = 0
         self._done: Event | None = None
         self._fetched = 0  # fetched experts that a serial plan's CPU still waits for
@@ -85,16 +82,17 @@ class Computes:
             work.gpu_s.tolist(),
         )
         started = None if work.started is None else work.started.tolist()
-        fresh = [True] * len(self._lanes)
+        first_op_s = self._costs.first_op_s(len(experts), plan.copied)
+        unused = [True] * len(self._lanes)
         found = []
         for i in plan.order:
             if started is not None and started[i]:
                 continue
             code = codes[i]
             work_s = self._dispatch_s + (cpu_s[i] if code == CPU else gpu_s[code - 1 if len(gpu_s) > 1 else 0][i])
-            if fresh[code]:
-                fresh[code] = False
-                work_s += self._first_s[code]
+            if unused[code]:
+                unused[code] = False
+                work_s += first_op_s + self._first_s[code]
             compute = Operation(
                 self._lanes[code], COMPUTE, work.step, work.layer, experts[i], work_s, 0, self._computed
             )
@@ -115,7 +113,6 @@ class Computes:
         elif self._planner.gpu[code - 1].memory.state[layer, expert] == RESIDENT:
             self._machine.submit(compute)
         else:
-            compute.work_s = max(LEAST_FRESH * compute.work_s, compute.work_s - self._fresh_s[layer])
             if serial:
                 self._fetched += 1
                 compute.on_end = self._fetched_computed

@@ -69,7 +69,6 @@ class Replay:
         compute_lanes = [lanes.index("cpu"), *self._gpu]
         self._lane_of = np.array(compute_lanes, np.int8)  # lane code of an assignment -> lane
         self._d2h = [lanes.index(f"d2h{gpu}") for gpu in range(profile.gpus)]
-        self._join_s = costs.join_s
         self._moves_activations = profile.accelerator != "host"  # whose memory is shared
         self._computes = Computes(self.machine, self.transfers, planner, costs, compute_lanes)
         self._waits = 0
@@ -114,7 +113,7 @@ class Replay:
         # 1. the dense part
         yield self._alone(self._gpu[home], DENSE, step.step, layer, dense_s)
         # 2. late prefetches; 3. and 4. routing and planning
-        self.transfers.begin_layer(layer)
+        self.transfers.begin_layer(layer, routed.experts)
         plan = planner.plan(routed, step.step, step.phase, self.env.now, step.batch)
         work = plan.work
         lanes = self._lane_of[plan.lanes]
@@ -135,7 +134,8 @@ class Replay:
             yield self._alone(
                 self._d2h[home], ACTIVATION, step.step, layer, self._costs.activation_s(len(work.routing))
             )
-        yield self._alone(self._control, JOIN, step.step, layer, self._join_s)
+        join_s = self._costs.join_s(len(work.experts), plan.copied)
+        yield self._alone(self._control, JOIN, step.step, layer, join_s)
         for copies in planner.complete(plan, self.env.now):
             self.transfers.enqueue(copies, step.step)
 

@@ -10,6 +10,8 @@ from sim.machine import AHEAD, DEMAND, REPLACING
 from traces import timeline as kinds
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from hwprofiles.costs import Costs
     from policies.plan import Copies
     from policies.planner import Planner
@@ -74,14 +76,25 @@ class Transfers:
         """Submit `compute` when an expert on its way from the SSD is in host memory."""
         self._reading[key].append(Then(compute))
 
-    def begin_layer(self, layer: int) -> None:
-        """Drop, or turn into demand, the prefetches for this layer whose chain has not started."""
-        waiting = self._waiting.pop(layer, None)
-        if not waiting:
+    def begin_layer(self, layer: int, active: np.ndarray) -> None:
+        """Take back the prefetches for this layer whose chain has not started: the planner drops them or demands them.
+
+        Where the queue is sorted anew at every layer, those for other layers are taken back and dropped as well.
+        `active` int32 [A]: the experts that the gate chose.
+        """
+        if not self._waiting:
             return
         machine = self._machine
-        unstarted = {key: op for key, op in waiting.items() if self._idle(op) and machine.withdraw(op, AHEAD)}
-        for key in self._planner.late(list(unstarted)):
+        unstarted: dict[tuple[int, int, int], Operation] = {}
+        for own in list(self._waiting) if self._planner.requeues else [layer]:
+            waiting = self._waiting.get(own, {})
+            taken = {key: op for key, op in waiting.items() if self._idle(op) and machine.withdraw(op, AHEAD)}
+            self._waiting[own] = {key: op for key, op in waiting.items() if key not in taken}
+            unstarted |= taken
+        self._waiting.pop(layer, None)
+        if not unstarted:
+            return
+        for key in self._planner.late(list(unstarted), layer, active.tolist()):
             operation = unstarted.pop(key)
             if operation.kind == kinds.READ:
                 del self._reading[self._key(operation)]

@@ -37,12 +37,11 @@ class HandCosts:
     head: float = 0.0
     plan: float = 0.0
     dispatch_s: float = 0.0
-    first_op_s: float = 0.0
-    join_s: float = 0.0
+    first_op: float = 0.0
+    join: float = 0.0
     activation: float = 0.0
     cpu_first_s: float = 0.0
     gpu_first_s: float = 0.0
-    fresh: float = 0.0
     per_token: float = 0.0
 
     def _compute(self, base, tokens):
@@ -60,17 +59,20 @@ class HandCosts:
     def read_s(self, layer):
         return self.read
 
-    def fresh_s(self, layer):
-        return self.fresh
-
     def dense_s(self, tokens, context_tokens, sequences):
         return self.dense
 
     def head_s(self, tokens, logits=None):
         return self.head
 
-    def planning_s(self, policy, active):
+    def planning_s(self, policy, active, copies=0):
         return self.plan
+
+    def first_op_s(self, active, copies):
+        return self.first_op
+
+    def join_s(self, active, copies):
+        return self.join
 
     def activation_s(self, tokens):
         return self.activation

@@ -30,7 +30,7 @@ ONLY_IN = {
     "torch": {"runtime"},
     "transformers": {"runtime"},
     "safetensors": {"runtime"},
-    "numba": {"policies", "traces"},
+    "numba": {"policies", "traces", "runtime"},
     "pulp": {"policies"},
     "highspy": {"policies"},
     "matplotlib": {"moesim"},

@@ -11,7 +11,7 @@ from hwprofiles.calibrate import calibrate
 from hwprofiles.profile import load_profile, parse_profile
 from hwprofiles.robust import clipped_mean, quantiles_around_one, slowdown_shares
 from hwprofiles.schema import Quantity
-from moesim.calibrate import _ROUTED, _stability, designs, drawn_steps, learn
+from moesim.calibrate import _ROUTED, _stability, designs, differences, drawn_steps, learn
 from moesim.memory import MemoryOptions
 from moesim.trials import Trial, figures, simulate
 from traces.models import model_shape
@@ -21,10 +21,12 @@ TRUTH = {
     "contention.cpu.gpu": 1.09, "contention.gpu.cpu": 1.08, "contention.cpu.h2d": 1.25, "contention.h2d.cpu": 1.15,
     "contention.cpu.ssd": 1.05, "contention.ssd.cpu": 1.1,
 }  # fmt: skip
-
-
-FRESH_BYTES_PER_S = 40e9
-"""An expert of 6.3 MB that was just copied is computed 0.16 ms sooner."""
+CONTROL = {
+    "costs.dispatch.first_op_per_expert_s": 6e-6, "costs.dispatch.first_op_per_copy_s": 11e-6,
+    "costs.dispatch.join_per_expert_s": 9e-6, "costs.dispatch.join_per_copy_s": 15e-6,
+    "costs.planning.on-demand.per_copy_s": 20e-6,
+}  # fmt: skip
+"""What control does for each active expert and each copy."""
 
 
 def sized(spec):
@@ -41,7 +43,7 @@ def machine():
     shipped = load_profile("two-core-host")
     numbers = {path: q for path, q in shipped.numbers.items() if not path.startswith("contention.")}
     numbers |= {path: Quantity(value, "assumed", "a test") for path, value in TRUTH.items()}
-    numbers["costs.gpu.fresh_bytes_per_s"] = Quantity(FRESH_BYTES_PER_S, "assumed", "a test")
+    numbers |= {path: Quantity(value, "assumed", "a test") for path, value in CONTROL.items()}
     return replace(shipped, numbers=numbers)
 
 
@@ -70,8 +72,9 @@ def test_contention_is_found(learned, path):
     assert learned.numbers[path].value == pytest.approx(TRUTH[path], abs=0.025)
 
 
-def test_products_of_just_copied_weights_are_found_to_be_shorter(learned):
-    assert learned.numbers["costs.gpu.fresh_bytes_per_s"].value == pytest.approx(FRESH_BYTES_PER_S, rel=0.06)
+@pytest.mark.parametrize("path", CONTROL)
+def test_what_control_does_per_expert_and_copy_is_found(learned, path):
+    assert learned.numbers[path].value == pytest.approx(CONTROL[path], rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +137,33 @@ def test_overlap_that_never_slows_is_no_contention():
     assert slowdown_shares(logs, shares, np.zeros(400, np.int64))[0] == 0.0
 
 
+def test_two_profiles_differ_by_what_they_predict_of_the_designed_runs(machine):
+    """A profile does not differ from itself; one with a slower dense part predicts more for every run."""
+    path = "costs.dense.overhead_s"
+    numbers = machine.numbers | {path: replace(machine.numbers[path], value=0.01, interval=None)}
+    assert differences(machine, machine) == pytest.approx([0.0] * 30)
+    slower = differences(machine, replace(machine, numbers=numbers))
+    assert len(slower) == 30
+    assert min(slower) > 0.0
+
+
 def test_stability_by_hand():
-    """Three repetitions: pairs differ by 10 %, 0 and 1/11; the last differs from the first by 0."""
-    found = _stability(np.array([[1.1, 1.0, 1.1]]))
-    assert found["noise_floor"]["residual_median"] == pytest.approx(1 / 11)
-    assert found["noise_floor"]["held_out"] == 3
-    assert found["drift"]["residual_worst"] == 0.0
+    """Three runs take 0, 10 and 20 % more the second time: a run differs by 10 % from itself, and all drift by 10 %."""
+    found = _stability(np.array([[1.0, 2.2, 6.0], [1.0, 2.0, 5.0]]))
+    assert found["noise_floor"]["residual_median"] == pytest.approx(0.1)
+    assert found["noise_floor"]["residual_worst"] == pytest.approx(0.2)
+    assert found["drift"]["residual_median"] == pytest.approx(1 / 11)
+
+
+def test_a_burst_of_other_tenants_is_not_learned(machine, blank):
+    """One of three repetitions of a run is half as slow again: the profile is that of the others."""
+    shape = sized("olmoe-1b-7b/2")
+    trial = Trial("all-cpu+none", MemoryOptions(cache_ratio=0.0), drawn_steps(batch=1, prompt=0, decode=12, seed=5))
+    slow = {path: replace(one, seconds=tuple(1.5 * np.array(one.seconds))) for path, one in machine.curves.items()}
+    calm, busy = (simulate(trial, shape, one) for one in (machine, replace(machine, curves=slow)))
+    found = learn([(shape, trial, run) for run in (calm, busy, calm)], blank, date=DATE, name="x")
+    alone = learn([(shape, trial, calm)], blank, date=DATE, name="x")
+    assert found.curves["costs.cpu.points"].seconds == pytest.approx(alone.curves["costs.cpu.points"].seconds, rel=1e-3)
 
 
 def test_drawn_routing_has_distinct_experts_and_tells_contexts():

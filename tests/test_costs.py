@@ -156,7 +156,7 @@ def test_activations_move_in_and_out_at_two_bytes():
 def test_dispatch_costs_are_the_files_own():
     tables = {"dispatch": {"per_op_s": number(1e-6), "first_op_s": number(2e-6), "join_s": number(3e-6)}}
     known = costs(tables | {"cpu": {"first_s": number(4e-6)}})
-    assert (known.dispatch_s, known.first_op_s, known.join_s, known.cpu_first_s) == (1e-6, 2e-6, 3e-6, 4e-6)
+    assert (known.dispatch_s, known.first_op_s(8, 3), known.join_s(8, 3), known.cpu_first_s) == (1e-6, 2e-6, 3e-6, 4e-6)
 
 
 def test_a_missing_cost_is_missed_only_when_it_is_needed():

@@ -32,11 +32,12 @@ class WildAssignment(AssignmentPolicy):
 
 
 class WildPrefetch(PrefetchPolicy):
-    """Anything ahead, present or not, dropped or kept when late."""
+    """Anything ahead, present or not, dropped or kept when late, taken back at every layer or not."""
 
     def start(self, context):
         self.draw = random.Random(context.seed)
-        self.keep_late = bool(context.seed % 2)
+        self.late = ("keep", "drop", "active")[context.seed % 3]
+        self.requeue = context.seed // 3 % 2 == 1
 
     def prefetch(self, work, view):
         return [
@@ -109,7 +110,7 @@ def replayed(trace, setup, system, slow):
     if setup["gpus"] == 2 and system.cache == "wild":
         setup["gpus"] = 1
     model = shape(LAYERS, EXPERTS, expert_bytes=sizes)
-    costs = HandCosts(cpu=3.1, gpu=0.9, copy=2.3, read=3.7, dense=1.7, plan=0.1, dispatch_s=0.01, join_s=0.03)
+    costs = HandCosts(cpu=3.1, gpu=0.9, copy=2.3, read=3.7, dense=1.7, plan=0.1, dispatch_s=0.01, join=0.03)
     planner = plan_of(model, system, costs, **setup)
     profile = HandProfile(gpus=planner.gpus, slow=slow)
     passes = steps(*[[routed(layer, *sorted(chosen)) for layer, chosen in enumerate(layers)] for layers in trace])

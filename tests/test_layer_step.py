@@ -39,7 +39,7 @@ def test_residents_run_while_copies_are_on_their_way():
 
 def test_planning_dispatch_first_operation_join_and_activation_are_charged_once_each():
     """dense 2, plan .5, CPU: first 1 + dispatch .25 + cold CPU 3 + 10, then .25 + 10; activation .125, join .0625."""
-    costs = HandCosts(plan=0.5, dispatch_s=0.25, first_op_s=1.0, cpu_first_s=3.0, activation=0.125, join_s=0.0625)
+    costs = HandCosts(plan=0.5, dispatch_s=0.25, first_op=1.0, cpu_first_s=3.0, activation=0.125, join=0.0625)
     planner = plan_of(shape(), ON_CPU, costs)
     result, timeline = run(planner, steps([routed(0, 0, 1)]))
     assert result.makespan_s == 2 + 0.5 + (1 + 0.25 + 3 + 10) + (0.25 + 10) + 0.125 + 0.0625
@@ -137,12 +137,3 @@ def test_a_calibration_fills_a_cache_that_would_start_empty():
     planner = plan_of(shape(), ON_GPU, slots=2, calibration=np.array([[5.0, 0.0, 9.0, 1.0]]))
     _, timeline = run(planner, steps([routed(0, 0, 1, 2)]))
     assert timeline.access_frame()["state"].tolist() == ["hit", "miss", "hit"]
-
-
-def test_weights_just_copied_are_computed_faster_but_never_for_nothing():
-    """Product 10 s, saved 4 s after a copy of 4 s; resident, it takes its 10 s; however warm, a fifth is left."""
-    for fresh, computed in ((4.0, 6.0), (100.0, 2.0)):
-        costs = HandCosts(gpu=10.0, dense=0.0, fresh=fresh)
-        planner = plan_of(shape(), System("on-demand", cache="lru"), costs, slots=4)
-        _, timeline = run(planner, steps([routed(0, 0)], [routed(0, 0)]))
-        assert [end - start for _, _, start, end in spans(timeline, "compute")] == [computed, 10.0]
