@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
-TENSORS = ("activation_counts", "activation_matrices", "residual", "sensitivity", "transitions")
+TENSORS = (
+    "activation_counts", "activation_matrices", "prefetch_accuracy", "residual", "sensitivity", "single_share",
+    "transitions",
+)  # fmt: skip
 """Tensors that policies know by their own names, whatever file they lie in (`moesim record --calibration`)."""
 
 

@@ -1,7 +1,7 @@
 """`moesim gap`: where a policy loses its time."""
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -18,27 +18,12 @@ def add_commands(app: typer.Typer) -> None:
     app.command("gap", short_help="Say where a policy loses its time.")(gap)
 
 
+@options.with_setting
 def gap(
     trace: options.TraceFile,
-    policy: Annotated[str, typer.Option(help="A system or an assignment policy (see: list).")] = "greedy",
-    cache: options.Cache = None,
-    prefetch: options.Prefetch = None,
-    routing: options.Routing = None,
-    hw: options.Hardware = None,
-    cache_ratio: options.CacheRatio = None,
-    slots_per_layer: options.SlotsPerLayer = None,
-    gpu_memory: options.GpuMemory = None,
-    host_memory: options.HostMemory = None,
-    host_cache: options.HostCache = "lru",
-    cache_scope: options.CacheScope = None,
-    staging: options.Staging = None,
-    prefetch_budget: options.PrefetchBudget = None,
-    gpu_split: options.GpuSplit = "layers",
-    batch: options.Batch = 1,
-    steps: options.Steps = None,
-    seed: options.Seed = 0,
-    warm: options.Warm = None,
-    artefacts: options.Artefacts = None,
+    policy: options.Policy = "greedy",
+    *,
+    setting: options.Setting,
     as_json: options.AsJson = False,
 ) -> None:
     """Say how much of a policy's time above the clairvoyant bound is due to which of its parts.
@@ -51,18 +36,10 @@ def gap(
       moesim gap q.parquet --policy on-demand --cache lfu --prefetch next-gate --batch 8
     """
     from moesim import gap as library
-    from moesim.memory import MemoryOptions
     from moesim.progress import bar
 
-    memory = MemoryOptions(
-        cache_ratio, slots_per_layer, gpu_memory, host_memory, cache_scope, staging, prefetch_budget, gpu_split
-    )
     with bar("replaying") as progress:
-        found = library.gap(
-            trace, policy, cache=cache, prefetch=prefetch, routing=routing, host_cache=host_cache, hw=hw,
-            memory=memory, batch=batch, steps=steps, seed=seed, warm=warm,
-            artefacts=artefacts, progress=progress,
-        )  # fmt: skip
+        found = library.gap(trace, policy, **setting.keywords(), progress=progress)
     print(json.dumps(found.to_json(), indent=2) if as_json else gap_text(found))
 
 

@@ -38,7 +38,7 @@ def train_cache(
     epochs: Annotated[int, typer.Option(metavar="N", min=1, help="At most so many.")] = 200,
     batch: options.Batch = 1,
     steps: options.Steps = None,
-    seed: Annotated[int, typer.Option(help="Of the first weights and the order of samples.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the first weights and the order of samples.")] = 0,
     as_json: options.AsJson = False,
 ) -> None:
     """Train FlashMoE's cache policy on one part of a trace and judge it on another.

@@ -71,7 +71,7 @@ def reproduction_text(found: "Reproduction") -> str:
     experiment = found.experiment
     sources = list(dict.fromkeys(source for source, _, _ in experiment.published))
     head = [f"{experiment.name}: {experiment.summary}", _wrapped(experiment.computes)]
-    columns = [f"{' '.join(sources)}: {model}" for model in found.published]
+    columns = [column if len(sources) > 1 else f"{sources[0]}: {column}" for column in found.published]
     notes: dict[str, int] = {}
     rows = [[experiment.unit, *columns, *(f"ours: {found.models[t]}" for t in found.measured)]]
     for row in found.rows:

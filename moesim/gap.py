@@ -230,7 +230,8 @@ def gap(
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
     shape, profile = opened.shape, profile_of(hw)
     system = compose(policy, cache=cache, prefetch=prefetch, routing=routing)
-    plan = (memory or MemoryOptions()).plan(shape, profile, system)
+    extras = load_artefacts(artefacts)
+    plan = (memory or MemoryOptions()).plan(shape, profile, system, extras)
     needs: dict[str, None] = {}
     for composition in (system, replace(bound, routing=system.routing)):
         policies = composition.build(gpus=profile.gpus, host_cache=host_cache if plan.host is not None else None)
@@ -244,7 +245,6 @@ def gap(
     at_hand = [name for name in causal if set(resolve(name, "cache").needs) <= opened.columns]
     needs |= dict.fromkeys(column for name in at_hand for column in resolve(name, "cache").needs)
     calibration = None if warm is None else warm_counts(warm, opened)
-    extras = load_artefacts(artefacts)
 
     def passes() -> Iterable[RoutedStep]:
         return compose_steps(opened, batch=batch, steps=steps, columns=needs)

@@ -57,6 +57,10 @@ class Wrapped(CachePolicy):
         """As the rule says."""
         return self.rule.admits(work, incoming)
 
+    def precedence(self, incoming: np.ndarray) -> np.ndarray:
+        """As the rule says."""
+        return self.rule.precedence(incoming)
+
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """As the rule says."""
         return self.rule.victims(incoming, candidates)

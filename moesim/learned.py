@@ -149,6 +149,10 @@ class Witness(CachePolicy):
             self.stays.setdefault(key, []).append((self._since.pop(key), self._step))
         self._policy.evicted(keys)
 
+    def precedence(self, incoming: np.ndarray) -> np.ndarray:
+        """Pass on."""
+        return self._policy.precedence(incoming)
+
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Let the policy choose, then compare with hindsight."""
         chosen = self._policy.victims(incoming, candidates)

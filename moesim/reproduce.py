@@ -108,14 +108,19 @@ def records() -> tuple[Record, ...]:
 
 
 def published(experiment: Experiment) -> dict[str, dict[str, float | str]]:
-    """The published figures of an experiment: column -> row -> figure. A column is its model as the source names it."""
+    """The published figures of an experiment: column -> row -> figure.
+
+    A column is its model as the source names it, behind the source's name where there are several sources.
+    """
     found: dict[str, dict[str, float | str]] = {}
+    several = len({source for source, _, _ in experiment.published}) > 1
     for record in records():
         if (record.source, record.ref, record.metric) not in experiment.published:
             continue
         row = experiment.row(record.metric, record.setting)
         if row is not None:
-            found.setdefault(experiment.column(record.setting), {})[row] = record.value
+            column = experiment.column(record.setting)
+            found.setdefault(f"{record.source}: {column}" if several else column, {})[row] = record.value
     return found
 
 

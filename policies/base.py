@@ -11,13 +11,14 @@ T tokens of the step.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hwprofiles.costs import Costs
     from traces.schema import ModelShape, Phase
 
 CPU = 0
@@ -25,6 +26,9 @@ CPU = 0
 
 ABSENT, IN_FLIGHT, RESIDENT = 0, 1, 2
 """States of an expert in one memory."""
+
+Late = Literal["keep", "drop", "active"]
+"""What becomes of a prefetch whose layer has come before its copy started: see `PrefetchPolicy`."""
 
 
 class PolicyError(ValueError):
@@ -186,6 +190,9 @@ class Future(Protocol):
     def active(self, step: int, layer: int) -> np.ndarray:
         """int32 [A], ascending: the experts that layer step will use; empty past the end."""
 
+    def tokens(self, step: int, layer: int) -> np.ndarray:
+        """int32 [A]: the tokens routed to each of `active`."""
+
     @property
     def never(self) -> int:
         """The number that stands for "never again"."""
@@ -220,6 +227,8 @@ class RunContext:
         calibration: activation counts float64 [L, E] of a calibration trace, or None.
         future: only for oracles.
         extras: calibration artefacts by name (tables, trained networks).
+        costs: what operations take on this machine; None where a cache is driven alone.
+        served: bool [L], layers that this memory serves: some of them where GPUs share the layers out; None for all.
     """
 
     shape: ModelShape
@@ -230,6 +239,8 @@ class RunContext:
     calibration: np.ndarray | None = None
     future: Future | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
+    costs: Costs | None = None
+    served: np.ndarray | None = None
 
 
 class AssignmentPolicy(Policy):
@@ -254,11 +265,18 @@ class AssignmentPolicy(Policy):
 class PrefetchPolicy(Policy):
     """What should be on its way before it is asked for?
 
-    `keep_late` decides about a prefetch whose layer has come before its copy started: kept (it then
-    counts as demand) or dropped.
+    Copies wait in a queue, behind all demand, in the order in which they were named. Two rules say what becomes of
+    those that have not started; what has started is never stopped.
+
+    Attributes:
+        late: whose layer has come: ``keep`` makes all of them demand fetches, ``drop`` none, ``active`` those of
+            experts that the layer's gate, which has just spoken, did choose (before any routing policy).
+        requeue: whether all others are taken back as well before each layer step, so that naming them again, or not,
+            sorts the queue anew; what is taken back loses its place in the cache until then.
     """
 
-    keep_late: bool = True
+    late: Late = "keep"
+    requeue: bool = False
 
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
         """Keys of coming layers, most wanted first; the planner drops what is present and trims to the budget."""
@@ -279,11 +297,19 @@ class CachePolicy(Policy):
         del work
         return np.ones(len(incoming), dtype=np.bool_)
 
+    def precedence(self, incoming: np.ndarray) -> np.ndarray:
+        """Reorder `incoming`, int64 [M], when there is no free place for all of them. Default: launch order.
+
+        The first take the free places, as many of the next as there are candidates are shown to `victims`, and the
+        last run from staging.
+        """
+        return incoming
+
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Choose one distinct victim among `candidates` for each of `incoming`, -1 to decline its admission.
 
-        `candidates` int64 [C] ascending: residents of the scope that nobody holds. `incoming` int64 [M], launch order.
-        With M > C the planner passes only the first C.
+        `candidates` int64 [C] ascending: residents of the scope that nobody holds. `incoming` int64 [M], M <= C, in the
+        order of `precedence`.
         """
         raise NotImplementedError
 

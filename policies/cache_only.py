@@ -15,7 +15,7 @@ from numba import types as nb
 
 from policies.base import ABSENT, LayerWork, RunContext
 from policies.filling import fitting
-from policies.kernels import compiled, lowest, outscored
+from policies.kernels import compiled, lowest, outscored, soonest
 from policies.residency import GLOBAL, CacheSize, Residency
 from policies.tier import Tier
 
@@ -248,6 +248,8 @@ def _loop(  # noqa: C901, PLR0912 - one loop, compiled
         accesses[layer] += edges[i + 1] - edges[i]
         room = min(misses, slots[pool] - used[pool])
         used[pool] += room
+        if mode != 0 and misses > room:
+            missing = soonest(missing[:misses], score)
         late = missing[room:misses]
         if len(late):
             first, end = (0, len(resident)) if whole else (layer * width, (layer + 1) * width)

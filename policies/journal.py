@@ -82,10 +82,12 @@ class Journal:
         self._planner.read_done(layer, expert)
         self.entries.append(Entry("read_done", (layer, expert), None))
 
-    def late(self, waiting: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    def late(
+        self, waiting: Sequence[tuple[int, int, int]], layer: int, active: Sequence[int]
+    ) -> list[tuple[int, int, int]]:
         """As `Planner.late`."""
-        dropped = self._planner.late(waiting)
-        self.entries.append(Entry("late", (list(waiting),), dropped))
+        dropped = self._planner.late(waiting, layer, active)
+        self.entries.append(Entry("late", (list(waiting), layer, list(active)), dropped))
         return dropped
 
 

@@ -203,6 +203,19 @@ def lowest(candidates: np.ndarray, score: np.ndarray, tie: np.ndarray, count: in
     return best
 
 
+@compiled(nb.int64[::1](_array(nb.int64), _TIMES))
+def soonest(keys: np.ndarray, score: np.ndarray) -> np.ndarray:
+    """Sort a few `keys`, int64 [M], by descending score, equal ones as they stand."""
+    order = np.empty(len(keys), np.int64)
+    for n in range(len(keys)):
+        at = n
+        while at > 0 and score[keys[n]] > score[order[at - 1]]:
+            order[at] = order[at - 1]
+            at -= 1
+        order[at] = keys[n]
+    return order
+
+
 @compiled(nb.int64[::1](_array(nb.int64), _array(nb.int64), _TIMES))
 def outscored(incoming: np.ndarray, candidates: np.ndarray, score: np.ndarray) -> np.ndarray:
     """Keep the C best of `incoming` and `candidates`: a victim for each incoming key, -1 to decline it.

@@ -72,6 +72,11 @@ class Plan:
     ahead: Ahead | None = None
     ahead_s: list[float] = field(default_factory=list)
 
+    @property
+    def copied(self) -> int:
+        """How many experts it has brought from one memory to another."""
+        return sum(len(one.experts) for one in self.copies)
+
 
 @dataclass(slots=True)
 class Policies:

@@ -41,10 +41,12 @@ class PlannedCache(CachePolicy):
         name = type(self).__module__.rpartition(".")[2].replace("_", "-")
         if future is None:
             raise PolicyError(f"cache policy {name!r} must see the future; only a replay of a whole trace has one")
-        steps = [future.active(place // layers, place % layers) for place in range(future.never * layers)]
+        places = [divmod(place, layers) for place in range(future.never * layers)]
+        steps = [future.active(*place) for place in places]
         self._edges = np.concatenate(([0], np.cumsum([len(active) for active in steps]))).astype(np.int64)
         place = np.repeat(np.arange(len(steps)), np.diff(self._edges))
         experts_used = np.concatenate([np.empty(0, np.int32), *steps]).astype(np.int64)
+        tokens = np.concatenate([np.empty(0, np.int32), *(future.tokens(*place) for place in places)])
         self._layers = layers
         self._keys = place % layers * experts + experts_used
         self._plan = np.zeros(len(self._keys), np.bool_)
@@ -58,12 +60,14 @@ class PlannedCache(CachePolicy):
                     f"cache policy {name!r}: {len(members)} uses in one pool, at most {MOST_USES} can be solved;"
                     " cut the replay with --steps"
                 )
-            uses, room = self.uses(place[members], self._keys[members], slots, context)
+            uses, room = self.uses(place[members], self._keys[members], tokens[members], slots, context)
             self.stays.append(best_stays(uses, room))
             self._plan[members] = self.stays[-1].kept
 
-    def uses(self, place: np.ndarray, key: np.ndarray, slots: int, context: RunContext) -> tuple[Uses, float]:
-        """Price the uses of one pool: `place` and `key` int64 [U]; returns them and the pool's room."""
+    def uses(
+        self, place: np.ndarray, key: np.ndarray, tokens: np.ndarray, slots: int, context: RunContext
+    ) -> tuple[Uses, float]:
+        """Price the uses of one pool, `place`, `key` int64 [U], `tokens` int32 [U]; return them and the pool's room."""
         raise NotImplementedError
 
     def accessed(self, work: LayerWork) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hwprofiles.costs import Costs
-    from policies.base import Future, Swap
+    from policies.base import Future, Policy, Swap
     from traces.batch import RoutedLayer
     from traces.schema import ModelShape, Phase
 
@@ -112,18 +112,27 @@ class Planner:
                     calibration=calibration,
                     future=future if policy.oracle else None,
                     extras=extras,
+                    costs=self.costs,
+                    served=self._served(policy),
                 )
             )
         for tier in [*self.gpu, self.host.tier] if self.host else self.gpu:
             size = tier.memory.size
             keys = tier.cache.initial(size.slots)
             if keys is None and calibration is not None:
-                keys = fitting(-calibration, size.slots, size.scope)
+                keys = fitting(-calibration, size.slots, size.scope, self._served(tier.cache))
             if keys is None:
                 continue
             if tier in self.gpu and self._split_layers and self.gpus > 1:
                 keys = keys[[self.gpu[self.home(key // self.experts)] is tier for key in keys.tolist()]]
             tier.fill(keys)
+
+    def _served(self, policy: Policy) -> np.ndarray | None:
+        """Bool [L]: layers of the GPU whose cache this is, where GPUs share the layers out; None for all."""
+        gpu = next((g for g, cache in enumerate(self.policies.caches) if cache is policy), -1)
+        if gpu < 0 or self.gpus == 1 or not self._split_layers:
+            return None
+        return np.array([self.home(layer) == gpu for layer in range(self.layers)])
 
     # -- the view that policies see ------------------------------------------------------------------
 
@@ -160,6 +169,11 @@ class Planner:
         """Seconds one resident expert takes on a GPU."""
         return self.costs.gpu_s(layer, tokens)
 
+    @property
+    def requeues(self) -> bool:
+        """Whether prefetches of all layers that have not started are offered to `late` before each layer step."""
+        return self.policies.prefetch.requeue
+
     # -- what the world reports ----------------------------------------------------------------------
 
     def read_done(self, layer: int, expert: int) -> None:
@@ -177,21 +191,27 @@ class Planner:
         if self.host is not None:
             self.host.unhold(layer, expert)
 
-    def late(self, waiting: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        """Decide about prefetches ``(gpu, layer, expert)`` whose layer has come before they started.
+    def late(
+        self, waiting: Sequence[tuple[int, int, int]], layer: int, active: Sequence[int]
+    ) -> list[tuple[int, int, int]]:
+        """Decide about prefetches ``(gpu, layer, expert)`` that have not started, now that a gate has spoken.
 
-        Returns those that are dropped; their places are free again. The others become demand fetches.
+        All of `layer`, and with `requeues` those of other layers; `active` are the experts that its gate chose.
+
+        Returns those that are dropped; their places are free again. The others, of `layer`, become demand fetches.
         """
-        if not waiting or self.policies.prefetch.keep_late:
-            return []
-        for gpu, layer, expert in waiting:
-            key = layer * self.experts + expert
+        rule = self.policies.prefetch.late
+        kept = {(layer, expert) for expert in active} if rule == "active" else set()
+        dropped = [one for one in waiting if one[1] != layer or (rule != "keep" and (one[1], one[2]) not in kept)]
+        for gpu, own, expert in dropped:
+            key = own * self.experts + expert
             self._ahead[gpu].discard(key)
+            self._orphans[gpu].discard(key)
             self.gpu[gpu].cancel(key)
-            self._link_free_s[gpu] -= self._copy_s[gpu][layer]
+            self._link_free_s[gpu] -= self._copy_s[gpu][own]
             if self.host is not None:
-                self.host.unhold(layer, expert, cancelled=True)
-        return list(waiting)
+                self.host.unhold(own, expert, cancelled=True)
+        return dropped
 
     def complete(self, plan: Plan, now_s: float) -> list[Copies]:
         """Note that a layer step has joined: release its holds, forget what was staged for it.
@@ -255,8 +275,9 @@ class Planner:
             order=order.tolist(),
             copies=copies,
             staging_slots=[self.sizes.staging - len(ahead) for ahead in self._ahead],
-            planning_s=self.costs.planning_s(self.assignment_name, len(lanes)) + exposed_s,
+            planning_s=exposed_s,
         )
+        plan.planning_s += self.costs.planning_s(self.assignment_name, len(lanes), plan.copied)
         plan.serial = serial
         if self._looks_ahead and work.layer + 1 < self.layers:
             self._ask_ahead(plan)

@@ -25,6 +25,7 @@ class System:
         staging: slots beside the cache; None takes the profile's.
         staging_layers: the same in whole layers, for systems that buffer layers; `staging` wins.
         scope: ``layer`` or ``global`` where the source says so; None leaves it to the user.
+        divides_slots: whether layers get slots by their use, where a calibration says how (`policies.slot_shares`).
         note: where the composition departs from its source, and what it needs.
     """
 
@@ -35,6 +36,7 @@ class System:
     staging: int | None = None
     staging_layers: int = 0
     scope: str | None = None
+    divides_slots: bool = False
     note: str = ""
 
     def staging_slots(self, shape: ModelShape) -> int | None:
@@ -57,6 +59,8 @@ class System:
         )
 
 
+PARTS = ("cache", "prefetch")
+"""What may follow the name of a policy, each behind a plus sign."""
 SYSTEMS = {
     "dali": System(
         assignment="greedy",
@@ -69,7 +73,8 @@ SYSTEMS = {
         assignment="hybrimoe-schedule",
         cache="mrs:fill=lowest",
         prefetch="impact",
-        note="as the paper describes it, the operation that ends first next; starts with the lowest ids, as the code",
+        note="as the paper describes it, the operation that ends first next; prefetches that have not started are"
+        " chosen anew at every layer; starts with the lowest ids, as the code",
     ),
     "hybrimoe-released": System(
         assignment="hybrimoe-released",
@@ -94,9 +99,9 @@ SYSTEMS = {
     ),
     "flashmoe": System(
         assignment="on-demand",
-        cache="lru",
-        note="LRU stands in for the learned policy, which must be trained first (moesim train-cache TRACE --out DIR,"
-        " then --cache flashmoe --artefacts DIR). Experts live on the SSD: limit --host-memory to see it",
+        cache="flashmoe",
+        note="its network must be trained first: moesim train-cache TRACE --out DIR, then --artefacts DIR. Experts live"
+        " on the SSD: limit --host-memory to see it",
     ),
     "fiddler": System(
         assignment="fiddler",
@@ -129,7 +134,7 @@ SYSTEMS = {
         cache="moe-infinity",
         prefetch="activation-matrix",
         scope="global",
-        note="the head of its prefetch queue only, not sorted anew at every layer; a batch counts as one sequence",
+        note="the head of its prefetch queue only, sorted anew at every layer; a batch counts as one sequence",
     ),
     "adapmoe": System(
         assignment="on-demand",
@@ -137,7 +142,10 @@ SYSTEMS = {
         prefetch="first-missing",
         routing="adaptive-gating",
         scope="layer",
-        note="all layers alike in slots and, unless calibrated, sensitivity; the source divides slots by their use",
+        divides_slots=True,
+        note="slots are divided by what prefetching and gating leave to each layer where --artefacts holds"
+        " prefetch_accuracy and single_share (moesim record --calibration counts them); layers differ in sensitivity"
+        " only where it holds that too",
     ),
     "edgemoe": System(
         assignment="on-demand",
@@ -153,10 +161,10 @@ SYSTEMS = {
     ),
     "llama.cpp": System(
         assignment="layer-wise",
-        cache="lru",
+        cache="static:fill=last",
         scope="global",
-        note="the last layers that fit, whole, as -ngl; CPU and GPU layers never overlap; layers come over at first use"
-        " instead of at the start",
+        note="the last layers that fit, whole and from the start, as -ngl; CPU and GPU layers never overlap; prefill"
+        " does not stream the other layers",
     ),
     "ktransformers": System(
         assignment="fixed-mapping",
@@ -181,18 +189,35 @@ def compose(
 ) -> System:
     """Take a system or an assignment policy by name, and replace parts of it.
 
+    Args:
+        policy: the name; ``greedy+lru+residual`` says cache and prefetch in the same breath.
+        cache, prefetch, routing: what replaces the system's own, where given.
+
     Raises:
-        PolicyError: `policy` is neither.
+        PolicyError: `policy` is neither, or a part is said twice.
     """
-    base = SYSTEMS.get(policy)
+    name, *said = policy.split("+")
+    given = {"cache": cache, "prefetch": prefetch, "routing": routing}
+    if len(said) > len(PARTS):
+        raise PolicyError(f"policy {policy!r}: expected at most assignment+{'+'.join(PARTS)}")
+    for part, value in zip(PARTS, said, strict=False):
+        if value and given[part] not in {None, value}:
+            raise PolicyError(f"policy {policy!r}: expected its {part} said once, got {given[part]!r} too; drop one")
+        given[part] = value or given[part]
+    base = SYSTEMS.get(name)
     if base is None:
-        name = policy.partition(":")[0]
+        plain = name.partition(":")[0]
         known = [*names("assignment"), *SYSTEMS]
-        if name not in known and not policy.endswith(".py"):
-            close = difflib.get_close_matches(name, known, n=1)
+        if plain not in known and not name.endswith(".py"):
+            close = difflib.get_close_matches(plain, known, n=1)
             raise PolicyError(
-                f"unknown policy {name!r}; systems: {', '.join(sorted(SYSTEMS))}; assignment policies:"
+                f"unknown policy {plain!r}; systems: {', '.join(sorted(SYSTEMS))}; assignment policies:"
                 f" {', '.join(names('assignment'))}" + (f" (did you mean {close[0]!r}?)" if close else "")
             )
-        base = System(assignment=policy)
-    return replace(base, cache=cache or base.cache, prefetch=prefetch or base.prefetch, routing=routing or base.routing)
+        base = System(assignment=name)
+    return replace(
+        base,
+        cache=given["cache"] or base.cache,
+        prefetch=given["prefetch"] or base.prefetch,
+        routing=given["routing"] or base.routing,
+    )

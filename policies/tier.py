@@ -25,6 +25,7 @@ class Tier:
         self.deliberates = type(cache).exposed_s is not CachePolicy.exposed_s
         self._equal_sizes = len(set(memory.expert_bytes)) == 1 or memory.size.scope == PER_LAYER
         self._admits_all = type(cache).admits is CachePolicy.admits
+        self._in_launch_order = type(cache).precedence is CachePolicy.precedence
 
     def fill(self, keys: np.ndarray) -> None:
         """Make the policy's initial content resident."""
@@ -34,19 +35,21 @@ class Tier:
     def admit(self, work: LayerWork, layer: int, keys: np.ndarray, landing_s: np.ndarray) -> list[bool]:
         """Give each absent key of one layer a place in the cache, or send it to staging.
 
-        Free places go first, in launch order; then the policy names victims among unheld residents.
+        Free places go first, in the policy's order; then it names victims among unheld residents.
 
         Returns:
             For each key, whether it is staged.
 
         Raises:
-            PolicyError: the policy named a victim that is not a candidate, or one twice.
+            PolicyError: the policy named a victim that is not a candidate, or one twice, or lost one in reordering.
         """
         memory = self.memory
         wanted = keys if self._admits_all else keys[self.cache.admits(work, keys)]
         room = max(0, memory.free_bytes(layer) // memory.expert_bytes[layer])
         placed = wanted
         if len(wanted) > room:
+            if not self._in_launch_order:
+                wanted = self._preferred(wanted)
             made = self._make_room(layer, wanted[room:], memory.free_bytes(layer) - room * memory.expert_bytes[layer])
             placed = wanted if room + len(made) == len(wanted) else np.concatenate((wanted[:room], made))
         if len(placed) == len(keys):
@@ -55,10 +58,20 @@ class Tier:
             return [False] * len(keys)
         staged = np.isin(keys, placed, invert=True)
         if len(placed):
+            placed = keys[~staged]
             memory.reserve(layer, placed, landing_s[~staged])
             self.cache.admitted(placed)
         memory.stage(keys[staged], landing_s[staged])
         return staged.tolist()
+
+    def _preferred(self, wanted: np.ndarray) -> np.ndarray:
+        """`wanted` in the policy's order of precedence."""
+        order = self.cache.precedence(wanted)
+        if len(order) != len(wanted) or not np.array_equal(np.sort(order), np.sort(wanted)):
+            raise PolicyError(
+                f"cache policy {self.name!r}: precedence {order.tolist()} is not an order of {wanted.tolist()}"
+            )
+        return order
 
     def cancel(self, key: int) -> None:
         """Take back a copy that has not started."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from learned_network import Artefacts
 
 from policies.base import ABSENT, RESIDENT, CachePolicy, LayerWork, RunContext
 from policies.network import sizes
@@ -107,9 +108,11 @@ class View:
 class ListFuture:
     """The future as lists of uses, searched one by one: slow and obvious."""
 
-    def __init__(self, steps):
+    def __init__(self, steps, tokens=None):
+        """`tokens` maps (step, layer) to those of each expert, ascending; one each where it has nothing."""
         self.never = 1 + max((s.step for s in steps), default=0)
         self._active = {(s.step, s.layer): sorted(s.experts) for s in steps}
+        self._tokens = tokens or {}
         self._uses = {}
         for s in steps:
             for expert in s.experts:
@@ -123,6 +126,9 @@ class ListFuture:
 
     def active(self, step, layer):
         return np.array(self._active.get((step, layer), []), np.int32)
+
+    def tokens(self, step, layer):
+        return np.array(self._tokens.get((step, layer), [1] * len(self.active(step, layer))), np.int32)
 
 
 @dataclass
@@ -141,12 +147,12 @@ def context(steps, capacity, *, layers=1, experts=8, scope="layer", seed=0, cali
     slots = np.full(layers if scope == "layer" else 1, capacity)
     return RunContext(
         shape(layers, experts), 1, slots, scope, seed=seed, calibration=calibration, future=ListFuture(steps),
-        extras={"flashmoe": untrained(layers, experts)},
+        extras=Artefacts(layers, experts),
     )  # fmt: skip
 
 
 def untrained(layers: int, experts: int, hidden: int = 4, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights where a learned policy expects trained ones: enough for what every policy promises."""
+    """Random weights where a learned policy expects trained ones: enough for what does not depend on them."""
     draw = np.random.default_rng(seed).normal
     return {name: draw(size=size).astype(np.float32) for name, size in sizes(layers, experts, hidden).items()}
 
@@ -180,6 +186,8 @@ def drive(policy: CachePolicy, steps, capacity, *, layers=1, experts=8, scope="l
         incoming = keys[~hit]
         incoming = incoming[policy.admits(now, incoming)]
         free = capacity - int(resident[scoped].sum())
+        if len(incoming) > free:
+            incoming = policy.precedence(incoming)
         entering, incoming = incoming[:free], incoming[free:]
         candidates = np.flatnonzero(resident[scoped]) + (scoped.start or 0)
         candidates = candidates[~np.isin(candidates, keys)]

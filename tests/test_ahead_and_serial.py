@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from cache_driver import View, work
 
+from policies.assignment.daop import DAOP
 from policies.base import Ahead, Assignment, AssignmentPolicy, PolicyError
 from policies.systems import System
 from tests.handmade import HandCosts, HandProfile, plan_of, registered, routed, run, shape, spans, steps
+from traces.schema import Phase
 
 
 class Foreseeing(AssignmentPolicy):
@@ -43,7 +49,7 @@ def ahead(guess="1"):
     return System(f"foreseeing:guess={guess}", cache="none")
 
 
-def test_precalculated_expert_is_awaited_for_the_remainder_only():
+def test_section_2_3_a_precalculated_expert_is_awaited_for_the_remainder_only():
     """Layer 0: dense 0-2, CPU expert 0 2-12, then (1,1) ahead 12-22; layer 1: dense 12-14, waits to 22."""
     planner = plan_of(shape(layers=2), ahead())
     result, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
@@ -111,6 +117,31 @@ def test_section_2_3_daop_predicts_from_layer_four_on_and_starts_what_no_gpu_hol
     assert second.ahead.experts.tolist() == [1, 2]
     third = planner.plan(routed(2, 1, 3, pred1_raw=predicted), 0, 1, 0.0)
     assert third.work.started.tolist() == [True, False]
+
+
+def test_section_2_3_on_demand_layers_are_parallel_as_drawn_or_serial_as_coded():
+    """Experts 0 resident, 1 absent; layer 0 is below the first predicted one, layer 1 is not."""
+    now = work(cpu_s=[5, 5], gpu_s=[1, 1], arrive_s=[0, 4], state=[2, 0])
+    for before_first, serial in (("parallel", [False, False]), ("serial", [True, False])):
+        policy = DAOP(first_layer=1, before_first=before_first)
+        answers = [policy.assign(replace(now, layer=layer), View()) for layer in (0, 1)]
+        assert [answer.lanes.tolist() for answer in answers] == [[1, 0], [1, 0]]
+        assert [answer.serial for answer in answers] == serial
+
+
+def test_section_2_2_prompts_run_in_place_or_where_the_sum_of_latencies_is_least():
+    """A6000: 8.5 ms a token on the CPU, 210 ms a load. 24 tokens stay (204), 25 load (212.5), a tie loads too."""
+    cpu_ms = [8.5 * 24, 8.5 * 25, 8.5, 210.0]
+    now = work(cpu_s=cpu_ms, gpu_s=[0] * 4, arrive_s=[210, 210, 0, 210], tokens=[24, 25, 1, 24], state=[0, 0, 2, 0])
+    prompt = replace(now, phase=Phase.PREFILL)
+    assert DAOP().assign(prompt, View()).lanes.tolist() == [0, 0, 1, 0]
+    assert DAOP(prefill="cheapest").assign(prompt, View()).lanes.tolist() == [0, 1, 1, 1]
+    assert DAOP(prefill="cheapest").assign(now, View()).lanes.tolist() == [0, 0, 1, 0]  # decode stays as it is
+
+    def latency_ms(lanes):
+        return sum(prompt.arrive_s[0, i] if lane else cpu_ms[i] for i, lane in enumerate(lanes))
+
+    assert latency_ms([0, 1, 1, 1]) == min(map(latency_ms, itertools.product((0, 1), repeat=4)))
 
 
 def test_daop_replays_the_shipped_trace():

@@ -56,6 +56,31 @@ def assigned(policy, now):
     return policy.assign(now, View(gpus=len(now.gpu_s)))
 
 
+def test_section_1_1_a1_counting_alone_would_fill_the_quota_with_inactive_experts():
+    """Equations 7 and 8 as printed fix how many experts are assigned, not which: the idle expert 4 stands in for 0.
+
+    What is left of example A then takes 6 (1 and 2 on the GPU, 3 and 5 on the CPU) instead of the true 8.
+    """
+    tokens, transfer, compute, slope, _, resident = EXAMPLES["A"]
+    cpu_s = [slope * w for w in tokens]
+    gpu_s = [0 if not w else compute if e in resident else max(transfer, compute) for e, w in enumerate(tokens)]
+    choices = (c for c in itertools.product((0, 1, None), repeat=6) if sum(lane is not None for lane in c) == 5)
+    literal = min(
+        max(sum(costs[e] for e in range(6) if choice[e] == lane) for lane, costs in enumerate((cpu_s, gpu_s)))
+        for choice in choices
+    )
+    now = example("A")
+    assert literal == 6
+    assert max(loads_s(now, assigned(ILP(), now).lanes)) == 8
+
+
+def test_section_1_4_b_has_eleven_optimal_assignments():
+    """So tests compare the objective, never the lanes."""
+    now = example("B")
+    found = [max(loads_s(now, choice)) for choice in itertools.product((0, 1), repeat=5)]
+    assert (min(found), found.count(min(found))) == (18, 11)
+
+
 @pytest.mark.parametrize(
     ("name", "gpu", "gpu_s", "cpu_s"),
     [("A", {0, 3, 5}, 12, 8), ("B", {0, 2, 4}, 18, 14), ("D", {0, 3}, 6, 7)],
@@ -119,7 +144,7 @@ def test_static_threshold_variants_differ_where_compute_adds_to_the_copy():
     assert assigned(StaticThreshold(rule="sum"), now).lanes.tolist() == [0]
 
 
-def test_greedy_tie_between_lanes_goes_to_the_gpu():
+def test_section_1_2_a_tie_between_lanes_goes_to_the_gpu():
     assert assigned(Greedy(), work(cpu_s=[2], gpu_s=[2])).lanes.tolist() == [1]
 
 
@@ -130,7 +155,7 @@ def test_greedy_waits_for_the_ssd_on_the_cpu_too():
     assert assigned(Greedy(), work(cpu_s=[1], gpu_s=[1], arrive_s=[4.5])).lanes.tolist() == [0]
 
 
-def test_greedy_strict_falls_back_to_the_cpu_when_staging_is_full():
+def test_section_1_1_a2_greedy_falls_back_to_the_cpu_when_staging_is_full():
     """Three absent experts that all want the GPU, room to stage one: the largest gap gets it; residents need none."""
     now = work(cpu_s=[9, 30, 20, 8], gpu_s=[1, 1, 1, 1], arrive_s=[2, 2, 2, 0])
     assert assigned(Greedy(), now).lanes.tolist() == [1, 1, 1, 1]
@@ -139,7 +164,7 @@ def test_greedy_strict_falls_back_to_the_cpu_when_staging_is_full():
     assert assigned(ILP(staging=1), now).lanes.tolist() == [0, 1, 0, 1]
 
 
-def test_two_gpus_share_and_ties_go_to_the_lower_one():
+def test_section_1_8_two_gpus_share_and_ties_go_to_the_lower_one():
     """Equal experts of 3 on a GPU and 4 on the CPU: GPU 0, GPU 1, then the CPU (4 < 6)."""
     now = work(cpu_s=[4, 4, 4], gpu_s=[[3, 3, 3], [3, 3, 3]])
     assert assigned(Greedy(), now).lanes.tolist() == [1, 2, 0]

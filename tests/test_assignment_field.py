@@ -242,6 +242,15 @@ def test_section_6_2_masks_compute_where_the_weights_are():
     assert FixedMapping(wait=True).assign(now, Machine()).lanes.tolist() == [1, 0, 1]
 
 
+def test_section_6_2_a_prompt_uses_no_cpu_where_asked():
+    """KTransformers' rule for DeepSeek-V2-Lite: prefill on the GPU, generation where the weights are."""
+    now = work(cpu_s=[1, 9], gpu_s=[9, 1], arrive_s=[0, 4], state=[RESIDENT, ABSENT])
+    prompt = replace(now, phase=Phase.PREFILL)
+    for policy, lanes in ((FixedMapping(), [1, 0]), (FixedMapping(prefill="gpu"), [1, 1])):
+        assert policy.assign(prompt, Machine()).lanes.tolist() == lanes
+        assert policy.assign(now, Machine()).lanes.tolist() == [1, 0]
+
+
 def test_masks_on_two_gpus_stay_where_the_weights_are():
     now = work(cpu_s=[1, 1, 1], gpu_s=[[1, 1, 1], [5, 5, 5]], arrive_s=[[4, 0, 4], [0, 0, 4]])
     assert FixedMapping().assign(now, Machine(gpus=2)).lanes.tolist() == [2, 1, 0]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from cache_driver import LayerStep, ListFuture, atomic, context, drive, flattened, one_by_one, real_trace, work
+from cache_driver import LayerStep, ListFuture, atomic, context, drive, flattened, one_by_one, real_trace, shape, work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.base import PolicyError
+from policies.base import PolicyError, RunContext
 from policies.cache.belady import Belady
 from policies.cache.lfu import LFU
 from policies.cache.lru import LRU
 from policies.cache.none import NoCache
 from policies.cache.static import Static
+from policies.residency import CacheSize, Residency
+from policies.tier import Tier
 
 UNIT_STRING = [5, 2, 4, 2, 1, 3, 1, 5, 3, 5, 1, 3, 1, 4, 3, 5, 1, 4]
 STEPS = atomic([0, 1], [2, 3], [0, 2], [1, 4], [0, 2], [3, 4])
@@ -131,6 +134,30 @@ def test_belady_declines_only_what_returns_later_than_every_candidate():
     declining, textbook = drive(Belady(), steps, 2), drive(Belady(must_admit=True), steps, 2)
     assert (declining.hits, declining.evicted, declining.declined) == (2, [], [2])
     assert (textbook.hits, textbook.evicted) == (1, [1, 0])
+
+
+@pytest.mark.parametrize("must_admit", [False, True])
+def test_belady_chooses_whom_to_let_in_where_not_all_can_enter(must_admit):
+    """Two places, three newcomers of which 1 and 2 return at once: launch order would have let 0 in.
+
+    Then 3, 4 and 5 come while 1 is held: the one other place goes to 5, the only one that returns, not to 3.
+    """
+    run = drive(Belady(must_admit=must_admit), atomic([0, 1, 2], [1, 2], [1, 3, 4, 5], [1, 5]), 2)
+    assert run.hits == 2 + 1 + 2
+    assert run.evicted == [2]
+    assert drive(LRU(), atomic([0, 1, 2]), 2).resident == [0, 1]  # others keep launch order
+
+
+def test_an_order_that_loses_somebody_is_the_policys_error():
+    class Forgetful(LRU):
+        def precedence(self, incoming):
+            return incoming[1:]
+
+    model = shape(1, 4)
+    tier = Tier(Residency(1, 4, (100,), CacheSize.of((100,), 4, slots_per_layer=1)), Forgetful(), "forgetful")
+    tier.cache.start(RunContext(model, 1, np.array([1]), "layer"))
+    with pytest.raises(PolicyError, match=r"'forgetful': precedence \[1\] is not an order of \[0, 1\]"):
+        tier.admit(work(experts=[0, 1]), 0, np.array([0, 1]), np.zeros(2))
 
 
 def test_belady_admits_on_a_tie():
@@ -280,6 +307,13 @@ def test_belady_equals_a_linear_scan_on_real_traces_and_nobody_beats_it(name, la
         assert drive(other, one_by_one(accesses), capacity, experts=experts).hits <= run.hits
 
 
+def test_section_5_2_slots_per_layer_from_bytes():
+    """16 GB less 2.4 of other weights and 1.0 in reserve; 57 GB of experts, 128 a layer: floor(28.3) of each."""
+    layers, experts = 48, 128
+    size = CacheSize.of((57_000_000_000 // (layers * experts),) * layers, experts, total_bytes=12_600_000_000)
+    assert size.slots.tolist() == [28] * layers
+
+
 def test_no_cache_never_keeps_anything():
     run = drive(NoCache(), STEPS, 3)
     assert (run.hits, run.resident) == (0, [])
@@ -301,6 +335,26 @@ def test_static_without_calibration_takes_the_lowest_ids_of_every_layer():
     assert policy.initial(np.array([3])).tolist() == [0, 1, 4]
     steps = atomic([0], [5], [0, 5])
     assert drive(Static(), steps, 2).resident == [0, 1]
+
+
+def test_section_6_1_and_6_2_static_fills_the_first_layers_or_the_last_ones():
+    """Three layers of four, six slots: one layer whole and half the next; slots per layer cannot do that."""
+    for fill, filled in (("front", [0, 1, 2, 3, 4, 5]), ("last", [4, 5, 8, 9, 10, 11])):
+        policy = Static(fill=fill)
+        policy.start(context([], 6, layers=3, experts=4, scope="global"))
+        assert policy.initial(np.array([6])).tolist() == filled
+        with pytest.raises(PolicyError, match=f"fill={fill} fills whole layers.*--cache-scope global"):
+            Static(fill=fill).start(context([], 2, layers=3, experts=4))
+
+
+def test_static_fills_what_its_gpu_serves():
+    """Layers 0 and 1 live on another GPU: six slots hold layer 3 and half of layer 2, popular experts likewise."""
+    base = context([], 6, layers=4, experts=4, scope="global", calibration=np.ones((4, 4)))
+    served = np.array([False, False, True, True])
+    for fill, filled in (("last", [8, 9, 12, 13, 14, 15]), ("calibrated", [8, 9, 10, 11, 12, 13])):
+        policy = Static(fill=fill)
+        policy.start(replace(base, served=served))
+        assert policy.initial(np.array([6])).tolist() == filled
 
 
 def test_static_random_follows_the_seed():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cache_driver import atomic, context, drive, one_by_one, real_trace
+from cache_driver import ListFuture, atomic, context, drive, one_by_one, real_trace
 from handmade import HandCosts, plan_of, routed, run, shape, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,6 +128,65 @@ def test_belady_cost_leaves_to_the_cpu_what_is_not_worth_a_fetch():
     frugal = BeladyCost(cpu=1 / 3)
     assert drive(frugal, accesses, 2).hits == 3
     assert frugal.stays[0].least_cost == pytest.approx(1 + 2 / 3)
+
+
+def test_belady_cost_prices_the_tokens_of_every_use():
+    """CPU at a third of a fetch for one token. 1 comes twice, the second time with 9 tokens: now its fetch pays."""
+    layer_steps = one_by_one([0, 1, 0, 1, 0, 0])
+    plain = context(layer_steps, 2)
+    busy = replace(plain, future=ListFuture(layer_steps, {(3, 0): [9]}))
+    for ctx, growth, kept, least in (
+        (plain, 1.0, [True, False, True, False, True, False], 1 + 2 / 3),
+        (busy, 1.0, [True, True, True, False, True, False], 2.0),
+        (busy, 0.0, [True, False, True, False, True, False], 1 + 2 / 3),
+    ):
+        policy = BeladyCost(cpu=1 / 3, growth=growth)
+        policy.start(ctx)
+        assert policy.stays[0].kept.tolist() == kept
+        assert policy.stays[0].least_cost == pytest.approx(least)
+
+
+def test_belady_cost_takes_the_seconds_of_the_machine_it_runs_on():
+    """A copy takes 4 s, an expert 3 s plus 3 for each further token on the CPU and 1 and 1 on the GPU.
+
+    Beyond a hit that is 4 fetched, 2 for one token and 6 for three on the CPU. 0 comes with one token each time: 2 + 2
+    on the CPU, as much as fetching it once; 1 comes with three tokens: 4 once, then a hit.
+    """
+    passes = steps(*[[routed(0, e, tokens=[1 + 2 * e])] for e in (0, 1, 0, 1)])
+    costs = HandCosts(cpu=3.0, gpu=1.0, copy=4.0, per_token=1.0)
+    system = System(assignment="on-demand", cache="belady-cost")
+    planner = plan_of(shape(), system, costs, slots=2, future=RecordedFuture(passes))
+    assert planner.policies.caches[0].stays[0].least_cost == 2 + 4 + 2
+    ones = steps(*[[routed(0, e)] for e in (0, 1, 0, 1)])
+    planner = plan_of(shape(), system, costs, slots=2, future=RecordedFuture(ones))
+    assert planner.policies.caches[0].stays[0].least_cost == 2 * 4
+
+
+@settings(max_examples=30, deadline=None)
+@given(STEPS, st.integers(0, 3), st.data())
+def test_with_workloads_belady_cost_still_bounds_every_cache(layer_steps, room, data):
+    """The least cost over every content that may survive every step, with a price of its own for each use."""
+    tokens = {(s.step, 0): [data.draw(st.integers(1, 9)) for _ in s.experts] for s in layer_steps}
+    policy = BeladyCost(cpu=0.3)
+    policy.start(replace(context(layer_steps, room), future=ListFuture(layer_steps, tokens)))
+    states = {frozenset(): 0.0}
+    for s in layer_steps:
+        cpu = {e: 0.3 * n for e, n in zip(sorted(s.experts), tokens[s.step, 0], strict=True)}
+        reached = {}
+        for inside, paid in states.items():
+            for kept in subsets(inside | set(s.experts), room):
+                fetched = {e for e in s.experts if e not in inside and e in kept}
+                rest = [min(1.0, cpu[e]) for e in s.experts if e not in inside and e not in fetched]
+                total = paid + len(fetched) + sum(rest)
+                reached[kept] = min(total, reached.get(kept, np.inf))
+        states = reached
+    assert policy.stays[0].least_cost == pytest.approx(min(states.values()))
+
+
+def subsets(pool, room):
+    """All contents of at most `room` experts."""
+    ordered = sorted(pool)
+    return [frozenset(c) for n in range(min(room, len(ordered)) + 1) for c in itertools.combinations(ordered, n)]
 
 
 def test_belady_size_keeps_two_small_ones_instead_of_a_large_one():

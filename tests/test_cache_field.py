@@ -56,7 +56,7 @@ def test_section_4_5_batch_by_mean_or_by_first_row():
     assert scored(MRS(alpha=1.0, p=4, first_row=True), rows).score.tolist() == pytest.approx([0.9, 0.1, 0, 0], abs=1e-3)
 
 
-def test_mrs_ties_go_to_the_lower_id_or_to_the_least_recently_touched():
+def test_section_4_5_ties_go_to_the_lower_id_or_to_the_least_recently_touched():
     """Nobody has a score; 1 was touched last."""
     for tie, victim in (("id", 0), ("touched", 2)):
         policy = MRS(tie=tie)
@@ -66,12 +66,12 @@ def test_mrs_ties_go_to_the_lower_id_or_to_the_least_recently_touched():
         assert policy.victims(np.array([3]), np.array([0, 1, 2])).tolist() == [victim], tie
 
 
-def test_mrs_starts_empty_or_with_the_lowest_ids():
+def test_section_4_5_starts_empty_or_with_the_lowest_ids():
     assert drive(MRS(), [], 2).resident == []
     assert drive(MRS(fill="lowest"), [], 2, layers=2, experts=4).resident == [0, 1, 4, 5]
 
 
-def test_score_window_forgets_what_is_older():
+def test_section_3_3_the_window_forgets_what_is_older():
     """Expert 0 leads over both steps, expert 2 over the last one alone."""
     rows = [[0.9, 0, 0.1, 0], [0.3, 0, 0.6, 0]]
     assert scored(ScoreWindow(window=2), *rows).score.tolist() == pytest.approx([0.6, 0, 0.35, 0], abs=1e-3)
@@ -80,7 +80,7 @@ def test_score_window_forgets_what_is_older():
     assert scored(ScoreWindow(window=8), *rows).victims(np.array([1]), np.array([0, 2])).tolist() == [2]
 
 
-def test_score_window_breaks_ties_by_last_use_then_id():
+def test_section_3_3_ties_go_to_the_last_use_then_id():
     policy = scored(ScoreWindow(), [0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25])
     policy.accessed(work(experts=[0], step=2))
     assert policy.victims(np.array([3, 3]), np.array([0, 1, 2])).tolist() == [1, 2]
@@ -202,7 +202,7 @@ def infinity(**parameters):
     return policy
 
 
-def test_moe_infinity_multiplies_place_ratio_and_visits():
+def test_section_6_9_the_priority_multiplies_place_ratio_and_visits():
     """Visits 4, 2, 4, 1, 1; ratios 3/4, 1/4, 1, 0, 1/4; decay 1, 1, 2/3, 2/3, 1/3, each as shares plus 1e-6."""
     policy = infinity()
     decay, ratio, visits = np.array([1, 1, 2 / 3, 2 / 3, 1 / 3]), np.array([3 / 4, 1 / 4, 1, 0, 1 / 4]), [4, 2, 4, 1, 1]
@@ -210,14 +210,14 @@ def test_moe_infinity_multiplies_place_ratio_and_visits():
     assert policy._priority()[[0, 1, 4, 5, 8]] == pytest.approx(product)
 
 
-def test_moe_infinity_protects_the_current_layer_and_unused_prefetches():
+def test_section_6_9_the_current_layer_and_unused_prefetches_are_protected():
     """Layer 0 runs. 5 and 8 were never used; 4 was, so it leaves first although its priority is the highest."""
     order = infinity().victims(np.arange(5), np.array([0, 1, 4, 5, 8])).tolist()
     assert order[0] == 4
     assert order[1:] == [5, 8, 1, 0]
 
 
-def test_moe_infinity_released_topology_takes_half_the_layers_for_an_encoder():
+def test_section_6_9_released_topology_takes_half_the_layers_for_an_encoder():
     policy = MoEInfinity(topology="released")
     policy.start(context([], 6, layers=4, experts=4, scope="global"))
     assert policy._decay().tolist() == [1, 0.5, 0, 1 / 3]

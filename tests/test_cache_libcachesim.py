@@ -10,6 +10,7 @@ import pytest
 from cache_driver import context, flattened, real_trace, work
 
 from policies.cache.arc import ARC
+from policies.cache.clock import Clock
 from policies.cache.fifo import FIFO
 from policies.cache.lecar import LeCaR
 from policies.cache.s3_fifo import S3FIFO
@@ -66,6 +67,7 @@ def played(policy, keys, capacity, experts, seed=0):
 EQUAL = [
     (FIFO(), "FIFO"),
     (SIEVE(), "Sieve"),
+    (Clock(), "Clock"),
     (ARC(ratio="real"), "ARC"),
     (S3FIFO(variant="libcachesim"), "S3FIFO"),
     (SLRU(segments=4, entry="free"), "SLRU"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from policies.base import PolicyError
 from policies.cache.arc import ARC
+from policies.cache.clock import Clock
 from policies.cache.fifo import FIFO
 from policies.cache.lecar import LeCaR
 from policies.cache.lifo import LIFO
@@ -20,7 +21,7 @@ from policies.cache.sieve import SIEVE
 from policies.cache.slru import SLRU
 
 UNIT_STRING = [5, 2, 4, 2, 1, 3, 1, 5, 3, 5, 1, 3, 1, 4, 3, 5, 1, 4]
-REQUEST_CACHES = [ARC, LeCaR, SIEVE, S3FIFO, SLRU]
+REQUEST_CACHES = [ARC, Clock, LeCaR, SIEVE, S3FIFO, SLRU]
 
 
 class AlternatingLeCaR(LeCaR):
@@ -153,6 +154,32 @@ def scan_slru(accesses, capacity):
                 (probation or protected).pop(0)
             probation.append(x)
     return hits
+
+
+def scan_clock(accesses, capacity, rounds=1):
+    """A dial of fixed places and a hand: whoever was used is spared, place by place."""
+    dial, uses, hand, hits = [], {}, 0, []
+    for x in accesses:
+        hits.append(x in dial)
+        if hits[-1]:
+            uses[x] = min(uses[x] + 1, rounds)
+            continue
+        uses[x] = 0
+        if len(dial) < capacity:
+            dial.append(x)
+            continue
+        while uses[dial[hand]]:
+            uses[dial[hand]] -= 1
+            hand = (hand + 1) % capacity
+        dial[hand] = x
+        hand = (hand + 1) % capacity
+    return hits
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 7), max_size=60), st.integers(1, 6), st.integers(1, 3))
+def test_clock_equals_a_dial_with_a_hand(accesses, capacity, rounds):
+    assert drive(Clock(rounds=rounds), one_by_one(accesses), capacity).hit_log == scan_clock(accesses, capacity, rounds)
 
 
 @settings(max_examples=60, deadline=None)

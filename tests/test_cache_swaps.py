@@ -12,6 +12,7 @@ from handmade import HandCosts, plan_of, routed, run, shape, spans, steps
 from policies.base import RESIDENT, PolicyError
 from policies.cache.prefill_swap import PrefillSwap
 from policies.cache.workload_window import WorkloadWindow
+from policies.residency import CacheSize
 from policies.systems import System
 from traces.schema import Phase
 
@@ -71,13 +72,44 @@ def test_section_1_7(trigger, gain, swaps, final, hits):
     assert swapped(policy, WORKLOADS, [0, 1, 2, 3]) == (swaps, final, hits, 28)
 
 
-def test_section_1_7_u_beyond_what_there_is_is_cut():
+def test_section_1_7_b_the_idlest_leave_not_the_busiest():
+    """Line 11 prints TopK over the residents, whom the text calls the lowest. After step 3 that would be 0 and 2."""
+    log, _, _, _ = swapped(WorkloadWindow(window=4, swaps=2), WORKLOADS[:4], [0, 1, 2, 3])
+    sums = np.array(WORKLOADS[:4]).sum(axis=0)
+    assert sums.tolist() == [3, 1, 2, 0, 10, 6, 2, 0]
+    literal = {0, 1, 2, 3} & set(np.argsort(-sums[:4], kind="stable")[:2].tolist())
+    assert literal == {0, 2}
+    assert {out for _, out in log[3]} == {3, 1}
+
+
+def test_section_1_7_e_a_new_sequence_keeps_the_cache_and_its_window():
+    """EOS ends the loop over tokens, nothing else: the fourth step closes the window, whichever sequence it is of."""
+    policy = WorkloadWindow(window=4, swaps=2)
+    policy.start(context([], 4))
+    policy.admitted(np.arange(4))
+    view = View(resident=[(0, 0, e) for e in range(4)])
+    for step, counts in enumerate(WORKLOADS[:4]):
+        experts = np.flatnonzero(counts)
+        now = replace(work(experts=experts, tokens=np.array(counts)[experts], step=step), batch=step // 2)
+        policy.accessed(now)
+        swaps = policy.replacements(now, view)
+    assert [(into.expert, out.expert) for out, into in swaps] == [(4, 3), (5, 1)]
+
+
+def test_section_1_7_g_what_is_fetched_on_demand_never_enters():
+    policy = WorkloadWindow()
+    policy.start(context([], 4))
+    assert policy.admits(work(experts=[5, 6]), np.array([5, 6])).tolist() == [False, False]
+    assert policy.victims(np.array([5]), np.array([0, 1])).tolist() == [-1]
+
+
+def test_section_1_7_h_u_beyond_what_there_is_is_cut():
     log, final, _, _ = swapped(WorkloadWindow(window=1, swaps=8), WORKLOADS[:1], [0, 1, 2, 3])
     assert len(log[0]) == 4
     assert final == [4, 5, 6, 7]
 
 
-def test_section_1_7_prefill_counts_as_one_step_or_not_at_all():
+def test_section_1_7_d_prefill_counts_as_one_step_or_not_at_all():
     counted = swapped(WorkloadWindow(window=4, swaps=1), WORKLOADS[:4], [0, 1, 2, 3], phase=Phase.PREFILL)
     skipped = swapped(
         WorkloadWindow(window=4, swaps=1, prefill=False), WORKLOADS[:4], [0, 1, 2, 3], phase=Phase.PREFILL
@@ -102,7 +134,7 @@ def test_workload_window_fills_at_random_by_the_seed():
     assert len(filled[0]) == 4
 
 
-def test_workload_window_swaps_are_copied_after_the_layer_step():
+def test_section_1_7_f_swaps_are_copied_after_the_layer_step():
     """Lowest ids inside (0, 1). Window of one step: 3 runs from staging, then replaces 0; the next step hits it."""
     system = System(assignment="on-demand", cache="workload-window:window=1,swaps=1,gain=gain-only,fill=lowest")
     planner = plan_of(shape(experts=4), system, HandCosts(), slots=2)
@@ -158,6 +190,13 @@ def test_section_2_1_every_layer_gets_its_share_and_the_best_of_all_the_rest():
     assert policy.initial(np.array([1, 1, 1])).tolist() == [0, 4, 10]
 
 
+def test_section_2_1_the_expert_cache_ratio_counts_slots_of_the_whole_model():
+    """ECR = GPU slots / (L N): 46.9 % are 120 of Mixtral's 32 x 8 and 240 of Phi's 32 x 16."""
+    for experts, slots in ((8, 120), (16, 240)):
+        size = CacheSize.of((100,) * 32, experts, scope="global", ratio=0.469)
+        assert size.slots.tolist() == [slots]
+
+
 def test_prefill_swap_says_what_it_misses():
     with pytest.raises(PolicyError, match="calibration trace; found none"):
         PrefillSwap(fill="calibrated").start(context([], 2))
@@ -185,7 +224,7 @@ def test_swaps_that_are_slower_than_the_steps_never_collide(cache, scope, gpus, 
         model,
         System(assignment="all-cpu", cache=cache),
         HandCosts(copy=400.0),
-        slots=3,
+        slots=2 if (gpus, split, scope) == (2, "layers", "global") else 3,
         scope=scope,
         gpus=gpus,
         split=split,

@@ -215,7 +215,7 @@ def test_section_1_4_optimum(tokens, transfer, slope, resident, makespan):
     assert modelled_s(now, Exact().assign(now, Machine()).lanes) == makespan
 
 
-def test_the_two_rulers_may_disagree():
+def test_section_1_1_a3_what_is_modelled_and_what_is_scheduled_may_disagree():
     """A copy of 3 then a product of 2 is 3 for one and 5 for the other; the CPU takes 4."""
     now = work(cpu_s=[4], gpu_s=[2], arrive_s=[3])
     assert Exact().assign(now, Machine()).lanes.tolist() == [1]

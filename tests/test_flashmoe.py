@@ -40,7 +40,7 @@ def passes(*experts: int):
 # -- features and labels (algorithms §5.3, §5.4) ----------------------------------------------------------------------
 
 
-def test_5_3_features():
+def test_section_5_3_features():
     """4 experts, steps {3}, {2}, {3, 0}: recencies, frequencies and their scaled forms as printed in §5.3."""
     history, ages, uses = History(1, 4), [], []
     for active in ([3], [2], [0, 3]):
@@ -52,12 +52,12 @@ def test_5_3_features():
     assert history.features(0).tolist() == [1, 0, 0.5, 1, 0.5, 0, 0.5, 1]
 
 
-def test_5_3_a_layer_that_nobody_has_seen_has_no_features():
+def test_section_5_3_a_layer_that_nobody_has_seen_has_no_features():
     """CECAR's runtime begins with recency 0, which looks freshly used; here never is never."""
     assert History(2, 3).features(1).tolist() == [0.0] * 6
 
 
-def test_5_3_layers_age_apart():
+def test_section_5_3_layers_age_apart():
     history = History(2, 2)
     history.note(0, np.array([0]))
     history.note(1, np.array([1]))
@@ -65,7 +65,7 @@ def test_5_3_layers_age_apart():
     assert history.age.tolist() == [[1, NEVER], [1, 2]]
 
 
-def test_5_4_distance_labels():
+def test_section_5_4_distance_labels():
     """K = 5: distances (1, 3, never) become (0, 0.5, 1)."""
     assert scaled(np.array([1, 3, NEVER]), 5).tolist() == [0, 0.5, 1]
 
@@ -73,7 +73,7 @@ def test_5_4_distance_labels():
 @pytest.mark.parametrize(
     ("experts", "steps", "horizon"), [(64, 1000, 48), (128, 1000, 98), (32, 1000, 24), (256, 1000, 192), (256, 225, 45)]
 )
-def test_5_4_horizons(experts, steps, horizon):
+def test_section_5_4_horizons(experts, steps, horizon):
     """CECAR's two, ours between and beyond, and never more than the fifth of the steps that validates."""
     assert Recipe().horizon_for(experts, steps) == horizon
     assert Recipe(horizon=7).horizon_for(experts, steps) == 7
@@ -87,7 +87,7 @@ def test_distances_are_counted_strictly_later_and_bounded_by_the_end_of_the_trac
     assert at_least.tolist() == [[False, False], [False, True], [False, True], [True, True]]
 
 
-def test_5_4_masked_labels_mark_beladys_victim_among_the_residents():
+def test_section_5_4_masked_labels_mark_beladys_victim_among_the_residents():
     """Two slots, accesses 0 1 2 0 1 2 ...: at step 2 Belady evicts 1 (used at 4) and keeps 0 (used at 3)."""
     forward_passes = passes(*[0, 1, 2] * 7)
     samples = observe(forward_passes, shape(experts=3), Recipe(labels="masked"), slots=2)
@@ -105,7 +105,7 @@ def test_masked_labels_of_a_cache_that_never_evicts_are_refused():
 
 
 @pytest.mark.parametrize(("hidden", "experts", "kib"), [(64, 128, 113.0), (128, 128, 257.5), (64, 64, 64.75)])
-def test_5_4_sizes(hidden, experts, kib):
+def test_section_5_4_sizes(hidden, experts, kib):
     """113 KiB, the paper's figure, needs h = 64: 256·64 + 64 + 64·64 + 64 + 64·128 + 128 = 28,928 numbers."""
     network = Network.of(untrained(1, experts, hidden), "here")
     assert network.bytes_per_layer / 1024 == kib
@@ -209,7 +209,7 @@ def test_damaged_networks_are_refused_by_array():
 
 
 @pytest.mark.parametrize(("scoring_s", "copy_s", "exposed_s"), [(3.0, 4.0, 0.0), (10.0, 4.0, 6.0), (4.0, 4.0, 0.0)])
-def test_5_4_scoring_hides_behind_the_load_and_only_the_rest_is_charged(scoring_s, copy_s, exposed_s):
+def test_section_5_4_scoring_hides_behind_the_load_and_only_the_rest_is_charged(scoring_s, copy_s, exposed_s):
     """Two misses in one step: one evaluation, beside the first load; the third step hits and pays nothing."""
     system = System("on-demand", f"flashmoe:scoring_s={scoring_s}")
     planner = plan_of(
@@ -219,7 +219,7 @@ def test_5_4_scoring_hides_behind_the_load_and_only_the_rest_is_charged(scoring_
     assert [end - start for *_, start, end in spans(timeline, "plan")] == [0.5 + exposed_s, 0.5 + exposed_s, 0.5]
 
 
-def test_5_4_a_read_from_the_ssd_hides_the_scoring_too():
+def test_section_5_4_a_read_from_the_ssd_hides_the_scoring_too():
     """Read 8 s, then copy 4 s: of 15 s of scoring, 3 s show; a later copy from host memory hides only 4."""
     system = System("on-demand", "flashmoe:scoring_s=15.0")
     planner = plan_of(shape(), system, slots=1, host_slots=2, extras={"flashmoe": untrained(1, 4)})

@@ -22,7 +22,7 @@ def access(timeline, step, experts, states, *, layer=0, tokens=None, lanes=None)
     timeline.access(step, layer, np.array(experts), np.array(tokens), np.array(lanes), np.array(states))
 
 
-def test_the_three_hit_rates_of_the_papers_example():
+def test_section_1_6_the_three_hit_rates():
     """Active {0,3,5,7} with workloads 1,6,2,4; GPU-assigned {3,7}; resident {3,5}: 2/4, 1/2, 8/13."""
     timeline = Timeline(LANES)
     access(timeline, 0, [0, 3, 5, 7], [MISS, HIT, HIT, MISS], tokens=[1, 6, 2, 4], lanes=[CPU, GPU, CPU, GPU])
@@ -38,7 +38,7 @@ def test_a_delayed_hit_is_no_hit():
     assert (figures["hits"], figures["delayed_hits"], figures["hit_rate_active"]) == (1, 1, 0.5)
 
 
-def test_decode_speed_of_the_papers_example():
+def test_section_1_6_decode_speed():
     """Two sequences make 64 tokens each in 32 s: 2 tokens/s per sequence, 4 in total."""
     timeline = Timeline(LANES)
     for step in range(64):
@@ -162,7 +162,7 @@ def test_a_prefetch_that_had_to_be_repeated_was_useless():
     assert summarise(timeline)["prefetch_accuracy"] == 0.0
 
 
-def test_refetch_rate_counts_what_was_there_five_steps_ago():
+def test_section_5_6_refetch_rate_counts_what_was_there_five_steps_ago():
     """Copies of expert 1 at steps 0, 5 and 11: 5 apart, then 6; of expert 2 at 11, hit at 12, again at 17."""
     timeline = Timeline(LANES)
     for step, expert in ((0, 1), (5, 1), (11, 1), (11, 2), (17, 2)):
@@ -210,7 +210,7 @@ def test_copy_figures_do_not_depend_on_chunks(events, data):
         assert got[name] == pytest.approx(expected[name]), name
 
 
-def test_energy_by_hand():
+def test_section_2_5_energy():
     """10 s makespan: platform 50 W; GPU 20 W idle, 120 W for 4 s; the SSD never works. 900 J for 3 tokens."""
     timeline = Timeline(LANES)
     timeline.span(GPU, COMPUTE, 0, 0, 0, 0.0, 4.0, 0)

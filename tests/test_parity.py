@@ -2,12 +2,15 @@
 
 import pytest
 from conftest import write_trace
+from learned_network import write
 from real_machine import ONE_WORKER, combinations, host_profile, usable
 
 from moesim import api
 from moesim.runs import run_trace
+from policies.base import ExpertKey, Late, PrefetchPolicy
 from policies.journal import repeat
 from runtime.views import FILE_NAME, load_views
+from tests.handmade import registered
 from traces.batch import compose
 from traces.future import RecordedFuture
 from traces.reader import open_trace
@@ -36,16 +39,22 @@ def store(tmp_path_factory, trace):
         yield opened
 
 
-def measured(trace, store, combination, *, batch=1, routing=None, workers=None, out=None, **memory):
+@pytest.fixture(scope="module")
+def artefacts(tmp_path_factory):
+    """What learned policies need."""
+    return write(tmp_path_factory.mktemp("learned"), SHAPE.layers, SHAPE.experts)
+
+
+def measured(trace, store, combination, *, batch=1, routing=None, workers=None, out=None, artefacts=None, **memory):
     policy, cache, prefetch = combination.split("+")
     cores = {"cores": 1} if workers is ONE_WORKER else {}
     return run_trace(
         trace, policy, cache=cache, prefetch=prefetch, routing=routing, store=store, dtype="float32", batch=batch,
-        hw=host_profile(workers, **cores), memory=api.MemoryOptions(**memory), out=out,
+        hw=host_profile(workers, **cores), memory=api.MemoryOptions(**memory), out=out, artefacts=artefacts,
     )  # fmt: skip
 
 
-def fresh_planner(trace, combination, *, batch=1, **memory):
+def fresh_planner(trace, combination, *, batch=1, artefacts=None, **memory):
     from moesim.runs import Setup
     from policies.systems import compose as system_of
     from runtime.tracedriven import shape_for
@@ -53,35 +62,78 @@ def fresh_planner(trace, combination, *, batch=1, **memory):
     policy, cache, prefetch = combination.split("+")
     setup = Setup(
         shape_for(trace.shape, None), host_profile(), system_of(policy, cache=cache, prefetch=prefetch),
-        api.MemoryOptions(**memory), "lru", 0, future=RecordedFuture.of(trace, batch=batch),
+        api.MemoryOptions(**memory), "lru", 0, future=RecordedFuture.of(trace, batch=batch), artefacts=artefacts,
     )  # fmt: skip
     return setup.planner()
 
 
-def test_views_of_a_run_give_the_same_plans_for_every_policy(trace, store):
-    """Oracles and work ahead included; each combination at another cache size, batch and host memory."""
+def test_views_of_a_run_give_the_same_plans_for_every_policy(trace, store, artefacts):
+    """Oracles, work ahead and learning included; each combination at another cache size, batch and host memory."""
     for one, combination in enumerate(combinations(oracles=True, approximate=True)):
         batch = 1 + one % 3
         memory = {"slots_per_layer": one % 9, "host_memory_bytes": (3 + one % 9) * EXPERT if one % 2 else None}
-        run = measured(trace, store, combination, batch=batch, **memory)
-        planner = fresh_planner(trace, combination, batch=batch, **memory)
+        run = measured(trace, store, combination, batch=batch, artefacts=artefacts, **memory)
+        planner = fresh_planner(trace, combination, batch=batch, artefacts=artefacts, **memory)
         plans = repeat(run.journal.entries, planner, compose(trace, batch=batch, columns=COLUMNS))
         assert len(plans) == run.metrics["layer_steps"] == 3 * run.metrics["steps"], combination
 
 
-def test_hits_equal_the_simulators_for_every_cache_policy(trace, store):
+def test_hits_equal_the_simulators_for_every_cache_policy(trace, store, artefacts):
     """Without prefetch nothing depends on time: hits, delayed hits and misses are equal, not similar."""
     caches = usable("cache", oracles=True)
     for one, cache in enumerate(caches):
         memory = {"slots_per_layer": 1 + one % 5, "scope": "global" if one % 4 == 3 else "layer"}
-        run = measured(trace, store, f"on-demand+{cache}+none", batch=1 + one % 2, **memory)
+        run = measured(trace, store, f"on-demand+{cache}+none", batch=1 + one % 2, artefacts=artefacts, **memory)
         simulated = api.replay(
             trace, "on-demand", cache=cache, prefetch="none", hw=host_profile(), batch=1 + one % 2,
-            memory=api.MemoryOptions(**memory),
+            memory=api.MemoryOptions(**memory), artefacts=artefacts,
         )  # fmt: skip
         for figure in ("accesses", "hits", "delayed_hits", "misses"):
             assert run.metrics[figure] == simulated.metrics[figure], (cache, figure)
         assert (run.timeline.access_frame()["state"] == simulated.timeline.access_frame()["state"]).all(), cache
+
+
+class Flood(PrefetchPolicy):
+    """Names all experts of the next two layers, each layer in another order, and takes back what has not started."""
+
+    def __init__(self, *, late: Late = "active") -> None:
+        self.late, self.requeue = late, True
+
+    def prefetch(self, work, view):
+        layers = range(work.layer + 1, min(work.layer + 3, view.layers))
+        return [ExpertKey(layer, (e + work.step + work.layer) % view.experts)
+                for layer in layers for e in range(view.experts)]  # fmt: skip
+
+
+@pytest.mark.parametrize("late", ["keep", "drop", "active"])
+@pytest.mark.parametrize("host_experts", [None, 9])
+def test_a_queue_that_is_sorted_anew_is_sorted_alike_in_both_worlds(trace, store, tmp_path, late, host_experts):
+    """Prefetches of later layers are really taken back; the same reports give the same plans, also from the disk.
+
+    One core does everything in turn, so that copies for later layers find no time before the next layer comes.
+    """
+    memory = {"slots_per_layer": 4, "host_memory_bytes": host_experts and host_experts * EXPERT}
+    with registered(prefetch_flood=Flood):
+        combination = f"on-demand+lru+flood:late={late}"
+        run = measured(trace, store, combination, workers=ONE_WORKER, out=tmp_path, **memory)
+        entries = [entry for entry in run.journal.entries if entry.call == "late"]
+        assert any(one[1] != layer for waiting, layer, _ in (e.arguments for e in entries) for one in waiting)
+        for entry in entries:
+            waiting, layer, active = entry.arguments
+            kept = {tuple(one) for one in waiting} - set(entry.answer)
+            assert all(own == layer for _, own, _ in kept)
+            assert late != "drop" or not kept
+            assert late != "active" or all(expert in active for *_, expert in kept)
+        saved, _ = load_views(tmp_path / FILE_NAME)
+        plans = repeat(saved, fresh_planner(trace, combination, **memory), compose(trace, columns=COLUMNS))
+        assert len(plans) == run.metrics["layer_steps"]
+        simulated = api.replay(
+            trace, "on-demand", cache="lru", prefetch=f"flood:late={late}", hw=host_profile(),
+            memory=api.MemoryOptions(**memory),
+        )  # fmt: skip
+    for figures in (run.metrics, simulated.metrics):
+        assert figures["accesses"] == figures["hits"] + figures["delayed_hits"] + figures["misses"]
+    assert run.metrics["accesses"] == simulated.metrics["accesses"]
 
 
 def test_saved_views_are_checked_in_another_process_without_torch(trace, store, tmp_path):

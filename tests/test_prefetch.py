@@ -24,9 +24,15 @@ def predicting(scores, *, top_k=1, layer=0, column="pred1_raw"):
 
 
 def test_section_1_5_residual_correction_changes_the_choice():
-    """Raw logits (.10, .05, .02) choose expert 0; with res_vec (1, 1) they are (.10, .55, 1.22) and choose 2."""
+    """Raw logits (.10, .05, .02) choose expert 0; with res_vec (1, 1) they are (.10, .55, 1.22) and choose 2.
+
+    For h = (1, 0) both choose 0. The vector is the mean change from layer to layer of two calibration tokens.
+    """
     gate = np.array([(1, -1), (0, 0.5), (-1, 2.2)])
-    hidden, res_vec = np.array([0.2, 0.1]), np.array([[1, 1], [1, 1]]).mean(axis=0)
+    here, there = np.array([(1, 0), (0, 1)]), np.array([(2, 1), (1, 2)])
+    hidden, res_vec = np.array([0.2, 0.1]), (there - here).mean(axis=0)
+    assert res_vec.tolist() == [1, 1]
+    assert (gate @ (1, 0)).argmax() == (gate @ (res_vec + np.array([1, 0]))).argmax() == 0
     now = work(
         experts=[0], predicted={"pred1_raw": [gate @ hidden], "pred1_res": [gate @ (hidden + res_vec)]}, routing=[[0]]
     )
@@ -49,7 +55,7 @@ def test_equal_workloads_go_to_the_lower_id_or_by_score():
     assert experts(NextGate(size=2, tie="score").prefetch(predicting(scores, top_k=3), view)) == [3, 2]
 
 
-def test_present_experts_use_up_their_place_unless_refilled():
+def test_section_1_5_a_present_experts_use_up_their_place_unless_refilled():
     """Ranked 0, 1, 2, 3; 0 resident and 1 on its way: of the top two nothing is left, refilled 2 and 3 come."""
     now = predicting([[0.4, 0.3, 0.2, 0.1]], top_k=4, column="pred1_res")
     view = View(layers=2, experts=4, resident={(0, 1, 0)}, in_flight={(0, 1, 1)})

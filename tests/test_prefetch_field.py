@@ -199,7 +199,7 @@ def test_section_3_2_partial_hidden_orders_by_merged_score():
     assert experts(PartialHidden().prefetch(now, View(2, 3))) == [1, 2, 0]
     assert experts(PartialHidden(merge="sum").prefetch(now, View(2, 3))) == [0, 1, 2]
     assert experts(PartialHidden(size=2).prefetch(now, View(2, 3, resident={(0, 1, 1)}))) == [2]
-    assert not PartialHidden.keep_late  # the queue is cleared when the true gate is known
+    assert PartialHidden.late == "drop"  # the queue is cleared when the true gate is known
 
 
 def test_random_guesses_alike_whatever_is_present():
@@ -274,7 +274,7 @@ def test_noisy_oracle_errs_alike_for_the_same_seed_only():
     assert len({tuple(guess(seed)) for seed in range(20)}) == 20
 
 
-def test_pre_gated_hides_copies_behind_compute():
+def test_section_6_6_pre_gated_hides_copies_behind_compute():
     """Layer 1's expert (copy 4) arrives while layer 0 computes for 9: no stall. Layer 0 is on demand."""
     system = System(assignment="on-demand", cache="none", prefetch="pre-gated")
     future = ListFuture([LayerStep(0, 0, [0]), LayerStep(0, 1, [2])])

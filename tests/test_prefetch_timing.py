@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from policies.base import ExpertKey, PolicyError, PrefetchPolicy
+from policies.base import ExpertKey, Late, PolicyError, PrefetchPolicy
 from policies.systems import System
 from tests.handmade import HandCosts, plan_of, registered, routed, run, shape, spans, steps
 
@@ -13,8 +13,8 @@ from tests.handmade import HandCosts, plan_of, registered, routed, run, shape, s
 class Scripted(PrefetchPolicy):
     """Prefetch the experts written down for each layer."""
 
-    def __init__(self, *, keep: bool = True, script: str = "1") -> None:
-        self.keep_late = keep
+    def __init__(self, *, late: Late = "keep", script: str = "1") -> None:
+        self.late = late
         self.script = [int(e) for e in script.split("/")]
 
     def prefetch(self, work, view):
@@ -30,7 +30,7 @@ class Far(PrefetchPolicy):
 
 @pytest.fixture(autouse=True, scope="module")
 def policies_of_this_module():
-    with registered(prefetch_scripted=Scripted, prefetch_far=Far):
+    with registered(prefetch_scripted=Scripted, prefetch_far=Far, prefetch_anew=Anew):
         yield
 
 
@@ -38,7 +38,7 @@ def ahead(spec="scripted", cache="lru"):
     return System("on-demand", cache=cache, prefetch=spec)
 
 
-def test_delayed_hit_waits_only_for_the_remainder():
+def test_section_1_5_e_a_delayed_hit_waits_only_for_the_remainder():
     """Layer 0: demand copy 2-6, then the prefetch of (1,1) 6-10, compute to 7; layer 1 plans at 9: 1 s is left."""
     planner = plan_of(shape(layers=2), ahead(), slots=2)
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
@@ -53,20 +53,83 @@ def test_a_prefetch_that_came_in_time_is_a_hit():
     assert timeline.access_frame()["state"].tolist() == ["miss", "hit"]
 
 
-def test_a_late_prefetch_is_dropped_when_the_policy_says_so():
+def test_section_3_2_a_late_prefetch_is_dropped_and_the_one_in_flight_ends():
     """Two prefetches, one running (6-10) when layer 1 comes at 9: the other has not started and is dropped."""
-    planner = plan_of(shape(layers=2), ahead("scripted:keep=false,script=1/2"), slots=3)
+    planner = plan_of(shape(layers=2), ahead("scripted:late=drop,script=1/2"), slots=3)
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 3)]))
     assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10)]
     assert spans(timeline, "fetch")[-1] == ("h2d0", 3, 10, 14)
     assert planner.gpu[0].memory.free_bytes(1) == 100  # experts 1 and 3 of three slots
 
 
-def test_a_late_prefetch_that_is_kept_goes_before_younger_demand():
+def test_section_1_5_c_a_late_prefetch_that_is_kept_goes_before_younger_demand():
     planner = plan_of(shape(layers=2), ahead("scripted:script=1/2"), slots=3)
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 2, 3)]))
     assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10), ("h2d0", 2, 10, 14)]
     assert spans(timeline, "fetch")[-1] == ("h2d0", 3, 14, 18)
+
+
+def test_of_late_prefetches_only_those_that_turn_out_active_are_kept():
+    """Layer 1 comes at 9 while (1,1) is on the link; of 2 and 3, which have not started, its gate wants 3 only."""
+    planner = plan_of(shape(layers=2), ahead("scripted:late=active,script=1/2/3"), slots=4)
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 0, 3)]))
+    assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10), ("h2d0", 3, 10, 14)]
+    assert spans(timeline, "fetch")[-1] == ("h2d0", 0, 14, 18)
+    assert timeline.access_frame()["state"].tolist() == ["miss", "miss", "delayed"]
+    assert planner.gpu[0].memory.free_bytes(1) == 100  # 0, 1 and 3 of four slots; 2 was forgotten
+
+
+class Anew(PrefetchPolicy):
+    """Layer 0 wants (3, 0), (3, 1) and (2, 0); layer 1 thinks again and wants (2, 1) before (3, 1)."""
+
+    def __init__(self, *, requeue: bool = True) -> None:
+        self.requeue = requeue
+
+    def prefetch(self, work, view):
+        script = {0: [(3, 0), (3, 1), (2, 0)], 1: [(2, 1), (3, 1)]}
+        return [ExpertKey(*key) for key in script.get(work.layer, [])]
+
+
+@pytest.mark.parametrize(
+    ("requeue", "prefetched"),
+    [(True, [(3, 0), (2, 1)]), (False, [(3, 0), (3, 1), (2, 0), (2, 1)])],
+)
+def test_a_queue_that_is_sorted_anew_starts_with_what_the_nearer_layer_wants(requeue, prefetched):
+    """(3, 0) has started when layer 1 comes, and stays; what had not is taken back, and (2, 0) is named no more.
+
+    Nor is (3, 1) when layer 2 comes: what is not named again is out. Dense 2 and compute 1 a layer: layer 0 copies 2-6
+    and computes to 7, layer 1 plans at 9 and copies behind (3, 0).
+    """
+    planner = plan_of(shape(layers=4), ahead(f"anew:requeue={str(requeue).lower()}"), slots=4)
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 0), routed(2, 3), routed(3, 3)]))
+    moved = timeline.frame().query("kind == 'prefetch'")
+    assert list(zip(moved["layer"], moved["expert"], strict=True)) == prefetched
+    used = 4 * 4 - sum(planner.gpu[0].memory.free_bytes(layer) for layer in range(4)) // 100
+    assert used == 4 + len(prefetched)
+
+
+def test_a_queue_that_is_sorted_anew_gives_back_the_places_and_the_link_it_had_been_promised():
+    """Each layer names the whole next one and the one after, in turn; at no time is a place counted twice."""
+
+    class Greedy(PrefetchPolicy):
+        requeue = True
+
+        def prefetch(self, work, view):
+            layers = range(work.layer + 1, min(work.layer + 3, view.layers))
+            return [ExpertKey(layer, (e + work.layer) % 4) for layer in layers for e in range(4)]
+
+    with registered(prefetch_greedy=Greedy):
+        for cache, scope, host_slots in (("lru", "layer", None), ("arc", "global", 5), ("none", "layer", 3)):
+            planner = plan_of(
+                shape(layers=4), ahead("greedy", cache), slots=2, scope=scope, host_slots=host_slots, staging=4
+            )
+            passes = steps(*[[routed(layer, (step + layer) % 4) for layer in range(4)] for step in range(6)])
+            _, timeline = run(planner, passes)
+            memory = planner.gpu[0].memory
+            stored = int(((memory.state != 0) & ~memory.staged).sum()) * 100
+            assert stored + sum(memory._free_bytes) == memory.size.total_bytes
+            assert len(timeline.frame().query("kind == 'compute'")) == 24
+            assert planner.link_wait_s() >= 0.0
 
 
 def test_demand_goes_before_prefetches_that_have_not_started():
@@ -104,7 +167,7 @@ def test_declined_prefetches_wait_in_staging_but_one_slot_stays_for_demand():
     assert plan.staging_slots == [1]
 
 
-def test_staged_prefetches_are_forgotten_after_their_layer():
+def test_section_1_5_b_staged_prefetches_are_forgotten_after_their_layer():
     planner = plan_of(shape(layers=2), ahead("scripted:script=1", cache="none"), slots=0, staging=2)
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 2)], [routed(0, 0), routed(1, 1)]))
     assert timeline.access_frame()["state"].tolist() == ["miss", "miss", "miss", "delayed"]

@@ -32,7 +32,7 @@ from traces.writer import TraceWriter
 
 REFERENCE = SHARED / "reference" / "published.yaml"
 SHIPPED = reproduce.traces_at_hand()[0]
-PASSES = 24
+PASSES = 28
 
 
 def hand_trace(path, layers, experts, rows, *, prefill=0, columns=()):
@@ -83,8 +83,9 @@ def test_every_experiment_stands_beside_a_published_figure(name):
 
 def test_figures_are_quoted_under_their_setting():
     hits = reproduce.published(EXPERIMENTS["hybrimoe-hit-rate"])
-    assert hits["Mixtral"]["LRU, 25 % cached"] == 30.2
-    assert hits["DeepSeek"]["MRS, 25 % cached"] == 52.7
+    assert hits["HybriMoE: Mixtral"]["LRU, 25 % cached"] == 30.2
+    assert hits["HybriMoE: DeepSeek"]["MRS, 25 % cached"] == 52.7
+    assert hits["DALI: Mixtral-8x7B"] == {"HybriMoE whole, 25 % cached": 25.3}
     table = reproduce.published(EXPERIMENTS["dali-prefetch-workload"])
     assert table["Mixtral-8x7B"]["HybriMoE, top 2, batch 64"] == 56.4
     assert len(table["DeepSeek-V2-Lite"]) == 16
@@ -100,13 +101,13 @@ def test_every_experiment_runs_on_the_shipped_trace_or_says_what_it_lacks(name):
     (figures,) = found.measured.values()
     assert found.models == {SHIPPED.stem: "tiny"}
     assert figures
-    for figure in figures.values():
+    for row, figure in figures.items():
         if isinstance(figure, str):
             assert figure.startswith("lacks ")
             assert "\n" not in figure
         else:
             assert math.isfinite(figure)
-            assert -100 <= figure <= 100
+            assert -100 <= figure <= (200 if "change" in row else 100)  # more than twice as many hits is possible
     assert any(isinstance(figure, float) for figure in figures.values())
     assert json.loads(json.dumps(found.to_json()))["measured"]
 
@@ -133,7 +134,7 @@ def test_a_foreign_trace_at_hand_is_imported_on_the_way(shared_traces):
 # What the functions compute.
 
 
-def test_accuracy_of_a_ranking_by_workload():
+def test_section_1_6_accuracy_of_a_ranking_by_workload():
     """True workloads {0: 1, 3: 6, 5: 2, 7: 4}, predicted top 2 {3, 5}: half (reference algorithms, section 1.6)."""
     true = np.array([1.0, 0, 0, 6, 0, 2, 0, 4])
     assert top(true, 2) == {3, 7}
@@ -160,7 +161,7 @@ def test_the_table_learns_who_follows_whom_in_the_first_half(tmp_path):
     assert accuracy(Workload(hand_trace(tmp_path / "t.parquet", 2, 4, rows)), "EdgeMoE", (1,), 1) == {1: 100.0}
 
 
-def test_similarity_of_prefill_and_decode(tmp_path):
+def test_section_2_5_similarity_of_prefill_and_decode(tmp_path):
     """Layer 0: shares (1/2, 1/4, 1/4) and (1/2, 1/2, 0), cosine .866025 (reference algorithms, section 2.5).
 
     Layer 1 is alike in both: cosine 1.
@@ -180,7 +181,7 @@ def test_experts_touched_by_the_first_tokens(tmp_path):
     assert found["64 tokens"] == "lacks sequences of 64 tokens"
 
 
-def test_evictions_are_written_down_as_they_happen():
+def test_section_5_5_evictions_and_their_re_use_within_two_steps():
     """The step-atomic example of the reference, section 5.5: C = 3, {0,1}{2,3}{0,2}{1,4}{0,2}{3,4}.
 
     The victims and their stays; and LFU, asked in LRU's cache, names another one at least once.

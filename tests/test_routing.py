@@ -102,6 +102,18 @@ def test_section_3_1_in_flight_counts_only_if_asked():
     assert routed(ExpertCacheRouter(alpha=0.15, inflight_ok=True), told, view)[0] == [[0, 2, 4]]
 
 
+def test_section_3_1_d_alternatives_need_not_be_resident_and_rank_k_plus_1_is_one():
+    """Token 0 misses 3. Rank 4, expert 4 (s = beta), comes in if it is resident, or if it is token 1's top score."""
+    other = [0.05, 0.08, 0.10, 0.09, 0.40, 0.12, 0.08, 0.08]
+    for told, resident, expected in (
+        (gate([T0], 3), {(0, 0, 4)}, {0, 2, 4}),
+        (gate([T0, other], 3), set(), {0, 2, 4}),
+        (gate([T0], 3), set(), {0, 2, 3}),
+    ):
+        experts, _ = routed(ExpertCacheRouter(alpha=0.15, batch_aware=False), told, Model(8, resident, top_k=3))
+        assert set(experts[0]) == expected
+
+
 def test_section_3_1_e_substitutes_weigh_what_their_own_gate_scores_say():
     """Scores .30, .20, .10 of experts 0, 2, 4: normalised by .60 where the model normalises, as they are elsewhere."""
     for norm, expected in ((True, [1 / 2, 1 / 3, 1 / 6]), (False, [0.3, 0.2, 0.1])):

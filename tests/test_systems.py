@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cache_driver import LayerStep, ListFuture
-from handmade import HandCosts, plan_of, run, spans
+from handmade import HandCosts, plan_of, routed, run, spans, steps
 from handmade import shape as hand_shape
+from learned_network import Artefacts, write
 
+from moesim import api
 from policies.base import PolicyError
 from policies.registry import names, resolve
 from policies.systems import SYSTEMS, System, compose
 from traces.batch import RoutedLayer, RoutedStep
+from traces.reader import open_trace
 from traces.schema import PREDICTION_COLUMNS, Phase
 
 OF_THE_ISSUE = {
@@ -47,8 +50,8 @@ def forward_passes(seed=0):
     ]  # fmt: skip
 
 
-def carried_out(system, slots=2):
-    """Replay the forward passes on a machine of round numbers."""
+def carried_out(system, slots=2, **machine):
+    """Replay the forward passes on a machine of round numbers; `machine` may say ``gpus`` and ``split``."""
     model = hand_shape(LAYERS, EXPERTS, TOP_K)
     passes = forward_passes()
     future = ListFuture([LayerStep(p.step, n.layer, n.experts.tolist()) for p in passes for n in p.layers])
@@ -60,6 +63,8 @@ def carried_out(system, slots=2):
         scope=system.scope or "layer",
         staging=system.staging_slots(model) or 2,
         future=future,
+        extras=Artefacts(LAYERS, EXPERTS),
+        **machine,
     )
     result, timeline = run(planner, passes)
     return planner, result, timeline
@@ -99,10 +104,49 @@ def test_every_system_carries_out_a_run(name, slots):
         assert 0.5 < np.mean(planner.gate_mass) <= 1.001
 
 
+@pytest.mark.parametrize("split", ["layers", "experts"])
+@pytest.mark.parametrize("name", [*SYSTEMS, *(name for name in names("assignment") if name not in SYSTEMS)])
+def test_section_1_8_every_system_and_assignment_runs_on_two_gpus(name, split):
+    """Layers split between them, or the experts of every layer: all join, and GPU 1 has its share of what GPUs do."""
+    system = compose(name)
+    planner, result, timeline = carried_out(system, gpus=2, split=split)
+    assert result.layer_steps == 10 * LAYERS
+    compute = spans(timeline, "compute")
+    if not planner.policies.routing.alters:
+        assert len(compute) == sum(len(layer.experts) for step in forward_passes() for layer in step.layers)
+    lanes = {lane for lane, *_ in compute}
+    assert ("gpu1" in lanes) == ("gpu0" in lanes)
+    if split == "layers":
+        homes = timeline.frame().query("lane in ('gpu0', 'gpu1') and kind == 'compute'").groupby("lane", observed=True)
+        for lane, rows in homes:
+            assert {planner.home(layer) for layer in rows["layer"]} == {int(lane[-1])}
+
+
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_the_same_run_twice_is_the_same(name):
     first, second = (spans(carried_out(SYSTEMS[name])[2]) for _ in range(2))
     assert first == second
+
+
+def test_section_2_6_moe_on_demand_runs_its_misses_from_a_scratch_slot_and_forgets_them():
+    """What was resident before is resident after; every miss is copied, again and again; nothing runs on the CPU."""
+    planner, _, timeline = carried_out(SYSTEMS["moe-on-demand"])
+    assert [planner.resident(layer).tolist() for layer in range(LAYERS)] == [[True] * 2 + [False] * 4] * LAYERS
+    missed = [layer.experts[layer.experts >= 2] for step in forward_passes() for layer in step.layers]
+    assert len(spans(timeline, "fetch")) == sum(map(len, missed))
+    assert {lane for lane, *_ in spans(timeline, "compute")} == {"gpu0"}
+
+
+def test_section_6_4_mixtral_offloading_is_lru_by_layer_with_four_buffers():
+    """Of 8 experts 4 are cached; residents are computed while the others are copied; all on the GPU."""
+    system = SYSTEMS["mixtral-offloading"]
+    assert (system.scope, system.staging, system.prefetch) == ("layer", 4, "none")
+    planner = plan_of(hand_shape(1, 8, 2), system, HandCosts(copy=4.0, gpu=1.0, dense=0.0), slots=4, staging=4)
+    passes = [routed(0, *pair) for pair in ((0, 1), (2, 3), (0, 4), (1, 5))]
+    _, timeline = run(planner, steps(*[[one] for one in passes]))
+    assert timeline.access_frame()["state"].tolist() == ["miss"] * 4 + ["hit", "miss"] + ["miss", "miss"]
+    assert spans(timeline, "compute")[4:6] == [("gpu0", 0, 18.0, 19.0), ("gpu0", 4, 22.0, 23.0)]
+    assert np.flatnonzero(planner.resident(0)).tolist() == [0, 1, 4, 5]
 
 
 def test_only_pre_gated_sees_the_future():
@@ -114,6 +158,29 @@ def test_only_pre_gated_sees_the_future():
 def test_only_three_systems_alter_routing():
     altering = {name for name, system in SYSTEMS.items() if resolve(system.routing, "routing").alters}
     assert altering == {"daop", "smoe", "adapmoe"}
+
+
+def test_what_a_trace_cannot_support_is_refused_by_name_before_anything_runs(make_trace, tmp_path):
+    """Bare routing: of five systems three lack a column or a network; the first one has not left a file."""
+    trace = open_trace(make_trace())
+    options = {"hw": "rtx3090-epyc7532", "out": tmp_path / "out"}
+    with pytest.raises(PolicyError) as refused:
+        api.compare(trace, ["fiddler", "dali", "flashmoe", "smoe", "deepspeed"], **options)
+    said = str(refused.value)
+    assert "3 of 5 policies cannot run" in said
+    for words in (
+        "dali (prefetch policy 'residual:size=4' needs column 'pred1_res')",
+        "flashmoe (cache policy 'flashmoe': expected a trained network 'flashmoe', found none)",
+        "smoe (prefetch policy 'partial-hidden' needs column 'pred1_raw')",
+    ):
+        assert words in said
+    assert "\n" not in said
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(PolicyError, match=r"train-cache TRACE --out DIR.*--artefacts DIR"):
+        api.compare(trace, ["fiddler", "flashmoe"], **options)
+    artefacts = write(tmp_path / "learned", 3, 8)
+    table, _ = api.compare(trace, ["fiddler", "flashmoe"], artefacts=artefacts, **options)
+    assert set(table["policy"]) == {"fiddler", "flashmoe"}
 
 
 def test_systems_that_buffer_layers_stage_whole_layers():

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from policies.base import Ahead, Assignment, AssignmentPolicy, LayerWork, MachineView
 from policies.lanes import gpu_lanes
-from policies.parameters import expect
+from policies.parameters import expect, expect_choice
 from traces.schema import Phase
+
+Overlap = Literal["parallel", "serial"]
+Prefill = Literal["in-place", "cheapest"]
 
 
 class DAOP(AssignmentPolicy):
@@ -23,24 +28,34 @@ class DAOP(AssignmentPolicy):
             ``first_predict_layer`` is 5, so the first prediction is made at layer 4).
         before_first: ``parallel`` lets CPU and GPU experts of on-demand layers overlap, as the paper draws it;
             ``serial`` runs the CPU's after the GPU's fetched ones, as the code does where it fetches.
+        prefill: ``in-place`` computes every expert of a prompt where it lies, as the paper says; ``cheapest`` is the
+            code's search over 2^N placements for the least *sum* of latencies, in which a resident costs nothing on the
+            GPU and an absent one its load: each by itself, ties to the GPU. What is loaded so is not kept.
 
-    Source: DAOP, predictive pre-calculation; algorithms §2.3.
+    Source: DAOP, predictive pre-calculation; algorithms §2.2 and §2.3.
     """
 
     approximates = True
     needs = ("pred1_raw",)
 
-    def __init__(self, *, first_layer: int = 5, before_first: str = "parallel") -> None:
+    def __init__(
+        self, *, first_layer: int = 5, before_first: Overlap = "parallel", prefill: Prefill = "in-place"
+    ) -> None:
         expect(first_layer >= 1, "first_layer", "a number >= 1", first_layer)
-        expect(before_first in {"parallel", "serial"}, "before_first", "parallel or serial", before_first)
+        expect_choice("before_first", before_first, Overlap)
+        expect_choice("prefill", prefill, Prefill)
         self.first_layer = first_layer
         self.serial = before_first == "serial"
+        self.prefill = prefill
 
     def assign(self, work: LayerWork, view: MachineView) -> Assignment:
         """Place by residency, in ascending expert id."""
         del view
         here = work.arrive_s == 0.0
         serial = self.serial and work.layer < self.first_layer
+        if self.prefill == "cheapest" and work.phase == Phase.PREFILL:
+            loaded = work.arrive_s.min(axis=0) <= np.maximum(work.host_s, work.cpu_s)
+            return Assignment(gpu_lanes(work, loaded), None, serial)
         return Assignment(gpu_lanes(work, here.any(axis=0), here), None, serial)
 
     def ahead(self, work: LayerWork, view: MachineView) -> Ahead | None:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import numpy as np
+
 from policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
 from policies.lanes import gpu_lanes, in_flight
+from policies.parameters import expect_choice
+from traces.schema import Phase
+
+Prefill = Literal["mapped", "gpu"]
 
 
 class FixedMapping(AssignmentPolicy):
@@ -16,17 +24,23 @@ class FixedMapping(AssignmentPolicy):
     An expert resident on several GPUs goes to the one that would finish it first.
 
     Args:
-        wait: experts in flight are awaited on their GPU instead of being computed on the CPU.
+        wait: experts in flight are awaited on their GPU instead of being computed on the CPU; off, as masks know
+            nothing that is on its way.
+        prefill: ``mapped`` treats a prompt like decode (kt-kernel's masks, the default); ``gpu`` fetches what is absent
+            and computes nothing on the CPU, as KTransformers' rule for DeepSeek-V2-Lite has it, and HybriMoE's account.
 
-    Source: KTransformers, kt-kernel's GPU expert masks; "fixed mapping" as HybriMoE calls it.
+    Source: KTransformers, kt-kernel's GPU expert masks; "fixed mapping" as HybriMoE calls it; algorithms §6.2.
     """
 
-    def __init__(self, *, wait: bool = False) -> None:
-        self.wait = wait
+    def __init__(self, *, wait: bool = False, prefill: Prefill = "mapped") -> None:
+        expect_choice("prefill", prefill, Prefill)
+        self.wait, self.prefill = wait, prefill
 
     def assign(self, work: LayerWork, view: MachineView) -> Assignment:
         """Place by residency, in ascending expert id."""
         here = work.arrive_s == 0.0
+        if self.prefill == "gpu" and work.phase == Phase.PREFILL:
+            return Assignment(gpu_lanes(work, np.ones(len(work.experts), np.bool_)))
         if self.wait:
             here = here | in_flight(work, view)
         return Assignment(gpu_lanes(work, here.any(axis=0), here))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from policies.base import PolicyError
-from policies.kernels import foresee, outscored
+from policies.kernels import foresee, outscored, soonest
 from policies.scored import ScoredCache
 
 if TYPE_CHECKING:
@@ -19,12 +19,13 @@ class Belady(ScoredCache):
 
     "Never again" is farthest; ties go to the lower id. In global scope a use's place is its step, then its layer. An
     expert's next use changes only when it is used, so the score (minus that place) is refreshed for the
-    active experts alone, and prefetched ones need no bookkeeping.
+    active experts alone, and prefetched ones need no bookkeeping. Where more experts come in than can enter, those that
+    are needed soonest do.
 
     Args:
         must_admit: False may decline an expert whose next use is later than that of everything it could replace; it
             then runs from staging. That is the bound for a machine with staging. True is the textbook MIN, where
-            each miss enters.
+            each miss enters, as long as there is a place that nobody holds.
 
     Source: Belady 1966 (MIN); the step-atomic form is algorithms §5.5.
     """
@@ -52,6 +53,10 @@ class Belady(ScoredCache):
     def accessed(self, work: LayerWork) -> None:
         """Look up when the active experts come again."""
         self._look(work.step, work.layer, work.experts)
+
+    def precedence(self, incoming: np.ndarray) -> np.ndarray:
+        """Let in first who is needed first."""
+        return soonest(incoming, self.score)
 
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Choose the farthest, or decline what would come back even later."""

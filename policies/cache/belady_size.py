@@ -35,8 +35,11 @@ class BeladySize(PlannedCache):
         expect_choice("value", value, Value)
         self.value = value
 
-    def uses(self, place: np.ndarray, key: np.ndarray, slots: int, context: RunContext) -> tuple[Uses, float]:
+    def uses(
+        self, place: np.ndarray, key: np.ndarray, tokens: np.ndarray, slots: int, context: RunContext
+    ) -> tuple[Uses, float]:
         """Price every miss 1, or its bytes; sizes are relative to the largest expert."""
+        del tokens
         bytes_of = np.array(context.shape.expert_bytes, np.float64)[key // context.shape.experts]
         cost = bytes_of if self.value == "bytes" else np.ones(len(key))
         size = bytes_of / context.shape.max_expert_bytes if len(context.capacity_slots) == 1 else np.ones(len(key))

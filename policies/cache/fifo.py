@@ -16,6 +16,8 @@ class FIFO(ScoredCache):
     """Evict the expert that entered first; a hit changes nothing.
 
     Experts of one layer step enter in launch order. Equal to libCacheSim's FIFO on one request at a time.
+
+    Source: textbook; a baseline of peers §1.3 and algorithms §5.5.
     """
 
     def start(self, context: RunContext) -> None:

@@ -29,6 +29,9 @@ class LFU(ScoredCache):
         decay: factor on a layer's counts before each of its steps; 1 never forgets.
         tie: between equal counts, ``id`` evicts the lower id (our rule, and CECAR's training code), ``fifo`` the first
             to enter (CECAR's runtime), ``lru`` the least recently used (libCacheSim; algorithms §5.5).
+
+    Source: textbook; variants as in algorithms §5.5. The defaults are FlashMoE's baseline with our tie rule, and never
+    forget because no paper gives a rate; a decay is the moving average of peers §1.3.
     """
 
     def __init__(self, *, variant: Variant = "in-cache", decay: float = 1.0, tie: Tie = "id") -> None:

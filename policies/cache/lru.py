@@ -18,6 +18,8 @@ class LRU(ScoredCache):
 
     Step-atomic: the active experts of a layer step are used at the same instant, so ties are real and go to the
     lower id. Entering counts as a use, so that a prefetched expert that nobody asked for ages and leaves.
+
+    Source: textbook; step-atomic as in algorithms §5.5. Mixtral-Offloading's and AdapMoE's cache.
     """
 
     def start(self, context: RunContext) -> None:

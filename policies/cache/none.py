@@ -8,7 +8,10 @@ from policies.base import CachePolicy, LayerWork
 
 
 class NoCache(CachePolicy):
-    """Admit nothing."""
+    """Admit nothing.
+
+    Source: the caches of Pre-gated MoE and DeepSpeed, which have buffers only (algorithms §6.5, §6.6).
+    """
 
     def accessed(self, work: LayerWork) -> None:
         """Remember nothing."""

@@ -68,6 +68,7 @@ class PrefillSwap(SwapCache):
             PolicyError: ``fill=calibrated`` without calibration counts.
         """
         super().start(context)
+        self._served = np.ones(context.shape.layers, np.bool_) if context.served is None else context.served
         if context.calibration is not None:
             self._counts = np.asarray(context.calibration, dtype=np.float64)
         elif self.fill == "calibrated":
@@ -80,13 +81,15 @@ class PrefillSwap(SwapCache):
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Give each layer its share of its own best, the remainder to the best of all: int64 flat keys, ascending."""
         layers, experts = self.inside.shape
-        shares = capacity_slots if len(capacity_slots) > 1 else np.full(layers, int(capacity_slots[0]) // layers)
+        served = int(self._served.sum())
+        shares = capacity_slots if len(capacity_slots) > 1 else np.full(layers, int(capacity_slots[0]) // served)
         taken = np.zeros(self.inside.shape, np.bool_)
-        for layer in range(layers):
+        for layer in np.flatnonzero(self._served).tolist():
             taken[layer, np.argsort(-self._counts[layer], kind="stable")[: shares[layer]]] = True
         if len(capacity_slots) == 1:
             order = np.argsort(-self._counts, axis=None, kind="stable")
-            free = min(int(capacity_slots[0]), layers * experts) - int(taken.sum())
+            order = order[self._served[order // experts]]
+            free = min(int(capacity_slots[0]), served * experts) - int(taken.sum())
             taken.reshape(-1)[order[~taken.reshape(-1)[order]][:free]] = True
         return np.flatnonzero(taken)
 

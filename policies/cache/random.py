@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class Random(CachePolicy):
-    """Draw the victims without regard to anything, from the run's seed."""
+    """Draw the victims without regard to anything, from the run's seed.
+
+    Source: the control of peers §1.3.
+    """
 
     def start(self, context: RunContext) -> None:
         """Seed the draws."""

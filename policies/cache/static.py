@@ -9,8 +9,9 @@ import numpy as np
 from policies.base import CachePolicy, LayerWork, PolicyError, RunContext
 from policies.filling import fitting
 from policies.parameters import expect_choice
+from policies.residency import GLOBAL
 
-Fill = Literal["auto", "calibrated", "lowest", "random"]
+Fill = Literal["auto", "calibrated", "lowest", "random", "front", "last"]
 
 
 class Static(CachePolicy):
@@ -20,11 +21,15 @@ class Static(CachePolicy):
     Fiddler places its popular experts).
 
     Args:
-        fill: ``calibrated`` takes the most often activated experts of the calibration trace, ties to the lower id;
-            ``lowest`` the lowest ids of every layer; ``random`` draws with the run's seed; ``auto``
-            is ``calibrated`` where there is a calibration, else ``lowest``.
+        fill: ``calibrated`` takes the most often activated experts of the calibration trace, ties to the lower id
+            (Fiddler, DAOP; kt-kernel's ``frequency`` in global scope); ``lowest`` the lowest ids of every layer
+            (HybriMoE's released code; kt-kernel's ``uniform``); ``random`` draws with the run's seed (kt-kernel's own
+            is 42); ``front`` fills the first layers whole (kt-kernel's ``front-loading``), ``last`` the last ones
+            (llama.cpp's ``-ngl``): both need the global scope, as a layer's own slots cannot go to another. ``auto``,
+            the default, is ``calibrated`` where there is a calibration, because popularity is what placements are
+            published with, else ``lowest``.
 
-    Source: Fiddler and DAOP (popular experts by calibration); HybriMoE's released code (lowest ids).
+    Source: algorithms §2.1, §4.5, §6.1-6.3.
     """
 
     def __init__(self, *, fill: Fill = "auto") -> None:
@@ -35,8 +40,13 @@ class Static(CachePolicy):
         """Keep what ranks the experts.
 
         Raises:
-            PolicyError: ``fill=calibrated`` without calibration counts.
+            PolicyError: ``fill=calibrated`` without calibration counts, or whole layers with slots per layer.
         """
+        if self.fill in {"front", "last"} and context.scope != GLOBAL:
+            raise PolicyError(
+                f"cache policy 'static': fill={self.fill} fills whole layers, which slots per layer do not allow;"
+                " add --cache-scope global"
+            )
         if self.fill == "calibrated" and context.calibration is None:
             raise PolicyError(
                 "cache policy 'static': fill=calibrated needs the counts of a calibration trace; found none"
@@ -45,7 +55,7 @@ class Static(CachePolicy):
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Rank all experts, most wanted first, and keep what fits: int64 flat keys, ascending."""
-        return fitting(self._rank(), capacity_slots, self._context.scope)
+        return fitting(self._rank(), capacity_slots, self._context.scope, self._context.served)
 
     def accessed(self, work: LayerWork) -> None:
         """Remember nothing."""
@@ -63,6 +73,9 @@ class Static(CachePolicy):
     def _rank(self) -> np.ndarray:
         """Float64 [L, E], lowest for the most wanted; stable sorting leaves ties to the lower key."""
         shape = self._context.shape
+        if self.fill in {"front", "last"}:
+            layer = np.arange(shape.layers, dtype=np.float64)
+            return np.repeat((layer if self.fill == "front" else -layer)[:, None], shape.experts, axis=1)
         if self.fill == "random":
             return np.random.default_rng(self._context.seed).random((shape.layers, shape.experts))
         if self.fill == "lowest" or self._context.calibration is None:

@@ -34,17 +34,20 @@ class ActivationMatrix(PrefetchPolicy):
             matrix then wins). ``prefix`` compares the layers up to l, as the paper describes.
         capacity: sequences kept; 1000 in the released code. Calibrated ones (``extras["activation_matrices"]``, see
             `policies.activations`) are never forgotten.
-        size: absent experts wanted per layer step. The released code queues all and sorts its queue anew at
-            every layer; ours is not sorted again, so only its head is put in.
+        size: absent experts wanted per layer step. The released code queues all of them; as a place in the cache is
+            given when a copy is queued here, and when it starts there, only the head of the queue is put in: more than
+            a link can start within one layer.
+        requeue: whether the queue is sorted anew at every layer, as the released code does; otherwise what was put in
+            earlier goes first.
 
     Source: MoE-Infinity, `expert_tracer.py` and `expert_predictor.py`; our reference, section 6.9.
     """
 
-    def __init__(self, *, mask: Mask = "released", capacity: int = 1000, size: int = 8) -> None:
+    def __init__(self, *, mask: Mask = "released", capacity: int = 1000, size: int = 8, requeue: bool = True) -> None:
         expect_choice("mask", mask, Mask)
         expect(capacity >= 1, "capacity", "a number >= 1", capacity)
         expect(size >= 0, "size", "a number >= 0", size)
-        self.mask, self.capacity, self.size = mask, capacity, size
+        self.mask, self.capacity, self.size, self.requeue = mask, capacity, size, requeue
 
     def start(self, context: RunContext) -> None:
         """Open the store.

@@ -20,7 +20,9 @@ class Clairvoyant(Foresight):
     Nearest layer first, then ascending id. The bound on what a predictor can bring, given cache and link.
 
     Args:
-        depth: layers ahead.
+        depth: layers ahead; 1 is what the papers' predictors look at, and more can flood a slow link.
+
+    Source: ours; the prefetcher's Belady.
     """
 
     def __init__(self, *, depth: int = 1) -> None:

@@ -64,25 +64,30 @@ class Impact(PrefetchPolicy):
     Each coming layer's experts and loads are what its gate says of this layer's input. Impact is the makespan of that
     layer by HybriMoE's own scheduler less its makespan with the expert present, evaluated anew in the chosen layer
     after each choice. Ties go to the nearer layer, the higher load, the lower id; nothing is wanted without a gain.
-    As many are wanted as the link could start, behind what is queued on it, before this layer's own simulated end;
-    what has not started when its layer comes is dropped. Predicted experts that are present are named last, which
-    shields them from being evicted for the others.
+    As many are wanted as the link could start, behind what is queued on it, before this layer's own simulated end.
+    Predicted experts that are present are named last, which shields them from being evicted for the others.
+
+    "One at a time whenever the link is idle" means that nothing is promised before it starts. So what has not started
+    when the next layer comes is taken back, and the gates, which now know more about the layers ahead, choose again;
+    what has not started when its own layer comes is dropped.
 
     Args:
         depth: layers ahead, 1 to 3.
         discount: factor on the gain for each layer further ahead; 1 as the paper has none.
         size: most experts per layer step; none for what fits in the link's idle time.
+        requeue: whether the queue is chosen anew at every layer (see above); otherwise it only grows, as one that has
+            been filled greedily once would.
 
     Source: HybriMoE, section on prefetching; our reference, section 4.4.
     """
 
-    keep_late = False
+    late = "drop"
 
-    def __init__(self, *, depth: int = 3, discount: float = 1.0, size: int | None = None) -> None:
+    def __init__(self, *, depth: int = 3, discount: float = 1.0, size: int | None = None, requeue: bool = True) -> None:
         expect(1 <= depth <= len(_COLUMNS), "depth", f"1 to {len(_COLUMNS)}", depth)
         expect(0 < discount <= 1, "discount", "0 < discount <= 1", discount)
         expect(size is None or size >= 0, "size", "a number >= 0 or none", size)
-        self.discount, self.size = discount, size
+        self.discount, self.size, self.requeue = discount, size, requeue
         self.needs = _COLUMNS[:depth]
 
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:

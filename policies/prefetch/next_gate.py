@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from policies.base import PrefetchPolicy
+from policies.base import Late, PrefetchPolicy
 from policies.parameters import expect, expect_choice
 from policies.prediction import Tie, most_wanted
 
@@ -28,15 +28,30 @@ class NextGate(PrefetchPolicy):
             prefetch accuracy); True takes the next in rank instead.
         tie: between equal workloads, ``id`` takes the lower id; ``score`` the higher summed score, which matters for
             one sequence, where all k predicted experts have workload 1.
+        late: what becomes of copies that have not started when their layer comes: ``keep``, as Mixtral-Offloading knows
+            no way to cancel; ``drop``; or ``active``, which keeps those that turn out to be right.
+        requeue: whether farther layers' copies that have not started are taken back at every layer, to be predicted
+            anew by a nearer gate; with a depth of 1 there are none.
 
     Source: Mixtral-Offloading; HybriMoE, section on prefetching (the impact ranking is another policy).
     """
 
-    def __init__(self, *, size: int = 4, depth: int = 1, refill: bool = False, tie: Tie = "id") -> None:
+    def __init__(
+        self,
+        *,
+        size: int = 4,
+        depth: int = 1,
+        refill: bool = False,
+        tie: Tie = "id",
+        late: Late = "keep",
+        requeue: bool = False,
+    ) -> None:
         expect(size >= 0, "size", "a number >= 0", size)
         expect(1 <= depth <= len(_COLUMNS), "depth", f"1 to {len(_COLUMNS)}", depth)
         expect_choice("tie", tie, Tie)
+        expect_choice("late", late, Late)
         self.size, self.depth, self.refill, self.tie = size, depth, refill, tie
+        self.late, self.requeue = late, requeue
         self.needs = _COLUMNS[:depth]
 
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from policies.base import ExpertKey
-from policies.parameters import expect
+from policies.base import ExpertKey, Late
+from policies.parameters import expect, expect_choice
 from policies.prefetch._foresight import Foresight
 
 if TYPE_CHECKING:
@@ -28,13 +28,19 @@ class NoisyOracle(Foresight):
         accuracy: expected share of the prediction that is right. The share of *copies* that get used is lower, as
             right ones are often present already.
         depth: layers ahead, nearest first, each as accurate.
-        keep_late: False drops what has not started when its layer comes, as SMoE does.
+        late: what becomes of copies that have not started when their layer comes: ``keep`` (DALI's reading, the
+            default: a mistake is paid for in full), ``drop`` (SMoE's), or ``active``, which keeps those that turn out
+            to be right.
+
+    Source: ours, for "what if my predictor were 90 % right?", hence the default; algorithms §3.2 and §6.11 ask for it
+    where a trace cannot hold a prediction.
     """
 
-    def __init__(self, *, accuracy: float = 0.9, depth: int = 1, keep_late: bool = True) -> None:
+    def __init__(self, *, accuracy: float = 0.9, depth: int = 1, late: Late = "keep") -> None:
         expect(0 <= accuracy <= 1, "accuracy", "0 to 1", accuracy)
         expect(depth >= 1, "depth", "a number >= 1", depth)
-        self.accuracy, self.depth, self.keep_late = accuracy, depth, keep_late
+        expect_choice("late", late, Late)
+        self.accuracy, self.depth, self.late = accuracy, depth, late
 
     def start(self, context: RunContext) -> None:
         """Keep the future and seed the errors."""

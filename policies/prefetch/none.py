@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class NoPrefetch(PrefetchPolicy):
-    """Want nothing."""
+    """Want nothing.
+
+    Source: what FlashMoE, Fiddler and the released Mixtral-Offloading do.
+    """
 
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
         """Return an empty list."""

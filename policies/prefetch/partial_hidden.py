@@ -25,7 +25,7 @@ class PartialHidden(PrefetchPolicy):
     SMoE runs the next layer's attention and gate on the hidden state that the resident experts have produced so far.
     That state depends on residency, so no trace holds it: ``pred1_raw``, the next gate on this layer's input, stands
     in, and the second run of attention and gate is not charged. For a trace without predictions take
-    ``noisy-oracle:accuracy=0.95,keep-late=false``, an oracle with SMoE's stated accuracy (95 % of active experts).
+    ``noisy-oracle:accuracy=0.95,late=drop``, an oracle with SMoE's stated accuracy (95 % of active experts).
 
     Args:
         merge: a batch's scores are merged by ``max`` (our reading; the paper has one token) or by ``sum`` over tokens.
@@ -35,7 +35,7 @@ class PartialHidden(PrefetchPolicy):
     """
 
     needs = ("pred1_raw",)
-    keep_late = False
+    late = "drop"
 
     def __init__(self, *, merge: Merge = "max", size: int | None = None) -> None:
         expect_choice("merge", merge, Merge)

@@ -8,7 +8,10 @@ from policies.base import Gate, MachineView, Routing, RoutingPolicy
 
 
 class AsRecorded(RoutingPolicy):
-    """Every token keeps the experts its gate chose."""
+    """Every token keeps the experts its gate chose.
+
+    Source: every system that does not say otherwise.
+    """
 
     alters: ClassVar[bool] = False
 

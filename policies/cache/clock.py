@@ -1,0 +1,61 @@
+"""CLOCK: first in, first out, but whoever was used meanwhile gets another round."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from policies.parameters import expect
+from policies.requests import RequestCache, Requests, first
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from policies.base import RunContext
+
+
+class Clock(RequestCache):
+    """Evict the oldest, unless it was used since its turn came last: then it becomes the newest, one use poorer.
+
+    Held experts keep place and uses. Requests are made from layer steps as `policies.requests` says. Equal to
+    libCacheSim's Clock on one request at a time.
+
+    Args:
+        rounds: uses that are remembered at most; 1 is the textbook's reference bit (second chance), and the default.
+
+    Source: Corbató 1968; peers §1.3.
+    """
+
+    def __init__(self, *, rounds: int = 1) -> None:
+        expect(rounds >= 1, "rounds", ">= 1", rounds)
+        self.rounds = rounds
+
+    def pool(self, capacity: int, context: RunContext) -> Requests:
+        """Open an empty queue."""
+        del capacity, context
+        return _Dial(self.rounds)
+
+
+class _Dial:
+    """Uses by key, oldest first."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        self.uses: dict[int, int] = {}
+
+    def __contains__(self, key: int) -> bool:
+        return key in self.uses
+
+    def hit(self, key: int) -> None:
+        self.uses[key] = min(self.uses[key] + 1, self.rounds)
+
+    def miss(self, key: int, free: Container[int]) -> int:
+        while uses := self.uses.pop(victim := first(self.uses, free)):
+            self.uses[victim] = uses - 1
+        self.fill(key)
+        return victim
+
+    def fill(self, key: int) -> None:
+        self.uses[key] = 0
+
+    def drop(self, key: int) -> None:
+        del self.uses[key]
