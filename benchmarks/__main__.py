@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks import cache_speed, memory_and_start, planning, replay_speed, runtime_overhead, trace_speed
+from benchmarks import (
+    cache_speed,
+    import_speed,
+    memory_and_start,
+    planning,
+    replay_speed,
+    runtime_overhead,
+    trace_speed,
+)
 
 
 def main() -> None:
@@ -13,7 +21,8 @@ def main() -> None:
         cache_speed.report,
         memory_and_start.report,
         runtime_overhead.report,
-        lambda: trace_speed.report(rows=1_000_000),
+        trace_speed.report,
+        import_speed.report,
     ):
         report()
         print()

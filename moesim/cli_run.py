@@ -13,6 +13,7 @@ from moesim import cli_options as options
 
 if TYPE_CHECKING:
     from moesim.runs import MeasuredRun
+    from runtime.footprint import Footprint
 
 BAD_INPUT = 2
 
@@ -26,7 +27,12 @@ StoreDir = Annotated[
     typer.Option(metavar="DIR", help="Expert store; built where there is none. Default: the user's cache folder."),
 ]
 Dtype = Annotated[
-    str | None, typer.Option(metavar="NAME", help="float32, bfloat16 or float16; a good one if not given.")
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        parser=options.one_of("float32", "bfloat16", "float16"),
+        help="float32, bfloat16 or float16; a good one if not given.",
+    ),
 ]
 Shape = Annotated[
     str | None,
@@ -97,8 +103,9 @@ def run(
         raise typer.BadParameter("expected a file with prompts beside --model", param_hint="--prompt")
     options.check_places(folder=out, files=[perfetto])
     from moesim.api import MemoryOptions
-    from moesim.progress import bar
+    from moesim.progress import bar, only_ours
 
+    only_ours()
     memory = MemoryOptions(cache_ratio, slots_per_layer, gpu_memory, host_memory, cache_scope, staging, prefetch_budget)
     given: dict[str, Any] = {
         "cache": cache, "prefetch": prefetch, "routing": routing, "host_cache": host_cache, "hw": hw, "memory": memory,
@@ -212,6 +219,8 @@ def _print(
         f"\nstart-up: non-expert weights {ready['dense_s']:.2f} s, experts {ready['experts_s']:.2f} s"
         f" ({ready['experts_bytes'] / 2**20:,.0f} MiB read){first}"
     )
+    if found.footprint is not None:
+        print(_memory_words(found.footprint))
     for name, row in (table or {}).items():
         print(f"start-up, {name}: ready after {row['ready_s']:.2f} s, first token after {row['first_token_s']:.2f} s")
     verdict = getattr(found, "verdict", None)
@@ -225,6 +234,17 @@ def _print(
         print(f"wrote {place}")
     for warning in found.warnings:
         print(f"note: {warning}", file=sys.stderr)
+
+
+def _memory_words(took: "Footprint") -> str:
+    from traces.sizes import format_bytes
+
+    parts = {
+        "experts in host memory": took.host_slots, "slots": took.device_slots, "non-expert weights": took.dense,
+        "keys and values": took.kept, "before the run": took.before, "to work with": took.working,
+    }  # fmt: skip
+    bill = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
+    return f"memory: {format_bytes(took.peak)} at most, budget {format_bytes(took.budget)} ({bill})"
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim import api
-from moesim.runs import MeasuredRun, Setup, default_store, device_of, execute, finish, machine_profile, rehearse
+from moesim.runs import MeasuredRun, default_store, device_of, execute, finish, machine_profile, rehearse
+from moesim.setup import Setup
 from policies.base import PolicyError
 from policies.systems import compose
 
@@ -152,7 +153,7 @@ def run_live(
         spec = "tiny" if str(model) == "tiny" else folder
         verdict = live.verify(load_model(spec, dtype=chosen, device=str(device.device)).model, result.passes, chosen)
     return LiveMeasuredRun(
-        run.metrics, run.timeline, run.config, run.warnings, run.result, run.journal, run.startup,
+        run.metrics, run.timeline, run.config, run.warnings, run.result, run.journal, run.startup, None,
         [local.decode(tokens) for tokens in result.tokens], result.tokens, result.steps, verdict,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from safetensors.numpy import save_file
 
+from policies.slot_shares import kept_alone
 from policies.transitions import Transitions
 from traces.errors import TraceError
 from traces.files import written_beside
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 FACTS_KEY: Final = "moesim_calibration"
 _RESIDUAL_KEY: Final = "moesim"
+_GATING: Final = ("weights", "pred1_raw")
+THRESHOLD: Final = (0.005 / 0.27) ** 0.5
+"""Share of the weight below which AdapMoE's gating, with its default budget and sensitivity, leaves an expert out."""
 
 
 def count(trace: Trace) -> dict[str, np.ndarray]:
@@ -34,22 +38,38 @@ def count(trace: Trace) -> dict[str, np.ndarray]:
 
     Returns:
         ``transitions`` float64 [L, E, E] (`policies.transitions`), ``activation_matrices`` float64 [N, L, E]
-        (`policies.activations`) and ``activation_counts`` float64 [L, E], their sum over sequences.
+        (`policies.activations`) and ``activation_counts`` float64 [L, E], their sum over sequences. Where the trace has
+        combine weights and predictions, also ``single_share`` and ``prefetch_accuracy``, float64 [L]
+        (`policies.slot_shares`): tokens that AdapMoE's gating leaves one expert, and those whose best expert
+        predicted one layer earlier is among their own; 0 for the first layer.
 
     Raises:
         TraceError: the trace is damaged.
     """
     layers, experts = trace.shape.layers, trace.shape.experts
     follows, matrices = Transitions(layers, experts), []
-    for rows in trace.sequences():
+    more = _GATING if set(_GATING) <= trace.columns else ()
+    alone, right, seen = np.zeros(layers), np.zeros(layers), np.zeros((2, layers))
+    for rows in trace.sequences(more):
         flat = rows.layer.astype(np.int64)[:, None] * experts + rows.experts
         matrices.append(np.bincount(flat.ravel(), minlength=layers * experts).reshape(layers, experts))
         for layer in range(layers - 1):
             here, next_ = rows.layer == layer, rows.layer == layer + 1
             _, mine, theirs = np.intersect1d(rows.pos[here], rows.pos[next_], assume_unique=True, return_indices=True)
             follows.observe(layer, rows.experts[here][mine], rows.experts[next_][theirs])
+            if more:
+                best = rows.columns["pred1_raw"][here][mine].argmax(axis=1)
+                right[layer + 1] += (best[:, None] == rows.experts[next_][theirs]).any(axis=1).sum()
+                seen[0, layer + 1] += len(mine)
+        for layer in range(layers) if more else ():
+            weights = rows.columns["weights"][rows.layer == layer]
+            alone[layer] += len(weights) * kept_alone(weights, THRESHOLD)
+            seen[1, layer] += len(weights)
     each = np.asarray(matrices, np.float64)
-    return {"transitions": follows.table(), "activation_matrices": each, "activation_counts": each.sum(axis=0)}
+    found = {"transitions": follows.table(), "activation_matrices": each, "activation_counts": each.sum(axis=0)}
+    if more:
+        found |= {"prefetch_accuracy": right / np.maximum(seen[0], 1), "single_share": alone / np.maximum(seen[1], 1)}
+    return found
 
 
 def write_calibration(trace: Path | str, out: Path | str, residual: Residual | None = None) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Everything of a model that is not a routed expert, with random weights: what the device does between experts.
 
 Per MoE layer: norm, query/key/value projections, attention over a growing key/value cache, output projection, norm,
-gate with softmax and top-k (its choice is thrown away: routing comes from a trace), and the shared expert where the
-model has one. Once per step: the feed-forward of the layers without experts, and the output head for the last position
-of each sequence. Every layer has weights of its own, so they come from memory, as they do in the model.
+gate with softmax and top-k (its choice is waited for and thrown away: routing comes from a trace), and the shared
+expert where the model has one. Once per step: the feed-forward of the layers without experts, and the output head for
+the last position of each sequence. Every layer has weights of its own, so they come from memory, as they do in the
+model.
 
 Shape legend: T tokens, B sequences, Q tokens of each, C context, H hidden, E experts, K experts per token.
 """
@@ -118,18 +119,25 @@ class DenseStack:
         drawn = torch.randn(tokens, self.sizes.hidden, generator=self._draws, device=self._device)
         return drawn.to(self._dtype)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the key/value cache."""
+        return sum(tensor.numel() * tensor.itemsize for pair in self._kept for tensor in pair)
+
     def make_room(self, sequences: int, context: int) -> None:
-        """Have a written key/value cache for so many sequences and positions; called between steps."""
+        """Have a written key/value cache for so many sequences and positions; called before a run."""
         if sequences <= self._room[0] and context <= self._room[1]:
             return
-        self._room = max(sequences, self._room[0]), max(2 * context, self._room[1])
+        self._room = max(sequences, self._room[0]), max(context, self._room[1])
         sizes = self.sizes
         shape = (self._room[0], sizes.kv_heads, self._room[1], sizes.head_dim)
         self._kept = []
         for _ in range(sizes.layers):
             self._kept.append((self._draw(*shape), self._draw(*shape)))
 
-    def layer(self, index: int, hidden: torch.Tensor, sequences: int, context: int) -> torch.Tensor:
+    def layer(
+        self, index: int, hidden: torch.Tensor, sequences: int, context: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute one layer's dense part.
 
         Args:
@@ -139,7 +147,8 @@ class DenseStack:
             context: C, own tokens included.
 
         Returns:
-            [T, H], the residual stream that the experts are asked about.
+            The residual stream [T, H], to which the experts' answers are added, and its norm [T, H], about which gate
+            and experts are asked.
         """
         weights, sizes = self._layers[index], self.sizes
         normed = functional.rms_norm(hidden, (sizes.hidden,))
@@ -158,10 +167,11 @@ class DenseStack:
         joined = attended.transpose(1, 2).reshape(sequences * each, width)[: len(hidden)]
         hidden = hidden + functional.linear(joined, weights.out)
         normed = functional.rms_norm(hidden, (sizes.hidden,))
-        torch.topk(functional.linear(normed, weights.gate).float().softmax(-1), sizes.top_k)
+        chosen = torch.topk(functional.linear(normed, weights.gate).float().softmax(-1), sizes.top_k).indices
+        chosen.cpu()  # nobody reads it, but nobody plans before a gate has spoken: a GPU is waited for here
         if weights.up is not None and weights.down is not None:
             hidden = hidden + _feed_forward(normed, weights.up, weights.down)
-        return hidden
+        return hidden, normed
 
     def head(self, hidden: torch.Tensor, sequences: int) -> None:
         """Compute what happens once per step: layers without experts, then logits of each sequence's last token."""
@@ -179,8 +189,8 @@ class DenseStack:
         return padded.view(sequences, each, heads, self.sizes.head_dim).transpose(1, 2)
 
     def _draw(self, *shape: int) -> torch.Tensor:
-        drawn = torch.randn(*shape, generator=self._draws, device=self._device)
-        return drawn.mul_(_SPREAD).to(self._dtype)
+        drawn = torch.randn(*shape, generator=self._draws, device=self._device, dtype=self._dtype)
+        return drawn.mul_(_SPREAD)
 
 
 def _feed_forward(hidden: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

@@ -295,7 +295,7 @@ class Executor:
             self.host.freeze()
         self._take_in()
         with lanes.lock:
-            self._transfers.begin_layer(layer)
+            self._transfers.begin_layer(layer, job.routed.experts)
         # 3. and 4. routing and planning
         plan = planner.plan(job.routed, step, self._phase, start_s, self._batch)
         self._planned_s = lanes.clock_s()
@@ -322,6 +322,7 @@ class Executor:
         self.computes.make_way(swaps)
         with lanes.lock:
             self.computes.complete()
+            self._transfers.vacate(swaps)
             for copies in swaps:
                 self._transfers.enqueue(copies, step)
             self.host.thaw()

@@ -47,7 +47,8 @@ _PROBE_TOKENS: Final = 64
 _MAX_SPREAD: Final = 0.02  # bfloat16 weights scatter by 0.4 %; a wrong scoring by tens of per cent
 _DIGEST_BYTES: Final = 4096
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-_DTYPES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+DTYPES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""Names of dtypes in recorded shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,4 +377,4 @@ def _dtype(module: nn.Module) -> str:
         name = str(tensor.dtype).removeprefix("torch.")
         sizes[name] = sizes.get(name, 0) + tensor.numel() * tensor.element_size()
     largest = max(sizes, key=lambda name: sizes[name], default="float32")
-    return _DTYPES.get(largest, largest)
+    return DTYPES.get(largest, largest)

@@ -21,7 +21,7 @@ from policies.base import PolicyError
 from runtime.expert_math import UNUSED, group_tokens
 from runtime.gates import best_first
 from runtime.generate import Pass, Sampling, generate
-from runtime.hf import LocalModel, MoeBlock, find_blocks, gate_facts, model_shape, read_gate
+from runtime.hf import DTYPES, LocalModel, MoeBlock, find_blocks, gate_facts, model_shape, read_gate
 from runtime.model import StoreExperts
 from runtime.sources import skeleton
 from traces.batch import RoutedLayer, RoutedStep
@@ -49,7 +49,8 @@ def live_shape(offloaded: OffloadedModel, model_dir: Path, store: ExpertStore) -
     blocks = find_blocks(frame)
     shape = model_shape(frame, model_dir.resolve().name, blocks, gate_facts(offloaded.model, live_blocks(offloaded)))
     records = tuple(store.record_bytes(layer) for layer in range(store.layers))
-    return replace(shape, expert_bytes=records, other_bytes=offloaded.dense_bytes)
+    dtype = store.layout(0).dtype  # the frame's tensors were never loaded: theirs says nothing
+    return replace(shape, expert_bytes=records, other_bytes=offloaded.dense_bytes, dtype=DTYPES.get(dtype, dtype))
 
 
 def live_blocks(offloaded: OffloadedModel) -> list[MoeBlock]:
@@ -279,7 +280,8 @@ class LiveRun:
         index, weights = best_first(index, weights, output)
         chosen = index.cpu().numpy().astype(np.uint16)
         groups = group_tokens(chosen)
-        routed = RoutedLayer(layer, groups.experts, groups.tokens, chosen, _half(weights), None, {})
+        own = weights.float().cpu().numpy()  # in full: a token whose experts a policy keeps must keep its answer
+        routed = RoutedLayer(layer, groups.experts, groups.tokens, chosen, own, None, {})
         if self._scores and output is not None:
             routed.scores = _half(self._facts.scores(output))
         if self._predicts:

@@ -65,9 +65,7 @@ class _Extent(NamedTuple):
     file_bytes: int
 
 
-_FULL: Final = _Extent(
-    38.0, (1, 2, 4, 8, 16, 32, 64, 128, 256), (256, 1024, 2048), (1, 8, 64), POLICIES, 512 << 20
-)
+_FULL: Final = _Extent(38.0, (1, 2, 4, 8, 16, 32, 64, 128, 256), (256, 1024, 2048), (1, 8, 64), POLICIES, 512 << 20)
 _QUICK: Final = _Extent(6.0, (1, 4, 16, 64), (256, 1024), (1, 16), POLICIES[:1], 64 << 20)
 
 
@@ -147,15 +145,11 @@ def measure(
 def _measure_cpu(findings: Findings, size: Size, dtype: torch.dtype, cores: int, extent: _Extent) -> None:
     threads = max(1, cores - 1)
     source = f"{threads} thread{'s' * (threads > 1)}, weights read from memory"
-    measure_experts(
-        findings, "cpu", size, dtype, tokens=extent.tokens, seconds=0.22 * extent.seconds, source=source
-    )
+    measure_experts(findings, "cpu", size, dtype, tokens=extent.tokens, seconds=0.22 * extent.seconds, source=source)
     measure_first_expert(findings, size, dtype, seconds=0.04 * extent.seconds, source=source)
 
 
-def _measure_host_accelerator(
-    findings: Findings, size: Size, dtype: torch.dtype, cores: int, extent: _Extent
-) -> None:
+def _measure_host_accelerator(findings: Findings, size: Size, dtype: torch.dtype, cores: int, extent: _Extent) -> None:
     """Measure one core: with two cores it is what the CPU lane has too, so its experts are not measured again."""
     source = "host accelerator, 1 thread, weights read from memory"
     with _torch_threads(1):
@@ -205,9 +199,7 @@ def _measure_gpu(findings: Findings, size: Size, extent: _Extent) -> None:
     measure_cuda_copies(findings, device, seconds=0.12 * extent.seconds)
 
 
-def _measure_host_contention(
-    findings: Findings, size: Size, dtype: torch.dtype, cores: int, extent: _Extent
-) -> None:
+def _measure_host_contention(findings: Findings, size: Size, dtype: torch.dtype, cores: int, extent: _Extent) -> None:
     """Measure the CPU lane beside the host accelerator's compute and copies, and both of those beside it."""
     experts, others = ExpertPool(size, dtype), ExpertPool(size, dtype)
     copies = CopyPool(pool_bytes(2 * experts.layout.expert_bytes))

@@ -51,7 +51,6 @@ def measure_cuda_copies(findings: Findings, device: str, *, seconds: float) -> N
     ):
         host.memory.fill_(1)
         for link, source, target in (("h2d", host, there), ("d2h", there, host)):
-
             by_size = {
                 size: sample(_copies(source.memory, target.memory, size), share_s, once=once) for size in COPY_BYTES
             }

@@ -11,8 +11,9 @@ one thread takes and gives back.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import psutil
 import torch
@@ -23,6 +24,9 @@ from runtime.expert_math import ExpertLayout, ExpertWeights, round_up
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+_PORTABLE: Final = 1
+"""cudaHostRegisterPortable: page-locked in the eyes of every GPU."""
 
 
 class Slots:
@@ -189,8 +193,10 @@ def _page_lock(memory: torch.Tensor) -> None:
     gib = memory.numel() / 2**30
     if not torch.cuda.is_available():
         raise RuntimeFault(f"cannot page-lock {gib:.2f} GiB of host memory: there is no CUDA device to lock it for")
-    code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)
     if int(code) != 0:
+        with contextlib.suppress(RuntimeError, AssertionError):
+            torch.zeros(1, device="cuda")  # CUDA tells of this failure again at the next launch: let that be this one
         raise RuntimeFault(
             f"cannot page-lock {gib:.2f} GiB of host memory: CUDA error {int(code)};"
             " ask for less host memory, or raise the limit (`ulimit -l`)"

@@ -76,8 +76,6 @@ class Places:
 
     def assign(self, keys: list[int]) -> None:
         """Give newly placed experts slots, after those that have left gave theirs back."""
-        for key in keys:
-            self.forget(key)
         for key in np.flatnonzero((self._slot_of >= 0) & (self._state == ABSENT)).tolist():
             if key not in self._staged:
                 self.release(key)

@@ -20,7 +20,7 @@ from runtime.store import record_stride
 from traces.models import model_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from runtime.executor import Executor
     from runtime.store import ExpertStore
@@ -92,24 +92,29 @@ class ForcedRouting:
 
     def __init__(self, executor: Executor, dense: DenseStack, steps: Iterable[RoutedStep]) -> None:
         self._executor, self._dense = executor, dense
-        self._steps = list(steps)  # cutting a trace into steps is no part of a run
+        self._steps = list(steps)  # cutting a trace into steps is no part of a run, nor is memory for keys and values
+        dense.make_room(
+            max((step.sequences for step in self._steps), default=1),
+            max((step.context_tokens for step in self._steps), default=1),
+        )
+        with torch.inference_mode():  # no library initialises itself inside the first step
+            dense.head(dense.layer(0, dense.embed(1), 1, 1)[0], 1)
 
     def __call__(self) -> None:
         """Run it; pass this to `Executor.run`."""
         for step in self._steps:
-            self._dense.make_room(step.sequences, step.context_tokens)
             hidden = self._dense.embed(step.tokens)
             self._executor.begin_step(step.step, step.phase, step.batch)
             for routed in step.layers:
-                hidden = self._dense.layer(routed.layer, hidden, step.sequences, step.context_tokens)
-                hidden = self._experts(routed, hidden)
+                hidden, normed = self._dense.layer(routed.layer, hidden, step.sequences, step.context_tokens)
+                hidden = self._experts(routed, hidden, normed)
             self._dense.head(hidden, step.sequences)
             self._executor.end_step(step.tokens, step.sequences)
 
-    def _experts(self, routed: RoutedLayer, hidden: torch.Tensor) -> torch.Tensor:
+    def _experts(self, routed: RoutedLayer, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """Add the experts' answers; in a ragged prefill the last tokens only are asked about."""
         asked = len(routed.routing)
-        rows = hidden if asked == len(hidden) else hidden[-asked:]
+        rows = normed if asked == len(hidden) else normed[-asked:]
         if routed.weights is None:
             weights = torch.full(
                 routed.routing.shape, 1 / routed.routing.shape[1], dtype=rows.dtype, device=rows.device
@@ -122,10 +127,3 @@ class ForcedRouting:
         hidden = hidden.clone()
         hidden[-asked:] += answer
         return hidden
-
-
-def warm_up(dense: DenseStack, compute: Callable[[], None]) -> None:
-    """Run each kind of operation once, so that no library initialises itself inside the first step."""
-    dense.make_room(1, 1)
-    dense.head(dense.layer(0, dense.embed(1), 1, 1), 1)
-    compute()

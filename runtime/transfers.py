@@ -14,6 +14,8 @@ from runtime.lanes import AHEAD, DEMAND, REPLACING, Operation
 from traces import timeline as kinds
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from policies.plan import Copies
     from policies.planner import Planner
     from runtime.lanes import Lanes
@@ -110,8 +112,6 @@ class Transfers:
                 continue
             link = Copy(self, copies.kind, step, layer, expert)
             link.staged = copies.kind == FETCH and copies.staged[i]
-            if link.staged:
-                self.device.forget(key)
             self.flying.add(key)
             self.host.use(key)
             first: Operation = link
@@ -126,11 +126,14 @@ class Transfers:
                 self._waiting.setdefault(layer, {})[key] = first
 
     def vacate(self, plan: list[Copies]) -> None:
-        """Before any copy of a plan: take back the slots of what left host memory in this plan and is read again."""
+        """Before any copy of a plan: take back the slots of what had left a memory and is brought there again."""
         for copies in plan:
             for expert, read in zip(copies.experts, copies.read, strict=True):
+                key = copies.layer * self.experts + expert
+                if copies.kind != READ:
+                    self.device.forget(key)
                 if read:
-                    self.host.forget(copies.layer * self.experts + expert)
+                    self.host.forget(key)
 
     def when_landed(self, key: int, compute: Operation) -> None:
         """Submit `compute` when a copy in flight lands; now, if it just has."""
@@ -146,19 +149,30 @@ class Transfers:
         else:
             self.lanes.submit(compute)
 
-    def begin_layer(self, layer: int) -> None:
-        """Drop, or turn into demand, the prefetches for this layer whose chain has not started."""
-        waiting = self._waiting.pop(layer, None)
-        if not waiting:
+    def begin_layer(self, layer: int, active: np.ndarray) -> None:
+        """Take back the prefetches for this layer whose chain has not started: the planner drops them or demands them.
+
+        Where the queue is sorted anew at every layer, those for other layers are taken back and dropped as well.
+        `active` int32 [A]: the experts that the gate chose.
+        """
+        if not self._waiting:
             return
-        unstarted = {
-            (0, layer, key - layer * self.experts): operation
-            for key, operation in waiting.items()
-            if self._idle(key, operation) and self.lanes.withdraw(operation, AHEAD)
-        }
-        for dropped in self._planner.late(list(unstarted)):
+        unstarted: dict[tuple[int, int, int], Operation] = {}
+        for own in list(self._waiting) if self._planner.requeues else [layer]:
+            waiting = self._waiting.get(own, {})
+            taken = {
+                key: operation
+                for key, operation in waiting.items()
+                if self._idle(key, operation) and self.lanes.withdraw(operation, AHEAD)
+            }
+            self._waiting[own] = {key: operation for key, operation in waiting.items() if key not in taken}
+            unstarted |= {(0, *divmod(key, self.experts)): operation for key, operation in taken.items()}
+        self._waiting.pop(layer, None)
+        if not unstarted:
+            return
+        for dropped in self._planner.late(list(unstarted), layer, active.tolist()):
             operation = unstarted.pop(dropped)
-            key = layer * self.experts + operation.expert
+            key = operation.layer * self.experts + operation.expert
             self.flying.remove(key)
             self.host.unuse(key)
             if operation.kind == kinds.READ:

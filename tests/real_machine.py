@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from learned_network import Artefacts
 from transformers import AutoModelForCausalLM
 
 from hwprofiles.costs import Costs
@@ -60,11 +61,11 @@ def host_profile(workers=None, accelerator="host", **numbers):
 
 
 def usable(kind, *, oracles, approximate=False):
-    """Registered names of a kind that need no artefact, and keep routing; oracles and approximations if wanted."""
+    """Registered names of a kind that keep routing; oracles and approximations if wanted."""
     found = []
     for name in names(kind):
         cls = find(name, kind)
-        if name == "flashmoe" or (cls.oracle and not oracles):  # flashmoe needs a trained network
+        if cls.oracle and not oracles:
             continue
         if issubclass(cls, RoutingPolicy) and cls.alters:
             continue
@@ -127,7 +128,8 @@ class Case:
 
         def planner():
             policies = system.build(gpus=1, host_cache="lru" if memory.host is not None else None)
-            return Planner(self.shape, costs, policies, memory, seed=seed)
+            extras = Artefacts(self.shape.layers, self.shape.experts)
+            return Planner(self.shape, costs, policies, memory, seed=seed, extras=extras)
 
         journal, timeline = Journal(planner()), Timeline(profile.lanes)
         executor = Executor(

@@ -39,6 +39,24 @@ def test_the_tables_of_two_tokens_by_hand(tmp_path, tiny_shape):
     assert found["activation_counts"][0].tolist() == [2, 1, 0, 0, 0, 1, 0, 0]
 
 
+def test_what_adapmoe_divides_slots_by_is_counted_token_by_token(tmp_path, tiny_shape):
+    """Of four tokens three keep one expert in layer 1; layer 0 foresees layer 1 for two, layer 1 layer 2 for all."""
+    with TraceWriter(
+        tmp_path / "t.parquet", TraceHeader(tiny_shape, split="calibration"), ("weights", "pred1_raw")
+    ) as writer:
+        for pos in range(4):
+            weights = np.array([[0.5, 0.5], [0.95, 0.05] if pos else [0.6, 0.4], [0.7, 0.3]])
+            predicted = np.zeros((3, 8))
+            predicted[0, 2 if pos < 2 else 7] = 1.0
+            predicted[1, 5] = 1.0
+            experts = np.array([[0, 1], [2, 3], [4, 5]])
+            writer.write(0, pos, 0, np.arange(3), experts, weights=weights, pred1_raw=predicted)
+    write_calibration(tmp_path / "t.parquet", tmp_path / "c.safetensors")
+    found = load_artefacts(tmp_path / "c.safetensors")
+    assert found["single_share"].tolist() == [0.0, 0.75, 0.0]
+    assert found["prefetch_accuracy"].tolist() == [0.0, 0.5, 1.0]
+
+
 def test_an_evaluation_trace_calibrates_nothing(make_trace, tmp_path):
     with pytest.raises(TraceError, match="expected a trace of calibration text, found split 'evaluation'"):
         write_calibration(make_trace(), tmp_path / "c.safetensors")
@@ -63,7 +81,9 @@ def test_the_command_line_makes_it_and_policies_find_it(tmp_path, capsys):
     code, printed = run()
     assert code == 0, printed.err
     last = printed.out.splitlines()[-1]
-    assert last.endswith("activation_counts, activation_matrices, residual, transitions")
+    assert last.endswith(
+        "activation_counts, activation_matrices, prefetch_accuracy, residual, single_share, transitions"
+    )
 
     trace = open_trace(out)
     assert trace.header.split == "calibration"

@@ -248,10 +248,11 @@ def test_dense_layers_serve_ragged_batches(tokens, sequences, context):
     sizes = DenseSizes.of(shape(heads=4, kv_heads=2, head_dim=8, shared_intermediate=8, vocab=50))
     stack = DenseStack(sizes, torch.float32, torch.device("cpu"))
     stack.make_room(sequences, context)
-    out = stack.layer(1, stack.embed(tokens), sequences, context)
+    out, normed = stack.layer(1, stack.embed(tokens), sequences, context)
     stack.head(out, sequences)
-    assert out.shape == (tokens, 32)
+    assert out.shape == normed.shape == (tokens, 32)
     assert bool(torch.isfinite(out).all())
+    assert torch.allclose(normed.square().mean(1), torch.ones(tokens), atol=1e-3), "experts are asked about a norm"
 
 
 def test_a_store_of_other_sizes_is_refused(tmp_path):

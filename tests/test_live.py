@@ -17,7 +17,7 @@ from policies.residency import CacheSize
 from policies.systems import System
 from runtime import tiny
 from runtime.calibrate_residual import Residual
-from runtime.live import verify
+from runtime.live import TOLERANCES, verify
 from runtime.views import load_views, save_views
 from tests.handmade import registered
 from traces.metrics import summarise
@@ -159,6 +159,24 @@ def test_verify_refuses_work_ahead_before_anything_is_loaded(tmp_path):
         run_live("tiny", ["x"], "daop", verify=True, routing="as-recorded", hw=host_profile(), store=tmp_path / "s")
 
 
+def test_a_dropped_prefetch_that_is_fetched_after_all_leaves_its_old_slot_first(trained):
+    """SMoE drops late prefetches and may stage the same experts at once: their old slots are for others by then."""
+    from policies.systems import SYSTEMS
+
+    size = CacheSize.of(trained.shape.expert_bytes, trained.shape.experts, slots_per_layer=8)
+    host = CacheSize.of(
+        trained.shape.expert_bytes,
+        trained.shape.experts,
+        scope="global",
+        total_bytes=44 * trained.shape.max_expert_bytes,
+    )
+    text = list(b"import os\nimport sys\n\ndef main():\n    return 0\n\nclass Point:\n    x: int\n")
+    live, journal, _, fresh, _ = trained.run(
+        SYSTEMS["smoe"], MemoryPlan(size, host, 4), prompts=[text, text[:20]], new=8
+    )
+    assert len(repeat(journal.entries, fresh, live.result.steps)) == 6 * len(live.result.steps)
+
+
 class NextDoor(RoutingPolicy):
     """Serve each token by the expert after the one its gate chose."""
 
@@ -176,6 +194,42 @@ def test_a_routing_policy_replaces_experts_live(trained):
         for layer in step.layers:
             rows = accesses[(accesses["step"] == step.step) & (accesses["layer"] == layer.layer)]
             assert sorted(rows["expert"]) == sorted((layer.experts + 1) % 32)
+
+
+class FirstRowNextDoor(RoutingPolicy):
+    """As `NextDoor`, but for the first token of a layer step only."""
+
+    def route(self, gate, view):
+        experts = gate.experts.copy()
+        experts[0] = (experts[0] + 1) % view.experts
+        return Routing(experts, gate.weights)
+
+
+def test_a_token_whose_experts_stay_keeps_its_weights_to_the_bit(trained):
+    """Two sequences; only tokens of the first are served by others. The second's logits are the plain model's."""
+    with registered(**{"routing_first-row-next-door": FirstRowNextDoor}):
+        live, *_ = trained.run(System("greedy", routing="first-row-next-door"), memory(trained.shape, 8), batch=2)
+    passes = live.result.passes
+    assert not verify(trained.plain, passes, "float32").passed
+    cache = None
+    with torch.inference_mode():
+        for one in passes:
+            out = trained.plain(**one.inputs, past_key_values=None if one.fresh else cache, use_cache=True)
+            cache = out.past_key_values
+            expected = out.logits[1, -1]
+            assert float((expected - one.logits[1]).abs().max()) <= TOLERANCES["float32"] * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(("dtype", "label"), [("float32", "fp32"), ("bfloat16", "bf16")])
+def test_a_live_shape_names_the_dtype_of_its_store(tmp_path, dtype, label):
+    from runtime.live import live_shape
+    from runtime.model import OffloadedModel
+    from runtime.store_build import build_store
+
+    folder = make_checkpoint(CONFIGS["mixtral"](), tmp_path / "m")
+    with build_store(folder, tmp_path / "s", dtype=dtype) as store:
+        offloaded = OffloadedModel.load(folder, dtype=getattr(torch, dtype))
+        assert live_shape(offloaded, folder, store).dtype == label
 
 
 def test_generation_under_offloading_says_what_the_plain_model_says(trained):
@@ -219,14 +273,17 @@ class FakeEvent:
     def __init__(self, **_):
         pass
 
-    def record(self):
+    def record(self, stream):
+        assert isinstance(stream, FakeStream), "on a stream that is named, whatever device is the thread's current one"
         self.at_s = time.perf_counter()
 
     def synchronize(self):
         assert self.at_s is not None
 
     def elapsed_time(self, later):
-        return 1e3 * (later.at_s - self.at_s)
+        """Milliseconds in single precision, as CUDA gives them."""
+        assert later.at_s >= self.at_s, "times count from an earlier event"
+        return float(np.float32(1e3 * (later.at_s - self.at_s)))
 
 
 @pytest.fixture
@@ -237,6 +294,7 @@ def launching(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(CudaDevice, "page_lock", False)
@@ -259,6 +317,36 @@ def test_launching_from_the_control_thread_gives_the_same_answer(trained, launch
     moved = spans[spans["kind"] == "activation"]
     assert (moved["bytes"] > 0).all()
     assert len(moved) == accesses[accesses["lane"] == "cpu"].groupby(["step", "layer"]).ngroups > 0
+
+
+def test_device_times_stay_sharp_in_a_long_run(launching, monkeypatch):
+    """A product of 20 us, 3 hours into a run: counted from its beginning, float32 would make 0 or 1 ms of it."""
+    from types import SimpleNamespace
+
+    clock = [50.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    launching.begin(40.0)
+    told = []
+    timeline = SimpleNamespace(span=lambda *span: told.append(span))
+    clock[0] += 3 * 3600
+    launching.step_done(timeline)
+    operation = SimpleNamespace(lane=0, kind=0, step=1, layer=0, expert=3, nbytes=0)
+    clock[0] += 1.0
+    launching.begin_compute(operation, 0)
+    clock[0] += 20e-6
+    assert launching.end_compute(operation) == (-1.0, -1.0), "the device tells later"
+    launching.step_done(timeline)
+    ((_, _, _, _, _, start_s, end_s, _),) = told
+    assert end_s - start_s == pytest.approx(20e-6, abs=2e-6)
+    assert start_s == pytest.approx(10.0 + 3 * 3600 + 1.0, abs=1e-4)
+
+
+def test_slots_are_zeroed_before_another_stream_may_copy_into_them(launching, monkeypatch):
+    """The copy stream waits for nobody: without a wait, a late zero could overwrite an expert."""
+    waits = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: waits.append(device))
+    launching.allocate(3, 4096)
+    assert waits == [(torch.device("cpu"),)]
 
 
 def test_a_serial_cpu_waits_for_what_was_only_launched(trained, launching, monkeypatch):

@@ -74,9 +74,10 @@ def test_the_costs_of_a_model_follow_and_nothing_is_extrapolated_at_its_own_size
     assert (np.diff(seconds) >= 0).all()
     assert 1e-5 < seconds[0] < 0.1
     assert 0 < costs.planning_s("greedy", 8) < 0.01
-    assert not any(text.startswith("cpu") for text in costs.extrapolated) or profile.curves[
-        "costs.cpu.points"
-    ].reference.dtype == "bfloat16"
+    assert (
+        not any(text.startswith("cpu") for text in costs.extrapolated)
+        or profile.curves["costs.cpu.points"].reference.dtype == "bfloat16"
+    )
 
 
 def test_busy_workers_never_exceed_cores():

@@ -459,10 +459,18 @@ def test_page_locking_that_cuda_refuses_names_the_way_out(monkeypatch):
         def cudaHostRegister(self, *_):  # noqa: N802 - CUDA's name
             return 2
 
+    launched = []
+
+    def next_launch(*_, device, **__):
+        launched.append(device)
+        raise RuntimeError("CUDA error: out of memory")  # CUDA reports a failed call at the next launch, too
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "zeros", next_launch)
     with pytest.raises(RuntimeFault, match=r"CUDA error 2; ask for less host memory, or raise the limit"):
         HostTier(1, BLOCK_BYTES, page_lock=True)
+    assert launched == ["cuda"], "the failure is not left for whoever launches next"
 
 
 @pytest.mark.gpu

@@ -1,0 +1,321 @@
+"""Every policy on real routing, really run: copies, direct reads and products of a stated share of the model's width.
+
+    python -m benchmarks.every_policy t.parquet ../shared/traces/gpt_oss_20b.parquet=gpt-oss-20b --scale 16 --steps 4
+
+A checker as much as a table: it ends with code 1 when something differs that must be equal. Each run is held against
+
+- the simulator, on the same forward passes: hits, access by access, where they do not depend on timing (no prefetch
+  and no replacement);
+- a fresh planner, fed with the views that the run logged: the same plans;
+- the CPU alone: the same answers, where the policy keeps the model's (one seed, so one answer);
+- its budget: slots taken in each memory, and the planner's own high-water mark;
+- the trace: a policy is refused, before anything runs and by name, exactly where a column is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from benchmarks.replay_speed import SHARED, SHIPPED
+from hwprofiles.costs import Costs
+from moesim import api, learned
+from moesim.runs import device_of, execute, machine_profile, open_random_store
+from moesim.setup import Setup, check_needs, needed_columns
+from policies.base import CachePolicy, PolicyError
+from policies.journal import repeat
+from policies.registry import names
+from policies.systems import SYSTEMS, compose
+from runtime.dense import DenseSizes, DenseStack
+from runtime.tracedriven import ForcedRouting, shape_for
+from runtime.train_cache import Recipe, train
+from sim.replay import Replay
+from traces.batch import compose as compose_steps
+from traces.errors import TraceError
+from traces.future import RecordedFuture
+from traces.importers import import_trace
+from traces.metrics import summarise
+from traces.models import model_shape
+from traces.reader import Trace, open_trace
+from traces.timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from policies.systems import System
+    from runtime.executor import Executor
+    from traces.batch import RoutedStep
+
+KINDS = ("system", "assignment", "cache", "prefetch", "routing")
+TIERINGS = ("gpu", "ssd")
+MODELS = {
+    "gpt_oss_20b": "gpt-oss-20b",
+    "kimi_linear_48b_a3b_decode300": "kimi-linear-48b-a3b",
+    "olmoe_1b_7b_decode299": "olmoe-1b-7b",
+    "qwen3_30b_a3b_top6": "qwen3-30b-a3b",
+}
+DISTINCT = 256
+TRAINED_STEPS = 60
+TOLERANCE = 1e-4
+"""Largest difference of hidden states, as a share of the largest: float32 sums over many layers in one order."""
+
+
+class SameInputs(DenseStack):
+    """The dense part, with inputs that depend on the step alone, and a memory of every step's outcome."""
+
+    outcomes: list[torch.Tensor]
+
+    def embed(self, tokens: int) -> torch.Tensor:
+        """Draw what this step of every run begins with."""
+        draws = torch.Generator().manual_seed(len(self.outcomes))
+        return torch.randn(tokens, self.sizes.hidden, generator=draws).to(self._dtype)
+
+    def head(self, hidden: torch.Tensor, sequences: int) -> None:
+        """Keep the last hidden states."""
+        self.outcomes.append(hidden.clone())
+        super().head(hidden, sequences)
+
+
+@dataclass(slots=True)
+class Row:
+    """What one policy did in one tiering. `wrong` lists what must not be."""
+
+    kind: str
+    policy: str
+    tiering: str
+    outcome: str = "ran"
+    why: str = ""
+    hits: int = 0
+    simulated: int = 0
+    accesses: int = 0
+    timing_free: bool = False
+    slots: str = ""
+    wrong: list[str] = field(default_factory=list)
+
+
+class Bench:
+    """One trace, made ready: a store, a dense part, and forward passes."""
+
+    def __init__(self, trace: Trace, folder: Path, *, scale: int, steps: int, hw: str | None, batch: int = 1) -> None:
+        spec = None if scale == 1 else f"{trace.shape.name}/{scale}"
+        self.trace, self.steps, self.batch = trace, steps, batch
+        self.shape = shape_for(trace.shape, spec)
+        self.profile = machine_profile(hw)
+        self.device = device_of(self.profile)
+        every = self.shape.layers * self.shape.experts
+        self.store = open_random_store(self.shape, folder / self.shape.name, "float32", min(DISTINCT, every))
+        self.dense = SameInputs(DenseSizes.of(self.shape), torch.float32, self.device.device)
+        self.future = RecordedFuture.of(trace, batch=batch, steps=steps)
+        self.artefacts = folder / f"{trace.path.stem}-learned"
+        self.artefacts.mkdir()
+        training = learned.Part(trace, 0, min(TRAINED_STEPS, learned.whole(trace).stop))
+        train(training, trace.shape, Recipe(epochs=1)).save(self.artefacts / "flashmoe.safetensors")
+        self.expected = {}
+        for tiering in TIERINGS:
+            self.expected[tiering] = self._run(self._setup(compose("all-cpu", cache="none"), tiering), self._walk(()))[
+                1
+            ]
+
+    def __enter__(self) -> Self:
+        """Use it in a block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the store."""
+        self.store.close()
+
+    def row(self, kind: str, name: str, tiering: str) -> Row:
+        """Run one policy, and hold it against everything it must agree with."""
+        row = Row(kind, name, tiering)
+        system = _system(kind, name)
+        setup = self._setup(system, tiering)
+        policies = setup.policies()
+        missing = set(needed_columns(policies)) - set(self.trace.columns)
+        try:
+            check_needs(self.trace, policies)
+        except TraceError as refusal:
+            row.outcome, row.why = "refused", str(refusal)
+            parts = (system.assignment, system.cache, system.prefetch, system.routing)
+            if not missing or not any(repr(part) in row.why for part in parts):
+                row.wrong.append("refused without a reason that names it")
+            return row
+        if missing:
+            row.wrong.append(f"ran without {', '.join(sorted(missing))}")
+        walk = self._walk(needed_columns(policies))
+        try:
+            run, outcomes, slots = self._run(setup, walk)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it belongs into the table
+            row.outcome, row.why = "FAILED", f"{type(error).__name__}: {error}"
+            row.wrong.append(row.why)
+            return row
+        self._hold(row, setup, walk, run, outcomes)
+        self._weigh(row, setup, run, slots)
+        return row
+
+    def _setup(self, system: System, tiering: str) -> Setup:
+        """A cache that must choose; and, where reads are wanted, host memory for one layer's experts beside staging."""
+        slots = self.shape.top_k + max(2, self.shape.experts // 16)
+        staging = system.staging_slots(self.shape) or self.profile.memory.staging_experts
+        host = (staging + self.shape.experts) * self.shape.max_expert_bytes if tiering == "ssd" else None
+        memory = api.MemoryOptions(slots_per_layer=slots, host_memory_bytes=host)
+        return Setup(self.shape, self.profile, system, memory, "lru", 0, future=self.future, artefacts=self.artefacts)
+
+    def _walk(self, needed: tuple[str, ...]) -> list[RoutedStep]:
+        weights = ("weights",) if "weights" in self.trace.columns else ()
+        columns = tuple(dict.fromkeys((*weights, *needed)))
+        return list(compose_steps(self.trace, batch=self.batch, steps=self.steps, columns=columns))
+
+    def _run(self, setup: Setup, walk: list[RoutedStep]) -> tuple[Any, list[torch.Tensor], dict[str, int]]:
+        """Run for real; what came out, the hidden states of every step, and the bytes of each memory's slots."""
+        slots: dict[str, int] = {}
+
+        def forward(executor: Executor) -> Callable[[], None]:
+            slots["gpu0"] = executor.places.slots.total_bytes
+            slots["host"] = executor.host.tier.total_bytes
+            self.dense.outcomes = []
+            routing = ForcedRouting(executor, self.dense, walk)
+            self.dense.outcomes.clear()
+            return routing
+
+        run = execute(setup, self.store, self.device, forward)
+        return run, self.dense.outcomes, slots
+
+    def _hold(self, row: Row, setup: Setup, walk: list[RoutedStep], run: Any, outcomes: list[torch.Tensor]) -> None:
+        """Against the simulator, a fresh planner, and the CPU alone."""
+        layer_steps = sum(len(step.layers) for step in walk)
+        if run.metrics["layer_steps"] != layer_steps:
+            row.wrong.append(f"layer steps: expected {layer_steps}, ran {run.metrics['layer_steps']}")
+        try:
+            repeat(run.journal.entries, setup.planner(), walk)
+        except PolicyError as difference:
+            row.wrong.append(f"plans: {difference}")
+        timeline = Timeline(setup.profile.lanes)
+        Replay(setup.profile, Costs(setup.profile, self.shape), setup.planner(), timeline).run(walk)
+        timeline.close()
+        simulated = summarise(timeline)
+        row.hits, row.simulated, row.accesses = run.metrics["hits"], simulated["hits"], run.metrics["accesses"]
+        policies = setup.policies()
+        swaps = type(policies.caches[0]).replacements is not CachePolicy.replacements
+        row.timing_free = setup.system.prefetch == "none" and not swaps
+        if row.timing_free:
+            real, virtual = run.timeline.access_frame(), timeline.access_frame()
+            keys = ["step", "layer", "expert"]
+            real, virtual = (frame.sort_values(keys).reset_index(drop=True) for frame in (real, virtual))
+            if not real.equals(virtual):
+                row.wrong.append("accesses differ from the simulator's")
+        if not policies.routing.alters and not policies.assignment.approximates:
+            for step, (got, expected) in enumerate(zip(outcomes, self.expected[row.tiering], strict=True)):
+                largest = float((got - expected).abs().max() / expected.abs().max())
+                if not largest <= TOLERANCE:
+                    row.wrong.append(f"answers of step {step}: {largest:.2g} from the CPU's")
+                    break
+
+    def _weigh(self, row: Row, setup: Setup, run: Any, slots: dict[str, int]) -> None:
+        """Against the budget."""
+        plan, each = setup.memory, self.shape.max_expert_bytes
+        budget = {"gpu0": plan.gpu.total_bytes + plan.staging * each}
+        if plan.host is not None:
+            budget["host"] = setup.options.host_memory_bytes
+        row.slots = ", ".join(
+            f"{name} {slots[name] / 2**20:.1f} of {most / 2**20:.1f} MiB" for name, most in budget.items()
+        )
+        for name, most in budget.items():
+            used = run.metrics["memory_high_bytes"][name]
+            if not used <= slots[name] <= most:
+                row.wrong.append(f"{name}: {used} bytes used, {slots[name]} taken, {most} allowed")
+        reads = run.metrics["bytes"]["ssd"]
+        if (reads > 0) != (row.tiering == "ssd"):
+            row.wrong.append(f"{reads} bytes read from the SSD")
+
+
+def _system(kind: str, name: str) -> System:
+    if kind in ("system", "assignment"):
+        return compose(name)
+    return compose("greedy", **{kind: name})
+
+
+def _names(kinds: list[str]) -> Iterator[tuple[str, str]]:
+    for kind in kinds:
+        for name in SYSTEMS if kind == "system" else names(kind):
+            yield kind, name
+
+
+def _open(given: str, folder: Path) -> Trace:
+    """A trace of ours, or a foreign file with its model: ``FILE=MODEL``."""
+    path, _, model = given.partition("=")
+    if not model:
+        return open_trace(path)
+    place = folder / f"{model}.parquet"
+    import_trace(Path(path), place, shape=model_shape(model))
+    return open_trace(place)
+
+
+def main() -> int:
+    """Run the table; 1 if anything in it is wrong."""
+    known = [f"{SHARED / name}.parquet={model}" for name, model in MODELS.items()]
+    parser = argparse.ArgumentParser(description="Run every policy on real routing, and check each run.")
+    parser.add_argument("traces", nargs="*", default=[*known, str(SHIPPED)], help="TRACE, or FILE=MODEL to import")
+    parser.add_argument("--scale", type=int, default=16, help="a stated fraction of the model's width (tiny: 1)")
+    parser.add_argument("--steps", type=int, default=6, help="forward passes")
+    parser.add_argument("--batch", type=int, default=1, help="sequences that run together")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--tierings", default=",".join(TIERINGS))
+    parser.add_argument("--hw", default="two-core-host", help="a profile of this machine")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    wrong = 0
+    with tempfile.TemporaryDirectory() as name:
+        for given in asked.traces:
+            begin_s = time.perf_counter()
+            trace = _open(given, Path(name))
+            scale = 1 if trace.shape.name == "tiny" else asked.scale
+            with Bench(trace, Path(name), scale=scale, steps=asked.steps, hw=asked.hw, batch=asked.batch) as bench:
+                rows = [
+                    bench.row(kind, policy, tiering)
+                    for kind, policy in _names(asked.kinds.split(","))
+                    for tiering in asked.tierings.split(",")
+                ]
+            _print(bench, rows, time.perf_counter() - begin_s)
+            wrong += sum(bool(row.wrong) for row in rows)
+    return 1 if wrong else 0
+
+
+def _print(bench: Bench, rows: list[Row], seconds: float) -> None:
+    shape = bench.shape
+    print(
+        f"{shape.name}: {shape.layers} layers x {shape.experts} experts of {shape.expert_bytes[0] / 1024:.0f} KiB,"
+        f" {bench.steps} forward passes of {bench.trace.path.name}, batch {bench.batch}, {bench.profile.name},"
+        f" {seconds:.0f} s"
+    )
+    for row in rows:
+        head = f"  {row.kind:10} {row.policy:20} {row.tiering:4}"
+        if row.outcome == "refused":
+            print(f"{head} refused: {row.why.partition(': ')[2]}" + _words(row))
+            continue
+        equal = "equal" if row.hits == row.simulated else "differ" if row.timing_free else "differ, by timing"
+        print(f"{head} {row.outcome} hits {row.hits} simulated {row.simulated} of {row.accesses} ({equal});"
+              f" {row.slots}" + _words(row))  # fmt: skip
+    ran = [row for row in rows if row.outcome == "ran"]
+    free = [row for row in ran if row.timing_free]
+    print(
+        f"  {len(ran)} ran, {sum(row.outcome == 'refused' for row in rows)} refused by name,"
+        f" {sum(bool(row.wrong) for row in rows)} wrong; hits equal in {sum(r.hits == r.simulated for r in free)} of"
+        f" {len(free)} that do not depend on timing, in {sum(r.hits == r.simulated for r in ran if not r.timing_free)}"
+        f" of {len(ran) - len(free)} others",
+        flush=True,
+    )
+
+
+def _words(row: Row) -> str:
+    return "".join(f"\n      WRONG: {one}" for one in row.wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
