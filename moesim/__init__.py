@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hwprofiles.profile import HardwareProfile, list_profiles, load_profile, save_profile
-    from moesim.api import MemoryOptions, Run, compare, replay
-    from moesim.report import comparison_figure, comparison_text, run_text
+    from moesim.api import MemoryOptions, Run, compare, replay, replay_cache
+    from moesim.hits import hit_rates, hits_figure
+    from moesim.pictures import comparison_figure, placement_figure, step_figure
+    from moesim.report import comparison_text, run_text
     from policies.registry import register
     from traces.perfetto import write_perfetto
     from traces.reader import Trace, open_trace
@@ -33,19 +35,26 @@ __all__ = [
     "compare",
     "comparison_figure",
     "comparison_text",
+    "hit_rates",
+    "hits_figure",
     "list_profiles",
     "load_profile",
     "open_trace",
+    "placement_figure",
     "register",
     "replay",
+    "replay_cache",
     "run_text",
     "save_profile",
+    "step_figure",
     "write_perfetto",
 ]
 
 _HOMES = {
-    "moesim.api": ("MemoryOptions", "Run", "compare", "replay"),
-    "moesim.report": ("comparison_figure", "comparison_text", "run_text"),
+    "moesim.api": ("MemoryOptions", "Run", "compare", "replay", "replay_cache"),
+    "moesim.hits": ("hit_rates", "hits_figure"),
+    "moesim.pictures": ("comparison_figure", "placement_figure", "step_figure"),
+    "moesim.report": ("comparison_text", "run_text"),
     "hwprofiles.profile": ("HardwareProfile", "list_profiles", "load_profile", "save_profile"),
     "policies.registry": ("register",),
     "traces.perfetto": ("write_perfetto",),

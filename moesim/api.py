@@ -7,24 +7,31 @@ returns a `Run` whose metrics, timeline and effective configuration say everythi
 from __future__ import annotations
 
 import re
-import shutil
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hwprofiles.costs import Costs
-from hwprofiles.profile import HardwareProfile, default_profile, load_profile
+from moesim import report
 from moesim.artefacts import load_artefacts
 from moesim.memory import MemoryOptions
+from moesim.setup import (
+    Setup,
+    activation_counts,
+    check_needs,
+    figures_of,
+    needed_columns,
+    profile_of,
+    warm_counts,
+    watts,
+)
 from policies import cache_only
 from policies.base import PolicyError
-from policies.plan import LAYERS
-from policies.planner import Planner
-from policies.systems import System, compose
-from sim.replay import Replay, ReplayResult
+from policies.systems import compose
+from sim.replay import Replay
 from traces.batch import compose as compose_steps
 from traces.future import RecordedFuture
 from traces.metrics import summarise
@@ -34,10 +41,11 @@ from traces.timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     import pandas as pd
 
-    from policies.plan import MemoryPlan, Policies
+    from hwprofiles.profile import HardwareProfile
     from traces.batch import RoutedStep
 
 __all__ = [
@@ -45,9 +53,9 @@ __all__ = [
     "Run",
     "activation_counts",
     "cache_of",
+    "check_each",
     "check_needs",
     "compare",
-    "config_of",
     "folder_name",
     "needed_columns",
     "profile_of",
@@ -78,44 +86,21 @@ class Run:
         """One object with metrics, configuration and warnings."""
         return {**self.metrics, "config": self.config, "warnings": self.warnings}
 
+    def placement(self) -> pd.DataFrame:
+        """Which expert was where, and computed by whom: one row per expert that was asked for.
 
-def profile_of(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
-    """A profile by name, path or itself; None takes the default (see `hwprofiles.profile.default_profile`)."""
-    if hw is None:
-        return default_profile()
-    return hw if isinstance(hw, HardwareProfile) else load_profile(hw)
-
-
-def needed_columns(policies: Policies) -> tuple[str, ...]:
-    """Optional trace columns that some policy of a run reads."""
-    return tuple(dict.fromkeys(column for policy in policies.all() for column in policy.needs))
-
-
-def check_needs(trace: Trace, policies: Policies) -> None:
-    """Refuse, before anything runs, a policy whose column the trace lacks.
-
-    Raises:
-        TraceError: naming policy and column.
-    """
-    for kind, policy in (
-        ("assignment", policies.assignment),
-        ("prefetch", policies.prefetch),
-        ("cache", policies.caches[0]),
-        ("routing", policies.routing),
-    ):
-        trace.require(policy.needs, f"{kind} policy {policies.names.get(kind)!r}")
-
-
-def activation_counts(trace: Trace, *, phase: int | None = None) -> np.ndarray:
-    """How often each expert was chosen, float64 [L, E]: what ``--warm`` fills caches from."""
-    shape = trace.shape
-    counts = np.zeros(shape.layers * shape.experts)
-    for rows in trace.sequences():
-        chosen = rows.experts.astype(np.int64) + rows.layer.astype(np.int64)[:, None] * shape.experts
-        if phase is not None:
-            chosen = chosen[rows.phase == phase]
-        counts += np.bincount(chosen.ravel(), minlength=len(counts))
-    return counts.reshape(shape.layers, shape.experts)
+        Returns:
+            ``layer``, ``expert``, ``uses`` (layer steps in which it was active), ``tokens``, ``resident`` (share of its
+            uses for which it was there) and ``on_gpu`` (share of its uses that a GPU computed).
+        """
+        found = self.timeline.access_frame()
+        found["resident"] = (found["state"] == "hit").astype(float)
+        found["on_gpu"] = (found["lane"] != "cpu").astype(float)
+        groups = found.groupby(["layer", "expert"], sort=True)
+        placed: pd.DataFrame = groups.agg(
+            uses=("tokens", "size"), tokens=("tokens", "sum"), resident=("resident", "mean"), on_gpu=("on_gpu", "mean")
+        ).reset_index()
+        return placed
 
 
 def replay(
@@ -152,7 +137,7 @@ def replay(
         noise_seed: draw operation times from the profile's measured distributions; None takes the means.
         warm: calibration trace from which policies may fill the cache before the run.
         artefacts: folder of calibration artefacts, such as the network that ``moesim train-cache`` writes.
-        out: folder for ``timeline.parquet``, ``accesses.parquet`` and ``steps.parquet``.
+        out: folder for ``timeline.parquet``, ``accesses.parquet``, ``steps.parquet`` and ``run.json``.
         perfetto: file for the Chrome-trace timeline.
         progress: called after each forward pass.
 
@@ -162,49 +147,30 @@ def replay(
     begin_s = time.perf_counter()
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
     profile = profile_of(hw)
-    system = compose(policy, cache=cache, prefetch=prefetch, routing=routing)
-    options = memory or MemoryOptions()
-    plan = options.plan(opened.shape, profile, system)
-    policies = system.build(gpus=profile.gpus, host_cache=host_cache if plan.host is not None else None)
-    check_needs(opened, policies)
-    calibration = None if warm is None else warm_counts(warm, opened)
-    oracle = any(p.oracle for p in policies.all())
-    future = RecordedFuture.of(opened, batch=batch, steps=steps) if oracle else None
-    costs = Costs(profile, opened.shape)
-    extras = load_artefacts(artefacts)
-    planner = Planner(
-        opened.shape, costs, policies, plan, seed=seed, future=future, calibration=calibration, extras=extras
-    )
+    setup = Setup.of(
+        opened, policy, profile, cache=cache, prefetch=prefetch, routing=routing, host_cache=host_cache, memory=memory,
+        batch=batch, steps=steps, seed=seed, warm=warm, artefacts=artefacts,
+    )  # fmt: skip
+    planner = setup.planner()
     timeline = Timeline(profile.lanes, None if out is None else Path(out))
     try:
-        result = Replay(profile, costs, planner, timeline, noise_seed=noise_seed).run(
-            compose_steps(opened, batch=batch, steps=steps, columns=needed_columns(policies)), progress
+        result = Replay(profile, planner.costs, planner, timeline, noise_seed=noise_seed).run(
+            compose_steps(opened, batch=batch, steps=steps, columns=needed_columns(planner.policies)), progress
         )
         timeline.close()
     except BaseException:
         timeline.discard()
         raise
-    metrics = summarise(timeline, power=watts(profile))
-    metrics["routing"] = "altered" if policies.routing.alters else "recorded"
-    metrics["approximate"] = policies.assignment.approximates
-    metrics["gate_mass_kept"] = float(np.mean(planner.gate_mass)) if planner.gate_mass else None
-    metrics["memory_high_bytes"] = {
-        **{f"gpu{g}": tier.memory.used_high_bytes for g, tier in enumerate(planner.gpu)},
-        **({"host": planner.host.memory.used_high_bytes} if planner.host else {}),
-    }
+    metrics = summarise(timeline, power=watts(profile)) | figures_of(planner)
     metrics |= {"steps": result.steps, "layer_steps": result.layer_steps, "events": result.events}
     metrics["wall_s"] = time.perf_counter() - begin_s
     if perfetto is not None:
         write_perfetto(perfetto, {"simulated": timeline})
-    config = config_of(opened, profile, system, options, plan, batch=batch, steps=steps, seed=seed, warm=warm)
-    config["artefacts"] = None if artefacts is None else str(artefacts)
-    warnings = _warnings(opened, profile, costs, plan, result)
-    if metrics["misses"] and not any(tier.memory.used_high_bytes for tier in planner.gpu) and plan.gpu.total_bytes:
-        warnings.append(
-            f"the GPU cache stayed empty: it starts so, and {system.assignment} with {system.cache} never found a copy"
-            " worth its time; fill it with --warm TRACE, or let a prefetch or another cache policy do so"
-        )
-    return Run(metrics, timeline, config, warnings)
+    config = setup.config(opened, batch=batch, steps=steps, warm=warm)
+    run = Run(metrics, timeline, config, _warnings(setup, planner.costs.extrapolated, metrics))
+    if out is not None:
+        report.save_run(run, Path(out))
+    return run
 
 
 def replay_cache(
@@ -262,27 +228,37 @@ def cache_of(policy: str) -> str:
 
 
 def compare(
-    trace: str | Path | Trace, policies: Sequence[str], *, out: str | Path | None = None, **options: Any
+    trace: str | Path | Trace,
+    policies: Sequence[str],
+    *,
+    out: str | Path | None = None,
+    watch: Callable[[str], AbstractContextManager[Any]] | None = None,
+    **options: Any,
 ) -> tuple[pd.DataFrame, dict[str, Run]]:
     """Replay one trace under several policies; see `replay` for the options.
 
     A policy may be written ``greedy+lru+residual``: assignment or system, then cache, then prefetch. With `out`, each
     run has a folder of its own below it, named after its policy.
 
+    Args:
+        watch: entered around each run with the policy's name; what it yields is told of every forward pass.
+
     Returns:
-        A table with one row per policy (fastest decode first, then prefill), and the runs by policy.
+        A table with one row per policy (shortest run first), and the runs by policy.
+
+    Raises:
+        TraceError, ProfileError, PolicyError: as `replay`, and before anything runs.
     """
     import pandas as pd  # noqa: PLC0415 - half a second that a plain replay need not pay
 
     runs: dict[str, Run] = {}
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
-    for name in dict.fromkeys(policies):
-        policy, *parts = name.split("+")
-        given = dict(zip(("cache", "prefetch"), parts, strict=False))
-        if len(parts) > 2:
-            raise PolicyError(f"policy {name!r}: expected at most assignment+cache+prefetch")
+    names = list(dict.fromkeys(policies))
+    check_each(opened, names, **options)
+    for name in names:
         folder = None if out is None else Path(out) / folder_name(name)
-        runs[name] = replay(opened, policy, out=folder, **{**options, **given})
+        with nullcontext() if watch is None else watch(name) as progress:
+            runs[name] = replay(opened, name, out=folder, **{"progress": progress, **options})
     columns = ("tpot_s", "decode_tokens_per_s", "ttft_s", "prefill_tokens_per_s", "hit_rate_active", "makespan_s")
     table = pd.DataFrame({name: {c: run.metrics[c] for c in columns} for name, run in runs.items()}).T
     table.insert(0, "policy", table.index)
@@ -290,7 +266,50 @@ def compare(
         table[f"{link}_bytes"] = [
             sum(count for lane, count in run.metrics["bytes"].items() if lane.startswith(link)) for run in runs.values()
         ]
-    return table.sort_values("makespan_s").reset_index(drop=True), runs
+    table["gpu_bytes"] = [run.config["gpu_bytes"] for run in runs.values()]
+    table["busiest"], table["busiest_share"] = zip(*map(report.busiest, runs.values()), strict=True)
+    table["oracle"] = [run.config["oracle"] for run in runs.values()]
+    return table.sort_values("makespan_s", kind="stable").reset_index(drop=True), runs
+
+
+def check_each(trace: Trace, policies: Sequence[str], **options: Any) -> None:
+    """Refuse by name, before anything runs, those of several policies that `replay` could not carry out.
+
+    Columns, artefacts, memories and parameters are checked by setting every policy up and throwing it away.
+
+    Args:
+        trace: an opened trace.
+        policies: as in `compare`.
+        options: as in `replay`.
+
+    Raises:
+        TraceError, ProfileError, PolicyError: as `replay`; if several cannot run, one error names them all.
+    """
+    refused: dict[str, ValueError] = {}
+    profile, shape = profile_of(options.get("hw")), trace.shape
+    chosen = ("cache", "prefetch", "routing", "host_cache", "memory", "batch", "artefacts")
+    given = {name: options[name] for name in chosen if name in options}
+    for name in policies:
+        try:
+            setup = Setup.of(trace, name, profile, steps=1, **given)
+            if options.get("warm") is not None:
+                setup.calibration = np.ones((shape.layers, shape.experts))
+            setup.planner()
+        except ValueError as error:
+            refused[name] = error
+    if len(refused) == 1:
+        raise next(iter(refused.values()))
+    if refused:
+        reasons = [f"{name} ({_in_short(error, trace)})" for name, error in refused.items()]
+        raise PolicyError(
+            f"{trace.path}: {len(refused)} of {len(policies)} policies cannot run on it as asked: {', '.join(reasons)};"
+            " drop them, or ask for one of them alone to learn what would help"
+        )
+
+
+def _in_short(error: ValueError, trace: Trace) -> str:
+    """What is wrong, without the place and the way out."""
+    return str(error).removeprefix(f"{trace.path}: ").partition(";")[0].partition(", this trace has")[0]
 
 
 def folder_name(policy: str) -> str:
@@ -298,105 +317,26 @@ def folder_name(policy: str) -> str:
     return re.sub(r"[^\w.+=,-]+", "_", policy).strip("._") or "run"
 
 
-def warm_counts(warm: str | Path | Trace, trace: Trace) -> np.ndarray:
-    """`activation_counts` of a calibration trace, float64 [L, E].
-
-    Raises:
-        TraceError: no such trace.
-        PolicyError: it has other layers or experts than `trace`.
-    """
-    calibration = warm if isinstance(warm, Trace) else open_trace(warm)
-    if (calibration.shape.layers, calibration.shape.experts) != (trace.shape.layers, trace.shape.experts):
-        raise PolicyError(
-            f"--warm {calibration.path}: expected {trace.shape.layers} layers x {trace.shape.experts} experts as in"
-            f" {trace.path}, found {calibration.shape.layers} x {calibration.shape.experts}; record it from that model"
-        )
-    return activation_counts(calibration)
-
-
-def config_of(
-    trace: Trace,
-    profile: HardwareProfile,
-    system: System,
-    options: MemoryOptions,
-    plan: MemoryPlan,
-    *,
-    batch: int,
-    steps: int | None,
-    seed: int,
-    warm: str | Path | Trace | None,
-) -> dict[str, Any]:
-    """The effective configuration of a run of `trace`, as results store it; arguments as those of `replay`."""
-    shape = trace.shape
-    return {
-        "trace": str(trace.path),
-        "trace_digest": trace.digest(),
-        "model": shape.name,
-        "hw": profile.name,
-        "hw_kind": profile.kind,
-        "hw_digest": profile.digest,
-        "assignment": system.assignment,
-        "cache": system.cache,
-        "prefetch": system.prefetch,
-        "routing": system.routing,
-        "cache_scope": plan.gpu.scope,
-        "cache_slots": plan.gpu.slots.tolist(),
-        "cache_bytes": plan.gpu.total_bytes,
-        "cache_ratio": plan.gpu.total_bytes / (sum(shape.expert_bytes) * shape.experts),
-        "gpus": profile.gpus,
-        "host_bytes": None if plan.host is None else plan.host.total_bytes,
-        "staging": plan.staging,
-        "prefetch_budget_bytes": options.prefetch_budget_bytes,
-        "gpu_split": plan.gpu_split,
-        "batch": batch,
-        "steps": steps,
-        "seed": seed,
-        "filled_by": "calibration" if warm is not None else "its policy, or empty",
-        "warm": None if warm is None else str(warm.path if isinstance(warm, Trace) else warm),
-        "git_commit": _git_commit(),
-    }
-
-
-def _warnings(
-    trace: Trace, profile: HardwareProfile, costs: Costs, plan: MemoryPlan, result: ReplayResult
-) -> list[str]:
-    shape = trace.shape
-    found = []
-    needed = plan.gpu.total_bytes // (profile.gpus if plan.gpu_split == LAYERS else 1)
-    needed += plan.staging * shape.max_expert_bytes + shape.other_bytes
-    if needed > profile.memory.gpu_bytes:
+def _warnings(setup: Setup, extrapolated: Sequence[str], metrics: dict[str, Any]) -> list[str]:
+    """What a reader of the figures should know."""
+    shape, profile, plan, found = setup.shape, setup.profile, setup.memory, []
+    if setup.gpu_bytes() > profile.memory.gpu_bytes:
         found.append(
-            f"this cache needs {needed / 2**30:.1f} GiB of GPU memory with the rest of the model;"
+            f"this cache needs {setup.gpu_bytes() / 2**30:.1f} GiB of GPU memory with the rest of the model;"
             f" {profile.name} has {profile.memory.gpu_bytes / 2**30:.1f} GiB: --gpu-memory sizes it to the machine"
         )
     if plan.host is None and sum(shape.expert_bytes) * shape.experts > profile.memory.host_bytes:
         found.append("the experts exceed this machine's host memory: use --host-memory to read from its SSD")
     if shape.assumed:
         found.append(f"model shape {shape.name}: stated defaults for {', '.join(shape.assumed)}")
-    if costs.extrapolated:
-        found.append(f"profile {profile.name}: extrapolated by bytes and FLOPs: {', '.join(costs.extrapolated)}")
-    if result.steps == 0:
+    if extrapolated:
+        found.append(f"profile {profile.name}: extrapolated by bytes and FLOPs: {', '.join(extrapolated)}")
+    if metrics["steps"] == 0:
         found.append("nothing was replayed")
+    held = any(count for memory, count in metrics["memory_high_bytes"].items() if memory.startswith("gpu"))
+    if metrics["misses"] and not held and plan.gpu.total_bytes:
+        found.append(
+            f"the GPU cache stayed empty: it starts so, and {setup.system.assignment} with {setup.system.cache} never"
+            " found a copy worth its time; fill it with --warm TRACE, or let a prefetch or another cache policy do so"
+        )
     return found
-
-
-def watts(profile: HardwareProfile) -> dict[str, tuple[float, float]] | None:
-    """Idle and busy watts by lane, as the metrics take them."""
-    power = profile.power
-    if power is None:
-        return None
-    lanes = {lane: (power.idle_w[lane], power.busy_w[lane]) for lane in profile.lanes}
-    return {**lanes, "platform": (power.platform_idle_w, 0.0)}
-
-
-def _git_commit() -> str | None:
-    """Commit of the checkout this runs in, or None outside one."""
-    root = Path(__file__).resolve().parents[1]
-    head = root / ".git" / "HEAD"
-    if not head.is_file() or shutil.which("git") is None:
-        return None
-    text = head.read_text().strip()
-    if not text.startswith("ref: "):
-        return text
-    ref = root / ".git" / text[5:]
-    return ref.read_text().strip() if ref.is_file() else None

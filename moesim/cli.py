@@ -4,15 +4,18 @@ Results go to standard output, everything else to standard error. Bad input is o
 ours is a traceback.
 """
 
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from moesim import (
     __version__,
     cli_gap,
+    cli_hits,
     cli_learn,
     cli_list,
     cli_measure,
@@ -27,6 +30,10 @@ from moesim import (
 
 OURS = ("moesim", "traces", "hwprofiles", "policies", "runtime")
 """Packages whose own kinds of `ValueError` are written for users."""
+UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
+"""What typer raises for words that it cannot read; it has no public name."""
+NOBODY_READS, BAD_INPUT, INTERRUPTED = 1, 2, 130
+"""Exit codes; the first is typer's too, for an output that was closed as by ``| head``."""
 
 app = typer.Typer(
     name="moesim",
@@ -50,7 +57,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 }
 for _name, (_function, _short_help) in COMMANDS.items():
     app.command(_name, short_help=_short_help)(_function)
-for _room in (cli_run, cli_validate, cli_gap, cli_quality, cli_reproduce, cli_learn):
+for _room in (cli_hits, cli_run, cli_validate, cli_gap, cli_quality, cli_reproduce, cli_learn):
     _room.add_commands(app)
 cli_trace_more.add_commands(cli_trace.app)
 app.add_typer(cli_trace.app, name="trace", short_help="Look into traces, or make them of foreign files.")
@@ -77,39 +84,62 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: without the program's name; None takes those of the process.
     """
-    guarded(lambda: app(args=None if arguments is None else list(arguments), prog_name="moesim"))
+    words = None if arguments is None else list(arguments)
+    guarded(lambda: app(args=words, prog_name="moesim", standalone_mode=False))
 
 
 def guarded(work: Callable[[], object]) -> NoReturn:
-    """Do `work` and exit; what a user can mend becomes one line on standard error."""
+    """Do `work` and exit with what it returns; what a user can mend becomes one line on standard error."""
     code: object = 0
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows a question mark
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
-        work()
+        code = work()
+        sys.stdout.flush()
     except SystemExit as end:
         code = end.code
-    except KeyboardInterrupt:
-        code = 130
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is left to be flushed
+        code = NOBODY_READS
+    except (UsageError, ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
         message = _for_users(error)
         if message is None:
             raise
-        print(f"error: {message}", file=sys.stderr)
-        code = 2
+        print(message if message.startswith("Usage:") else f"error: {message}", file=sys.stderr)
+        code = BAD_INPUT
     sys.exit(code)  # type: ignore[arg-type]
 
 
-def _for_users(error: ValueError | OSError | ImportError | RuntimeError) -> str | None:
+def _for_users(error: Exception) -> str | None:
     """Say in one line what a user can mend, or None for a bug of ours."""
+    if isinstance(error, UsageError):
+        return _usage(error)
+    if isinstance(error, MemoryError):
+        return "not enough memory on this machine; give smaller sizes, or --steps"
     if isinstance(error, ImportError):
         return _missing_extra(error)
     if isinstance(error, RuntimeError):  # a machine that failed us is the user's to mend; a simulation that did is ours
-        return " ".join(str(error).split()) if type(error).__module__.startswith("runtime.") else None
+        return _one_line(error) if type(error).__module__.startswith("runtime.") else None
+    ours = isinstance(error, OSError) or type(error).__module__.partition(".")[0] in OURS
+    return _one_line(error) if ours else None
+
+
+def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         places = [str(name) for name in (error.filename, error.filename2) if name is not None]
         return ": ".join([*places[-1:], error.strerror])
-    if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in OURS:
-        return " ".join(str(error).split())
-    return None
+    return " ".join(str(error).split())
+
+
+def _usage(error: Any) -> str:
+    """What cannot be read, and where the right words stand; a group without a command answers with its help."""
+    message = str(error.format_message()).rstrip(".")
+    if "\n" in message or error.ctx is None:
+        return message
+    return f"{message} (see: {error.ctx.command_path} --help)"
 
 
 def _missing_extra(error: ImportError) -> str | None:

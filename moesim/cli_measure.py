@@ -55,7 +55,7 @@ def record(
             metavar="FILE", help="Also write what policies may know beforehand, as .safetensors for --artefacts."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    device: options.Device = "cpu",
     split: Annotated[
         str | None,
         typer.Option(
@@ -90,7 +90,8 @@ def record(
     if finish:
         recording.finish(out, as_json=as_json)
         return
-    recording.check_options(prompts, dataset_file, store, host_memory, calibration, split)
+    recording.check_options(prompts, dataset_file, column, store, host_memory, calibration, split)
+    options.check_device(device)
     from moesim.progress import bar, only_ours
 
     only_ours()

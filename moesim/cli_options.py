@@ -1,12 +1,20 @@
 """Options and checks that several commands share, each in one place."""
 
+import dataclasses
 import errno
+import functools
+import inspect
 import os
+import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from moesim.memory import MemoryOptions
 
 
 def size_bytes(text: str) -> int:
@@ -30,6 +38,59 @@ def one_of(*words: str) -> Callable[[str], str]:
     return parse
 
 
+def matching(pattern: str, words: str) -> Callable[[str], str]:
+    """Make a parser that accepts what the whole of `pattern` matches, and else says that it expected `words`."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise typer.BadParameter(f"expected {words}, got {text!r}")
+        return text
+
+    return parse
+
+
+def split_names(text: str, option: str) -> list[str]:
+    """Split ``greedy+lfu:decay=0.9,variant=perfect,all-cpu`` where a policy begins, not inside its parameters.
+
+    Raises:
+        typer.BadParameter: no policy at all.
+    """
+    found: list[str] = []
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        if found and re.match(r"[\w-]+=", piece):
+            found[-1] += f",{piece}"
+        else:
+            found.append(piece)
+    if not found:
+        raise typer.BadParameter(f"expected names separated by commas, got {text!r}", param_hint=option)
+    return found
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """Parse ``0.125,0.25,0.5``, each once."""
+    try:
+        found = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or not all(0 <= share <= 1 for share in found):
+        raise typer.BadParameter(f"expected shares between 0 and 1 such as 0.125,0.25,0.5, got {text!r}")
+    return found
+
+
+def check_device(device: str) -> None:
+    """Find out before a model is loaded that this machine has no such device.
+
+    Raises:
+        typer.BadParameter: naming it.
+    """
+    if device == "cpu":
+        return
+    from runtime.cuda_lanes import cuda_is_there
+
+    if not cuda_is_there():
+        raise typer.BadParameter(f"torch finds no {device!r} on this machine", param_hint="--device")
+
+
 def check_places(*, folder: Path | None = None, files: Iterable[Path | None] = ()) -> None:
     """Find out before a long run, not after it, that a result has nowhere to go.
 
@@ -49,6 +110,7 @@ def check_places(*, folder: Path | None = None, files: Iterable[Path | None] = (
 
 
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="A moesim trace (Parquet).", show_default=False)]
+Policy = Annotated[str, typer.Option(metavar="NAME", help="A system or an assignment policy (see: list).")]
 Cache = Annotated[str | None, typer.Option(help="Cache policy, such as lru or lfu:decay=0.9 (see: list cache).")]
 Prefetch = Annotated[str | None, typer.Option(help="Prefetch policy (see: list prefetch).")]
 Routing = Annotated[str | None, typer.Option(help="Routing policy; any but as-recorded alters the model's output.")]
@@ -95,7 +157,7 @@ GpuSplit = Annotated[
 ]
 Batch = Annotated[int, typer.Option(metavar="B", min=1, help="Sequences that run together.")]
 Steps = Annotated[int | None, typer.Option(metavar="N", min=1, help="Keep the first N forward passes.")]
-Seed = Annotated[int, typer.Option(help="For policies that draw.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="For policies that draw.")]
 Warm = Annotated[
     Path | None, typer.Option(metavar="TRACE", help="Calibration trace from which policies may fill the cache first.")
 ]
@@ -103,4 +165,75 @@ Artefacts = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Calibration artefacts, such as the network that train-cache writes."),
 ]
+Device = Annotated[
+    str, typer.Option(metavar="NAME", parser=matching(r"cpu|cuda(:\d+)?", "cpu or cuda"), help="cpu or cuda.")
+]
+Perfetto = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a timeline, with every run, for ui.perfetto.dev.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What `replay`, `compare` and `gap` are told besides the policy: its parts, the machine, memories, the walk."""
+
+    cache: Cache = None
+    prefetch: Prefetch = None
+    routing: Routing = None
+    hw: Hardware = None
+    cache_ratio: CacheRatio = None
+    slots_per_layer: SlotsPerLayer = None
+    gpu_memory: GpuMemory = None
+    host_memory: HostMemory = None
+    host_cache: HostCache = "lru"
+    cache_scope: CacheScope = None
+    staging: Staging = None
+    prefetch_budget: PrefetchBudget = None
+    gpu_split: GpuSplit = "layers"
+    batch: Batch = 1
+    steps: Steps = None
+    seed: Seed = 0
+    warm: Warm = None
+    artefacts: Artefacts = None
+
+    @property
+    def memory(self) -> "MemoryOptions":
+        """Sizes of memories."""
+        from moesim.memory import MemoryOptions
+
+        return MemoryOptions(
+            self.cache_ratio, self.slots_per_layer, self.gpu_memory, self.host_memory, self.cache_scope, self.staging,
+            self.prefetch_budget, self.gpu_split,
+        )  # fmt: skip
+
+    def keywords(self, *names: str) -> dict[str, Any]:
+        """Keyword arguments as `moesim.api.replay` takes them; only those of `names`, if any are given."""
+        names = names or (
+            "cache", "prefetch", "routing", "host_cache", "hw", "memory", "batch", "steps", "seed", "warm", "artefacts",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+
+def with_setting(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, in the place of its parameter `setting`, one option for every field of `Setting`.
+
+    Typer reads a command's options off its signature, so a signature is all that it needs.
+    """
+    fields = dataclasses.fields(Setting)
+    options = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields
+    ]
+    signature = inspect.signature(command)
+    others = {name: one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, one in signature.parameters.items()}
+    parameters = [one for name in others for one in (options if name == "setting" else [others[name]])]
+
+    @functools.wraps(command)
+    def spread(**given: Any) -> None:
+        setting = Setting(**{field.name: given.pop(field.name) for field in fields})
+        command(setting=setting, **given)
+
+    spread.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    spread.__annotations__ = {one.name: one.annotation for one in parameters}
+    return spread

@@ -14,17 +14,6 @@ def add_commands(app: typer.Typer) -> None:
     app.command("quality", short_help="Measure what a policy does to a model's answers.")(quality)
 
 
-def _ratios(text: str) -> tuple[float, ...]:
-    """Parse ``0.125,0.25,0.5``."""
-    try:
-        found = tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        found = ()
-    if not found or not all(0 <= ratio <= 1 for ratio in found):
-        raise typer.BadParameter(f"expected shares between 0 and 1 such as 0.125,0.25,0.5, got {text!r}")
-    return found
-
-
 def quality(
     model: Annotated[
         str, typer.Option(metavar="tiny|DIR", help="The shipped model or a Hugging Face folder, read from memory.")
@@ -53,10 +42,18 @@ def quality(
         bool, typer.Option("--own-input", help="Experts started one layer ahead get their own layer's input after all.")
     ] = False,
     residual: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Residual vectors for --prefetch residual (see: record).")
+        Path | None,
+        typer.Option(metavar="FILE", exists=True, help="Residual vectors for --prefetch residual (see: record)."),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16, float16, or auto.")] = "auto",
-    device: Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            parser=options.one_of("auto", "float32", "bfloat16", "float16"),
+            help="float32, bfloat16, float16, or auto.",
+        ),
+    ] = "auto",
+    device: options.Device = "cpu",
     hw: options.Hardware = None,
     cache_ratio: options.CacheRatio = None,
     slots_per_layer: options.SlotsPerLayer = None,
@@ -84,12 +81,13 @@ def quality(
     from moesim import quality as library
     from moesim.memory import MemoryOptions
 
+    options.check_device(device)
     progress.only_ours()
     memory = MemoryOptions(
         cache_ratio, slots_per_layer, host_memory_bytes=host_memory, scope=cache_scope, staging=staging,
         prefetch_budget_bytes=prefetch_budget,
     )  # fmt: skip
-    ratios = () if cache_ratios is None else _ratios(cache_ratios)
+    ratios = () if cache_ratios is None else options.shares(cache_ratios)
     with progress.bar("reading", 1.0) as show:
         found = library.quality(
             model, policy, cache=cache, prefetch=prefetch, routing=routing, text=text, sweep=sweep,

@@ -24,6 +24,7 @@ DEFAULT_HOST_BYTES: Final = 4 << 30
 def check_options(
     prompts: Path | None,
     dataset: Path | None,
+    column: str | None,
     store: Path | None,
     host_bytes: int | None,
     calibration: Path | None,
@@ -36,6 +37,8 @@ def check_options(
     """
     if (prompts is None) == (dataset is None):
         raise typer.BadParameter("expected either --prompts or --dataset-file, one of them", param_hint="--prompts")
+    if column is not None and dataset is None:
+        raise typer.BadParameter("expected --dataset-file FILE beside it", param_hint="--column")
     if host_bytes is not None and store is None:
         raise typer.BadParameter("expected --store DIR beside it", param_hint="--host-memory")
     if calibration is not None and split == "evaluation":

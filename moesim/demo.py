@@ -6,24 +6,33 @@ are given another model's size, the text says so.
 """
 
 # ruff: noqa: T201 - a demonstration prints
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
 
 from moesim import report
-from moesim.api import MemoryOptions
+from moesim.api import MemoryOptions, compare
 from moesim.cli import guarded
 from moesim.cli_measure import default_residual
-from moesim.cli_replay import run_each
-from moesim.progress import bar, only_ours
+from moesim.comparison_report import write_comparison
+from moesim.pictures import comparison_figure, save
+from moesim.progress import bar, only_ours, replaying
 from traces.files import written_beside
 from traces.models import model_shape
 from traces.perfetto import write_perfetto
 from traces.reader import Trace, open_trace
 from traces.schema import METADATA_KEY
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from moesim.api import Run
 
 POLICIES = (
     "all-cpu", "on-demand", "static-threshold", "greedy", "greedy+lfu", "greedy+lru+residual", "greedy+belady",
@@ -51,20 +60,19 @@ def demonstrate(out: Path, hw: Path | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     hw = hw or _measure(out / "hw.toml")
     trace = _record(out / "trace.parquet")
-    memory = MemoryOptions(cache_ratio=CACHE_RATIO)
 
     _title(f"3. Replay it under {len(POLICIES)} policies: the tiny model as it is")
     print("Its experts are so small that handing work over costs more than the work; caches hardly matter.\n")
-    table, runs = run_each(trace, list(POLICIES), out / "tiny", hw=hw, memory=memory)
+    table, runs = _compare(trace, out / "tiny", hw)
     print(report.comparison_text(table, runs))
-    pictures = [report.comparison_figure(table, runs, out / "tiny.png")]
+    save(comparison_figure(table, runs), out / "tiny.png")
 
     _title(f"4. The same routing, as if its experts were as large as those of {BORROWED}")
     print("Routing is the tiny model's, sizes are borrowed: what offloading feels like on this PC.\n")
     grown = _grown(trace, out / "grown.parquet")
-    table, runs = run_each(grown, list(POLICIES), out / "grown", hw=hw, memory=memory)
+    table, runs = _compare(grown, out / "grown", hw)
     print(report.comparison_text(table, runs))
-    pictures.append(report.comparison_figure(table, runs, out / "grown.png"))
+    page = write_comparison(table, runs, out / "grown.html")
     write_perfetto(out / "grown.json", {name: runs[name].timeline for name in ("greedy", "greedy+lru+residual")})
 
     _title(f"Done in {time.perf_counter() - begin_s:.0f} s")
@@ -72,7 +80,8 @@ def demonstrate(out: Path, hw: Path | None = None) -> None:
         (hw, "this machine, measured"),
         (trace.path, "the routing of the shipped model"),
         (out / "grown", "timeline, accesses and steps of every run (Parquet), run.json beside them"),
-        *((picture, "the comparison as a picture") for picture in pictures),
+        (out / "tiny.png", "the first comparison as a picture"),
+        (page, "the second as a page: who is fastest, which expert was where, and when"),
         (out / "grown.json", "two runs as a timeline; open it in ui.perfetto.dev"),
     ]
     width = max(len(str(place)) for place, _ in found)
@@ -111,6 +120,12 @@ def _record(path: Path) -> Trace:
         f" tokens, {done.tokens_per_s:.0f} tokens/s"
     )
     return open_trace(path)
+
+
+def _compare(trace: Trace, out: Path, hw: Path) -> tuple[pd.DataFrame, dict[str, Run]]:
+    """Replay under all policies, with a bar for each."""
+    memory = MemoryOptions(cache_ratio=CACHE_RATIO)
+    return compare(trace, POLICIES, out=out, hw=hw, memory=memory, watch=lambda name: replaying(name, trace, None))
 
 
 def _grown(trace: Trace, path: Path) -> Trace:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from policies.base import PolicyError
 from policies.plan import LAYERS, MemoryPlan
 from policies.residency import GLOBAL, PER_LAYER, CacheSize
+from policies.slot_shares import divided
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hwprofiles.profile import HardwareProfile
     from policies.systems import System
     from traces.schema import ModelShape
@@ -41,8 +46,16 @@ class MemoryOptions:
     prefetch_budget_bytes: int | None = None
     gpu_split: str = LAYERS
 
-    def plan(self, shape: ModelShape, profile: HardwareProfile, system: System) -> MemoryPlan:
+    def plan(
+        self, shape: ModelShape, profile: HardwareProfile, system: System, artefacts: Mapping[str, Any] | None = None
+    ) -> MemoryPlan:
         """Turn options into sizes.
+
+        Args:
+            shape: the model.
+            profile: the machine.
+            system: what it is for; one that divides slots by use needs `artefacts` for that.
+            artefacts: ``single_share`` and ``prefetch_accuracy``, float [L], see `policies.slot_shares`.
 
         Raises:
             PolicyError: contradicting options, or no room to stage even one expert.
@@ -70,6 +83,8 @@ class MemoryOptions:
             slots_per_layer=self.slots_per_layer,
             total_bytes=total_bytes,
         )
+        if system.divides_slots and scope == PER_LAYER:
+            gpu = _by_use(gpu, shape, artefacts or {})
         if profile.gpus > 1 and scope == GLOBAL and self.gpu_split == LAYERS:
             gpu = gpu.split(profile.gpus)
         return MemoryPlan(gpu, self._host(shape, staging), staging, self.prefetch_budget_bytes, self.gpu_split)
@@ -101,3 +116,17 @@ class MemoryOptions:
         if left >= total:
             return None
         return CacheSize.of(shape.expert_bytes, shape.experts, scope=GLOBAL, total_bytes=left)
+
+
+def _by_use(size: CacheSize, shape: ModelShape, artefacts: Mapping[str, Any]) -> CacheSize:
+    """The same number of slots, divided among the layers by use where a calibration says how."""
+    if not {"single_share", "prefetch_accuracy"} <= artefacts.keys():
+        return size
+    single, accuracy = artefacts["single_share"], artefacts["prefetch_accuracy"]
+    slots = divided(int(size.slots.sum()), shape.experts, shape.top_k, single, accuracy)
+    if len(slots) != shape.layers:
+        raise PolicyError(
+            f"--artefacts: single_share, prefetch_accuracy: expected {shape.layers} numbers, one for each MoE layer,"
+            f" found {len(slots)}; make them for this model"
+        )
+    return CacheSize(size.scope, slots, slots * np.asarray(shape.expert_bytes, np.int64))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from moesim.api import activation_counts, needed_columns, profile_of
 from moesim.memory import MemoryOptions
 from moesim.report import aligned
-from moesim.runs import Setup
+from moesim.setup import Setup
 from policies.base import PolicyError
 from policies.parameters import split
 from policies.systems import System, compose

@@ -1,4 +1,4 @@
-"""Results as people read them: text tables, a picture, files beside the run.
+"""Results as people read them: text tables, and files beside the run (`moesim.pictures` draws).
 
 Units change here and nowhere else: seconds become milliseconds, bytes GiB. Every tokens/s stands beside the bytes
 that were moved for it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from traces.files import written_beside
@@ -16,13 +15,15 @@ from traces.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     import pandas as pd
 
     from moesim.api import Run
 
 NOTHING = "-"
-_STRONG, _QUIET = "#2f6690", "#9bb1bd"
+WORTH_SAYING = 1.01
+"""Two policies whose speeds differ by less are equally fast."""
 
 
 def run_text(run: Run) -> str:
@@ -34,32 +35,34 @@ def run_text(run: Run) -> str:
         ("machine", f"{config['hw']} ({config['hw_kind']} profile)"),
         ("policy", _policy_words(config)),
         ("cache", _cache_words(config)),
+        *([("GPU memory", _gpu_words(config))] if "gpu_bytes" in config else []),
         ("", ""),
         ("first token", _rate(m, "ttft_s", "prefill")),
         ("each further token", _rate(m, "tpot_s", "decode")),
         ("hit rate", _hit_words(m)),
         ("accesses", f"{m['accesses']:,}: {m['hits']:,} hits, {m['delayed_hits']:,} delayed, {m['misses']:,} misses"),
-        ("planning", f"{_ms(m['planning_s'])} of {_ms(m['makespan_s'])}, {_percent(m['planning_share'])}"),
+        ("planning", f"{ms(m['planning_s'])} of {ms(m['makespan_s'])}, {percent(m['planning_share'])}"),
     ]
     if m["prefetched"]:
-        facts.append(("prefetch", f"{m['prefetched']:,} copies, {_percent(m['prefetch_accuracy'])} of them used"))
+        facts.append(("prefetch", f"{m['prefetched']:,} copies, {percent(m['prefetch_accuracy'])} of them used"))
     if m["energy_j"] is not None:
-        facts.append(("energy", f"{m['energy_j']:.0f} J, {_number(m['tokens_per_kj'])} tokens per kJ"))
+        facts.append(("energy", f"{m['energy_j']:.0f} J, {number(m['tokens_per_kj'])} tokens per kJ"))
     if m["routing"] != "recorded":
-        kept = _percent(m["gate_mass_kept"])
+        kept = percent(m["gate_mass_kept"])
         facts.append(("routing", f"{m['routing']}: counterfactual, {kept} of the gate mass kept"))
     if m["approximate"]:
         facts.append(("answers", "approximate: experts started ahead see the layer before's input"))
     width = max(len(name) for name, _ in facts)
     head = [f"{name:<{width}}  {text}".rstrip() for name, text in facts]
     rows = [["lane", "busy", "of the run", "stalled", "moved", "bandwidth"]]
+    shares = busy_shares(run)
     for lane, busy_s in m["busy_s"].items():
         bandwidth = m["bandwidth"].get(lane)
         rows.append([
             lane,
-            _ms(busy_s),
-            _percent(busy_s / m["makespan_s"] if m["makespan_s"] else None),
-            _ms(m["stall_s"][lane]) if lane in m["stall_s"] else "",
+            ms(busy_s),
+            percent(shares[lane]),
+            ms(m["stall_s"][lane]) if lane in m["stall_s"] else "",
             format_bytes(moved[lane]) if lane in moved else "",
             f"{bandwidth / 1e9:.1f} GB/s" if lane in moved and bandwidth else "",
         ])  # fmt: skip
@@ -67,63 +70,72 @@ def run_text(run: Run) -> str:
 
 
 def comparison_text(table: pd.DataFrame, runs: Mapping[str, Run]) -> str:
-    """Lay out a comparison: what all runs share, then one row per policy, fastest first."""
-    ssd = bool(table["ssd_bytes"].sum())
-    names = ["policy", "first token", "per token", "decode", "prefill", "hit rate", "to GPU", "at", "from SSD", "run"]
-    rows = [
-        [
-            row["policy"],
-            _ms(row["ttft_s"]),
-            _ms(row["tpot_s"]),
-            _number(row["decode_tokens_per_s"], " tok/s"),
-            _number(row["prefill_tokens_per_s"], " tok/s"),
-            _percent(row["hit_rate_active"]),
-            format_bytes(row["h2d_bytes"]),
-            _bandwidth(runs[row["policy"]].metrics, "h2d"),
-            format_bytes(row["ssd_bytes"]),
-            _ms(row["makespan_s"]),
-        ]
-        for row in table.to_dict("records")
-    ]
-    cells = [
-        [cell for name, cell in zip(names, row, strict=True) if ssd or name != "from SSD"] for row in [names, *rows]
-    ]
-    shared = _shared_words(next(iter(runs.values())).config)
-    return "\n".join([shared, "", *aligned(cells), "", "hit rate: of active experts, CPU-computed ones included"])
+    """Lay out a comparison: what all runs share, one row per policy, shortest run first, and what it comes to."""
+    names, rows = comparison_rows(table, runs)
+    return "\n".join([shared_words(runs), "", *aligned([names, *rows]), "", *verdict_lines(table, runs)])
 
 
-def comparison_figure(table: pd.DataFrame, runs: Mapping[str, Run], path: str | Path) -> Path:
-    """Draw a comparison as three rows of bars that share their policies: speed, hit rate, bytes.
+def comparison_rows(table: pd.DataFrame, runs: Mapping[str, Run]) -> tuple[list[str], list[list[str]]]:
+    """Names of columns, and a row of words for each policy; the SSD only where it is used."""
+    columns: dict[str, Callable[[dict[Any, Any]], str]] = {
+        "policy": lambda row: str(row["policy"]),
+        "first token": lambda row: ms(row["ttft_s"]),
+        "per token": lambda row: ms(row["tpot_s"]),
+        "decode": lambda row: number(row["decode_tokens_per_s"], " tok/s"),
+        "prefill": lambda row: number(row["prefill_tokens_per_s"], " tok/s"),
+        "hit rate": lambda row: percent(row["hit_rate_active"]),
+        "to GPU": lambda row: format_bytes(row["h2d_bytes"]),
+        "at": lambda row: _bandwidth(runs[row["policy"]].metrics, "h2d"),
+        "from SSD": lambda row: format_bytes(row["ssd_bytes"]),
+        "GPU memory": lambda row: format_bytes(row["gpu_bytes"]),
+        "busiest lane": lambda row: f"{row['busiest']} {percent(row['busiest_share'], 0)}",
+        "run": lambda row: ms(row["makespan_s"]),
+    }
+    if not table["ssd_bytes"].sum():
+        del columns["from SSD"]
+    return list(columns), [[words(row) for words in columns.values()] for row in table.to_dict("records")]
 
-    Returns:
-        The PNG's place.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - half a second, for pictures only
-    from matplotlib.figure import Figure  # noqa: PLC0415
 
-    phase = "decode" if table["decode_tokens_per_s"].notna().any() else "prefill"
-    panels: tuple[tuple[pd.Series, str, Callable[[float], str], str], ...] = (
-        (table[f"{phase}_tokens_per_s"], f"{phase}, tokens/s", _number, _STRONG),
-        (table["hit_rate_active"], "hit rate of active experts", _percent, _QUIET),
-        (table["h2d_bytes"] + table["ssd_bytes"], "copied to the GPU and read from SSD", format_bytes, _QUIET),
-    )
-    figure = Figure(figsize=(11, 1.4 + 0.42 * len(table)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(panels), sharey=True)
-    for axis, (column, title, words, colour) in zip(axes, panels, strict=True):
-        values = column.astype(float).fillna(0.0)
-        bars = axis.barh(range(len(values)), values, color=colour, height=0.65)
-        axis.bar_label(bars, [words(value) for value in values], padding=3, fontsize=9)
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.margins(x=0.18)
-        axis.spines[["top", "right", "bottom"]].set_visible(False)
-        axis.tick_params(left=False, bottom=False, labelbottom=False)
-    axes[0].set_yticks(range(len(table)), table["policy"])
-    axes[0].invert_yaxis()
-    figure.suptitle(_shared_words(next(iter(runs.values())).config).replace("\n", "; "), fontsize=9, x=0.01, ha="left")
-    with written_beside(path) as part:
-        figure.savefig(part, format="png", dpi=120)
-    return Path(path)
+def verdict_lines(table: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
+    """Who is fastest and what holds it up; then what a reader must know before believing the ranking."""
+    lines = []
+    real = table[~table["oracle"].astype(bool)]
+    if len(real):
+        best = real.iloc[0]
+        words = f"fastest over the whole trace: {best['policy']}{_speed_words(best)}"
+        lines.append(f"{words}; its {best['busiest']} works {percent(best['busiest_share'], 0)} of the time")
+        decode = real.sort_values("decode_tokens_per_s", ascending=False, kind="stable").iloc[0]
+        gain = (decode["decode_tokens_per_s"] or 0.0) / (best["decode_tokens_per_s"] or 1.0)
+        if gain > WORTH_SAYING:
+            lines.append(f"fastest once it generates: {decode['policy']}{_speed_words(decode)}")
+    notes = {
+        "sees the future, so no rival": [name for name, run in runs.items() if run.config["oracle"]],
+        "changes the routing, so other answers": [n for n, run in runs.items() if run.metrics["routing"] != "recorded"],
+        "starts experts on the input of the layer before, so other answers": [
+            name for name, run in runs.items() if run.metrics["approximate"]
+        ],
+    }
+    lines += [f"{', '.join(names)}: {words}" for words, names in notes.items() if names]
+    return [*lines, "hit rate: of active experts, CPU-computed ones included"]
+
+
+def _speed_words(row: pd.Series) -> str:
+    decode, first_s = row["decode_tokens_per_s"], row["ttft_s"]
+    words = "" if _missing(decode) else f", {number(decode)} tokens/s"
+    return words if _missing(first_s) else f"{words}, first token after {ms(first_s)}"
+
+
+def busiest(run: Run) -> tuple[str, float | None]:
+    """The lane that worked most, and its share of the run: where more speed would help first."""
+    shares = busy_shares(run)
+    lane = max(shares, key=lambda name: shares[name] or 0.0)
+    return lane, shares[lane]
+
+
+def busy_shares(run: Run) -> dict[str, float | None]:
+    """Share of the run in which each lane worked; None for a run without any work."""
+    whole_s = run.metrics["makespan_s"]
+    return {lane: busy_s / whole_s if whole_s else None for lane, busy_s in run.metrics["busy_s"].items()}
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -142,21 +154,23 @@ def save_run(run: Run, folder: Path | None) -> list[Path]:
         return []
     with written_beside(folder / "run.json") as part:
         part.write_text(json.dumps(run.to_json(), indent=2) + "\n", encoding="utf-8")
-    return [folder / name for name in ("timeline.parquet", "accesses.parquet", "steps.parquet", "run.json")]
+    return run_files(folder)
+
+
+def run_files(folder: Path | None) -> list[Path]:
+    """The files of a run that was written into a folder."""
+    names = ("timeline.parquet", "accesses.parquet", "steps.parquet", "run.json")
+    return [] if folder is None else [folder / name for name in names]
 
 
 def save_table(table: pd.DataFrame, path: Path) -> Path:
-    """Write a comparison as CSV, in seconds and bytes."""
+    """Write a comparison, in seconds and bytes: as Parquet if its name ends so, else as CSV."""
     with written_beside(path) as part:
-        table.to_csv(part, index=False, lineterminator="\n")
+        if path.suffix == ".parquet":
+            table.convert_dtypes().to_parquet(part, index=False)
+        else:
+            table.to_csv(part, index=False, lineterminator="\n")
     return path
-
-
-def stacked(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """One table of several comparisons, shortest run first."""
-    import pandas as pd  # noqa: PLC0415 - a plain replay need not pay for it
-
-    return pd.concat(tables).sort_values("makespan_s", kind="stable").reset_index(drop=True)
 
 
 def cache_text(counts: Mapping[str, Any]) -> str:
@@ -192,29 +206,39 @@ def _cache_words(config: Mapping[str, Any]) -> str:
         held = f"{slots[0]:,} experts of any layer"
     else:
         held = f"{min(slots)}{f' to {max(slots)}' if max(slots) > min(slots) else ''} experts per layer"
-    text = f"{held}, {_percent(config['cache_ratio'])} of all ({format_bytes(config['cache_bytes'])})"
+    text = f"{held}, {percent(config['cache_ratio'])} of all ({format_bytes(config['cache_bytes'])})"
     if config["host_bytes"] is not None:
         text += f"; {format_bytes(config['host_bytes'])} of experts in host memory, the rest on SSD"
     return text
 
 
-def _shared_words(config: Mapping[str, Any]) -> str:
+def _gpu_words(config: Mapping[str, Any]) -> str:
+    each = "each of them takes " if config["gpus"] > 1 else ""
+    return (
+        f"{each}{format_bytes(config['gpu_bytes'])}: cache, {config['staging']} staged experts, the rest of the model"
+    )
+
+
+def shared_words(runs: Mapping[str, Run]) -> str:
+    """Model, machine and batch; the cache where all runs have the same."""
+    config = next(iter(runs.values())).config
     machine = f"{config['model']} on {config['hw']} ({config['hw_kind']} profile), batch {config['batch']}"
-    return f"{machine}\ncache: {_cache_words(config)}"
+    caches = {_cache_words(run.config) for run in runs.values()}
+    return f"{machine}\ncache: {caches.pop() if len(caches) == 1 else 'as each system has it, within the same memory'}"
 
 
 def _rate(metrics: Mapping[str, Any], time: str, phase: str) -> str:
     total, each = metrics[f"{phase}_tokens_per_s"], metrics[f"{phase}_tokens_per_s_seq"]
     if total is None:
         return f"the trace has no {phase}"
-    text = f"{_ms(metrics[time])}, {_number(total)} {'prompt ' if phase == 'prefill' else ''}tokens/s"
-    return text if each is None or math.isclose(total, each, rel_tol=1e-3) else f"{text} ({_number(each)} per sequence)"
+    text = f"{ms(metrics[time])}, {number(total)} {'prompt ' if phase == 'prefill' else ''}tokens/s"
+    return text if each is None or math.isclose(total, each, rel_tol=1e-3) else f"{text} ({number(each)} per sequence)"
 
 
 def _hit_words(metrics: Mapping[str, Any]) -> str:
     return (
-        f"{_percent(metrics['hit_rate_active'])} of active experts, {_percent(metrics['hit_rate_gpu'])} of GPU-assigned"
-        f" ones, {_percent(metrics['hit_rate_token'])} weighted by tokens"
+        f"{percent(metrics['hit_rate_active'])} of active experts, {percent(metrics['hit_rate_gpu'])} of GPU-assigned"
+        f" ones, {percent(metrics['hit_rate_token'])} weighted by tokens"
     )
 
 
@@ -229,19 +253,20 @@ def _missing(value: float | None) -> bool:
     return value is None or math.isnan(value)
 
 
-def _ms(seconds: float | None) -> str:
+def ms(seconds: float | None) -> str:
     """Milliseconds; seconds from one second on."""
     if _missing(seconds):
         return NOTHING
     assert seconds is not None
-    return _number(seconds, " s") if seconds >= 1 else _number(seconds * 1e3, " ms")
+    return number(seconds, " s") if seconds >= 1 else number(seconds * 1e3, " ms")
 
 
-def _percent(share: float | None) -> str:
-    return NOTHING if _missing(share) else f"{100 * share:.1f} %"  # type: ignore[operator]
+def percent(share: float | None, decimals: int = 1) -> str:
+    """A share as per cent."""
+    return NOTHING if _missing(share) else f"{100 * share:.{decimals}f} %"  # type: ignore[operator]
 
 
-def _number(value: float | None, unit: str = "") -> str:
+def number(value: float | None, unit: str = "") -> str:
     """Three significant digits below a thousand, whole numbers above."""
     if _missing(value):
         return NOTHING

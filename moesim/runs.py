@@ -9,18 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from hwprofiles.costs import Costs
 from hwprofiles.errors import ProfileError
 from hwprofiles.profile import HardwareProfile, default_profile, load_profile
 from moesim import api
-from moesim.artefacts import load_artefacts
+from moesim.setup import Setup, figures_of, needed_columns, watts
 from policies.journal import Journal
-from policies.planner import Planner
-from policies.systems import System, compose
 from traces.batch import compose as compose_steps
-from traces.future import RecordedFuture
 from traces.metrics import summarise
 from traces.perfetto import write_perfetto
 from traces.reader import Trace, open_trace
@@ -30,7 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from policies.plan import Policies
+    from policies.planner import Planner
     from runtime.executor import Executor, ExecutorResult, StepInfo
+    from runtime.footprint import Footprint, Meter
     from runtime.store import ExpertStore
     from traces.batch import RoutedStep
     from traces.schema import ModelShape
@@ -74,57 +70,19 @@ class MeasuredRun(api.Run):
         result: dispatch times of every layer step.
         journal: reports to the planner and its answers (`policies.journal.repeat` checks them).
         startup: seconds and bytes until the first forward pass could begin.
+        footprint: host memory budgeted and taken; None for a live model, whose library takes what it likes.
     """
 
     result: ExecutorResult
     journal: Journal
     startup: dict[str, Any]
+    footprint: Footprint | None
 
     def to_json(self) -> dict[str, Any]:
-        """One object with metrics, configuration, start-up and warnings."""
-        return {**self.metrics, "startup": self.startup, "config": self.config, "warnings": self.warnings}
-
-
-@dataclass(slots=True)
-class Setup:
-    """What a run needs beside its lanes: one planner per call of `planner`, all alike."""
-
-    shape: ModelShape
-    profile: HardwareProfile
-    system: System
-    options: api.MemoryOptions
-    host_cache: str
-    seed: int
-    calibration: np.ndarray | None = None
-    future: RecordedFuture | None = None
-    artefacts: str | Path | None = None
-
-    def policies(self) -> Policies:
-        """Fresh policies."""
-        limited = self.memory.host is not None
-        return self.system.build(gpus=1, host_cache=self.host_cache if limited else None)
-
-    @property
-    def memory(self) -> Any:
-        """Sizes of memories."""
-        return self.options.plan(self.shape, self.profile, self.system)
-
-    def planner(self) -> Planner:
-        """A fresh planner.
-
-        Raises:
-            PolicyError: an oracle without a future, or an impossible memory.
-        """
-        return Planner(
-            self.shape,
-            Costs(self.profile, self.shape),
-            self.policies(),
-            self.memory,
-            seed=self.seed,
-            future=self.future,
-            calibration=self.calibration,
-            extras=load_artefacts(self.artefacts),
-        )
+        """One object with metrics, configuration, start-up, memory and warnings."""
+        memory = None if self.footprint is None else self.footprint.to_json()
+        more = {"startup": self.startup, "memory": memory, "config": self.config, "warnings": self.warnings}
+        return self.metrics | more
 
 
 def rehearse(planner: Planner, steps: Sequence[RoutedStep]) -> None:
@@ -185,33 +143,24 @@ def run_trace(
         RuntimeFault: the machine does not give what the run needs.
     """
     from runtime.dense import DenseSizes, DenseStack  # noqa: PLC0415 - torch
+    from runtime.footprint import Meter  # noqa: PLC0415
     from runtime.tracedriven import ForcedRouting, check_store, shape_for  # noqa: PLC0415
 
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
     profile = machine_profile(hw)
     chosen = dtype or ("bfloat16" if profile.accelerator == "cuda" else "float32")
     sizes = shape_for(opened.shape, shape, chosen)
-    setup = Setup(
-        sizes,
-        profile,
-        compose(policy, cache=cache, prefetch=prefetch, routing=routing),
-        memory or api.MemoryOptions(),
-        host_cache,
-        seed,
-        None if warm is None else api.warm_counts(warm, opened),
-        artefacts=artefacts,
-    )
-    policies = setup.policies()
-    api.check_needs(opened, policies)
-    if any(one.oracle for one in policies.all()):
-        setup.future = RecordedFuture.of(opened, batch=batch, steps=steps)
-    walk = list(compose_steps(opened, batch=batch, steps=steps, columns=_columns(opened, policies)))
+    setup = Setup.of(
+        opened, policy, profile, shape=sizes, cache=cache, prefetch=prefetch, routing=routing, host_cache=host_cache,
+        memory=memory, batch=batch, steps=steps, seed=seed, warm=warm, artefacts=artefacts,
+    )  # fmt: skip
+    walk = list(compose_steps(opened, batch=batch, steps=steps, columns=_columns(opened, setup.policies())))
     rehearse(setup.planner(), walk[:REHEARSED_STEPS])
     begin_s = time.perf_counter()
     own = open_random_store(sizes, store, chosen, distinct, seed, building)
     try:
         check_store(own, sizes)
-        device = device_of(profile)
+        device, meter = device_of(profile), Meter()
         dense = DenseStack(DenseSizes.of(sizes), own.layout(0).torch_dtype, device.device, seed)
         dense_s = time.perf_counter() - begin_s
         run = execute(
@@ -222,17 +171,19 @@ def run_trace(
             out=out,
             progress=progress,
             own_cores=own_cores,
+            meter=meter,
         )
     finally:
         if own is not store:
             own.close()
+    in_host = device.device.type == "cpu"
+    run.footprint = meter.footprint(dense.bytes * in_host, dense.kept_bytes * in_host)
+    if run.footprint.peak > run.footprint.budget:
+        run.warnings.append("memory: the run took more than its budget")
     run.startup |= {"dense_s": dense_s, "dense_bytes": dense.bytes}
-    run.config |= api.config_of(
-        opened, profile, setup.system, setup.options, setup.memory, batch=batch, steps=steps, seed=seed, warm=warm
-    ) | {"world": "measured", "mode": "trace", "shape": sizes.name, "dtype": chosen, "store": str(own.directory)}
-    run.config["cache_ratio"] = setup.memory.gpu.total_bytes / (sum(sizes.expert_bytes) * sizes.experts)
-    run.config |= {"model": sizes.name, "distinct_experts": own.index.distinct, "host_cache": host_cache}
-    run.config["artefacts"] = None if artefacts is None else str(artefacts)
+    run.config |= setup.config(opened, batch=batch, steps=steps, warm=warm)
+    run.config |= {"world": "measured", "mode": "trace", "shape": sizes.name, "dtype": chosen}
+    run.config |= {"store": str(own.directory), "distinct_experts": own.index.distinct, "host_cache": host_cache}
     if own.index.distinct is not None:
         run.warnings.append(f"experts share {own.index.distinct} different records of the store")
     finish(run, out, perfetto)
@@ -273,7 +224,7 @@ def default_store(name: str) -> Path:
 def _columns(trace: Trace, policies: Policies) -> tuple[str, ...]:
     """What policies read, and the combine weights where the trace has them."""
     weights = ("weights",) if "weights" in trace.columns else ()
-    return tuple(dict.fromkeys((*weights, *api.needed_columns(policies))))
+    return tuple(dict.fromkeys((*weights, *needed_columns(policies))))
 
 
 def device_of(profile: HardwareProfile) -> Any:
@@ -297,6 +248,7 @@ def execute(
     out: str | Path | None = None,
     progress: Callable[[StepInfo], None] | None = None,
     own_cores: bool = False,
+    meter: Meter | None = None,
 ) -> MeasuredRun:
     """Fill memories, run, and compute the figures."""
     from runtime.executor import Executor  # noqa: PLC0415 - torch
@@ -311,6 +263,8 @@ def execute(
         fill_bytes = executor.fill()
         fill_s = time.perf_counter() - begin_s
         result = executor.run(forward(executor), progress)
+        if meter is not None:
+            meter.read(executor)
         timeline.close()
     except BaseException:
         timeline.discard()
@@ -318,19 +272,11 @@ def execute(
     finally:
         if executor is not None:
             executor.close()
-    metrics = summarise(timeline, power=api.watts(setup.profile))
-    altered = planner.policies.routing.alters
-    metrics["routing"] = "altered" if altered else "recorded"
-    metrics["approximate"] = planner.policies.assignment.approximates
-    metrics["gate_mass_kept"] = float(np.mean(planner.gate_mass)) if planner.gate_mass else None
-    metrics["memory_high_bytes"] = {
-        "gpu0": planner.gpu[0].memory.used_high_bytes,
-        **({"host": planner.host.memory.used_high_bytes} if planner.host else {}),
-    }
+    metrics = summarise(timeline, power=watts(setup.profile)) | figures_of(planner)
     metrics |= {"steps": result.steps, "layer_steps": result.layer_steps, "wall_s": time.perf_counter() - begin_s}
     startup = {"experts_s": fill_s, "experts_bytes": fill_bytes}
     reason = [] if store.direct else [f"store: {store.reason}"]
-    return MeasuredRun(metrics, timeline, {"direct_reads": store.direct}, reason, result, journal, startup)
+    return MeasuredRun(metrics, timeline, {"direct_reads": store.direct}, reason, result, journal, startup, None)
 
 
 def finish(

@@ -12,9 +12,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from command_line import refused, runner
 from small_trace import NEW_TOKENS, PROMPT_TOKENS, SEQUENCES, SHAPE, write_small_trace
 
-from moesim import cli, cli_replay, report
+from moesim import cli, report
+from moesim.cli_options import split_names
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
@@ -27,30 +29,7 @@ def trace(tmp_path):
 
 @pytest.fixture
 def moesim(capsys, monkeypatch, tmp_path):
-    """Run a command line in this process, in an empty folder; returns (exit code, stdout, stderr)."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
-
-    def run(*words):
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(word) for word in words])
-        printed = capsys.readouterr()
-        return end.value.code or 0, printed.out, printed.err
-
-    return run
-
-
-def refused(result, *parts):
-    """One line on standard error, exit code 2, nothing on standard output."""
-    code, out, err = result
-    assert code == 2
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    for part in parts:
-        assert part in err
-    return True
+    return runner(capsys, monkeypatch, tmp_path)
 
 
 # Replay.
@@ -152,20 +131,6 @@ def test_cache_only_counts_what_on_demand_would(moesim, trace):
     assert moesim("replay", trace, "--cache", "lfu", "--cache-only")[1].startswith("cache     lfu")
 
 
-def test_compare_draws_and_tabulates(moesim, trace, tmp_path):
-    out = tmp_path / "c"
-    code, printed, _ = moesim(
-        "compare", trace, "--policies", "all-cpu,greedy+lfu:variant=perfect,tie=fifo", "--out", out
-    )
-    assert code == 0
-    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
-    rows = (out / "compare.csv").read_text().splitlines()
-    assert len(rows) == 3
-    assert (out / "all-cpu" / "timeline.parquet").is_file()
-    assert (out / "greedy+lfu_variant=perfect,tie=fifo" / "run.json").is_file()
-    assert "greedy+lfu:variant=perfect,tie=fifo" in printed
-
-
 def test_compare_equals_replay(moesim, trace):
     """A row of the table is the run that `replay` makes."""
     both = json.loads(moesim("compare", trace, "--policies", "greedy,on-demand", "--json")[1])
@@ -176,9 +141,9 @@ def test_compare_equals_replay(moesim, trace):
 
 
 def test_policies_split_where_a_policy_begins():
-    split = cli_replay.split_policies
-    assert split("a,b , c") == ["a", "b", "c"]
-    assert split("greedy+lfu:decay=0.9,variant=perfect,all-cpu") == ["greedy+lfu:decay=0.9,variant=perfect", "all-cpu"]
+    assert split_names("a,b , c", "--policies") == ["a", "b", "c"]
+    found = split_names("greedy+lfu:decay=0.9,variant=perfect,all-cpu", "--policies")
+    assert found == ["greedy+lfu:decay=0.9,variant=perfect", "all-cpu"]
 
 
 # List and trace.
@@ -273,22 +238,6 @@ def test_a_bad_option_is_one_line_and_leaves_nothing(moesim, trace, words, parts
     assert set(Path().rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--no-such-option",),
-        ("--batch", 0),
-        ("--steps", "x"),
-        ("--gpu-memory", "8 elephants"),
-        ("--cache-scope", "both"),
-    ],
-)
-def test_options_that_cannot_be_read_exit_with_two(moesim, trace, words):
-    code, out, err = moesim("replay", trace, *words)
-    assert (code, out) == (2, "")
-    assert "Traceback" not in err
-
-
 def test_a_failed_run_leaves_no_half_written_tables(moesim, trace, tmp_path):
     """The trace breaks after the run has begun: rows of its second half are missing."""
     table = pq.read_table(trace)
@@ -341,21 +290,17 @@ def test_help_comes_at_once(tmp_path):
     assert min(spent_s) < 0.5
 
 
-def test_every_command_helps_with_an_example(moesim):
-    for command in (
-        "replay",
-        "compare",
-        "list",
-        "record",
-        "profile",
-        "train-tiny",
-        "trace info",
-        "trace stats",
-        "trace import",
-    ):
-        code, out, _ = moesim(*command.split(), "--help")
-        assert code == 0
-        assert f"moesim {command}" in out.partition("Example")[2]
+def commands():
+    """Every command with the words that call it."""
+    groups = [("", cli.app), *((f"{group.name} ", group.typer_instance) for group in cli.app.registered_groups)]
+    return [f"{prefix}{command.name}" for prefix, app in groups for command in app.registered_commands]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_helps_with_an_example(moesim, command):
+    code, out, _ = moesim(*command.split(), "--help")
+    assert code == 0
+    assert f"moesim {command}" in out.partition("Example")[2]
 
 
 def test_version_is_that_of_the_distribution(moesim):
@@ -385,7 +330,7 @@ def test_interrupted_exits_with_130_and_leaves_nothing(tmp_path):
     [(0.0, "0"), (0.012345, "0.0123"), (1.5, "1.50"), (71.44, "71.4"), (7395.2, "7,395"), (None, "-")],
 )
 def test_numbers_keep_three_digits(value, text):
-    assert report._number(value) == text
+    assert report.number(value) == text
 
 
 def test_columns_are_aligned():

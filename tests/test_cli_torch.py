@@ -54,7 +54,7 @@ def test_a_run_hands_artefacts_to_its_planner(capsys, recorded, tmp_path, monkey
     from real_machine import host_profile
     from safetensors.numpy import save_file
 
-    from moesim import runs
+    from moesim import runs, setup
 
     monkeypatch.setattr(runs, "default_profile", lambda: dataclasses.replace(host_profile(), kind="measured"))
     words = ("run", recorded, "--store", tmp_path / "s", "--steps", 1, "--json", "--artefacts", tmp_path / "a")
@@ -64,8 +64,8 @@ def test_a_run_hands_artefacts_to_its_planner(capsys, recorded, tmp_path, monkey
     (tmp_path / "a").mkdir()
     save_file({"w": np.zeros(1, np.float32)}, tmp_path / "a" / "notes.safetensors")
     given = []
-    planner = runs.Planner
-    monkeypatch.setattr(runs, "Planner", lambda *a, **named: (given.append(named["extras"]), planner(*a, **named))[1])
+    planner = setup.Planner
+    monkeypatch.setattr(setup, "Planner", lambda *a, **named: (given.append(named["extras"]), planner(*a, **named))[1])
     code, out, _ = run(capsys, *words)
     assert code == 0
     assert json.loads(out)["config"]["artefacts"] == str(tmp_path / "a")
@@ -79,6 +79,16 @@ def test_a_missing_prompt_file_is_one_line(capsys, tmp_path):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_is_not_there_is_one_line(capsys, tmp_path, monkeypatch):
+    (tmp_path / "p.txt").write_text("x")
+    monkeypatch.setattr("runtime.cuda_lanes.cuda_is_there", lambda: False)
+    words = ("--prompts", tmp_path / "p.txt", "--out", tmp_path / "t.parquet", "--device", "cuda")
+    code, out, err = run(capsys, "record", *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "torch finds no 'cuda'" in err
+    assert not (tmp_path / "t.parquet").exists()
 
 
 def test_a_folder_that_is_no_model_is_one_line(capsys, tmp_path):
