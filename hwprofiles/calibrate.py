@@ -129,9 +129,9 @@ class _Fit:
         quantiles = quantiles_around_one(ratios[np.isfinite(ratios)])
         by_size = sorted(range(len(self._shapes)), key=lambda number: -self._shapes[number].max_expert_bytes)
         for key, number in zip(("points", "points_small"), by_size, strict=False):
-            known = [point for point in points if point.group // len(_SIZE_EDGES) == number]
-            if known:
-                self._curves[f"costs.{lane}.{key}"] = self._curve(known, self._shapes[number], quantiles)
+            own = [point for point in points if point.group // len(_SIZE_EDGES) == number]
+            if own:
+                self._curves[f"costs.{lane}.{key}"] = self._curve(own, self._shapes[number], quantiles)
         self._held_out(lane, alone_s[usable], groups[usable], ops.odd[usable])
 
     def _curve(self, points: Sequence[_Point], shape: ModelShape, quantiles: tuple[float, ...]) -> Curve:

@@ -77,6 +77,18 @@ def shares(text: str) -> tuple[float, ...]:
     return found
 
 
+def refuse(context: typer.Context, names: Iterable[str], meant_for: str) -> None:
+    """Refuse options that were given although they say nothing here.
+
+    Raises:
+        typer.BadParameter: one was.
+    """
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"it is meant for {meant_for}", param_hint=f"--{name.replace('_', '-')}")
+
+
 def check_device(device: str) -> None:
     """Find out before a model is loaded that this machine has no such device.
 

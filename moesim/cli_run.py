@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +13,8 @@ if TYPE_CHECKING:
     from moesim.runs import MeasuredRun
     from runtime.footprint import Footprint
 
-BAD_INPUT = 2
+_FOR_MODELS = ("prompt", "max_new_tokens", "temperature", "residual", "verify")
+_FOR_TRACES = ("shape", "distinct", "steps", "warm")
 
 store_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Experts on disk, ready to be read one by one."
@@ -44,6 +43,7 @@ Distinct = Annotated[
 
 
 def run(
+    context: typer.Context,
     trace: Annotated[
         Path | None,
         typer.Argument(metavar="[TRACE]", help="Routing to be forced; without it, a model runs.", show_default=False),
@@ -101,6 +101,9 @@ def run(
         raise typer.BadParameter("expected either a TRACE or --model, one of them", param_hint="TRACE")
     if model is not None and prompt is None:
         raise typer.BadParameter("expected a file with prompts beside --model", param_hint="--prompt")
+    options.refuse(context, _FOR_TRACES if trace is None else _FOR_MODELS, "a TRACE" if trace is None else "--model")
+    if residual is not None and not residual.is_file():
+        raise typer.BadParameter(f"{residual}: no such file (see: moesim record --help)", param_hint="--residual")
     options.check_places(folder=out, files=[perfetto])
     from moesim.api import MemoryOptions
     from moesim.progress import bar, only_ours
@@ -111,7 +114,7 @@ def run(
         "cache": cache, "prefetch": prefetch, "routing": routing, "host_cache": host_cache, "hw": hw, "memory": memory,
         "batch": batch, "seed": seed, "artefacts": artefacts, "store": store, "dtype": dtype, "own_cores": own_cores,
     }  # fmt: skip
-    with _faults_for_users(), bar("running") as show:
+    with bar("running") as show:
         given["progress"] = lambda info: show(info.step + 1)
         given["building"] = lambda done, _total: show(done)
         if trace is not None:
@@ -150,7 +153,7 @@ def build(
     from traces.sizes import format_bytes
 
     folder = tiny_dir() if model == "tiny" else Path(model)
-    with _faults_for_users(), bar("building", 1.0) as show:
+    with bar("building", 1.0) as show:
         store = build_store(folder, out, dtype=dtype, progress=lambda done: show(done.done_bytes / done.total_bytes))
     with store:
         print(f"{len(store.index.offsets):,} experts of {store.index.model}, {format_bytes(store.index.data_bytes)}")
@@ -245,15 +248,3 @@ def _memory_words(took: "Footprint") -> str:
     }  # fmt: skip
     bill = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
     return f"memory: {format_bytes(took.peak)} at most, budget {format_bytes(took.budget)} ({bill})"
-
-
-@contextmanager
-def _faults_for_users() -> Iterator[None]:
-    """Say in one line what the machine did not give."""
-    from runtime.errors import RuntimeFault
-
-    try:
-        yield
-    except RuntimeFault as fault:
-        print(f"error: {fault}", file=sys.stderr)
-        raise typer.Exit(BAD_INPUT) from None

@@ -110,9 +110,10 @@ def validate(
     from moesim import validate as library
     from moesim import validation_report as report
 
+    names = options.split_names(policies, "--policies")
     with _shown("validating") as tell:
         found = library.validate(
-            traces, policies=policies.split(","), cache_ratios=_numbers(cache_ratios), hw=hw, steps=steps,
+            traces, policies=names, cache_ratios=_numbers(cache_ratios), hw=hw, steps=steps,
             batches=[int(value) for value in _numbers(batches)], shapes=shapes.split(",") if shapes else (None,),
             host_ratios=_numbers(host_ratios), repetitions=repetitions, stores=stores, seed=seed, progress=tell,
         )  # fmt: skip
@@ -147,9 +148,10 @@ def sensitivity(
     """
     from moesim import sensitivity as library
 
+    names = options.split_names(policies, "--policies")
     with _shown("moving constants") as tell:
         found = library.sensitivity(
-            trace, policies=policies.split(","), hw=hw, cache_ratio=cache_ratio, batch=batch, steps=steps, progress=tell
+            trace, policies=names, hw=hw, cache_ratio=cache_ratio, batch=batch, steps=steps, progress=tell
         ).to_json()
     print(json.dumps(found, indent=2) if as_json else sensitivity_text(found))
 

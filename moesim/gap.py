@@ -230,6 +230,7 @@ def gap(
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
     shape, profile = opened.shape, profile_of(hw)
     system = compose(policy, cache=cache, prefetch=prefetch, routing=routing)
+    resolve(host_cache, "cache")
     extras = load_artefacts(artefacts)
     plan = (memory or MemoryOptions()).plan(shape, profile, system, extras)
     needs: dict[str, None] = {}

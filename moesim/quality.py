@@ -263,11 +263,7 @@ def _systems(
     policy: str, cache: str | None, prefetch: str | None, routing: str | None, sweep: str | None
 ) -> list[tuple[str | None, System]]:
     """One composition for each value of the swept parameter."""
-    name, *parts = policy.split("+")
-    if len(parts) > 2:
-        raise PolicyError(f"policy {policy!r}: expected at most assignment+cache+prefetch")
-    given = dict(zip(("cache", "prefetch"), parts, strict=False))
-    base = compose(name, cache=cache or given.get("cache"), prefetch=prefetch or given.get("prefetch"), routing=routing)
+    base = compose(policy, cache=cache, prefetch=prefetch, routing=routing)
     if sweep is None:
         return [(None, base)]
     parameter, equals, values = sweep.partition("=")

@@ -42,10 +42,7 @@ def system_of(policy: str) -> System:
     Raises:
         PolicyError: an unknown name, or too many parts.
     """
-    name, *parts = policy.split("+")
-    if len(parts) > 2:
-        raise PolicyError(f"policy {policy!r}: expected at most assignment+cache+prefetch")
-    return compose(name, **dict(zip(("cache", "prefetch"), parts, strict=False)))
+    return compose(policy)
 
 
 @dataclass(frozen=True, slots=True)

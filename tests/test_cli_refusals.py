@@ -57,6 +57,11 @@ replay @t.parquet --hw nope                               | nope; known
 replay @t.parquet --hw @half.toml                         | half.toml
 replay @t.parquet --hw @other.toml                        | other.toml
 replay @t.parquet --hw @binary                            | binary
+gap @t.parquet --policy greedy --host-cache nope          | unknown cache policy 'nope'
+run @t.parquet --temperature 1                            | --temperature; meant for --model
+run @t.parquet --verify                                   | --verify; meant for --model
+run --model tiny --prompt @text.parquet --steps 4         | --steps; meant for a TRACE
+run --model tiny --prompt @text.parquet --residual @none  | --residual; no such file
 replay @t.parquet --hw @folder                            | folder
 replay @t.parquet --cache-ratio 1.1                       | --cache-ratio
 replay @t.parquet --cache-ratio nan                       | --cache-ratio
