@@ -2,7 +2,7 @@
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="the runtime extra is not installed")
 
 import numba  # noqa: E402
 from hypothesis import given  # noqa: E402
