@@ -183,6 +183,7 @@ def _external(
             "memory_limit": MEMORY_LIMIT, "temp_directory": folder, "threads": 1, "preserve_insertion_order": False,
         }  # fmt: skip
         with duckdb.connect(config=settings) as connection:  # type: ignore[arg-type]
+            connection.execute("SET enable_progress_bar = false")  # it would go to standard output, among our answers
             try:
                 ordered = connection.from_arrow(reader).order(", ".join(keys))
                 for batch in ordered.to_arrow_reader(BATCH_ROWS):
