@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn import functional
 
+from runtime.memory import huge_tensor
+
 if TYPE_CHECKING:
     from traces.schema import ModelShape
 
@@ -189,8 +191,11 @@ class DenseStack:
         return padded.view(sequences, each, heads, self.sizes.head_dim).transpose(1, 2)
 
     def _draw(self, *shape: int) -> torch.Tensor:
-        drawn = torch.randn(*shape, generator=self._draws, device=self._device, dtype=self._dtype)
-        return drawn.mul_(_SPREAD)
+        if self._device.type == "cpu":
+            drawn = huge_tensor(shape, self._dtype)
+        else:
+            drawn = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return drawn.normal_(std=_SPREAD, generator=self._draws)
 
 
 def _feed_forward(hidden: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
