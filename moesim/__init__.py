@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hwprofiles.profile import HardwareProfile, list_profiles, load_profile, save_profile
-    from moesim.api import MemoryOptions, Run, compare, replay, replay_cache
+    from moesim.api import MemoryOptions, Run, replay, replay_cache
+    from moesim.comparison import compare, sweep
     from moesim.hits import hit_rates, hits_figure
     from moesim.pictures import comparison_figure, placement_figure, step_figure
     from moesim.report import comparison_text, run_text
+    from moesim.sweep_report import sweep_figure, sweep_text
     from policies.registry import register
     from traces.perfetto import write_perfetto
     from traces.reader import Trace, open_trace
@@ -47,14 +49,19 @@ __all__ = [
     "run_text",
     "save_profile",
     "step_figure",
+    "sweep",
+    "sweep_figure",
+    "sweep_text",
     "write_perfetto",
 ]
 
 _HOMES = {
-    "moesim.api": ("MemoryOptions", "Run", "compare", "replay", "replay_cache"),
+    "moesim.api": ("MemoryOptions", "Run", "replay", "replay_cache"),
+    "moesim.comparison": ("compare", "sweep"),
     "moesim.hits": ("hit_rates", "hits_figure"),
     "moesim.pictures": ("comparison_figure", "placement_figure", "step_figure"),
     "moesim.report": ("comparison_text", "run_text"),
+    "moesim.sweep_report": ("sweep_figure", "sweep_text"),
     "hwprofiles.profile": ("HardwareProfile", "list_profiles", "load_profile", "save_profile"),
     "policies.registry": ("register",),
     "traces.perfetto": ("write_perfetto",),

@@ -1,4 +1,4 @@
-"""The functions that the command line and notebooks share: open, replay, compare.
+"""The functions that the command line and notebooks share: open a trace, replay it.
 
 Nothing here prints. `replay` sets up one run (profile, costs, policies, memory), walks the trace, and
 returns a `Run` whose metrics, timeline and effective configuration say everything about it.
@@ -6,14 +6,10 @@ returns a `Run` whose metrics, timeline and effective configuration say everythi
 
 from __future__ import annotations
 
-import re
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from moesim import report
 from moesim.artefacts import load_artefacts
@@ -29,11 +25,11 @@ from moesim.setup import (
     watts,
 )
 from policies import cache_only
-from policies.base import PolicyError
 from policies.systems import compose
 from sim.replay import Replay
 from traces.batch import compose as compose_steps
 from traces.future import RecordedFuture
+from traces.layer_steps import layer_steps
 from traces.metrics import summarise
 from traces.perfetto import write_perfetto
 from traces.reader import Trace, open_trace
@@ -41,7 +37,6 @@ from traces.timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     import pandas as pd
 
@@ -53,10 +48,7 @@ __all__ = [
     "Run",
     "activation_counts",
     "cache_of",
-    "check_each",
     "check_needs",
-    "compare",
-    "folder_name",
     "needed_columns",
     "profile_of",
     "replay",
@@ -201,10 +193,11 @@ def replay_cache(
     opened.require(policy.needs, f"cache policy {cache!r}")
     future = RecordedFuture.of(opened, batch=batch, steps=steps) if policy.oracle else None
     calibration = None if warm is None else warm_counts(warm, opened)
-    passes = compose_steps(opened, batch=batch, steps=steps, columns=policy.needs)
     if calibration is None and cache_only.has_compiled_loop(cache, shape, size):
-        counts = cache_only.replay_compiled(cache, shape, size, passes, future=future)
+        blocks = layer_steps(opened, batch=batch, steps=steps)
+        counts = cache_only.replay_compiled(cache, shape, size, blocks, future=future)
     else:
+        passes = compose_steps(opened, batch=batch, steps=steps, columns=policy.needs)
         extras = load_artefacts(artefacts)
         counts = cache_only.drive(
             policy, cache, shape, size, passes, future=future, seed=seed, calibration=calibration, extras=extras
@@ -225,96 +218,6 @@ def replay_cache(
 def cache_of(policy: str) -> str:
     """The cache policy of a system, or the default one of an assignment policy."""
     return compose(policy).cache
-
-
-def compare(
-    trace: str | Path | Trace,
-    policies: Sequence[str],
-    *,
-    out: str | Path | None = None,
-    watch: Callable[[str], AbstractContextManager[Any]] | None = None,
-    **options: Any,
-) -> tuple[pd.DataFrame, dict[str, Run]]:
-    """Replay one trace under several policies; see `replay` for the options.
-
-    A policy may be written ``greedy+lru+residual``: assignment or system, then cache, then prefetch. With `out`, each
-    run has a folder of its own below it, named after its policy.
-
-    Args:
-        watch: entered around each run with the policy's name; what it yields is told of every forward pass.
-
-    Returns:
-        A table with one row per policy (shortest run first), and the runs by policy.
-
-    Raises:
-        TraceError, ProfileError, PolicyError: as `replay`, and before anything runs.
-    """
-    import pandas as pd  # noqa: PLC0415 - half a second that a plain replay need not pay
-
-    runs: dict[str, Run] = {}
-    opened = trace if isinstance(trace, Trace) else open_trace(trace)
-    names = list(dict.fromkeys(policies))
-    check_each(opened, names, **options)
-    for name in names:
-        folder = None if out is None else Path(out) / folder_name(name)
-        with nullcontext() if watch is None else watch(name) as progress:
-            runs[name] = replay(opened, name, out=folder, **{"progress": progress, **options})
-    columns = ("tpot_s", "decode_tokens_per_s", "ttft_s", "prefill_tokens_per_s", "hit_rate_active", "makespan_s")
-    table = pd.DataFrame({name: {c: run.metrics[c] for c in columns} for name, run in runs.items()}).T
-    table.insert(0, "policy", table.index)
-    for link in ("h2d", "ssd"):
-        table[f"{link}_bytes"] = [
-            sum(count for lane, count in run.metrics["bytes"].items() if lane.startswith(link)) for run in runs.values()
-        ]
-    table["gpu_bytes"] = [run.config["gpu_bytes"] for run in runs.values()]
-    table["busiest"], table["busiest_share"] = zip(*map(report.busiest, runs.values()), strict=True)
-    table["oracle"] = [run.config["oracle"] for run in runs.values()]
-    return table.sort_values("makespan_s", kind="stable").reset_index(drop=True), runs
-
-
-def check_each(trace: Trace, policies: Sequence[str], **options: Any) -> None:
-    """Refuse by name, before anything runs, those of several policies that `replay` could not carry out.
-
-    Columns, artefacts, memories and parameters are checked by setting every policy up and throwing it away.
-
-    Args:
-        trace: an opened trace.
-        policies: as in `compare`.
-        options: as in `replay`.
-
-    Raises:
-        TraceError, ProfileError, PolicyError: as `replay`; if several cannot run, one error names them all.
-    """
-    refused: dict[str, ValueError] = {}
-    profile, shape = profile_of(options.get("hw")), trace.shape
-    chosen = ("cache", "prefetch", "routing", "host_cache", "memory", "batch", "artefacts")
-    given = {name: options[name] for name in chosen if name in options}
-    for name in policies:
-        try:
-            setup = Setup.of(trace, name, profile, steps=1, **given)
-            if options.get("warm") is not None:
-                setup.calibration = np.ones((shape.layers, shape.experts))
-            setup.planner()
-        except ValueError as error:
-            refused[name] = error
-    if len(refused) == 1:
-        raise next(iter(refused.values()))
-    if refused:
-        reasons = [f"{name} ({_in_short(error, trace)})" for name, error in refused.items()]
-        raise PolicyError(
-            f"{trace.path}: {len(refused)} of {len(policies)} policies cannot run on it as asked: {', '.join(reasons)};"
-            " drop them, or ask for one of them alone to learn what would help"
-        )
-
-
-def _in_short(error: ValueError, trace: Trace) -> str:
-    """What is wrong, without the place and the way out."""
-    return str(error).removeprefix(f"{trace.path}: ").partition(";")[0].partition(", this trace has")[0]
-
-
-def folder_name(policy: str) -> str:
-    """A name for the folder of a policy's run: ``greedy+lfu:decay=0.9`` -> ``greedy+lfu_decay=0.9``."""
-    return re.sub(r"[^\w.+=,-]+", "_", policy).strip("._") or "run"
 
 
 def _warnings(setup: Setup, extrapolated: Sequence[str], metrics: dict[str, Any]) -> list[str]:

@@ -41,7 +41,8 @@ _ROUTED = ModelShape("designed", LAYERS, EXPERTS, TOP_K, 64, 64, (1,) * LAYERS, 
 _REUSE = 0.5
 """Chance that a token keeps an expert of the token before."""
 _COMPETING = "greedy+lru"
-_PASSES = 3
+_PASSES, _QUICK_PASSES = 5, 3
+"""How often all designed runs are run."""
 PLANNERS = ("static-threshold", "layer-wise", "fixed-mapping", "hybrimoe-schedule", "beam")
 """Assignment policies that are run once more, for what their planning takes."""
 
@@ -219,17 +220,19 @@ def calibrate(
             bench.run(found[-1].trial, base, seed=seed)  # nothing in memory is new any more
             todo += [(bench, design) for design in found]
         runs: list[tuple[ModelShape, Trial, Timeline]] = []
-        for bench, design in todo + todo[::-1] + todo:  # what drifts meanwhile hits all alike
-            tell(f"{bench.shape.name}: {design.purpose}", len(runs) / (_PASSES * len(todo)))
-            runs.append((bench.shape, design.trial, bench.run(design.trial, base, seed=seed)))
-    tpot_s = np.array([figures(timeline)["tpot_s"] for _, _, timeline in runs]).reshape(_PASSES, -1)
-    tpot_s[1] = tpot_s[1, ::-1]
+        passes = _QUICK_PASSES if quick else _PASSES
+        for number in range(passes):  # forth and back: what drifts meanwhile hits all alike
+            for bench, design in todo[::-1] if number % 2 else todo:
+                tell(f"{bench.shape.name}: {design.purpose}", len(runs) / (passes * len(todo)))
+                runs.append((bench.shape, design.trial, bench.run(design.trial, base, seed=seed)))
+    tpot_s = np.array([figures(timeline)["tpot_s"] for _, _, timeline in runs]).reshape(passes, -1)
+    tpot_s[1::2] = tpot_s[1::2, ::-1]
     date = dt.datetime.now(tz=dt.UTC).date().isoformat()
     profile = learn(runs, base, date=date, name=target.stem, seed=seed)
     profile = replace(
         profile,
         description=(
-            f"{base.description.partition(';')[0]}; calibrated by {len(todo)} designed runs, {_PASSES} times each,"
+            f"{base.description.partition(';')[0]}; calibrated by {len(todo)} designed runs, {passes} times each,"
             f" with {', '.join(shapes)} ({chosen}); load average {load:.1f} when it began"
         ),
         fit={**profile.fit, **_stability(tpot_s)},

@@ -6,8 +6,14 @@ ours is a traceback.
 
 import io
 import os
+import re
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -32,7 +38,7 @@ OURS = ("moesim", "traces", "hwprofiles", "policies", "runtime")
 """Packages whose own kinds of `ValueError` are written for users."""
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
 """What typer raises for words that it cannot read; it has no public name."""
-NOBODY_READS, BAD_INPUT, INTERRUPTED = 1, 2, 130
+NOBODY_READS, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 """Exit codes; the first is typer's too, for an output that was closed as by ``| head``."""
 
 app = typer.Typer(
@@ -79,37 +85,82 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 2 bad input, 130 interrupted.
+    """Run the command line and exit: 0 done, 2 bad input, 130 interrupted, 143 terminated.
 
     Args:
         arguments: without the program's name; None takes those of the process.
     """
     words = None if arguments is None else list(arguments)
-    guarded(lambda: app(args=words, prog_name="moesim", standalone_mode=False))
+    guarded(lambda: app(args=words, prog_name="moesim", standalone_mode=False), words)
 
 
-def guarded(work: Callable[[], object]) -> NoReturn:
-    """Do `work` and exit with what it returns; what a user can mend becomes one line on standard error."""
+def _refuse_empty(words: Sequence[str]) -> None:
+    """Refuse an option or argument without content: as a path it would mean the current folder.
+
+    Raises:
+        typer.BadParameter: naming it.
+    """
+    for before, word in pairwise(("", *words)):
+        if not word or re.fullmatch(r"--[\w-]+=", word):
+            name = word[:-1] or (before if before.startswith("-") else "argument")
+            raise typer.BadParameter(
+                "expected something, found an empty word; leave it out, or fill it", param_hint=name
+            )
+
+
+@contextmanager
+def _terminable() -> Iterator[list[int]]:
+    """Let SIGTERM do in the block what ctrl-C does, and yield a list that holds it afterwards.
+
+    Only the first thread of a process may ask for that; elsewhere nothing changes.
+    """
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def stop(number: int, _frame: FrameType | None) -> NoReturn:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def guarded(work: Callable[[], object], arguments: Sequence[str] | None = None) -> NoReturn:
+    """Do `work` and exit with what it returns; what a user can mend becomes one line on standard error.
+
+    Args:
+        work: to be done.
+        arguments: words that asked for it; None takes those of the process.
+    """
     code: object = 0
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows a question mark
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    try:
-        code = work()
-        sys.stdout.flush()
-    except SystemExit as end:
-        code = end.code
-    except (KeyboardInterrupt, typer.Abort):
-        code = INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is left to be flushed
-        code = NOBODY_READS
-    except (UsageError, ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
-        message = _for_users(error)
-        if message is None:
-            raise
-        print(message if message.startswith("Usage:") else f"error: {message}", file=sys.stderr)
-        code = BAD_INPUT
+    with _terminable() as terminated:
+        try:
+            _refuse_empty(sys.argv[1:] if arguments is None else arguments)
+            code = work()
+            sys.stdout.flush()
+        except SystemExit as end:
+            code = end.code
+        except (KeyboardInterrupt, typer.Abort):
+            code = INTERRUPTED
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is left to be flushed
+            code = NOBODY_READS
+        except (UsageError, ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
+            message = _for_users(error)
+            if message is None:
+                raise
+            print(message if message.startswith("Usage:") else f"error: {message}", file=sys.stderr)
+            code = BAD_INPUT
+    if terminated:
+        code = TERMINATED
     sys.exit(code)  # type: ignore[arg-type]
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import inspect
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -74,6 +75,26 @@ def shares(text: str) -> tuple[float, ...]:
         found = ()
     if not found or not all(0 <= share <= 1 for share in found):
         raise typer.BadParameter(f"expected shares between 0 and 1 such as 0.125,0.25,0.5, got {text!r}")
+    return found
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Parse ``8,16,32``, each once."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise typer.BadParameter(f"expected whole numbers such as 8,16,32, got {text!r}")
+    return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+
+
+def sizes_bytes(text: str) -> tuple[int, ...]:
+    """Parse ``4GiB,8GiB``, each once."""
+    return tuple(dict.fromkeys(size_bytes(part) for part in text.split(",")))
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Parse ``a,b``, each once."""
+    found = tuple(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
+    if not found:
+        raise typer.BadParameter(f"expected names separated by commas, got {text!r}")
     return found
 
 
@@ -186,6 +207,35 @@ Perfetto = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
+SEVERAL: dict[str, Any] = {
+    "hw": Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE,…", parser=words,
+            help="Hardware profiles. Default: ./hw.toml, your own moesim/hw.toml, or rtx3090-epyc7532.",
+        ),
+    ],
+    "cache_ratio": Annotated[
+        str | None,
+        typer.Option(
+            "--cache-ratio", "--cache-ratios", metavar="R,…", parser=shares,
+            help="Shares of all experts in the GPU cache. Default: 0.25.",
+        ),
+    ],
+    "slots_per_layer": Annotated[
+        str | None, typer.Option(metavar="N,…", parser=counts, help="Experts per layer in the GPU cache.")
+    ],
+    "gpu_memory": Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE,…", parser=sizes_bytes,
+            help="Memory of each GPU, such as 4GiB,8GiB; experts get what the rest leaves.",
+        ),
+    ],
+}  # fmt: skip
+"""Fields of `Setting` for which a command that has `settings` takes several values, separated by commas."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What `replay`, `compare` and `gap` are told besides the policy: its parts, the machine, memories, the walk."""
@@ -230,21 +280,29 @@ class Setting:
 def with_setting(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command, in the place of its parameter `setting`, one option for every field of `Setting`.
 
-    Typer reads a command's options off its signature, so a signature is all that it needs.
+    In the place of a parameter `settings` the fields of `SEVERAL` take several values each, and the command gets a
+    setting for every combination of them. Typer reads a command's options off its signature, so a signature is all
+    that it needs.
     """
+    signature = inspect.signature(command)
+    several = SEVERAL if "settings" in signature.parameters else {}
     fields = dataclasses.fields(Setting)
     options = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
+            annotation=several.get(field.name, field.type),
+        )
         for field in fields
-    ]
-    signature = inspect.signature(command)
+    ]  # fmt: skip
     others = {name: one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, one in signature.parameters.items()}
-    parameters = [one for name in others for one in (options if name == "setting" else [others[name]])]
+    parameters = [one for name in others for one in (options if name.startswith("setting") else [others[name]])]
 
     @functools.wraps(command)
     def spread(**given: Any) -> None:
-        setting = Setting(**{field.name: given.pop(field.name) for field in fields})
-        command(setting=setting, **given)
+        asked = {field.name: given.pop(field.name) for field in fields}
+        values = ((asked[name] if name in several and asked[name] is not None else (asked[name],)) for name in asked)
+        settings = [Setting(*one) for one in itertools.product(*values)]
+        command(**{"settings": settings} if several else {"setting": settings[0]}, **given)
 
     spread.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     spread.__annotations__ = {one.name: one.annotation for one in parameters}

@@ -85,7 +85,13 @@ def compare(
         ),
     ] = "all-cpu,llama.cpp,ktransformers,fiddler,on-demand,greedy",
     *,
-    setting: options.Setting,
+    settings: list[options.Setting],
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Replays at the same time. Default: as many as pay, one per core at most."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write tables, report and PNG there.")] = None,
     png: Annotated[
         Path | None,
@@ -103,16 +109,20 @@ def compare(
 ) -> None:
     """Replay one trace under several policies, and rank them: speed, hits, bytes, memory, the lane that holds each up.
 
+    With several machines or sizes of memory, separated by commas, say who is fastest on each.
+
     \b
     Examples:
       moesim compare q.parquet --gpu-memory 8GiB
+      moesim compare q.parquet --gpu-memory 4GiB,8GiB,16GiB --hw rtx4060ti,hw.toml --png memory.png
       moesim compare q.parquet --policies systems --hw rtx4060ti --out out/systems
       moesim compare q.parquet --policies greedy+lru+none,greedy+lru+residual --html q.html
     """
-    from moesim import api, report
+    from moesim import comparison, report
     from moesim.comparison_report import write_comparison
     from moesim.pictures import comparison_figure, save
-    from moesim.progress import replaying
+    from moesim.progress import bar
+    from moesim.sweep_report import sweep_figure, sweep_text, write_sweep
     from traces.perfetto import write_perfetto
     from traces.reader import open_trace
 
@@ -120,30 +130,37 @@ def compare(
         png, html, table = png or out / "compare.png", html or out / "compare.html", table or out / "compare.csv"
     options.check_places(folder=out, files=[png, html, table, perfetto])
     opened = open_trace(trace)
-    names, left_out = _expand(opened, options.split_names(policies, "--policies"), setting)
-    found, runs = api.compare(
-        opened, names, out=out, watch=lambda name: replaying(name, opened, setting.steps), **setting.keywords()
-    )
+    names, left_out = _expand(opened, options.split_names(policies, "--policies"), settings)
+    machines = list(dict.fromkeys(one.hw for one in settings))
+    memories = list(dict.fromkeys(one.memory for one in settings))
+    alone = len(settings) == 1
+    with bar("replaying", 1.0) as show:
+        found = comparison.sweep(
+            opened, names, **settings[0].keywords() | {"hw": machines, "memory": memories}, out=out, jobs=jobs,
+            keep=alone or perfetto is not None, progress=show,
+        )  # fmt: skip
+    one = (found.table, found.by_policy())
     written = [
         *([out] if out else []),
-        *([save(comparison_figure(found, runs), png)] if png else []),
-        *([write_comparison(found, runs, html)] if html else []),
-        *([report.save_table(found, table)] if table else []),
+        *([save(comparison_figure(*one) if alone else sweep_figure(found), png)] if png else []),
+        *([write_comparison(*one, html) if alone else write_sweep(found, html)] if html else []),
+        *([report.save_table(found.table, table)] if table else []),
         *([perfetto] if perfetto else []),
     ]
     if perfetto is not None:
-        write_perfetto(perfetto, {name: run.timeline for name, run in runs.items()})
+        lines = {key[2] if alone else " | ".join(key): run.timeline for key, run in found.runs.items()}
+        write_perfetto(perfetto, lines)
     if as_json:
-        print(json.dumps({name: run.to_json() for name, run in runs.items()}, indent=2))
+        print(json.dumps(found.to_json(), indent=2))
         return
-    print(report.comparison_text(found, runs))
+    print(report.comparison_text(*one) if alone else sweep_text(found))
     _say_written(written)
-    _warn([*left_out, *dict.fromkeys(warning for run in runs.values() for warning in run.warnings)])
+    _warn([*left_out, *dict.fromkeys(warning for run in found.runs.values() for warning in run.warnings)])
 
 
-def _expand(trace: "Trace", names: list[str], setting: options.Setting) -> tuple[list[str], list[str]]:
+def _expand(trace: "Trace", names: list[str], settings: list[options.Setting]) -> tuple[list[str], list[str]]:
     """Put, for the word ``systems``, those that the trace can serve; and say which it cannot, and why."""
-    from moesim import api
+    from moesim.comparison import check_each
     from policies.systems import SYSTEMS
 
     found: list[str] = []
@@ -154,7 +171,8 @@ def _expand(trace: "Trace", names: list[str], setting: options.Setting) -> tuple
             continue
         for system in SYSTEMS:
             try:
-                api.check_each(trace, [system], **setting.keywords())
+                for setting in settings:
+                    check_each(trace, [system], **setting.keywords())
             except ValueError as error:
                 left_out.append(f"left out {system}: {error}")
             else:

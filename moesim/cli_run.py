@@ -42,16 +42,16 @@ Distinct = Annotated[
 ]
 
 
+@options.with_setting
 def run(
     context: typer.Context,
     trace: Annotated[
         Path | None,
         typer.Argument(metavar="[TRACE]", help="Routing to be forced; without it, a model runs.", show_default=False),
     ] = None,
-    policy: Annotated[str, typer.Option(help="A system or an assignment policy (see: list).")] = "greedy",
-    cache: options.Cache = None,
-    prefetch: options.Prefetch = None,
-    routing: options.Routing = None,
+    policy: options.Policy = "greedy",
+    *,
+    setting: options.Setting,
     shape: Shape = None,
     distinct: Distinct = None,
     model: ModelSpec = None,
@@ -69,20 +69,6 @@ def run(
     ] = False,
     store: StoreDir = None,
     dtype: Dtype = None,
-    hw: options.Hardware = None,
-    cache_ratio: options.CacheRatio = None,
-    slots_per_layer: options.SlotsPerLayer = None,
-    gpu_memory: options.GpuMemory = None,
-    host_memory: options.HostMemory = None,
-    host_cache: options.HostCache = "lru",
-    cache_scope: options.CacheScope = None,
-    staging: options.Staging = None,
-    prefetch_budget: options.PrefetchBudget = None,
-    batch: options.Batch = 1,
-    steps: options.Steps = None,
-    seed: options.Seed = 0,
-    warm: options.Warm = None,
-    artefacts: options.Artefacts = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the run's tables and figures there.")] = None,
     perfetto: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev.")] = None,
     own_cores: Annotated[
@@ -105,28 +91,23 @@ def run(
     if residual is not None and not residual.is_file():
         raise typer.BadParameter(f"{residual}: no such file (see: moesim record --help)", param_hint="--residual")
     options.check_places(folder=out, files=[perfetto])
-    from moesim.api import MemoryOptions
     from moesim.progress import bar, only_ours
 
     only_ours()
-    memory = MemoryOptions(cache_ratio, slots_per_layer, gpu_memory, host_memory, cache_scope, staging, prefetch_budget)
-    given: dict[str, Any] = {
-        "cache": cache, "prefetch": prefetch, "routing": routing, "host_cache": host_cache, "hw": hw, "memory": memory,
-        "batch": batch, "seed": seed, "artefacts": artefacts, "store": store, "dtype": dtype, "own_cores": own_cores,
-    }  # fmt: skip
+    names = ("cache", "prefetch", "routing", "host_cache", "hw", "memory", "batch", "seed", "artefacts")
+    given: dict[str, Any] = setting.keywords(*names) | {"store": store, "dtype": dtype, "own_cores": own_cores}
+    of_trace = {"shape": shape, "distinct": distinct, "steps": setting.steps, "warm": setting.warm}
     with bar("running") as show:
         given["progress"] = lambda info: show(info.step + 1)
         given["building"] = lambda done, _total: show(done)
         if trace is not None:
-            found = _run_trace(trace, policy, given, shape=shape, distinct=distinct, steps=steps, warm=warm, out=out,
-                               perfetto=perfetto)  # fmt: skip
+            found = _run_trace(trace, policy, given, **of_trace, out=out, perfetto=perfetto)
         else:
             assert model is not None
             assert prompt is not None
             found = _run_live(model, prompt, policy, given, max_new_tokens=max_new_tokens, temperature=temperature,
                               residual=residual, verify=verify, out=out, perfetto=perfetto)  # fmt: skip
-        more = {"shape": shape, "distinct": distinct, "steps": steps}
-        table = _compare_startups(trace, model, prompt, policy, given, more) if startup else None
+        table = _compare_startups(trace, model, prompt, policy, given, of_trace) if startup else None
     _print(found, table, out, perfetto, as_json=as_json)
     verdict = getattr(found, "verdict", None)
     if verdict is not None and not verdict.passed:

@@ -93,7 +93,7 @@ def validate(
     host_ratios: Annotated[str, typer.Option(metavar="R,…", help="Shares of experts in host memory.")] = "1",
     hw: options.Hardware = None,
     steps: Annotated[int, typer.Option(metavar="N", min=2, help="Forward passes of each run.")] = 16,
-    repetitions: Annotated[int, typer.Option(metavar="N", min=1, help="Of each real run.")] = 3,
+    repetitions: Annotated[int, typer.Option(metavar="N", min=1, help="Of each real run.")] = 5,
     stores: Stores = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the report there.")] = None,
     seed: options.Seed = 0,

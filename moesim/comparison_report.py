@@ -22,7 +22,7 @@ def write_comparison(table: pd.DataFrame, runs: Mapping[str, Run], path: Path) -
     """Write the report.
 
     Args:
-        table, runs: as `moesim.api.compare` returns them.
+        table, runs: as `moesim.comparison.compare` returns them.
         path: where it goes.
 
     Returns:
@@ -33,7 +33,7 @@ def write_comparison(table: pd.DataFrame, runs: Mapping[str, Run], path: Path) -
     best = str((real if len(real) else table)["policy"].iloc[0])
     run = runs[best]
     parts = [page.paragraph(line) for line in shared_words(runs).split("\n")]
-    parts += [page.paragraph(answer, "answer"), page.table(*comparison_rows(table, runs))]
+    parts += [page.paragraph(answer, "answer"), page.table(*comparison_rows(table))]
     parts += [page.paragraph(line, "note") for line in notes]
     parts.append(svg(comparison_figure(table, runs)))
     parts.append(page.section("What did every lane do?", "Share of the run in which it worked.", _lanes(table, runs)))

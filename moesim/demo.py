@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 import pyarrow.parquet as pq
 
 from moesim import report
-from moesim.api import MemoryOptions, compare
+from moesim.api import MemoryOptions
 from moesim.cli import guarded
 from moesim.cli_measure import default_residual
+from moesim.comparison import compare
 from moesim.comparison_report import write_comparison
 from moesim.pictures import comparison_figure, save
-from moesim.progress import bar, only_ours, replaying
+from moesim.progress import bar, only_ours
 from traces.files import written_beside
 from traces.models import model_shape
 from traces.perfetto import write_perfetto
@@ -123,9 +124,10 @@ def _record(path: Path) -> Trace:
 
 
 def _compare(trace: Trace, out: Path, hw: Path) -> tuple[pd.DataFrame, dict[str, Run]]:
-    """Replay under all policies, with a bar for each."""
+    """Replay under all policies."""
     memory = MemoryOptions(cache_ratio=CACHE_RATIO)
-    return compare(trace, POLICIES, out=out, hw=hw, memory=memory, watch=lambda name: replaying(name, trace, None))
+    with bar("replaying", 1.0) as show:
+        return compare(trace, POLICIES, out=out, hw=hw, memory=memory, progress=show)
 
 
 def _grown(trace: Trace, path: Path) -> Trace:

@@ -20,14 +20,12 @@ from math import factorial
 from typing import TYPE_CHECKING, Any
 
 from hwprofiles.costs import Costs
-from moesim.api import check_needs, needed_columns, profile_of, warm_counts
 from moesim.artefacts import load_artefacts
 from moesim.gap_bench import BOUND, EVICTION, Bench, Choice, Grades
 from moesim.gap_eviction import CAUSAL, FORCED, EvictionSplit, split_eviction
-from moesim.memory import MemoryOptions
+from moesim.setup import Setup, check_needs, needed_columns, profile_of
 from policies.base import PolicyError
 from policies.registry import resolve
-from policies.systems import compose
 from traces.batch import compose as compose_steps
 from traces.future import RecordedFuture
 from traces.reader import Trace, open_trace
@@ -200,42 +198,34 @@ def gap(
     trace: str | Path | Trace,
     policy: str = "greedy",
     *,
-    cache: str | None = None,
-    prefetch: str | None = None,
-    routing: str | None = None,
-    host_cache: str = "lru",
     hw: str | Path | HardwareProfile | None = None,
-    memory: MemoryOptions | None = None,
     batch: int = 1,
     steps: int | None = None,
-    seed: int = 0,
     warm: str | Path | Trace | None = None,
-    artefacts: str | Path | None = None,
     bound: System = BOUND,
     causal: Sequence[str] = CAUSAL,
     progress: Callable[[int], None] | None = None,
+    **options: Any,
 ) -> Gap:
-    """Say where a policy loses its time against the clairvoyant bound; other options as `moesim.api.replay`.
+    """Say where a policy loses its time against the clairvoyant bound.
 
     Args:
         bound: what its parts are replaced by; its routing is not used.
         causal: cache policies that see the past only, against which the eviction gap is held; those whose columns the
             trace lacks are left out.
         progress: told how many replays are done.
+        options: as in `moesim.api.replay`, as are the arguments that are not named here.
 
     Raises:
         TraceError, ProfileError, PolicyError: bad input, in one line; also a routing policy that alters the routing,
             because then the future depends on the mix.
     """
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
-    shape, profile = opened.shape, profile_of(hw)
-    system = compose(policy, cache=cache, prefetch=prefetch, routing=routing)
-    resolve(host_cache, "cache")
-    extras = load_artefacts(artefacts)
-    plan = (memory or MemoryOptions()).plan(shape, profile, system, extras)
+    setup = Setup.of(opened, policy, profile_of(hw), batch=batch, steps=steps, warm=warm, **options)
+    shape, profile, system, plan = setup.shape, setup.profile, setup.system, setup.memory
     needs: dict[str, None] = {}
-    for composition in (system, replace(bound, routing=system.routing)):
-        policies = composition.build(gpus=profile.gpus, host_cache=host_cache if plan.host is not None else None)
+    for one in (setup, replace(setup, system=replace(bound, routing=system.routing))):
+        policies = one.policies()
         check_needs(opened, policies)
         needs |= dict.fromkeys(needed_columns(policies))
         if policies.routing.alters:
@@ -245,39 +235,21 @@ def gap(
             )
     at_hand = [name for name in causal if set(resolve(name, "cache").needs) <= opened.columns]
     needs |= dict.fromkeys(column for name in at_hand for column in resolve(name, "cache").needs)
-    calibration = None if warm is None else warm_counts(warm, opened)
 
     def passes() -> Iterable[RoutedStep]:
         return compose_steps(opened, batch=batch, steps=steps, columns=needs)
 
-    future = RecordedFuture.of(opened, batch=batch, steps=steps)
-    costs = Costs(profile, shape)
-    bench = Bench(shape, profile, costs, plan, system, passes, future, bound, host_cache, seed, calibration, extras)
+    future = setup.future or RecordedFuture.of(opened, batch=batch, steps=steps)
+    extras = load_artefacts(setup.artefacts)
+    bench = Bench(
+        shape, profile, Costs(profile, shape), plan, system, passes, future, bound, setup.host_cache, setup.seed,
+        setup.calibration, extras,
+    )  # fmt: skip
     found = decompose(bench, progress)
     found.eviction = split_eviction(
         system.cache, shape, plan.gpu, passes, future,
-        causal=at_hand, seed=seed, calibration=calibration, extras=extras,
+        causal=at_hand, seed=setup.seed, calibration=setup.calibration, extras=extras,
     )  # fmt: skip
-    found.config = {
-        "trace": str(opened.path),
-        "trace_digest": opened.digest(),
-        "model": shape.name,
-        "hw": profile.name,
-        "hw_kind": profile.kind,
-        "assignment": system.assignment,
-        "cache": system.cache,
-        "prefetch": system.prefetch,
-        "routing": system.routing,
-        "bound": {"assignment": bound.assignment, "cache": bound.cache, "prefetch": bound.prefetch},
-        "cache_slots": plan.gpu.slots.tolist(),
-        "cache_scope": plan.gpu.scope,
-        "host_bytes": None if plan.host is None else plan.host.total_bytes,
-        "staging": plan.staging,
-        "prefetch_budget_bytes": plan.prefetch_budget_bytes,
-        "batch": batch,
-        "steps": steps,
-        "seed": seed,
-        "warm": None if warm is None else str(warm.path if isinstance(warm, Trace) else warm),
-        "artefacts": None if artefacts is None else str(artefacts),
-    }
+    found.config = setup.config(opened, batch=batch, steps=steps, warm=warm)
+    found.config["bound"] = {"assignment": bound.assignment, "cache": bound.cache, "prefetch": bound.prefetch}
     return found

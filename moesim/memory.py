@@ -11,6 +11,7 @@ from policies.base import PolicyError
 from policies.plan import LAYERS, MemoryPlan
 from policies.residency import GLOBAL, PER_LAYER, CacheSize
 from policies.slot_shares import divided
+from traces.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,6 +46,22 @@ class MemoryOptions:
     staging: int | None = None
     prefetch_budget_bytes: int | None = None
     gpu_split: str = LAYERS
+
+    @property
+    def size(self) -> tuple[str, float]:
+        """In which way the size of the GPU cache was stated, as an attribute's name, and the number."""
+        for name in ("gpu_memory_bytes", "slots_per_layer", "cache_ratio"):
+            if (value := getattr(self, name)) is not None:
+                return name, value
+        return "cache_ratio", DEFAULT_CACHE_RATIO
+
+    @property
+    def size_words(self) -> str:
+        """The size of the GPU cache as people say it: ``8.0 GiB``, ``16 slots`` or ``25 %``."""
+        name, value = self.size
+        if name == "gpu_memory_bytes":
+            return format_bytes(value)
+        return f"{value} slots" if name == "slots_per_layer" else f"{100 * value:.4g} %"
 
     def plan(
         self, shape: ModelShape, profile: HardwareProfile, system: System, artefacts: Mapping[str, Any] | None = None

@@ -57,26 +57,25 @@ def run_text(run: Run) -> str:
     rows = [["lane", "busy", "of the run", "stalled", "moved", "bandwidth"]]
     shares = busy_shares(run)
     for lane, busy_s in m["busy_s"].items():
-        bandwidth = m["bandwidth"].get(lane)
         rows.append([
             lane,
             ms(busy_s),
             percent(shares[lane]),
             ms(m["stall_s"][lane]) if lane in m["stall_s"] else "",
             format_bytes(moved[lane]) if lane in moved else "",
-            f"{bandwidth / 1e9:.1f} GB/s" if lane in moved and bandwidth else "",
+            bandwidth(m["bandwidth"].get(lane)) if lane in moved else "",
         ])  # fmt: skip
     return "\n".join([*head, "", *aligned(rows)])
 
 
 def comparison_text(table: pd.DataFrame, runs: Mapping[str, Run]) -> str:
     """Lay out a comparison: what all runs share, one row per policy, shortest run first, and what it comes to."""
-    names, rows = comparison_rows(table, runs)
+    names, rows = comparison_rows(table)
     return "\n".join([shared_words(runs), "", *aligned([names, *rows]), "", *verdict_lines(table, runs)])
 
 
-def comparison_rows(table: pd.DataFrame, runs: Mapping[str, Run]) -> tuple[list[str], list[list[str]]]:
-    """Names of columns, and a row of words for each policy; the SSD only where it is used."""
+def comparison_rows(table: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    """Names of columns, and a row of words for each run; the SSD only where it is used."""
     columns: dict[str, Callable[[dict[Any, Any]], str]] = {
         "policy": lambda row: str(row["policy"]),
         "first token": lambda row: ms(row["ttft_s"]),
@@ -85,7 +84,7 @@ def comparison_rows(table: pd.DataFrame, runs: Mapping[str, Run]) -> tuple[list[
         "prefill": lambda row: number(row["prefill_tokens_per_s"], " tok/s"),
         "hit rate": lambda row: percent(row["hit_rate_active"]),
         "to GPU": lambda row: format_bytes(row["h2d_bytes"]),
-        "at": lambda row: _bandwidth(runs[row["policy"]].metrics, "h2d"),
+        "at": lambda row: bandwidth(row["h2d_bytes_per_s"]),
         "from SSD": lambda row: format_bytes(row["ssd_bytes"]),
         "GPU memory": lambda row: format_bytes(row["gpu_bytes"]),
         "busiest lane": lambda row: f"{row['busiest']} {percent(row['busiest_share'], 0)}",
@@ -108,6 +107,11 @@ def verdict_lines(table: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
         gain = (decode["decode_tokens_per_s"] or 0.0) / (best["decode_tokens_per_s"] or 1.0)
         if gain > WORTH_SAYING:
             lines.append(f"fastest once it generates: {decode['policy']}{_speed_words(decode)}")
+    return [*lines, *rivalry_lines(runs)]
+
+
+def rivalry_lines(runs: Mapping[str, Run]) -> list[str]:
+    """What a reader must know of policies before believing a ranking of them."""
     notes = {
         "sees the future, so no rival": [name for name, run in runs.items() if run.config["oracle"]],
         "changes the routing, so other answers": [n for n, run in runs.items() if run.metrics["routing"] != "recorded"],
@@ -115,7 +119,7 @@ def verdict_lines(table: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
             name for name, run in runs.items() if run.metrics["approximate"]
         ],
     }
-    lines += [f"{', '.join(names)}: {words}" for words, names in notes.items() if names]
+    lines = [f"{', '.join(names)}: {words}" for words, names in notes.items() if names]
     return [*lines, "hit rate: of active experts, CPU-computed ones included"]
 
 
@@ -242,13 +246,6 @@ def _hit_words(metrics: Mapping[str, Any]) -> str:
     )
 
 
-def _bandwidth(metrics: Mapping[str, Any], link: str) -> str:
-    """Bytes per second of all links of a class while they were busy."""
-    lanes = [lane for lane, count in metrics["bytes"].items() if lane.startswith(link) and count]
-    busy_s = sum(metrics["busy_s"][lane] for lane in lanes)
-    return f"{sum(metrics['bytes'][lane] for lane in lanes) / busy_s / 1e9:.1f} GB/s" if busy_s else NOTHING
-
-
 def _missing(value: float | None) -> bool:
     return value is None or math.isnan(value)
 
@@ -264,6 +261,11 @@ def ms(seconds: float | None) -> str:
 def percent(share: float | None, decimals: int = 1) -> str:
     """A share as per cent."""
     return NOTHING if _missing(share) else f"{100 * share:.{decimals}f} %"  # type: ignore[operator]
+
+
+def bandwidth(bytes_per_s: float | None) -> str:
+    """Bytes per second as vendors write them."""
+    return NOTHING if _missing(bytes_per_s) else f"{bytes_per_s / 1e9:.1f} GB/s"  # type: ignore[operator]
 
 
 def number(value: float | None, unit: str = "") -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from hwprofiles.costs import Costs
 from moesim import api
+from moesim.comparison import compare
 from moesim.memory import MemoryOptions
 from traces.batch import compose
 from traces.reader import Trace, open_trace
@@ -85,7 +86,7 @@ def sensitivity(
     memory = MemoryOptions(cache_ratio=cache_ratio)
 
     def seconds(machine: HardwareProfile) -> dict[str, float]:
-        _, runs = api.compare(opened, policies, hw=machine, memory=memory, batch=batch, steps=steps)
+        _, runs = compare(opened, policies, hw=machine, memory=memory, batch=batch, steps=steps)
         return {name: float(run.metrics["makespan_s"]) for name, run in runs.items()}
 
     baseline = seconds(profile)

@@ -1,8 +1,8 @@
 """Validate the simulator: the same grid really run and simulated, side by side in time, and compared cell by cell.
 
-Each cell is run for real, simulated right after, and when all are done run again in reversed order, so that what
-drifts hits both worlds alike and repetitions lie far apart. The profile is taken as it is: nothing here fits anything,
-and calibration (`moesim/calibrate.py`) does not know this module.
+Each cell is run for real, simulated right after, and when all cells of the grid are done run again in reversed order,
+and so on: what drifts hits all cells alike, and repetitions of one lie as far apart as the grid is long. The profile is
+taken as it is: nothing here fits anything, and calibration (`moesim/calibrate.py`) does not know this module.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import platform
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from hwprofiles.costs import Costs
-from moesim import statistics
+from moesim import agreement
 from moesim.memory import MemoryOptions
 from moesim.runs import machine_profile
 from moesim.terms import TERMS, step_seconds, terms
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from traces.timeline import Timeline
 
 STEPS = 16
-REPLICATIONS = 3
+REPLICATIONS = 10
 """Simulations with drawn operation times, whose mean is the prediction."""
 MARGIN = 0.05
 """Of the equivalence test."""
@@ -116,8 +117,12 @@ class Cell:
         return None if not measured else float(self.predicted[key] / measured - 1.0)
 
     def floor(self) -> float:
-        """By how much repetitions of this cell differ."""
-        return statistics.noise_floor([[one["tpot_s"] for one in self.measured if one["tpot_s"]]])
+        """By how much the measured TPOT would differ if all repetitions were made anew."""
+        return agreement.estimate_noise(np.array(self.steps_s), lambda runs: float(np.median(runs, axis=0).mean()))
+
+    def repetitions_differ(self) -> float:
+        """By how much single repetitions of this cell differ."""
+        return agreement.noise_floor([[one["tpot_s"] for one in self.measured if one["tpot_s"]]])
 
     def hits_equal(self) -> bool:
         """Whether every repetition counted the hits that were predicted."""
@@ -128,8 +133,8 @@ class Cell:
         """Everything, with the comparisons."""
         steps_s = self.steps_measured_s()
         some = len(steps_s) > 1
-        test = statistics.equivalent(self.predicted_steps_s, steps_s, margin=MARGIN) if some else None
-        distance = statistics.kolmogorov_smirnov(self.predicted_steps_s, np.concatenate(self.steps_s)) if some else None
+        test = agreement.equivalent(self.predicted_steps_s, steps_s, margin=MARGIN) if some else None
+        distance = agreement.kolmogorov_smirnov(self.predicted_steps_s, np.concatenate(self.steps_s)) if some else None
         return {
             **self.place._asdict(),
             "timing_free": self.timing_free,
@@ -147,6 +152,7 @@ class Cell:
             "ttft_error": self.error("ttft_s"),
             "step_errors": (np.asarray(self.predicted_steps_s) / steps_s - 1.0).round(4).tolist(),
             "noise_floor": self.floor(),
+            "repetitions_differ": self.repetitions_differ(),
             "hits_equal": self.hits_equal(),
             "tost": None if test is None else test._asdict(),
             "ks": None if distance is None else distance._asdict(),
@@ -187,10 +193,14 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     floor = _median([cell["noise_floor"] for cell in cells if len(cell["measured"]) > 1]) or 0.0
     taus = [
         tau for group in drawn.values()
-        if (tau := statistics.kendall_tau(
+        if (tau := agreement.kendall_tau(
             [cell["predicted"]["tpot_s"] for cell in group],
             [cell["tpot_measured_s"] for cell in group],
             floor=max(floor, *(cell["noise_floor"] for cell in group)))) is not None
+    ]  # fmt: skip
+    below = [
+        abs(cell["tpot_error"]) < cell["noise_floor"]
+        for cell in cells if cell["tpot_error"] is not None and len(cell["measured"]) > 1
     ]  # fmt: skip
     blamed = {name: _median([abs(cell["terms"][name]) for cell in cells]) for name in TERMS}
     return {
@@ -201,6 +211,8 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "kendall_tau_min": min(taus, default=None),
         "noise_floor": floor,
         "noise_floor_max": max((cell["noise_floor"] for cell in cells), default=None),
+        "repetitions_differ": _median([cell["repetitions_differ"] for cell in cells]),
+        "below_noise_share": float(np.mean(below)) if below else None,
         "error_over_noise": None if not floor else (_errors(cells)["tpot_error_median"] or 0.0) / floor,
         "tost_pass_share": float(np.mean(passed)) if passed else None,
         "terms": blamed,
@@ -235,7 +247,7 @@ def validate(
     shapes: Sequence[str | None] = (None,),
     host_ratios: Sequence[float] = (1.0,),
     steps: int = STEPS,
-    repetitions: int = 3,
+    repetitions: int = 5,
     replications: int = REPLICATIONS,
     dtype: str | None = None,
     stores: Path | None = None,
@@ -262,29 +274,22 @@ def validate(
     Raises:
         TraceError, ProfileError, PolicyError, StoreError, RuntimeFault: in one line.
     """
+    from runtime.tracedriven import shape_for  # noqa: PLC0415 - torch
+
     profile = machine_profile(hw)
     begin, load = time.time(), os.getloadavg()[0]
     chosen = dtype or ("bfloat16" if profile.accelerator == "cuda" else "float32")
     opened = [one if isinstance(one, Trace) else open_trace(one) for one in traces]
-    cells: list[Cell] = []
-    tell = progress or (lambda _what, _done: None)
-    blocks = list(product(opened, shapes))
-    with tempfile.TemporaryDirectory(dir=stores) as folder:
-        for number, (trace, spec) in enumerate(blocks):
-            from runtime.tracedriven import shape_for  # noqa: PLC0415 - torch
-
+    with tempfile.TemporaryDirectory(dir=stores) as folder, ExitStack() as benches:
+        grid = _Grid(profile, seed, replications)
+        for trace, spec in product(opened, shapes):
             shape = shape_for(trace.shape, spec, chosen)
-            block = [
-                (Place(trace.path.name, shape.name, *rest), _trial(trace, shape, *rest, steps=steps))
-                for rest in product(policies, cache_ratios, host_ratios, batches)
-            ]
-            with Bench(shape, profile, dtype=chosen, store=Path(folder) / str(number)) as bench:
-                grid = _Grid(bench, profile, seed, replications)
-                cells += grid.walk(
-                    block,
-                    repetitions,
-                    lambda what, done: tell(what, (number + done) / len(blocks)),  # noqa: B023
-                )
+            if shape not in grid.benches:
+                bench = Bench(shape, profile, dtype=chosen, store=Path(folder) / str(len(grid.benches)))
+                grid.benches[shape] = benches.enter_context(bench)
+            for rest in product(policies, cache_ratios, host_ratios, batches):
+                grid.add(shape, Place(trace.path.name, shape.name, *rest), _trial(trace, shape, *rest, steps=steps))
+        cells = grid.walk(repetitions, progress or (lambda _what, _done: None))
     config = {
         "hw": profile.name, "hw_digest": profile.digest, "hw_date": profile.date,
         "machine": profile.versions.get("cpu"),
@@ -333,42 +338,45 @@ def timing_free(policies: Policies) -> bool:
 
 
 class _Grid:
-    """Runs the cells of one trace and shape."""
+    """All cells with their trials, and the benches they run on."""
 
-    def __init__(self, bench: Bench, profile: HardwareProfile, seed: int, replications: int) -> None:
-        self._bench, self._profile, self._seed, self._replications = bench, profile, seed, replications
+    def __init__(self, profile: HardwareProfile, seed: int, replications: int) -> None:
+        self._profile, self._seed, self._replications = profile, seed, replications
+        self.benches: dict[ModelShape, Bench] = {}
+        self._todo: list[tuple[Cell, ModelShape, Trial]] = []
 
-    def walk(
-        self, block: Sequence[tuple[Place, Trial]], repetitions: int, tell: Callable[[str, float], None]
-    ) -> list[Cell]:
-        """Forth with simulations in between, then back, and so on."""
-        cells: list[Cell] = []
-        total = len(block) * repetitions
-        costs = Costs(self._profile, self._bench.shape)
-        self._bench.run(block[0][1], self._profile, seed=self._seed)  # nothing in memory is new any more
-        for place, trial in block:
-            tell(_words(place), len(cells) / total)
-            built = system_of(trial.policy).build(gpus=1, host_cache=None)
-            cell = Cell(place, timing_free(built), bool(costs.extrapolated))
-            self._measure(cell, trial)
-            self._predict(cell, trial)
-            cells.append(cell)
-        for repetition in range(1, repetitions):
-            order = list(zip(cells, block, strict=True))
-            for done, (cell, (place, trial)) in enumerate(order[::-1] if repetition % 2 else order):
-                tell(_words(place), (repetition * len(block) + done) / total)
-                self._measure(cell, trial)
-        return cells
+    def add(self, shape: ModelShape, place: Place, trial: Trial) -> None:
+        """Put in one cell."""
+        built = system_of(trial.policy).build(gpus=1, host_cache=None)
+        cell = Cell(place, timing_free(built), bool(Costs(self._profile, shape).extrapolated))
+        self._todo.append((cell, shape, trial))
 
-    def _measure(self, cell: Cell, trial: Trial) -> None:
-        timeline = self._bench.run(trial, self._profile, seed=self._seed)
+    def walk(self, repetitions: int, tell: Callable[[str, float], None]) -> list[Cell]:
+        """Run all forth with simulations in between, then back, and so on."""
+        total = len(self._todo) * repetitions
+        new = set(self.benches)
+        for repetition in range(repetitions):
+            order = self._todo[::-1] if repetition % 2 else self._todo
+            for done, (cell, shape, trial) in enumerate(order):
+                tell(_words(cell.place), (repetition * len(self._todo) + done) / total)
+                bench = self.benches[shape]
+                if shape in new:  # afterwards nothing in memory is new any more
+                    bench.run(trial, self._profile, seed=self._seed)
+                    new.discard(shape)
+                self._measure(cell, bench, trial)
+                if not repetition:
+                    self._predict(cell, shape, trial)
+        return [cell for cell, _, _ in self._todo]
+
+    def _measure(self, cell: Cell, bench: Bench, trial: Trial) -> None:
+        timeline = bench.run(trial, self._profile, seed=self._seed)
         cell.measured.append(_chosen(timeline))
         cell.steps_s.append(step_seconds(timeline).tolist())
 
-    def _predict(self, cell: Cell, trial: Trial) -> None:
-        means = simulate(trial, self._bench.shape, self._profile, seed=self._seed)
+    def _predict(self, cell: Cell, shape: ModelShape, trial: Trial) -> None:
+        means = simulate(trial, shape, self._profile, seed=self._seed)
         drawn = [
-            simulate(trial, self._bench.shape, self._profile, noise_seed=seed, seed=self._seed)
+            simulate(trial, shape, self._profile, noise_seed=seed, seed=self._seed)
             for seed in range(self._seed, self._seed + self._replications)
         ] or [means]
         found = [_chosen(timeline) for timeline in drawn]

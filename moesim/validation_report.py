@@ -44,7 +44,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         (
             "Errors are predicted over measured, minus one. measured: median over repetitions, step by step."
-            " *noise*: what any two repetitions of the cell differ by."
+            " *noise*: by how much that median would differ if it were measured anew."
             " *equivalent*: paired steps, two one-sided tests, margin 5 %. *hits*: equal, or why they need not be."
         ),
         "",
@@ -68,7 +68,9 @@ def facts(result: dict[str, Any]) -> list[list[str]]:
         ["TTFT error, median", _percent(result["ttft_error_median"])],
         ["order of policies, Kendall's tau", _plain(result["kendall_tau"])],
         ["hits equal where timing decides nothing", f"{_yes(result['hits_equal'])} ({result['hits_compared']} cells)"],
-        ["noise floor: repetitions differ by", _percent(result["noise_floor"])],
+        ["noise floor: measured again, TPOT would differ by", _percent(result["noise_floor"])],
+        ["single repetitions differ by", _percent(result["repetitions_differ"])],
+        ["cells whose error is below their own noise", _percent(result["below_noise_share"])],
         ["median error over noise floor", "-" if times is None else f"{times:.1f}"],
         ["cells equivalent within 5 %", _percent(result["tost_pass_share"])],
         ["term that differs most", str(result["largest_term"])],
@@ -162,7 +164,7 @@ def errors(result: dict[str, Any]) -> Figure:
     axes.bar(x, [100 * (cell["tpot_error"] or 0.0) for cell in cells], width=0.9, color="tab:blue", label="error")
     floors = np.array([100 * cell["noise_floor"] for cell in cells])
     axes.fill_between(
-        x, -floors, floors, step="mid", color="tab:orange", alpha=0.45, lw=0, label="noise of repetitions"
+        x, -floors, floors, step="mid", color="tab:orange", alpha=0.45, lw=0, label="noise of the measurement"
     )
     axes.set(xlabel="cells, sorted", ylabel="TPOT error [%]")
     axes.legend(fontsize=8)
@@ -204,7 +206,7 @@ def blame(result: dict[str, Any]) -> Figure:
 
 FIGURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "Predicted against measured time per token; the band is 5 %": parity,
-    "Error of each cell, and what repetitions of it differ by": errors,
+    "Error of each cell, and by how much it would differ if measured anew": errors,
     "Error of single tokens; boxes are quartiles, whiskers 5 % and 95 %": per_token,
     "Which term differs: predicted minus measured, median over cells": blame,
 }

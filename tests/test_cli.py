@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -133,7 +134,8 @@ def test_cache_only_counts_what_on_demand_would(moesim, trace):
 
 def test_compare_equals_replay(moesim, trace):
     """A row of the table is the run that `replay` makes."""
-    both = json.loads(moesim("compare", trace, "--policies", "greedy,on-demand", "--json")[1])
+    found = json.loads(moesim("compare", trace, "--policies", "greedy,on-demand", "--json")[1])
+    both = {run["policy"]: run for run in found["runs"]}
     alone = json.loads(moesim("replay", trace, "--policy", "on-demand", "--json")[1])
     assert set(both) == {"greedy", "on-demand"}
     for name in ("makespan_s", "hits", "bytes", "tpot_s", "config"):
@@ -307,19 +309,45 @@ def test_version_is_that_of_the_distribution(moesim):
     assert f'version = "{moesim("--version")[1].split()[1]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
-def test_interrupted_exits_with_130_and_leaves_nothing(tmp_path):
-    """ctrl-C in the middle of a replay that would take a minute or so."""
+ALONE = ("replay", "--policy", "ilp")
+SHARED_OUT = ("compare", "--policies", "ilp,beam", "--jobs", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "code"),
+    [(ALONE, signal.SIGINT, 130), (ALONE, signal.SIGTERM, 143), (SHARED_OUT, signal.SIGTERM, 143)],
+    ids=("ctrl-C", "SIGTERM", "SIGTERM, two processes"),
+)
+def test_stopped_from_outside_it_says_so_and_leaves_nothing(tmp_path, words, number, code):
+    """In the middle of replays that would take a minute or so; whoever shares the work ends too."""
     trace = write_small_trace(tmp_path / "long.parquet", sequences=40, new_tokens=2000)
-    process = start("replay", trace, "--policy", "ilp", "--out", tmp_path / "run", cwd=tmp_path)
-    deadline_s = time.monotonic() + 20
-    while not list(tmp_path.glob("run/*.part")) and time.monotonic() < deadline_s:
+    process = start(*words, trace, "--out", tmp_path / "run", cwd=tmp_path)
+    deadline_s = time.monotonic() + 30
+    begun = 3 if words == ALONE else 6
+    while len(list(tmp_path.glob("run/**/*.part"))) < begun and time.monotonic() < deadline_s:
         time.sleep(0.05)
     time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "Traceback" not in err
-    assert list(tmp_path.glob("run/*")) == []
+    assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
+    assert psutil.wait_procs(children, timeout=5)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("replay", "t.parquet", "--out", ""), "--out"),
+        (("compare", "t.parquet", "--png="), "--png"),
+        (("replay", ""), "argument"),
+        (("replay", "t.parquet", "--policy", "greedy", ""), "argument"),
+    ],
+)
+def test_an_empty_word_is_refused_by_name(moesim, words, name):
+    """``--out "$FOLDER"`` with nothing in FOLDER must not fill the current folder."""
+    assert refused(moesim(*words), name, "empty")
 
 
 # Words and numbers.

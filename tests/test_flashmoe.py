@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from moesim import api, learned
 from moesim.artefacts import load_artefacts
 from moesim.cli_learn import add_commands
+from moesim.comparison import compare
 from policies.base import CachePolicy, PolicyError
 from policies.cache.belady import Belady
 from policies.cache.flashmoe import FlashMoE
@@ -372,7 +373,7 @@ def test_the_trained_network_runs_in_a_replay_and_alone(command):
     alone = api.replay_cache(folder / "t.parquet", **system)
     assert timed.metrics["hits"] == alone["hits"] > 0
     assert timed.config["artefacts"] == str(out)
-    table, _ = api.compare(folder / "t.parquet", ["on-demand+flashmoe", "on-demand+lru"], artefacts=out)
+    table, _ = compare(folder / "t.parquet", ["on-demand+flashmoe", "on-demand+lru"], artefacts=out)
     assert len(table) == 2
 
 

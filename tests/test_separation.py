@@ -37,7 +37,7 @@ COMPARING = (
     "moesim/validation_report.py",
     "moesim/sensitivity.py",
     "moesim/terms.py",
-    "moesim/statistics.py",
+    "moesim/agreement.py",
 )
 TRACES = [ROOT / "traces" / "data" / f"tiny_{split}.parquet" for split in ("calibration", "evaluation")]
 
@@ -80,7 +80,7 @@ def test_what_compares_names_nothing_that_fits(path):
 def test_the_walk_would_see_it():
     """Else the two tests above could not fail."""
     assert "moesim.trials" in reached("moesim/calibrate.py") & reached("moesim/validate.py")
-    assert "moesim.statistics" in reached("moesim/validate.py")
+    assert "moesim.agreement" in reached("moesim/validate.py")
 
 
 def test_calibration_takes_no_trace():

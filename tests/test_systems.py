@@ -9,7 +9,7 @@ from handmade import HandCosts, plan_of, routed, run, spans, steps
 from handmade import shape as hand_shape
 from learned_network import Artefacts, write
 
-from moesim import api
+from moesim.comparison import compare
 from policies.base import PolicyError
 from policies.registry import names, resolve
 from policies.systems import SYSTEMS, System, compose
@@ -165,7 +165,7 @@ def test_what_a_trace_cannot_support_is_refused_by_name_before_anything_runs(mak
     trace = open_trace(make_trace())
     options = {"hw": "rtx3090-epyc7532", "out": tmp_path / "out"}
     with pytest.raises(PolicyError) as refused:
-        api.compare(trace, ["fiddler", "dali", "flashmoe", "smoe", "deepspeed"], **options)
+        compare(trace, ["fiddler", "dali", "flashmoe", "smoe", "deepspeed"], **options)
     said = str(refused.value)
     assert "3 of 5 policies cannot run" in said
     for words in (
@@ -177,9 +177,9 @@ def test_what_a_trace_cannot_support_is_refused_by_name_before_anything_runs(mak
     assert "\n" not in said
     assert not (tmp_path / "out").exists()
     with pytest.raises(PolicyError, match=r"train-cache TRACE --out DIR.*--artefacts DIR"):
-        api.compare(trace, ["fiddler", "flashmoe"], **options)
+        compare(trace, ["fiddler", "flashmoe"], **options)
     artefacts = write(tmp_path / "learned", 3, 8)
-    table, _ = api.compare(trace, ["fiddler", "flashmoe"], artefacts=artefacts, **options)
+    table, _ = compare(trace, ["fiddler", "flashmoe"], artefacts=artefacts, **options)
     assert set(table["policy"]) == {"fiddler", "flashmoe"}
 
 

@@ -14,6 +14,7 @@ from moesim.memory import MemoryOptions
 from policies import cache_only
 from policies.registry import resolve
 from policies.residency import CacheSize
+from traces.layer_steps import layer_steps
 
 if TYPE_CHECKING:
     from moesim.experiments.base import Found, Setting
@@ -40,9 +41,10 @@ def _counts(load: Workload, spec: str, size: CacheSize, policy: CachePolicy | No
     """Hits of a policy, compiled where there is a compiled loop."""
     known = cast("CachePolicy", resolve(spec, "cache"))
     future = load.future() if known.oracle or policy is not None else None
-    passes = load.passes(*known.needs)
     if policy is None and cache_only.has_compiled_loop(spec, load.shape, size):
-        return cache_only.replay_compiled(spec, load.shape, size, passes, future=future)
+        blocks = layer_steps(load.trace, steps=load.most_steps)
+        return cache_only.replay_compiled(spec, load.shape, size, blocks, future=future)
+    passes = load.passes(*known.needs)
     return cache_only.drive(policy or known, spec, load.shape, size, passes, future=future, seed=load.seed)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from moesim.statistics import equivalent, kendall_tau, kolmogorov_smirnov, noise_floor
+from moesim.agreement import equivalent, estimate_noise, kendall_tau, kolmogorov_smirnov, noise_floor
 
 VALUES = st.lists(st.integers(1, 50), min_size=3, max_size=12)
 
@@ -85,3 +85,17 @@ def test_noise_floor_by_hand():
 def test_samples_that_cannot_be_compared_are_refused(function):
     with pytest.raises(ValueError, match="found"):
         function([], [1.0])
+
+
+def test_the_noise_of_an_estimate_is_what_a_second_one_differs_by():
+    """Means of five draws that scatter by 10 %: the bootstrap finds what really making them anew shows."""
+    rng = np.random.default_rng(0)
+    runs = rng.normal(1.0, 0.1, (2000, 5, 1))
+    means = runs.mean(axis=(1, 2))
+    true = np.median(np.abs(means[::2] - means[1::2]))
+    found = [estimate_noise(one, lambda part: float(part.mean())) for one in runs[:200]]
+    assert np.mean(found) == pytest.approx(true, rel=0.1)
+
+
+def test_one_repetition_says_nothing_of_its_noise():
+    assert estimate_noise(np.ones((1, 3)), lambda part: float(part.mean())) == 0.0

@@ -13,7 +13,7 @@ import numpy as np
 from scipy import stats
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class Kolmogorov(NamedTuple):
@@ -129,3 +129,25 @@ def noise_floor(repetitions: Sequence[Sequence[float]]) -> float:
         for j in range(i + 1, len(row))
     ]
     return float(np.median(pairs)) if pairs else 0.0
+
+
+def estimate_noise(repetitions: np.ndarray, estimate: Callable[[np.ndarray], float], *, draws: int = 400) -> float:
+    """Relative difference between two estimates from as many repetitions each, median.
+
+    Whole repetitions are resampled (bootstrap); what few of them hide is made up for by ``sqrt(R / (R - 1))``.
+
+    Args:
+        repetitions: float64 [R, n], R identical runs.
+        estimate: of such an array.
+        draws: pairs of estimates.
+
+    Returns:
+        0.0 for a single repetition.
+    """
+    count = len(repetitions)
+    if count < 2:
+        return 0.0
+    rng = np.random.default_rng(0)
+    found = np.array([estimate(repetitions[rng.integers(0, count, count)]) for _ in range(2 * draws)])
+    one, other = found[:draws], found[draws:]
+    return float(np.median(np.abs(one - other) / (0.5 * (one + other))) * np.sqrt(count / (count - 1)))
