@@ -11,9 +11,9 @@ import numpy as np
 from benchmarks.replay_speed import SHARED, SHIPPED
 from policies import cache_only
 from policies.residency import CacheSize
-from traces.batch import compose
 from traces.future import RecordedFuture
 from traces.importers import import_trace
+from traces.layer_steps import layer_steps
 from traces.models import model_shape
 from traces.reader import Trace, open_trace
 
@@ -32,7 +32,7 @@ def report() -> None:
                 rates = []
                 for _ in range(3):
                     begin_s = time.process_time()
-                    counts = cache_only.replay_compiled(spec, shape, sized, compose(trace), future=future)
+                    counts = cache_only.replay_compiled(spec, shape, sized, layer_steps(trace), future=future)
                     rates.append(counts.accesses / (time.process_time() - begin_s) / 1e6)
                 print(f"  {spec:6} {scope:9} {np.median(rates):6.2f}  (target 1), hit rate {counts.hit_rate:.4f}")
         _libcachesim(trace, int(size.slots[0]), Path(name))

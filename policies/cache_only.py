@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from policies.base import CachePolicy, Future
     from traces.batch import RoutedLayer, RoutedStep
     from traces.future import RecordedFuture
+    from traces.layer_steps import LayerSteps
     from traces.schema import ModelShape, Phase
-
-BLOCK_ACCESSES = 1 << 16
-"""Accesses gathered before the compiled loop runs: memory does not grow with the trace."""
 
 _LRU, _BELADY, _BELADY_ADMITTING = range(3)
 
@@ -136,14 +134,12 @@ _MODES = {"lru": _LRU, "belady": _BELADY, "belady:must_admit=true": _BELADY_ADMI
 
 
 def replay_compiled(
-    spec: str, shape: ModelShape, size: CacheSize, steps: Iterable[RoutedStep], *, future: RecordedFuture | None = None
+    spec: str, shape: ModelShape, size: CacheSize, blocks: Iterable[LayerSteps], *, future: RecordedFuture | None = None
 ) -> CacheCounts:
     """The same counts as `drive`, by the compiled loop. `future` is needed for Belady."""
     loop = _Loop(_MODES[spec], shape, size, future)
-    for step in steps:
-        for routed in step.layers:
-            loop.add(routed)
-    loop.flush()
+    for block in blocks:
+        loop.run(block)
     return CacheCounts(loop.hits, loop.accesses)
 
 
@@ -161,31 +157,17 @@ class _Loop:
         self._now = np.zeros(1)
         self.hits = np.zeros(shape.layers, np.int64)
         self.accesses = np.zeros(shape.layers, np.int64)
-        self._pending: list[np.ndarray] = []
-        self._where: list[int] = []
-        self._count = self._done = 0
+        self._done = 0
 
-    def add(self, routed: RoutedLayer) -> None:
-        """Queue one layer step."""
-        self._pending.append(routed.experts)
-        self._where.append(routed.layer)
-        self._count += len(routed.experts)
-        if self._count >= BLOCK_ACCESSES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Run the loop over what is queued."""
-        if not self._pending:
-            return
-        edges = np.concatenate(([0], np.cumsum([len(p) for p in self._pending]))).astype(np.int64)
-        where = np.array(self._where, np.int64)
+    def run(self, block: LayerSteps) -> None:
+        """Run the loop over the next layer steps."""
         _loop(
             self._mode,
             self._experts,
-            where,
-            edges,
-            np.concatenate(self._pending).astype(np.int32),
-            self._next_places(where, np.diff(edges)),
+            block.layer,
+            block.edges,
+            block.experts,
+            self._next_places(block.layer, np.diff(block.edges)),
             self._slots,
             self._resident,
             self._score,
@@ -194,15 +176,14 @@ class _Loop:
             self.hits,
             self.accesses,
         )
-        self._pending, self._where, self._count = [], [], 0
 
     def _next_places(self, where: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Belady's scores, float64 [accesses of the block]: minus the place, by step and layer, of the next use."""
         if self._mode == _LRU:
             return np.empty(0)
         assert self._future is not None, "Belady needs the future"
-        uses = self._future.following[self._done : self._done + self._count].astype(np.float64)
-        self._done += self._count
+        begin, self._done = self._done, self._done + int(sizes.sum())
+        uses = self._future.following[begin : self._done].astype(np.float64)
         return np.where(uses >= self._future.never, -np.inf, -(uses * self._layers + np.repeat(where, sizes)))
 
 

@@ -7,15 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import traces.layer_steps
 from policies import cache_only
 from policies.registry import resolve
 from policies.residency import CacheSize
 from policies.systems import System
 from tests.handmade import plan_of, routed, run, shape, steps
 from traces.future import RecordedFuture
+from traces.layer_steps import of_steps
 
 LAYERS, EXPERTS = 2, 7
-layer_steps = st.lists(st.sets(st.integers(0, EXPERTS - 1), min_size=1), min_size=LAYERS, max_size=LAYERS)
+forward_passes = st.lists(st.sets(st.integers(0, EXPERTS - 1), min_size=1), min_size=LAYERS, max_size=LAYERS)
 
 
 def passes(trace):
@@ -24,7 +26,7 @@ def passes(trace):
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(layer_steps, min_size=1, max_size=15),
+    st.lists(forward_passes, min_size=1, max_size=15),
     st.integers(0, EXPERTS),
     st.sampled_from(["layer", "global"]),
     st.sampled_from(["lru", "belady", "belady:must_admit=true"]),
@@ -32,7 +34,7 @@ def passes(trace):
 def test_compiled_loop_policy_alone_and_planner_count_the_same_hits(trace, slots, scope, spec):
     model, forward = shape(LAYERS, EXPERTS), passes(trace)
     size = CacheSize.of(model.expert_bytes, EXPERTS, scope=scope, slots_per_layer=slots)
-    fast = cache_only.replay_compiled(spec, model, size, forward, future=RecordedFuture(forward))
+    fast = cache_only.replay_compiled(spec, model, size, of_steps(forward), future=RecordedFuture(forward))
     slow = cache_only.drive(resolve(spec, "cache"), spec, model, size, forward, future=RecordedFuture(forward))
     planner = plan_of(model, System("on-demand", cache=spec), slots=slots, scope=scope, future=RecordedFuture(forward))
     _, timeline = run(planner, forward)
@@ -47,9 +49,14 @@ def test_blocks_do_not_change_the_counts(monkeypatch):
     forward = passes([[set(draw.choice(EXPERTS, 3, replace=False).tolist()) for _ in range(LAYERS)] for _ in range(60)])
     model = shape(LAYERS, EXPERTS)
     size = CacheSize.of(model.expert_bytes, EXPERTS, slots_per_layer=3)
-    whole = cache_only.replay_compiled("lru", model, size, forward)
-    monkeypatch.setattr(cache_only, "BLOCK_ACCESSES", 5)
-    assert cache_only.replay_compiled("lru", model, size, forward).hits == whole.hits
+    future = RecordedFuture(forward)
+    whole, parts = [], []
+    for spec in ("lru", "belady"):
+        monkeypatch.setattr(traces.layer_steps, "BLOCK_ACCESSES", 1 << 19)
+        whole.append(cache_only.replay_compiled(spec, model, size, of_steps(forward), future=future).hits)
+        monkeypatch.setattr(traces.layer_steps, "BLOCK_ACCESSES", 5)
+        parts.append(cache_only.replay_compiled(spec, model, size, of_steps(forward), future=future).hits)
+    assert whole == parts
 
 
 @pytest.mark.parametrize(("spec", "compiled"), [("lru", True), ("belady", True), ("lfu", False), ("lru:x=1", False)])

@@ -26,8 +26,8 @@ def replayed(trace, spec, slots, *, batch=1, scope="layer"):
     counts = np.full(trace.shape.layers if scope == "layer" else 1, slots, np.int64)
     sizes = CacheSize(scope, counts, counts * trace.shape.expert_bytes[0])
     future = RecordedFuture.of(trace, batch=batch)
-    steps = compose(trace, batch=batch)
-    return cache_only.replay_compiled(spec, trace.shape, sizes, steps, future=future).hits_by_layer
+    blocks = layer_steps(trace, batch=batch)
+    return cache_only.replay_compiled(spec, trace.shape, sizes, blocks, future=future).hits_by_layer
 
 
 def one_layer(path, routing, experts=4):
@@ -159,15 +159,24 @@ def test_phases_are_counted_apart_and_add_up(make_trace):
 def test_layer_steps_are_those_of_compose(make_trace, batch):
     trace = open_trace(make_trace(sequences=((5, 7), (0, 4), (2, 9)), ragged=True))
     steps = [(s.step, s.batch, int(s.phase), r) for s in compose(trace, batch=batch) for r in s.layers]
-    blocks = list(layer_steps(trace, batch=batch))
-    assert len(blocks) == 1
-    (block,) = blocks
+    (block,) = layer_steps(trace, batch=batch)
     assert len(block.layer) == len(steps)
     for i, (step, group, phase, routed) in enumerate(steps):
         mine = slice(block.edges[i], block.edges[i + 1])
         assert (block.step[i], block.batch[i], block.phase[i], block.layer[i]) == (step, group, phase, routed.layer)
         assert block.experts[mine].tolist() == routed.experts.tolist()
         assert block.tokens[mine].tolist() == routed.tokens.tolist()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 8, 13, 99])
+def test_layer_steps_end_after_so_many_forward_passes(make_trace, batch, count):
+    trace = open_trace(make_trace(sequences=((5, 7), (0, 4), (2, 9)), ragged=True))
+    (block,) = layer_steps(trace, batch=batch, steps=count)
+    expected = [routed for step in compose(trace, batch=batch, steps=count) for routed in step.layers]
+    assert block.layer.tolist() == [routed.layer for routed in expected]
+    assert block.experts.tolist() == [expert for routed in expected for expert in routed.experts.tolist()]
+    assert block.edges[-1] == len(block.experts) == len(block.tokens)
 
 
 def test_a_real_trace_at_several_sizes(shared_traces, tmp_path):

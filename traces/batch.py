@@ -85,12 +85,21 @@ def compose(
     Raises:
         TraceError: `batch` or `steps` below 1 or absurdly large, a missing column, or a damaged trace.
     """
-    for name, value in (("batch", batch), ("steps", steps)):
-        if value is not None and not 1 <= value <= sys.maxsize:
-            raise TraceError(f"{name}: expected {'>= 1' if value < 1 else f'<= {sys.maxsize}'}, got {value}")
+    check_counts(batch, steps)
     wanted = tuple(columns)
     trace.require(wanted, "this replay")
     return islice(_compose(trace, batch, wanted), steps)
+
+
+def check_counts(batch: int, steps: int | None) -> None:
+    """Refuse batches and numbers of steps that cannot be.
+
+    Raises:
+        TraceError: below 1 or absurdly large.
+    """
+    for name, value in (("batch", batch), ("steps", steps)):
+        if value is not None and not 1 <= value <= sys.maxsize:
+            raise TraceError(f"{name}: expected {'>= 1' if value < 1 else f'<= {sys.maxsize}'}, got {value}")
 
 
 def _compose(trace: Trace, batch: int, columns: tuple[str, ...]) -> Iterator[RoutedStep]:

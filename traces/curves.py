@@ -34,19 +34,21 @@ from numba import types as nb
 from traces.compiled import compiled
 from traces.layer_steps import join, layer_steps
 from traces.recency import PLACES, later_used
-from traces.stacks import BLOCK, belady_stack, lru_stack
+from traces.stacks import BLOCK, NEVER, belady_stack, lru_stack
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from traces.layer_steps import LayerSteps
     from traces.reader import Trace
     from traces.schema import ModelShape
 
+CURVES = ("lru", "belady", "lru_global", "belady_global")
 BLOCK_ACCESSES = 1 << 22
 """Belady's least horizon in accesses."""
 
 _I64 = nb.Array(nb.int64, 1, "C", readonly=True)
 _I32 = nb.Array(nb.int32, 1, "C", readonly=True)
-_NEVER = 1 << 62
 
 
 @dataclass(slots=True)
@@ -98,12 +100,18 @@ def curves(trace: Trace, *, batch: int = 1) -> Curves:
 
 
 class CurveFold:
-    """State between blocks; memory is that of two Belady blocks, whatever the length of the trace."""
+    """State between blocks; memory is that of two Belady blocks, whatever the length of the trace.
 
-    def __init__(self, shape: ModelShape, horizon: int = BLOCK_ACCESSES) -> None:
+    Args:
+        shape: the model.
+        horizon: the accesses that Belady sees ahead, at least.
+        names: which of `CURVES` to make; the others stay empty.
+    """
+
+    def __init__(self, shape: ModelShape, horizon: int = BLOCK_ACCESSES, names: Collection[str] = CURVES) -> None:
         layers, experts = shape.layers, shape.experts
         keys = layers * experts
-        self.layers, self.experts, self._horizon = layers, experts, horizon
+        self.layers, self.experts, self._horizon, self._names = layers, experts, horizon, frozenset(names)
         self.found = Curves(
             np.zeros((2, layers, experts + 1), np.int64),
             np.zeros((2, layers, experts + 1), np.int64),
@@ -111,15 +119,15 @@ class CurveFold:
             np.zeros((2, keys + 1), np.int64),
         )
         self._lru = (
-            np.zeros((layers, experts), np.int32), np.full((layers, experts), -1, np.int64),
+            np.zeros((layers, experts), np.int64), np.zeros((layers, experts), np.bool_),
             np.zeros(layers, np.int64), np.zeros(1, np.int64),
         )  # fmt: skip
         self._belady, self._belady_global = (
             (
-                np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(shape[0], np.int64),
-                np.zeros(shape, np.int64), np.zeros((shape[0], -(-shape[1] // BLOCK)), np.int64),
+                np.zeros((pools, -(-width // BLOCK) * BLOCK), np.int64), np.full((pools, width), -1, np.int32),
+                np.zeros(pools, np.int64), np.zeros((pools, -(-width // BLOCK)), np.int64),
             )
-            for shape in ((layers, experts), (1, keys))
+            for pools, width in ((layers, experts), (1, keys))
         )  # fmt: skip
         words = max(PLACES * keys // 64, 2) + 1
         self._recency = (
@@ -132,8 +140,12 @@ class CurveFold:
 
     def add(self, block: LayerSteps) -> None:
         """Fold the next block."""
-        lru_stack(block.phase, block.layer, block.edges, block.experts, *self._lru, self.found.lru)
-        later_used(block.phase, block.edges, self._keys(block), *self._recency, self.found.lru_global)
+        if "lru" in self._names:
+            lru_stack(block.phase, block.layer, block.edges, block.experts, *self._lru, self.found.lru)
+        if "lru_global" in self._names:
+            later_used(block.phase, block.edges, self._keys(block), *self._recency, self.found.lru_global)
+        if self._names.isdisjoint(("belady", "belady_global")):
+            return
         self._pending.append(block)
         self._count += len(block.experts)
         if self._count >= self._horizon:
@@ -160,15 +172,17 @@ class CurveFold:
     def _settle(self, block: LayerSteps, first: np.ndarray) -> None:
         """Belady over one block, given the places of the first uses after it."""
         following = _next_places(*self._places(block), first)
-        belady_stack(
-            block.phase, block.layer, block.edges, block.experts, following, *self._belady, self.found.belady
-        )  # fmt: skip
-        depths = self.found.belady_global.reshape(2, 1, -1)
-        one = np.zeros(len(block.layer), np.int64)
-        belady_stack(block.phase, one, block.edges, self._keys(block), following, *self._belady_global, depths)
+        if "belady" in self._names:
+            belady_stack(
+                block.phase, block.layer, block.edges, block.experts, following, *self._belady, self.found.belady
+            )  # fmt: skip
+        if "belady_global" in self._names:
+            depths = self.found.belady_global.reshape(2, 1, -1)
+            one = np.zeros(len(block.layer), np.int64)
+            belady_stack(block.phase, one, block.edges, self._keys(block), following, *self._belady_global, depths)
 
     def _never(self) -> np.ndarray:
-        return np.full(self.layers * self.experts, _NEVER, np.int64)
+        return np.full(self.layers * self.experts, NEVER, np.int64)
 
     def _places(self, block: LayerSteps) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, int]:
         return block.step * self.layers + block.layer, block.edges, block.experts, self.layers, self.experts

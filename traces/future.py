@@ -7,18 +7,18 @@ that were active in it. A question about any other step is answered by binary se
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from traces.batch import compose
+from traces.layer_steps import layer_steps, of_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from traces.batch import RoutedStep
+    from traces.layer_steps import LayerSteps
     from traces.reader import Trace
 
 _FAR_STEPS = 32
@@ -35,33 +35,29 @@ class RecordedFuture:
     """
 
     def __init__(self, steps: Iterable[RoutedStep]) -> None:
-        experts, tokens, sizes, count = [np.empty(0, np.int32)], [np.empty(0, np.int32)], array("q"), 0
-        layers = 1
-        pending: list[np.ndarray] = []
-        loads: list[np.ndarray] = []
-        for step in steps:
-            layers = len(step.layers)
-            pending += [routed.experts for routed in step.layers]
-            loads += [routed.tokens for routed in step.layers]
-            sizes.extend(len(routed.experts) for routed in step.layers)
-            count += 1
-            if len(pending) > 8192:  # few long arrays instead of many short ones
-                experts.append(np.concatenate(pending))
-                tokens.append(np.concatenate(loads))
-                pending, loads = [], []
-        self.steps = count
-        self.layers = layers
-        self._experts = np.concatenate([*experts, *pending])
-        self._tokens = np.concatenate([*tokens, *loads])
-        edges = np.concatenate(([0], np.cumsum(np.frombuffer(sizes, np.int64)))).astype(np.int64)
-        self._edges = memoryview(edges.data)  # plain integers out, at half the price of numpy's
-        self.width = int(self._experts.max(initial=0)) + 1
-        self._index(np.diff(edges))
+        self._read(of_steps(steps))
 
     @classmethod
     def of(cls, trace: Trace, *, batch: int = 1, steps: int | None = None) -> Self:
         """The future of replaying `trace` in batches of `batch`, cut after `steps` forward passes."""
-        return cls(compose(trace, batch=batch, steps=steps))
+        future = cls(())
+        future._read(layer_steps(trace, batch=batch, steps=steps))
+        return future
+
+    def _read(self, blocks: Iterable[LayerSteps]) -> None:
+        sizes, experts, tokens = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+        self.layers = 1
+        for block in blocks:
+            self.layers = max(self.layers, int(block.layer.max()) + 1)
+            sizes.append(np.diff(block.edges))
+            experts.append(block.experts)
+            tokens.append(block.tokens)
+        self._experts, self._tokens = np.concatenate(experts), np.concatenate(tokens)
+        edges = np.concatenate(([0], np.cumsum(np.concatenate(sizes)))).astype(np.int64)
+        self.steps = (len(edges) - 1) // self.layers
+        self._edges = memoryview(edges.data)  # plain integers out, at half the price of numpy's
+        self.width = int(self._experts.max(initial=0)) + 1
+        self._index(np.diff(edges))
 
     @property
     def never(self) -> int:

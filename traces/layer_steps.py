@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from traces.batch import compose
+from traces.batch import check_counts, compose
 from traces.schema import Phase
 
 if TYPE_CHECKING:
@@ -46,16 +46,38 @@ class LayerSteps:
     tokens: np.ndarray
 
 
-def layer_steps(trace: Trace, *, batch: int = 1) -> Iterator[LayerSteps]:
-    """Cut a trace into blocks of layer steps, as `compose` would with this `batch`.
+def layer_steps(trace: Trace, *, batch: int = 1, steps: int | None = None) -> Iterator[LayerSteps]:
+    """Cut a trace into blocks of layer steps, as `compose` would with this `batch` and so many `steps`.
 
     Raises:
-        TraceError: `batch` below 1, or a damaged trace.
+        TraceError: `batch` or `steps` below 1, or a damaged trace.
     """
     if batch == 1:
-        yield from joined(of_sequences(trace.sequences(), trace.shape.layers, trace.shape.experts))
-    else:
-        yield from joined(_of_steps(compose(trace, batch=batch)))
+        check_counts(batch, steps)
+        parts = of_sequences(trace.sequences(), trace.shape.layers, trace.shape.experts)
+        return joined(parts if steps is None else _first(parts, steps))
+    return of_steps(compose(trace, batch=batch, steps=steps))
+
+
+def of_steps(steps: Iterable[RoutedStep]) -> Iterator[LayerSteps]:
+    """Forward passes that somebody composed, as blocks."""
+    return joined(map(_of_step, steps))
+
+
+def _first(parts: Iterable[LayerSteps], steps: int) -> Iterator[LayerSteps]:
+    """Parts until so many forward passes are over."""
+    for part in parts:
+        if part.step[-1] < steps:
+            yield part
+            continue
+        count = int(np.searchsorted(part.step, steps))
+        if count:
+            cut = slice(part.edges[count])
+            yield LayerSteps(
+                part.step[:count], part.batch[:count], part.phase[:count], part.layer[:count],
+                part.edges[: count + 1], part.experts[cut], part.tokens[cut],
+            )  # fmt: skip
+        return
 
 
 def of_sequences(sequences: Iterable[SequenceRows], layers: int, experts: int) -> Iterator[LayerSteps]:
@@ -99,20 +121,19 @@ def _prefill(counts: np.ndarray, layers: int, experts: int, step: int, number: i
     )
 
 
-def _of_steps(steps: Iterable[RoutedStep]) -> Iterator[LayerSteps]:
-    for step in steps:
-        count = len(step.layers)
-        edges = np.zeros(count + 1, np.int64)
-        np.cumsum([len(routed.experts) for routed in step.layers], out=edges[1:])
-        yield LayerSteps(
-            np.full(count, step.step, np.int64),
-            np.full(count, step.batch, np.int64),
-            np.full(count, step.phase, np.int8),
-            np.arange(count, dtype=np.int64),
-            edges,
-            np.concatenate([routed.experts for routed in step.layers]),
-            np.concatenate([routed.tokens for routed in step.layers]),
-        )
+def _of_step(step: RoutedStep) -> LayerSteps:
+    count = len(step.layers)
+    edges = np.zeros(count + 1, np.int64)
+    np.cumsum([len(routed.experts) for routed in step.layers], out=edges[1:])
+    return LayerSteps(
+        np.full(count, step.step, np.int64),
+        np.full(count, step.batch, np.int64),
+        np.full(count, step.phase, np.int8),
+        np.arange(count, dtype=np.int64),
+        edges,
+        np.concatenate([routed.experts for routed in step.layers]),
+        np.concatenate([routed.tokens for routed in step.layers]),
+    )
 
 
 def joined(parts: Iterable[LayerSteps]) -> Iterator[LayerSteps]:

@@ -3,6 +3,10 @@
 A *pool* is a cache with stacks of its own: one per layer, or one for all. P pools of W keys; a layer step makes its
 accesses to one pool, in ascending order of keys; each is counted at the depth where its key stood before the step, or
 at W if it never was there.
+
+A stack holds numbers that say both the key and how much it is worth, so one comparison settles what comes first:
+for LRU ``step << bits | key``, larger is better; for Belady ``place of the next use << bits | tag``, smaller is better,
+with the key as tag of an active one and ``2 W - 1 - key`` of any other.
 """
 
 from __future__ import annotations
@@ -15,29 +19,33 @@ from traces.compiled import compiled
 _I64 = nb.Array(nb.int64, 1, "C", readonly=True)
 _I32 = nb.Array(nb.int32, 1, "C", readonly=True)
 _I8 = nb.Array(nb.int8, 1, "C", readonly=True)
+_STACKS = nb.int64[:, ::1]
+NEVER = 1 << 40
+"""The place of a use that does not come: later than all others."""
 BLOCK = 16
 """Depths of Belady's stack that are passed over together where nothing in them changes."""
 
 
 @compiled(
     nb.void(
-        _I8, _I64, _I64, _I32, nb.int32[:, ::1], nb.int64[:, ::1], nb.int64[::1], nb.int64[::1], nb.int64[:, :, ::1]
+        _I8, _I64, _I64, _I32, _STACKS, nb.boolean[:, ::1], nb.int64[::1], nb.int64[::1], nb.int64[:, :, ::1],
     )
-)
-def lru_stack(  # noqa: C901 - one loop, compiled
+)  # fmt: skip
+def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
     phase: np.ndarray,
     pool: np.ndarray,
     edges: np.ndarray,
     keys: np.ndarray,
     stacks: np.ndarray,
-    uses: np.ndarray,
+    known: np.ndarray,
     filled: np.ndarray,
     clock: np.ndarray,
     depths: np.ndarray,
 ) -> None:
     """Rebuild the stack of each layer step: active keys come up by id, the others sink in the order of their last use.
 
-    Those last used in the same layer step sink by falling id as far as they lose their places together.
+    An active key that stands high enough stays where it is. Keys last used in the same layer step sink by falling id as
+    far as they lose their places together.
 
     Args:
         phase: int8 [N]; first index of `depths`.
@@ -45,59 +53,62 @@ def lru_stack(  # noqa: C901 - one loop, compiled
         edges: int64 [N + 1]; layer step i accesses ``keys[edges[i]:edges[i + 1]]``.
         keys: int32 [A], below W.
         stacks: [P, W], carried from call to call, as are
-        uses: [P, W], the layer step of each key's last use, -1 before it,
+        known: [P, W], whether a key was ever used,
         filled: [P], how many keys there are, and
         clock: [1], the number of the next layer step.
         depths: [2, P, W + 1], counted up.
     """
     width = stacks.shape[1]
-    state = np.zeros(width, np.int8)  # 1: active, 2: active and in its place
-    sunk = np.empty(width, np.int32)  # old keys that lost their place and wait for another
+    bits = 1
+    while (1 << bits) < width:
+        bits += 1
+    mask = (1 << bits) - 1
+    state = np.zeros(1 << bits, np.int8)  # 1: active, 2: active and in its place
+    sunk = np.empty(width, np.int64)  # what lost its place and waits for another, best first
     for i in range(len(pool)):
         at = pool[i]
-        stack, use, where = stacks[at], uses[at], depths[phase[i], at]
+        stack, where = stacks[at], depths[phase[i], at]
         first, last, seen = edges[i], edges[i + 1], filled[at]
         for j in range(first, last):
-            state[keys[j]] = 1
-            if use[keys[j]] < 0:  # those never seen before stand below all others, by id
-                stack[filled[at]] = keys[j]
+            key = keys[j]
+            state[key] = 1
+            if not known[at, key]:  # those never seen before stand below all others, by id
+                known[at, key] = True
+                stack[filled[at]] = key
                 filled[at] += 1
         left, due, begin, end, depth = last - first, first, 0, 0, 0
         while left > 0:
             old = stack[depth]
-            if state[old] > 0:
+            key = old & mask
+            if state[key] > 0:
                 where[depth if depth < seen else width] += 1
                 left -= 1
-            if state[old] == 1:
-                state[old] = 2
-                depth += 1
-                continue  # held where it stands
-            if state[old] == 0:
+            else:
                 spot = end
-                while spot > begin and use[sunk[spot - 1]] == use[old] and sunk[spot - 1] < old:
+                while spot > begin and sunk[spot - 1] < old:
                     sunk[spot] = sunk[spot - 1]
                     spot -= 1
                 sunk[spot] = old
                 end += 1
-            while due < last and state[keys[due]] == 2:
-                due += 1
-            if due < last:
-                stack[depth] = keys[due]
-                state[keys[due]] = 2
+            if depth < last - first:  # the top belongs to the active ones
+                if state[key] != 1:
+                    while state[keys[due]] == 2:
+                        due += 1
+                    key = keys[due]
+                state[key] = 2
+                stack[depth] = clock[0] << bits | key
             else:
                 stack[depth] = sunk[begin]
                 begin += 1
             depth += 1
         for j in range(first, last):
             state[keys[j]] = 0
-            use[keys[j]] = clock[0]
         clock[0] += 1
 
 
 @compiled(
     nb.void(
-        _I8, _I64, _I64, _I32, _I64, nb.int32[:, ::1], nb.int32[:, ::1], nb.int64[::1], nb.int64[:, ::1],
-        nb.int64[:, ::1], nb.int64[:, :, ::1],
+        _I8, _I64, _I64, _I32, _I64, _STACKS, nb.int32[:, ::1], nb.int64[::1], nb.int64[:, ::1], nb.int64[:, :, ::1],
     )
 )  # fmt: skip
 def belady_stack(  # noqa: C901, PLR0912, PLR0915 - one loop, compiled
@@ -109,7 +120,6 @@ def belady_stack(  # noqa: C901, PLR0912, PLR0915 - one loop, compiled
     stacks: np.ndarray,
     places: np.ndarray,
     filled: np.ndarray,
-    uses: np.ndarray,
     latest: np.ndarray,
     depths: np.ndarray,
 ) -> None:
@@ -123,83 +133,80 @@ def belady_stack(  # noqa: C901, PLR0912, PLR0915 - one loop, compiled
         pool: ,
         edges: and
         keys: .
-        following: int64 [A], place of each access's next use; larger is later.
-        stacks: [P, W], carried from call to call, as are
+        following: int64 [A], place of each access's next use, at most `NEVER`; larger is later.
+        stacks: [P, blocks * BLOCK], zeros at first, carried from call to call, as are
         places: [P, W], the depth of each key, -1 where it never was,
-        filled: [P], how many keys there are,
-        uses: [P, W], the next use of each key, and
-        latest: [P, blocks], the latest next use in each block of the stack.
+        filled: [P], how many keys there are, and
+        latest: [P, blocks], no less than the largest number in each block of the stack.
         depths: [2, P, W + 1], counted up.
     """
-    width, blocks = stacks.shape[1], latest.shape[1]
-    active, placed = np.zeros(width, np.bool_), np.zeros(width, np.bool_)
+    width, blocks = places.shape[1], latest.shape[1]
+    tags = 2 * width
+    bits = 1
+    while (1 << bits) < tags:
+        bits += 1
+    mask = (1 << bits) - 1
     hot = np.zeros(blocks, np.int64)  # active keys in a block of the old stack
-    hand = np.empty(width + 1, np.int32)  # worst first
+    hand = np.empty(width + 1, np.int64)  # worst first
     for i in range(len(pool)):
         at = pool[i]
-        stack, place, use, bound = stacks[at], places[at], uses[at], latest[at]
+        stack, place, bound = stacks[at], places[at], latest[at]
         where = depths[phase[i], at]
         kept = 0
-        for j in range(edges[i + 1] - 1, edges[i] - 1, -1):  # higher ids are worse
-            key = keys[j]
-            active[key], placed[key] = True, False
-            use[key] = following[j]
+        for j in range(edges[i], edges[i + 1]):
+            worth = following[j] << bits | keys[j]
             spot = kept
-            while spot > 0 and use[hand[spot - 1]] < following[j]:
+            while spot > 0 and hand[spot - 1] < worth:
                 hand[spot] = hand[spot - 1]
                 spot -= 1
-            hand[spot] = key
+            hand[spot] = worth
             kept += 1
         for n in range(kept - 1, -1, -1):
-            key = hand[n]
-            where[place[key] if place[key] >= 0 else width] += 1
-            if place[key] < 0:  # below all others, sooner used ones first
-                place[key] = filled[at]
-                stack[filled[at]] = key
+            key = hand[n] & mask
+            depth = place[key]
+            where[depth if depth >= 0 else width] += 1
+            if depth < 0:  # below all others, sooner used ones first
+                depth = filled[at]
+                place[key] = depth
                 filled[at] += 1
-            hot[place[key] // BLOCK] += 1
+            stack[depth] = -1 - key
+            hot[depth // BLOCK] += 1
         block = 0
         while kept > 0:
-            if hot[block] == 0 and bound[block] < use[hand[kept - 1]]:
+            if hot[block] == 0 and bound[block] < hand[kept - 1]:
                 block += 1
                 continue
             hot[block] = 0
-            worst = 0
-            depth = block * BLOCK
-            end = min(depth + BLOCK, filled[at])
-            while depth < end:
-                old = stack[depth]
-                if kept > 0:
-                    best = hand[kept - 1]
-                    if active[old]:
-                        if not placed[old]:  # held
-                            spot = kept - 1
-                            while hand[spot] != old:
-                                spot -= 1
-                            for n in range(spot, kept - 1):
-                                hand[n] = hand[n + 1]
-                            best = old
-                        kept -= 1
-                    elif use[old] < use[best] or (use[old] == use[best] and not active[best] and old > best):
-                        best = old
-                    else:
+            begin, end = block * BLOCK, block * BLOCK + BLOCK
+            for depth in range(begin, end):
+                if kept == 0:
+                    break
+                old, best = stack[depth], hand[kept - 1]
+                if old < 0:
+                    key = -1 - old
+                    if place[key] == depth:  # held: it was not placed above
                         spot = kept - 1
-                        while spot > 0:
-                            other = hand[spot - 1]
-                            if use[other] > use[old] or (use[other] == use[old] and not active[other] and old > other):
-                                break
+                        while hand[spot] & mask != key:
                             spot -= 1
-                        for n in range(kept - 1, spot, -1):
-                            hand[n] = hand[n - 1]
-                        hand[spot] = old  # the best has left the end of the hand to the others
-                    if best != old:
-                        stack[depth] = best
-                        place[best] = depth
-                    placed[best] = True
-                    old = best
-                worst = max(worst, use[old])
-                depth += 1
-            bound[block] = worst
+                        best = hand[spot]
+                        for n in range(spot, kept - 1):
+                            hand[n] = hand[n + 1]
+                    kept -= 1
+                elif old > best:
+                    spot = kept - 1
+                    while spot > 0 and hand[spot - 1] < old:
+                        hand[spot] = hand[spot - 1]
+                        spot -= 1
+                    hand[spot] = old  # the best has left the end of the hand to the others
+                else:
+                    continue
+                stack[depth] = best
+                tag = best & mask
+                place[tag if tag < width else tags - 1 - tag] = depth
+            worst = np.int64(0)
+            for depth in range(begin, end):
+                worst = max(worst, stack[depth])
+            bound[block] = worst | mask  # whatever the tags become
             block += 1
         for j in range(edges[i], edges[i + 1]):
-            active[keys[j]] = False
+            stack[place[keys[j]]] += tags - 1 - 2 * np.int64(keys[j])
