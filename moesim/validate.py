@@ -220,7 +220,14 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "held_out": _errors([cell for cell in cells if cell["extrapolated"]]),
         "calibrated": _errors([cell for cell in cells if not cell["extrapolated"]]),
         "ssd": _errors([cell for cell in cells if cell["host_ratio"] < 1]),
+        "by": {key: _by(cells, key) for key in Place._fields},
     }
+
+
+def _by(cells: Sequence[dict[str, Any]], key: str) -> dict[str, dict[str, Any]]:
+    """Errors of the cells that share a coordinate, by its value."""
+    values = dict.fromkeys(cell[key] for cell in cells)
+    return {f"{value}": _errors([cell for cell in cells if cell[key] == value]) for value in values}
 
 
 def _errors(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:

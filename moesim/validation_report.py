@@ -48,6 +48,10 @@ def markdown(result: dict[str, Any]) -> str:
             " *equivalent*: paired steps, two one-sided tests, margin 5 %. *hits*: equal, or why they need not be."
         ),
         "",
+        "TPOT errors of the cells that share a coordinate:",
+        "",
+        *_table(("coordinate", "cells", "median", "worst", "signed median", "TTFT, median"), _shared(result)),
+        "",
         "Which term differs, predicted minus measured, share of the measured makespan, median of absolute values:",
         "",
         *_table(tuple(result["terms"]), [[_percent(value) for value in result["terms"].values()]]),
@@ -82,6 +86,19 @@ def facts(result: dict[str, Any]) -> list[list[str]]:
                 f"median {_percent(part['tpot_error_median'])}, worst {_percent(part['tpot_error_max'])}",
             ])  # fmt: skip
     return rows
+
+
+def _shared(result: dict[str, Any]) -> list[list[str]]:
+    """A row for each value of each coordinate that has several."""
+    return [
+        [
+            f"{key.replace('_', ' ')} {value.removesuffix('.parquet')}", str(part["count"]),
+            _percent(part["tpot_error_median"]), _percent(part["tpot_error_max"]),
+            _percent(part["tpot_error_signed_median"], signed=True), _percent(part["ttft_error_median"]),
+        ]
+        for key, parts in result["by"].items() if len(parts) > 1
+        for value, part in parts.items()
+    ]  # fmt: skip
 
 
 def _row(cell: dict[str, Any]) -> list[str]:

@@ -101,6 +101,15 @@ def test_what_was_held_out_is_told_apart():
     assert found["calibrated"]["tpot_error_median"] == pytest.approx(0.01)
 
 
+def test_errors_are_told_apart_by_every_coordinate():
+    found = result(cell("a", [1.0, 1.0], 1.2, ratio=0.1), cell("a", [1.0, 1.0], 1.01), cell("b", [1.0, 1.0], 0.97))
+    assert found["by"]["policy"]["a"]["tpot_error_median"] == pytest.approx(0.105)
+    assert found["by"]["policy"]["b"]["tpot_error_signed_median"] == pytest.approx(-0.03)
+    assert found["by"]["cache_ratio"]["0.1"]["count"] == 1
+    assert "| policy b | 1 | 3.0 % |" in markdown(found)
+    assert "| batch" not in markdown(found).split("coordinate")[1], "all cells have one batch size"
+
+
 def test_terms_are_shares_of_the_measured_makespan():
     """Each term is 2 of 10; predicted 10 % more: 0.2 / 10."""
     assert cell("a", [1.0, 1.0], 1.1).term_errors()["dense"] == pytest.approx(0.02)
