@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from policies.base import CachePolicy
+from policies.closed import ClosedCache
 
 if TYPE_CHECKING:
-    from policies.base import LayerWork, MachineView, RunContext
+    from policies.base import MachineView, RunContext
 
 
-class SwapCache(CachePolicy):
+class SwapCache(ClosedCache):
     """Knows what is inside; admits nothing on demand. Subclasses answer `initial` and `replacements`.
 
     `inside` bool [L, E]: entered and not left, copies in flight included.
@@ -21,16 +21,6 @@ class SwapCache(CachePolicy):
     def start(self, context: RunContext) -> None:
         """Begin empty."""
         self.inside = np.zeros((context.shape.layers, context.shape.experts), np.bool_)
-
-    def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
-        """Refuse all: fetched and prefetched experts run from staging."""
-        del work
-        return np.zeros(len(incoming), dtype=np.bool_)
-
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-        """Decline all."""
-        del candidates
-        return np.full(len(incoming), -1, np.int64)
 
     def admitted(self, keys: np.ndarray) -> None:
         """Note who is inside."""

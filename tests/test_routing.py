@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from policies.base import Gate, PolicyError, RunContext
 from policies.registry import names, resolve
-from policies.routing._substitute import UNUSED
+from policies.routing._substitute import UNUSED, routing
 from policies.routing.adaptive_gating import AdaptiveGating
 from policies.routing.cache_prior import CachePrior
 from policies.routing.expert_cache_router import ExpertCacheRouter
@@ -156,6 +156,38 @@ def test_section_2_4_graceful_degradation():
     experts, answer = routed(GracefulDegradation(), gate(scores, 2, layer=5), view)
     assert experts == [[0, 2]]
     assert answer.weights[0] == pytest.approx([0.625, 0.375], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("norm", "resident", "experts", "weights"),
+    [
+        (True, {2, 3}, [0, 2], [0.30 / 0.48, 0.18 / 0.48]),
+        (False, {2, 3}, [0, 2], [0.30, 0.18]),
+        (True, {0, 1}, [0, 1], [0.30 / 0.55, 0.25 / 0.55]),
+        (False, {0, 1}, [0, 1], [0.30, 0.25]),
+    ],
+)
+def test_section_2_4_predicted_weights_are_formed_as_the_model_forms_its_own(norm, resident, experts, weights):
+    """The layer before says .30, .25, .18; the gate itself, which nobody asks, would say 4 and 3.
+
+    Not rounded to what a trace could store: .30 / .48 and .30 / .55 have no exact float16.
+    """
+    view = Model(5, {(0, 5, one) for one in resident}, layers=6, norm=norm)
+    told = gate([[0.05, 0.05, 0.10, 0.30, 0.50]], 2, layer=5, norm=norm)
+    told = told._replace(predicted=np.array([[0.30, 0.25, 0.18, 0.12, 0.15]]))
+    used, answer = routed(GracefulDegradation(), told, view)
+    assert used == [experts]
+    assert answer.weights[0] == pytest.approx(weights, rel=1e-6)
+
+
+def test_a_token_that_keeps_its_experts_keeps_its_weights_however_many_places_others_need():
+    """The first token is given a third expert; the second one's weights are not what its scores say, and stay."""
+    scores = [[0.5, 0.3, 0.2, 0.0], [0.0, 0.4, 0.4, 0.2]]
+    told = gate(scores, 2)._replace(weights=np.array([[0.625, 0.375], [0.7, 0.3]]))
+    used = np.array([[0, 1, 2], [1, 2, UNUSED]])
+    answer = routing(told, used, Model(4))
+    assert answer.weights[0] == pytest.approx([0.5, 0.3, 0.2], rel=1e-6)
+    assert answer.weights[1] == pytest.approx([0.7, 0.3, 0.0], rel=1e-6)
 
 
 def test_section_2_4_cases_that_stay():

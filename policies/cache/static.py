@@ -6,7 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from policies.base import CachePolicy, LayerWork, PolicyError, RunContext
+from policies.base import PolicyError, RunContext
+from policies.closed import ClosedCache
 from policies.filling import fitting
 from policies.parameters import expect_choice
 from policies.residency import GLOBAL
@@ -14,7 +15,7 @@ from policies.residency import GLOBAL
 Fill = Literal["auto", "calibrated", "lowest", "random", "front", "last"]
 
 
-class Static(CachePolicy):
+class Static(ClosedCache):
     """Fill the cache before the run and leave it so.
 
     In per-layer scope every layer is filled by itself; in global scope the whole model is ranked at once (as
@@ -56,19 +57,6 @@ class Static(CachePolicy):
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Rank all experts, most wanted first, and keep what fits: int64 flat keys, ascending."""
         return fitting(self._rank(), capacity_slots, self._context.scope, self._context.served)
-
-    def accessed(self, work: LayerWork) -> None:
-        """Remember nothing."""
-
-    def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
-        """Refuse all."""
-        del work
-        return np.zeros(len(incoming), dtype=np.bool_)
-
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-        """Decline all."""
-        del candidates
-        return np.full(len(incoming), -1, np.int64)
 
     def _rank(self) -> np.ndarray:
         """Float64 [L, E], lowest for the most wanted; stable sorting leaves ties to the lower key."""

@@ -54,10 +54,10 @@ def substitute(experts: np.ndarray, replace: np.ndarray, rank: np.ndarray) -> np
     return np.where(replace & (place >= 0), newcomers, experts)
 
 
-def routing(gate: Gate, experts: np.ndarray, view: MachineView) -> Routing:
+def routing(gate: Gate, experts: np.ndarray, view: MachineView, *, said: np.ndarray | None = None) -> Routing:
     """Pack the experts used with their combine weights.
 
-    A token that keeps its experts keeps its recorded weights. Elsewhere every expert counts with its own gate score,
+    A token that keeps its experts keeps its recorded weights. Elsewhere every expert counts with its own score,
     brought to the recorded scale: the sum of weights stays where the model normalises over the top k, else the ratio
     of weight to score. Without recorded weights that scale is 1.
 
@@ -65,18 +65,20 @@ def routing(gate: Gate, experts: np.ndarray, view: MachineView) -> Routing:
         gate: what was recorded.
         experts: ids [T, K'], `UNUSED` in unused places.
         view: knows the model's shape.
+        said: scores [T, E] by which the experts were chosen instead of the gate's own, such as a prediction; then no
+            token keeps its recorded weights, for nobody asked the gate.
     """
     scores = scores_of(gate)
-    padded = np.concatenate((scores, np.zeros((len(scores), 1))), axis=1)
+    recorded = gate.experts.astype(np.int64)
+    padded = np.pad(scores if said is None else said.astype(np.float64), ((0, 0), (0, 1)))
     own = np.take_along_axis(padded, np.minimum(experts, scores.shape[1]).astype(np.int64), axis=1)
-    base = own.sum(axis=1)
-    if not view.shape.norm_topk:
-        base = np.take_along_axis(scores, gate.experts.astype(np.int64), axis=1).sum(axis=1)
+    base = own.sum(axis=1) if view.shape.norm_topk else np.take_along_axis(scores, recorded, axis=1).sum(axis=1)
     total = np.ones(len(own)) if view.shape.norm_topk else base
     if gate.weights is not None:
         total = gate.weights.astype(np.float64).sum(axis=1)
     weights = own * (total / np.maximum(base, 1e-30))[:, None]
-    if gate.weights is not None and experts.shape == gate.experts.shape:
-        same = (experts == gate.experts).all(axis=1)
-        weights[same] = gate.weights[same]
+    more = experts.shape[1] - recorded.shape[1]
+    if gate.weights is not None and said is None and more >= 0:
+        same = (experts == np.pad(recorded, ((0, 0), (0, more)), constant_values=UNUSED)).all(axis=1)
+        weights[same] = np.pad(gate.weights, ((0, 0), (0, more)))[same]
     return Routing(experts.astype(np.uint16), weights.astype(np.float32))

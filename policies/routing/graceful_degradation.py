@@ -23,8 +23,9 @@ class GracefulDegradation(RoutingPolicy):
     """Of a token's absent experts keep the best; the next-best residents take the others' places.
 
     With two experts: if both are on the CPU, the lower one is dropped for the best expert on the GPU, and
-    the weights are formed from the two scores. Where too few experts are resident the best absent ones stay. Decode
-    only; for more than two experts per token the rule above is our extension.
+    the weights are formed from the two scores, as the model forms its own: the source's p / (p1 + p2) is Mixtral's way,
+    and a model that does not normalise would be louder than it ever was. Where too few experts are resident the best
+    absent ones stay. Decode only; for more than two experts per token the rule above is our extension.
 
     Args:
         first_layer: layers below it run on demand with their own gate, and keep their experts.
@@ -45,21 +46,14 @@ class GracefulDegradation(RoutingPolicy):
         """Degrade a decode step of a predicted layer."""
         if gate.layer < self.first_layer or gate.phase != Phase.DECODE:
             return Routing(gate.experts, gate.weights)
-        if self.choice == "predicted" and gate.predicted is not None:
-            gate = _as_predicted(gate, gate.predicted)
+        said = gate.predicted if self.choice == "predicted" else None
+        scores, wanted = scores_of(gate), gate.experts.astype(np.int64)
+        if said is not None:
+            scores = said.astype(np.float64)
+            wanted = np.argsort(-scores, axis=1, kind="stable")[:, : wanted.shape[1]]
         resident = present(view, gate.layer, in_flight=False)
-        recorded = gate.experts.astype(np.int64)
-        absent = ~resident[recorded]
+        absent = ~resident[wanted]
         further = absent & (np.cumsum(absent, axis=1) > 1)
-        free = resident & ~chosen_mask(recorded, view.experts)
-        experts = substitute(recorded, further, np.where(free, scores_of(gate), -np.inf))
-        return routing(gate, experts, view)
-
-
-def _as_predicted(gate: Gate, scores: np.ndarray) -> Gate:
-    """The gate as if the prediction were its word: its top-k, with its scores, renormalised over them, as weights."""
-    k = gate.experts.shape[1]
-    experts = np.argsort(-scores.astype(np.float64), axis=1, kind="stable")[:, :k]
-    chosen = np.take_along_axis(scores.astype(np.float64), experts, axis=1)
-    weights = chosen / np.maximum(chosen.sum(axis=1, keepdims=True), 1e-30)
-    return gate._replace(experts=experts.astype(np.uint16), scores=scores, weights=weights.astype(np.float16))
+        free = resident & ~chosen_mask(wanted, view.experts)
+        experts = substitute(wanted, further, np.where(free, scores, -np.inf))
+        return routing(gate, experts, view, said=said)
