@@ -2,6 +2,10 @@
 
     python -m benchmarks.every_policy t.parquet ../shared/traces/gpt_oss_20b.parquet=gpt-oss-20b --scale 16 --steps 4
 
+``--kinds product`` runs every combination of assignment, cache, prefetch and routing policies that the trace serves,
+``--kinds pairs`` few that show every two of different kinds together. With ``--done FILE`` each finished run is written
+there, and what stands there is not run again; ``--minutes`` ends in good time, ``--part 2/5`` takes a fifth.
+
 A checker as much as a table: it ends with code 1 when something differs that must be equal. Each run is held against
 
 - the simulator, on the same forward passes: hits, access by access, where they do not depend on timing (no prefetch
@@ -15,15 +19,18 @@ A checker as much as a table: it ends with code 1 when something differs that mu
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from benchmarks.combinations import PARTS, all_of, pairwise, served
 from benchmarks.replay_speed import SHARED, SHIPPED
 from hwprofiles.costs import Costs
 from moesim import api, learned
@@ -32,7 +39,7 @@ from moesim.setup import Setup, check_needs, needed_columns
 from policies.base import CachePolicy, PolicyError
 from policies.journal import repeat
 from policies.registry import names
-from policies.systems import SYSTEMS, compose
+from policies.systems import SYSTEMS, System, compose
 from runtime.dense import DenseSizes, DenseStack
 from runtime.tracedriven import ForcedRouting, shape_for
 from runtime.train_cache import Recipe, train
@@ -49,11 +56,11 @@ from traces.timeline import Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from policies.systems import System
     from runtime.executor import Executor
     from traces.batch import RoutedStep
 
 KINDS = ("system", "assignment", "cache", "prefetch", "routing")
+COMBINED = {"product": all_of, "pairs": pairwise}
 TIERINGS = ("gpu", "ssd")
 MODELS = {
     "gpt_oss_20b": "gpt-oss-20b",
@@ -61,7 +68,8 @@ MODELS = {
     "olmoe_1b_7b_decode299": "olmoe-1b-7b",
     "qwen3_30b_a3b_top6": "qwen3-30b-a3b",
 }
-DISTINCT = 256
+DISTINCT = 127
+"""Different experts on disk: a prime, so that an expert shares its record with none of its layer or of its number."""
 TRAINED_STEPS = 60
 TOLERANCE = 1e-4
 """Largest difference of hidden states, as a share of the largest: float32 sums over many layers in one order."""
@@ -85,7 +93,7 @@ class SameInputs(DenseStack):
 
 @dataclass(slots=True)
 class Row:
-    """What one policy did in one tiering. `wrong` lists what must not be."""
+    """What one policy did in one tiering: `wrong` is what must not be, `simulated` None if hits depend on time."""
 
     kind: str
     policy: str
@@ -93,9 +101,8 @@ class Row:
     outcome: str = "ran"
     why: str = ""
     hits: int = 0
-    simulated: int = 0
+    simulated: int | None = None
     accesses: int = 0
-    timing_free: bool = False
     slots: str = ""
     wrong: list[str] = field(default_factory=list)
 
@@ -117,6 +124,7 @@ class Bench:
         self.artefacts.mkdir()
         training = learned.Part(trace, 0, min(TRAINED_STEPS, learned.whole(trace).stop))
         train(training, trace.shape, Recipe(epochs=1)).save(self.artefacts / "flashmoe.safetensors")
+        self._walks: dict[tuple[str, ...], list[RoutedStep]] = {}
         self.expected = {}
         for tiering in TIERINGS:
             self.expected[tiering] = self._run(self._setup(compose("all-cpu", cache="none"), tiering), self._walk(()))[
@@ -170,7 +178,10 @@ class Bench:
     def _walk(self, needed: tuple[str, ...]) -> list[RoutedStep]:
         weights = ("weights",) if "weights" in self.trace.columns else ()
         columns = tuple(dict.fromkeys((*weights, *needed)))
-        return list(compose_steps(self.trace, batch=self.batch, steps=self.steps, columns=columns))
+        if columns not in self._walks:
+            steps = compose_steps(self.trace, batch=self.batch, steps=self.steps, columns=columns)
+            self._walks[columns] = list(steps)
+        return self._walks[columns]
 
     def _run(self, setup: Setup, walk: list[RoutedStep]) -> tuple[Any, list[torch.Tensor], dict[str, int]]:
         """Run for real; what came out, the hidden states of every step, and the bytes of each memory's slots."""
@@ -196,15 +207,14 @@ class Bench:
             repeat(run.journal.entries, setup.planner(), walk)
         except PolicyError as difference:
             row.wrong.append(f"plans: {difference}")
-        timeline = Timeline(setup.profile.lanes)
-        Replay(setup.profile, Costs(setup.profile, self.shape), setup.planner(), timeline).run(walk)
-        timeline.close()
-        simulated = summarise(timeline)
-        row.hits, row.simulated, row.accesses = run.metrics["hits"], simulated["hits"], run.metrics["accesses"]
+        row.hits, row.accesses = int(run.metrics["hits"]), int(run.metrics["accesses"])
         policies = setup.policies()
         swaps = type(policies.caches[0]).replacements is not CachePolicy.replacements
-        row.timing_free = setup.system.prefetch == "none" and not swaps
-        if row.timing_free:
+        if setup.system.prefetch == "none" and not swaps:
+            timeline = Timeline(setup.profile.lanes)
+            Replay(setup.profile, Costs(setup.profile, self.shape), setup.planner(), timeline).run(walk)
+            timeline.close()
+            row.simulated = int(summarise(timeline)["hits"])
             real, virtual = run.timeline.access_frame(), timeline.access_frame()
             keys = ["step", "layer", "expert"]
             real, virtual = (frame.sort_values(keys).reset_index(drop=True) for frame in (real, virtual))
@@ -236,15 +246,24 @@ class Bench:
 
 
 def _system(kind: str, name: str) -> System:
+    if kind in COMBINED:
+        return System(**dict(zip(PARTS, name.split("+"), strict=True)))  # type: ignore[arg-type]
     if kind in ("system", "assignment"):
         return compose(name)
     return compose("greedy", **{kind: name})
 
 
-def _names(kinds: list[str]) -> Iterator[tuple[str, str]]:
+def _names(kinds: list[str], trace: Trace) -> Iterator[tuple[str, str]]:
+    """Yield what to run: all of a kind, those included that the trace must refuse, or combinations that it serves."""
     for kind in kinds:
-        for name in SYSTEMS if kind == "system" else names(kind):
-            yield kind, name
+        if kind in COMBINED:
+            choices, missing = served(trace.columns)
+            sizes = " x ".join(str(len(one)) for one in choices)
+            print(f"{kind} of {sizes} policies; left out for columns that {trace.path.name} lacks: {missing or 'none'}")
+            found = COMBINED[kind](choices)
+        else:
+            found = list(SYSTEMS if kind == "system" else names(kind))
+        yield from ((kind, name) for name in found)
 
 
 def _open(given: str, folder: Path) -> Trace:
@@ -265,26 +284,76 @@ def main() -> int:
     parser.add_argument("--scale", type=int, default=16, help="a stated fraction of the model's width (tiny: 1)")
     parser.add_argument("--steps", type=int, default=6, help="forward passes")
     parser.add_argument("--batch", type=int, default=1, help="sequences that run together")
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of these, or product, or pairs")
     parser.add_argument("--tierings", default=",".join(TIERINGS))
     parser.add_argument("--hw", default="two-core-host", help="a profile of this machine")
+    parser.add_argument("--without", default="", help="put off what uses these policies, such as the slow ilp")
+    parser.add_argument("--part", default="1/1", help="take part of the runs: 2/5 is the second fifth")
+    parser.add_argument(
+        "--done", type=Path, help="write finished runs here (JSON lines), and skip those of earlier ones"
+    )
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after that time")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    wrong = 0
+    wrong = left = 0
+    part, parts = map(int, asked.part.split("/"))
     with tempfile.TemporaryDirectory() as name:
         for given in asked.traces:
             begin_s = time.perf_counter()
             trace = _open(given, Path(name))
             scale = 1 if trace.shape.name == "tiny" else asked.scale
+            tierings = asked.tierings.split(",")
+            todo = [
+                (kind, policy, tiering)
+                for kind, policy in _names(asked.kinds.split(","), trace)
+                for tiering in tierings
+                if not set(policy.split("+")) & set(asked.without.split(","))
+            ]
             with Bench(trace, Path(name), scale=scale, steps=asked.steps, hw=asked.hw, batch=asked.batch) as bench:
-                rows = [
-                    bench.row(kind, policy, tiering)
-                    for kind, policy in _names(asked.kinds.split(","))
-                    for tiering in asked.tierings.split(",")
-                ]
+                ledger = Ledger(asked.done, bench)
+                for one in todo[part - 1 :: parts]:
+                    if time.perf_counter() - begin_s < 60 * asked.minutes and one not in ledger.rows:
+                        ledger.add(bench.row(*one))
+                rows = [ledger.rows[one] for one in todo[part - 1 :: parts] if one in ledger.rows]
+            left += len(todo[part - 1 :: parts]) - len(rows)
             _print(bench, rows, time.perf_counter() - begin_s)
             wrong += sum(bool(row.wrong) for row in rows)
-    return 1 if wrong else 0
+    if left:
+        print(f"{left} runs left", flush=True)
+    return 1 if wrong else 3 if left else 0
+
+
+class Ledger:
+    """Finished runs of one bench, by kind, policy and tiering; on disk as well, if a file is named.
+
+    Args:
+        path: a file of JSON lines; what was wrong, or a kill left half written, is run again.
+        bench: whose runs; lines of other benches are left alone.
+    """
+
+    def __init__(self, path: Path | None, bench: Bench) -> None:
+        self.rows: dict[tuple[str, str, str], Row] = {}
+        self._path = path
+        self._bench = [str(bench.trace.path.name), bench.shape.name, bench.steps, bench.batch]
+        if path is None:
+            return
+        whole = path.read_bytes() if path.exists() else b""
+        whole = whole[: whole.rfind(b"\n") + 1]
+        for line in whole.splitlines():
+            if (found := json.loads(line)).pop("bench") == self._bench and not found["wrong"]:
+                self._keep(Row(**found))
+        path.touch()
+        os.truncate(path, len(whole))
+
+    def add(self, row: Row) -> None:
+        """Keep a finished run."""
+        self._keep(row)
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"bench": self._bench} | asdict(row)) + "\n")
+
+    def _keep(self, row: Row) -> None:
+        self.rows[row.kind, row.policy, row.tiering] = row
 
 
 def _print(bench: Bench, rows: list[Row], seconds: float) -> None:
@@ -295,20 +364,20 @@ def _print(bench: Bench, rows: list[Row], seconds: float) -> None:
         f" {seconds:.0f} s"
     )
     for row in rows:
+        if row.kind in COMBINED and not row.wrong:
+            continue  # thousands: what is wrong is enough
         head = f"  {row.kind:10} {row.policy:20} {row.tiering:4}"
         if row.outcome == "refused":
             print(f"{head} refused: {row.why.partition(': ')[2]}" + _words(row))
             continue
-        equal = "equal" if row.hits == row.simulated else "differ" if row.timing_free else "differ, by timing"
-        print(f"{head} {row.outcome} hits {row.hits} simulated {row.simulated} of {row.accesses} ({equal});"
-              f" {row.slots}" + _words(row))  # fmt: skip
+        beside = "depend on time" if row.simulated is None else f"simulated {row.simulated}"
+        print(f"{head} {row.outcome} hits {row.hits} of {row.accesses} ({beside}); {row.slots}" + _words(row))
     ran = [row for row in rows if row.outcome == "ran"]
-    free = [row for row in ran if row.timing_free]
+    free = [row for row in ran if row.simulated is not None]
     print(
         f"  {len(ran)} ran, {sum(row.outcome == 'refused' for row in rows)} refused by name,"
         f" {sum(bool(row.wrong) for row in rows)} wrong; hits equal in {sum(r.hits == r.simulated for r in free)} of"
-        f" {len(free)} that do not depend on timing, in {sum(r.hits == r.simulated for r in ran if not r.timing_free)}"
-        f" of {len(ran) - len(free)} others",
+        f" {len(free)} that do not depend on timing",
         flush=True,
     )
 

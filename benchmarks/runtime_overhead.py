@@ -2,9 +2,10 @@
 
 Trace-driven runs of a model of 8 layers x 16 experts with 4.5 MiB each (float32, top-4, made-up routing with a taste),
 and between them, in the same process, the same operations in a bare loop: the very copies of the run before, slot by
-slot, its direct reads of the same store in their order, and products with raw torch calls. Runs and bare loops take
-turns, since a disk or a neighbour's cache may be faster now than a minute ago. Run it on a quiet machine:
-`python -m benchmarks.runtime_overhead`.
+slot, its direct reads of the same store in their order, and products with raw torch calls. Short runs and bare loops
+alternate, since a machine with neighbours is faster in one second than in the next: each run is held against the bare
+loops right before and after it, and how much those two differ is printed beside, for no comparison is better than that.
+Run it on a quiet machine: `python -m benchmarks.runtime_overhead`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,14 +42,26 @@ SHAPE = ModelShape(
 TOKENS = 60
 POLICIES = ("all-cpu", "on-demand", "greedy", "beam", "ilp")
 SLOTS = 4
-TURNS = 3
+TURNS = 16
+TURN_TOKENS = 12
+
+
+class Link(NamedTuple):
+    """One kind of operation: the run that does it, the bare loop of the same, and the share that is wanted."""
+
+    policy: str
+    lane: str
+    kind: str
+    wanted: float
+    bare: Callable[[ExpertStore, Any, list[tuple[int, int]]], float]
+    host_slots: int | None = None
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """Measure everything; shares are medians of bare loops over medians of runs, on one thread, in this process."""
+    """Measure everything, on one thread, in this process."""
     profile = machine_profile(None)
-    trace = made_up_trace(folder / "bench.parquet")
-    found: dict[str, Any] = {"profile": profile.name, "planning_share": {}, "planning_us": {}}
+    trace, short = made_up_trace(folder / "bench.parquet", TOKENS), made_up_trace(folder / "short.parquet", TURN_TOKENS)
+    found: dict[str, Any] = {"profile": profile.name, "planning_share": {}, "planning_us": {}, "links": {}}
     with open_random_store(shape_for(SHAPE, None), folder / "store", "float32") as store:
         for policy in POLICIES:
             run = _run(trace, store, profile, policy)
@@ -58,20 +71,30 @@ def figures(folder: Path) -> dict[str, Any]:
                 found["dispatch_us"] = _spread(run.result.dispatch_s)
                 found["hand_off_us"] = _spread(run.result.hand_off_s)
                 found["layer_ms"] = 1e3 * run.metrics["makespan_s"] / run.metrics["layer_steps"]
-            if policy in ("all-cpu", "on-demand"):
-                lane = "cpu" if policy == "all-cpu" else "gpu0"
-                found[f"{lane}_compute_share"] = bare_product_s(store) / _median_s(run, lane, "compute")
-        shares: dict[str, list[float]] = {"h2d0_bandwidth_share": [], "ssd_bandwidth_share": []}
-        for _ in range(TURNS):
-            with noted_copies() as copies:
-                run = _run(trace, store, profile, "on-demand")
-            shares["h2d0_bandwidth_share"].append(bare_copy_s(store, copies) / _median_s(run, "h2d0", "fetch"))
-            run = _run(trace, store, profile, "on-demand", host_memory_bytes=24 * store.slot_bytes)
-            shares["ssd_bandwidth_share"].append(bare_read_s(store, run) / _median_s(run, "ssd", "read"))
-        found |= {name: float(np.median(values)) for name, values in shares.items()}
-        found["turns"] = shares
+        for name, link in LINKS.items():
+            found["links"][name] = in_turns(link, short, store, profile)
         found["direct_reads"] = store.direct
     return found
+
+
+def in_turns(link: Link, trace: Trace, store: ExpertStore, profile: Any) -> dict[str, list[float]]:
+    """Alternate runs and bare loops.
+
+    Returns:
+        By turn, ``share``: the median second of the bare loops before and after a run over the run's own; and
+        ``control``: that of the second of these loops over the first.
+    """
+    memory = {} if link.host_slots is None else {"host_memory_bytes": link.host_slots * store.slot_bytes}
+    bare_s: list[float] = []
+    runs_s: list[float] = []
+    for _ in range(TURNS + 1):
+        with noted_copies() as copies:
+            run = _run(trace, store, profile, link.policy, **memory)
+        runs_s.append(_median_s(run, link.lane, link.kind))
+        bare_s.append(link.bare(store, run, copies))
+    turns = zip(bare_s, runs_s[1:], bare_s[1:], strict=False)
+    shares = [(0.5 * (before_s + after_s) / run_s, after_s / before_s) for before_s, run_s, after_s in turns]
+    return {"share": [share for share, _ in shares], "control": [control for _, control in shares]}
 
 
 @contextmanager
@@ -91,7 +114,7 @@ def noted_copies() -> Iterator[list[tuple[int, int]]]:
         HostDevice.copy = straight  # type: ignore[method-assign]
 
 
-def bare_copy_s(store: ExpertStore, copies: list[tuple[int, int]]) -> float:
+def bare_copy_s(store: ExpertStore, _run: Any, copies: list[tuple[int, int]]) -> float:
     """Median seconds of the same copies, one after the other: from the same places to the same places."""
     first = min(source for _, source in copies)
     places = [(slot, (source - first) // store.slot_bytes) for slot, source in copies]
@@ -100,7 +123,7 @@ def bare_copy_s(store: ExpertStore, copies: list[tuple[int, int]]) -> float:
         return _bare_s([partial(device.record(slot).copy_, host.record(record)) for slot, record in places])
 
 
-def bare_read_s(store: ExpertStore, run: Any) -> float:
+def bare_read_s(store: ExpertStore, run: Any, _copies: list[tuple[int, int]]) -> float:
     """Median seconds of the same reads, one after the other."""
     spans = run.timeline.frame()
     reads = spans[spans["kind"] == "read"].sort_values("start_s")[["layer", "expert"]].to_numpy().tolist()
@@ -108,8 +131,9 @@ def bare_read_s(store: ExpertStore, run: Any) -> float:
         return _bare_s([partial(store.read_into, *key, host.record(i % 24)) for i, key in enumerate(reads)])
 
 
-def bare_product_s(store: ExpertStore, count: int = 64, rounds: int = 3) -> float:
+def bare_product_s(store: ExpertStore, _run: Any, _copies: list[tuple[int, int]]) -> float:
     """Median seconds of one expert's products for one token, from memory that no cache holds."""
+    count, rounds = 64, 3
     layout, hidden = store.layout(0), torch.randn(1, SHAPE.hidden)
     with HostTier(count, store.slot_bytes) as device, torch.inference_mode():
         views = [layout.views(device.record(slot)) for slot in range(count)]
@@ -119,6 +143,14 @@ def bare_product_s(store: ExpertStore, count: int = 64, rounds: int = 3) -> floa
             functional.linear(functional.silu(gate) * up, weights.down)
 
         return _bare_s([partial(product, weights) for weights in views * rounds])
+
+
+LINKS = {
+    "copies": Link("on-demand", "h2d0", "fetch", 0.85, bare_copy_s),
+    "reads": Link("on-demand", "ssd", "read", 0.85, bare_read_s, host_slots=24),
+    "products, accelerator": Link("on-demand", "gpu0", "compute", 0.9, bare_product_s),
+    "products, CPU lane": Link("all-cpu", "cpu", "compute", 0.9, bare_product_s),
+}
 
 
 def _bare_s(work: list[Callable[[], Any]]) -> float:
@@ -132,14 +164,14 @@ def _bare_s(work: list[Callable[[], Any]]) -> float:
     return float(np.median(times))
 
 
-def made_up_trace(path: Path) -> Trace:
+def made_up_trace(path: Path, tokens: int) -> Trace:
     """Decode steps of one sequence whose experts have favourites."""
     rng = np.random.default_rng(0)
-    rows = TOKENS * SHAPE.layers
-    taste = np.tile(rng.normal(size=(SHAPE.layers, SHAPE.experts)), (TOKENS, 1))
+    rows = tokens * SHAPE.layers
+    taste = np.tile(rng.normal(size=(SHAPE.layers, SHAPE.experts)), (tokens, 1))
     experts = np.argsort(-(taste + rng.normal(size=taste.shape)), axis=1)[:, : SHAPE.top_k]
     with TraceWriter(path, TraceHeader(SHAPE, {"tool": "benchmark"})) as writer:
-        position, layer = np.repeat(np.arange(TOKENS), SHAPE.layers), np.tile(np.arange(SHAPE.layers), TOKENS)
+        position, layer = np.repeat(np.arange(tokens), SHAPE.layers), np.tile(np.arange(SHAPE.layers), tokens)
         writer.write(0, position, np.full(rows, Phase.DECODE), layer, experts)
     return open_trace(path)
 
@@ -170,18 +202,19 @@ def report() -> None:
         print(f"  {words} per layer: median {spread['median']:.0f} us, p99 {spread['p99']:.0f} us")
     for policy, share in found["planning_share"].items():
         print(f"  planning, {policy}: {100 * share:.1f} % of the run, {found['planning_us'][policy]:.0f} us per layer")
-    for name, wanted in (
-        ("h2d0_bandwidth_share", 0.85),
-        ("ssd_bandwidth_share", 0.85),
-        ("gpu0_compute_share", 0.9),
-        ("cpu_compute_share", 0.9),
-    ):
-        print(f"  {name.replace('_', ' ')} of a bare loop: {100 * found[name]:.0f} % (wanted: {100 * wanted:.0f} %)")
-    turns = "; ".join(
-        f"{name.split('_')[0]} {', '.join(f'{100 * one:.0f}' for one in values)} %"
-        for name, values in found["turns"].items()
-    )
-    print(f"  direct reads: {found['direct_reads']}; bandwidth shares turn by turn: {turns}")
+    for name, turns in found["links"].items():
+        share, control = (_quartiles(turns[key]) for key in ("share", "control"))
+        print(
+            f"  {name} against a bare loop: {share[1]:.0f} % (wanted: {100 * LINKS[name].wanted:.0f} %); half of"
+            f" {TURNS} turns {share[0]:.0f} to {share[2]:.0f} %, bare loop against bare loop {control[0]:.0f} to"
+            f" {control[2]:.0f} %"
+        )
+    print(f"  direct reads: {found['direct_reads']}")
+
+
+def _quartiles(shares: list[float]) -> np.ndarray:
+    """Lower quartile, median and upper quartile, in per cent."""
+    return np.percentile(100 * np.array(shares), (25, 50, 75))
 
 
 if __name__ == "__main__":
