@@ -1,17 +1,30 @@
-"""How fast foreign files become traces: rows per CPU second by layout, written as their engines write them."""
+"""How fast foreign files become traces, written as their engines write them, and how much memory large ones take.
+
+``python -m benchmarks.import_speed [TOKENS [LARGE_ROWS]]``.
+"""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import csv, json
 
 from tests import foreign_files as files
 from traces.importers import import_trace
 from traces.models import model_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LAYERS, EXPERTS, TOP_K = 24, 64, 8
 SHAPE = f"layers={LAYERS},experts={EXPERTS},top_k={TOP_K},expert_bytes=1MiB"
@@ -32,8 +45,19 @@ LAYOUTS = {
 }
 
 
-def report(tokens: int = TOKENS) -> None:
-    """Print a line per layout."""
+LARGE_ROWS = 2_000_000
+_CHILD = """
+import sys
+from traces.importers import import_trace
+from traces.models import model_shape
+import_trace(sys.argv[1], sys.argv[2], shape=model_shape(sys.argv[3]))
+with open("/proc/self/status") as status:
+    print(next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024)
+"""
+
+
+def report(tokens: int = TOKENS, large_rows: int = LARGE_ROWS) -> None:
+    """Print a line per layout: its rate, beside a library's for the same bytes; and what large files need."""
     plain = {name: getattr(files, name) for name in ("LAYERS", "EXPERTS", "TOP_K", "PHYSICAL", "SHAPE", "physical")}
     files.LAYERS, files.EXPERTS, files.TOP_K, files.SHAPE = LAYERS, EXPERTS, TOP_K, SHAPE
     files.physical = lambda ids, copy=0: ids  # noqa: ARG005 - as many physical as logical experts
@@ -41,27 +65,127 @@ def report(tokens: int = TOKENS) -> None:
     print(
         f"imports of {LAYERS} x {EXPERTS} top {TOP_K}, {tokens * LAYERS:,} rows; million rows per CPU second (target 1)"
     )
+    print("  beside it: the same bytes parsed by a library, their meaning left aside")
     truth = files.routing(((tokens // 8, tokens - tokens // 8),), layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
     try:
         with tempfile.TemporaryDirectory() as folder:
             for name, (write, options) in LAYOUTS.items():
                 source = write(Path(folder) / "dump.npz", truth)
-                print(f"  {name:<26} {_rate(source, options):5.2f}, {source.stat().st_size / 1e6:4.0f} MB")
+                done = partial(import_trace, source, source.with_name("out"), shape=model_shape(SHAPE), options=options)
+                rate, parsed = (tokens * LAYERS / _seconds(work) / 1e6 for work in (done, partial(_parsed, source)))
+                size = source.stat().st_size / 1e6
+                print(f"  {name:<26} {rate:5.2f}, parsed alone {parsed:6.2f}, {size:4.0f} MB", flush=True)
+                source.unlink()
+            print(f"peak memory of {large_rows:,} rows, each in a process of its own (target: 1 GB)")
+            for name, write_large in LARGE.items():
+                source = write_large(Path(folder) / "dump.npz", large_rows)
+                call = [sys.executable, "-c", _CHILD, str(source), str(source.with_name("out")), SHAPE]
+                peak = float(subprocess.run(call, capture_output=True, text=True, check=True).stdout)
+                print(f"  {name:<26} {peak:5.0f} MiB of {source.stat().st_size / 2**20:5.0f} MiB", flush=True)
                 source.unlink()
     finally:
         for name, value in plain.items():
             setattr(files, name, value)
 
 
-def _rate(source: Path, options: dict[str, str]) -> float:
-    """Million rows per CPU second, the middle of three."""
+def _parsed(path: Path) -> None:
+    """Read all values of a file with pyarrow, numpy or torch, and nothing else."""
+    start = path.read_bytes()[:8]
+    if start.startswith(b"PAR1"):
+        pq.ParquetFile(path, pre_buffer=False).read(use_threads=False)
+    elif start.startswith(b"PK"):
+        try:
+            with np.load(path) as arrays:
+                deque((arrays[name] for name in arrays), maxlen=0)
+        except ValueError:
+            import torch  # noqa: PLC0415 - for one layout
+
+            torch.load(path, weights_only=True)
+    elif start[:1] in (b"{", b"["):
+        data = path.read_bytes()
+        _, _, rest = data.partition(b"\n")
+        if rest.startswith(b"["):
+            data = b'{"row":' + rest.strip().replace(b"\n", b'}\n{"row":') + b"}"
+        json.read_json(pa.BufferReader(data), read_options=json.ReadOptions(use_threads=False, block_size=8 << 20))
+    elif start[8:9] == b"{" or not start[:1].isascii() or b"\0" in start:
+        np.fromfile(path, np.float32, offset=8 + int.from_bytes(start, "little")).sum()
+    else:
+        data, at = path.read_bytes(), 0
+        while data.startswith(b"#", at):
+            at = data.index(b"\n", at) + 1
+        mark = ";" if b";" in data[at : at + 256] else ","
+        csv.read_csv(
+            pa.BufferReader(pa.py_buffer(data).slice(at)),
+            read_options=csv.ReadOptions(use_threads=False, block_size=8 << 20),
+            parse_options=csv.ParseOptions(delimiter=mark),
+        )
+
+
+def _routing(rows: int, requests: int = 1) -> np.ndarray:
+    """Ids [T, L, K] of rows / L tokens, drawn from a pool."""
+    pool = np.argsort(np.random.default_rng(0).random((4096, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
+    tokens = rows // LAYERS // requests * requests
+    return pool[np.arange(tokens * LAYERS) * 2_654_435_761 % (1 << 32) % len(pool)].reshape(tokens, LAYERS, TOP_K)
+
+
+def _large_route_trace(path: Path, rows: int) -> Path:
+    """One session of 500 tokens after the other."""
+    truth = files.routing(((100, 500),), layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
+    lines = files.route_trace(path, truth, dense=False).read_bytes().splitlines(keepends=True)
+    first = next(number for number, line in enumerate(lines) if line[:1].isdigit())
+    body = b"".join(lines[first:])
+    with path.open("wb") as file:
+        file.writelines(lines[:first])
+        for turn in range(-(-rows // (500 * LAYERS))):
+            file.write(b"%d," % turn + body[2:].replace(b"\n0,", b"\n%d," % turn))
+    return path
+
+
+def _large_sglang(path: Path, rows: int) -> Path:
+    """64 requests that generate side by side."""
+    import torch  # noqa: PLC0415 - for one layout
+
+    ids = _routing(rows, 64)
+    records = [
+        {
+            "forward_pass_id": step, "rank": 0, "gatherer_key": "primary", "input_ids": [7] * 64,
+            "positions": [step] * 64, "extend_seq_lens": None, "forward_mode": 2, "misc_objects": [],
+            "topk_ids_of_layer": torch.from_numpy(np.ascontiguousarray(part.transpose(1, 0, 2))),
+        }
+        for step, part in enumerate(ids.reshape(-1, 64, LAYERS, TOP_K))
+    ]  # fmt: skip
+    torch.save({"records": records, "last_physical_to_logical_map": torch.from_numpy(files.PHYSICAL)}, path)
+    return path
+
+
+def _large_vllm(path: Path, rows: int) -> Path:
+    np.savez(path, routed_experts=_routing(rows))
+    return path
+
+
+def _large_logits(path: Path, rows: int) -> Path:
+    logits = np.random.default_rng(0).normal(size=(rows // LAYERS, EXPERTS)).astype(np.float32)
+    np.savez(path, **{f"layer.{layer}": logits for layer in range(LAYERS)})
+    return path
+
+
+LARGE = {
+    "route trace, csv": _large_route_trace,
+    "sglang, 64 requests": _large_sglang,
+    "vllm, npz": _large_vllm,
+    "hugging face, npz": _large_logits,
+}
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """CPU seconds, the middle of three."""
     taken = []
     for _ in range(3):
         begin_s = time.process_time()
-        done = import_trace(source, source.with_name("out.parquet"), shape=model_shape(SHAPE), options=options)
-        taken.append(done.rows / (time.process_time() - begin_s) / 1e6)
+        work()
+        taken.append(time.process_time() - begin_s)
     return float(np.median(taken))
 
 
 if __name__ == "__main__":
-    report(int(float(sys.argv[1])) if len(sys.argv) > 1 else TOKENS)
+    report(*(int(float(argument)) for argument in sys.argv[1:3]))

@@ -1,8 +1,9 @@
 """Numbers out of text whose lines are alike: one pass in machine code, whatever stands around the numbers.
 
-Engines write millions of lines that differ in nothing but their values. `Scanner` takes a text apart into values (numbers
-and strings) and what stands around them, the *form* of a line. So a form has to be understood only once: `Lines.filled`
-gives a line of that form with the numbers of its values in their places, which any parser of the format then reads.
+Engines write millions of lines that differ in nothing but their values. `Scanner` takes a text apart into values
+(numbers and strings) and what stands around them, the *form* of a line. So a form has to be understood only once:
+`Lines.filled` gives a line of that form with the numbers of its values in their places, which any parser of the format
+then reads.
 
 Values are as their decimals say to within two units in the last place of a double; whole numbers are exact. What is no
 JSON number (``007``, ``1.``, ``+1``), has more than 15 digits without a fraction, or a string with an escape makes the
@@ -73,13 +74,13 @@ class Alike(NamedTuple):
         lines: int64 [N]: their numbers in the text.
         number: float64 [N, M]; nan for strings.
         whole: bool [N, M]; whether a number was written without a fraction and an exponent.
-        place: int64 [N, M]; each value among all of the text, for `Lines.labels`.
+        at: int64 [N]; first value of each line among all of the text.
     """
 
     lines: np.ndarray
     number: np.ndarray
     whole: np.ndarray
-    place: np.ndarray
+    at: np.ndarray
 
     def some(self, which: np.ndarray) -> Alike:
         """Those lines for which bool [N] holds."""
@@ -137,19 +138,19 @@ class Lines(NamedTuple):
             return []
         if (self.form == self.form[0]).all():
             count, width = len(self.form), int(self.value_at[1])
-            place = np.arange(count * width).reshape(count, width)
-            return [Alike(np.arange(count), self.number.reshape(count, -1), self.whole.reshape(count, -1), place)]
+            number, whole = self.number.reshape(count, width), self.whole.reshape(count, width)
+            return [Alike(np.arange(count), number, whole, self.value_at[:-1])]
         _, first, index = np.unique(self.form, return_index=True, return_inverse=True)
         found = []
         for form in np.argsort(first).tolist():
             lines = np.flatnonzero(index == form)
             at = self.value_at[lines]
             place = at[:, None] + np.arange(int(self.value_at[lines[0] + 1] - at[0]))
-            found.append(Alike(lines, self.number[place], self.whole[place], place))
+            found.append(Alike(lines, self.number[place], self.whole[place], at))
         return found
 
-    def labels(self, place: np.ndarray) -> tuple[list[str], np.ndarray]:
-        """The different values at `place` as they are written, and which of them each is: int64 [N]."""
+    def labels(self, place: np.ndarray) -> tuple[list[object], np.ndarray]:
+        """The different values by number [N], as they are written, and which of them each is: int64 [N]."""
         start = self.start[place].astype(np.int64)
         length = self.stop[place] - start
         index, first = _labelled(self.data, start, length)
@@ -190,7 +191,7 @@ class Scanner:
 
 
 @_inlined
-def _eight(data, at):  # type: ignore[no-untyped-def]
+def _eight(data: np.ndarray, at: int) -> np.uint64:
     """Eight bytes as one word, which the compiler makes one load."""
     word, place = np.uint64(0), np.uint64(at)
     for byte in range(8):
@@ -199,9 +200,9 @@ def _eight(data, at):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _digits(data, at, amount, digits):  # type: ignore[no-untyped-def]
+def _digits(data: np.ndarray, at: int, amount: np.uint64, digits: int) -> tuple[np.uint64, int, int, int]:
     """Go on with a number: its digits so far, how many count, the byte behind them, and how many did not fit."""
-    count = 8
+    count = np.int64(8)
     while count == 8 and digits + 8 <= _MOST_DIGITS:  # eight bytes at once
         word = _eight(data, at) ^ np.uint64(0x3030303030303030)
         strange = ((word & np.uint64(0x7F7F7F7F7F7F7F7F)) + np.uint64(0x7676767676767676) | word) & _HIGH
@@ -218,7 +219,7 @@ def _digits(data, at, amount, digits):  # type: ignore[no-untyped-def]
         while amount == 0 and count == 8 and more > 0 and word < _WHOLE_POWERS[more - 1]:
             more -= 1  # zeros in front of a number do not count
         amount = amount * _WHOLE_POWERS[count] + word
-        digits, at = digits + more, at + count
+        digits, at = digits + int(more), at + int(count)
     lost = 0
     while count == 8:
         digit = np.int64(data[np.uint64(at)]) - 48
@@ -233,7 +234,7 @@ def _digits(data, at, amount, digits):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _number(data, at):  # type: ignore[no-untyped-def]
+def _number(data: np.ndarray, at: int) -> tuple[float, bool, int]:
     """The number at a byte, whether it is written as a whole one, and the byte behind it; -1 where it is odd."""
     size = len(data) - _PADDING
     negative = data[at] == 45
@@ -270,7 +271,7 @@ def _number(data, at):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _string(data, at):  # type: ignore[no-untyped-def]
+def _string(data: np.ndarray, at: int) -> int:
     """The byte behind the string or bare word at a byte; -1 where it is odd: an escape, or no end on its line."""
     size, quoted = len(data) - _PADDING, data[at] == 34
     at += 1
@@ -287,7 +288,7 @@ def _string(data, at):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _same(data, one, other, length):  # type: ignore[no-untyped-def]
+def _same(data: np.ndarray, one: int, other: int, length: int) -> bool:
     """Whether two stretches of bytes are equal."""
     while length > 8:
         if _eight(data, one) != _eight(data, other):
@@ -302,7 +303,17 @@ _OUT = (nb.uint64[::1], nb.int64[::1], nb.int64[::1], nb.float64[::1], nb.boolea
 
 
 @_inlined
-def _as_before(data, line, at, line_at, value_at, number, whole, start, stop):  # type: ignore[no-untyped-def]
+def _as_before(
+    data: np.ndarray,
+    line: int,
+    at: int,
+    line_at: np.ndarray,
+    value_at: np.ndarray,
+    number: np.ndarray,
+    whole: np.ndarray,
+    start: np.ndarray,
+    stop: np.ndarray,
+) -> int:
     """Read line `line` as one of the form of the line before; the byte behind it, -1 where it is another."""
     size, before, value = len(data) - _PADDING, line_at[line - 1], value_at[line]
     for known in range(value_at[line - 1], value):
@@ -333,7 +344,17 @@ def _as_before(data, line, at, line_at, value_at, number, whole, start, stop):  
 
 
 @compiled(nb.UniTuple(nb.int64, 2)(_BYTES, nb.boolean, *_OUT))
-def _scan(data, words, form, line_at, value_at, number, whole, start, stop):  # type: ignore[no-untyped-def]
+def _scan(  # noqa: C901, PLR0912 - one pass over the bytes
+    data: np.ndarray,
+    words: bool,
+    form: np.ndarray,
+    line_at: np.ndarray,
+    value_at: np.ndarray,
+    number: np.ndarray,
+    whole: np.ndarray,
+    start: np.ndarray,
+    stop: np.ndarray,
+) -> tuple[int, int]:
     """Fill the arrays of `Lines`; how many lines and values there are, (-1, byte) for an odd line."""
     size, at, line, value = len(data) - _PADDING, 0, 0, 0
     line_at[0] = value_at[0] = 0
@@ -350,7 +371,7 @@ def _scan(data, words, form, line_at, value_at, number, whole, start, stop):  # 
         byte = data[at]
         kind = _CLASS[byte]
         begin = at
-        if kind == _DIGIT or kind == _MINUS:
+        if kind in (_DIGIT, _MINUS):
             number[value], whole[value], at = _number(data, at)
             if at < 0 or (begin > 0 and not _BEFORE[data[begin - 1]]) or (at < size and not _BEHIND[data[at]]):
                 return -1, begin
@@ -368,11 +389,12 @@ def _scan(data, words, form, line_at, value_at, number, whole, start, stop):  # 
                 continue
         else:
             at += 1
-            mark = (mark ^ np.uint64(byte)) * _PRIME
             if kind == _END:
                 form[line], mark = mark, _SEED
                 line += 1
                 line_at[line], value_at[line] = at, value
+            else:
+                mark = (mark ^ np.uint64(byte)) * _PRIME
             continue
         kind = 256 if kind <= _MINUS else 257 if kind == _QUOTE else 258
         mark = (mark ^ np.uint64(kind)) * _PRIME
@@ -386,7 +408,7 @@ def _scan(data, words, form, line_at, value_at, number, whole, start, stop):  # 
 
 
 @compiled(nb.Tuple((nb.int64[::1], nb.int64[::1]))(_BYTES, nb.int64[::1], nb.int64[::1]))
-def _labelled(data, start, length):  # type: ignore[no-untyped-def]
+def _labelled(data: np.ndarray, start: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Which of the different strings each is, by first appearance; and where each of those appeared first."""
     size = 1024
     while size < 2 * len(start):

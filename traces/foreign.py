@@ -36,7 +36,7 @@ DAMAGE = (
 )  # fmt: skip
 """What decoding somebody else's bytes may raise."""
 
-TEXT_BYTES = 8 << 20
+TEXT_BYTES = 2 << 20
 """Of a text parsed at a time."""
 
 NO_PHASES = "the source does not tell prompt from generated tokens"
@@ -107,34 +107,16 @@ class Once:
         return found
 
 
-def line_chunks(path: Path, size_bytes: int = TEXT_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Whole lines of a text, some at a time, with the number of the first one, from 1."""
-    number = 1
+def line_chunks(path: Path, *, skip: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Whole lines of a text behind the first `skip`, some at a time, with the number of the first one, from 1."""
+    number = 1 + skip
     with path.open("rb") as file:
-        while data := file.read(size_bytes):
+        for _ in range(skip):
+            file.readline()
+        while data := file.read(TEXT_BYTES):
             data += file.readline()
             yield number, data
-            number += data.count(b"\n")
-
-
-def json_table(data: bytes, schema: pa.Schema, needed: Sequence[str]) -> pa.Table | None:
-    """Objects in lines as a table, parsed by Arrow; None where a line is not as `schema` says or lacks a needed value.
-
-    Callers then read line by line, which is slow and knows what is wrong.
-    """
-    from pyarrow import json as lines  # noqa: PLC0415 - not every import is of text
-
-    try:
-        table = lines.read_json(
-            pa.BufferReader(data),
-            read_options=lines.ReadOptions(use_threads=False, block_size=len(data) + 1),
-            parse_options=lines.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
-        )
-    except (pa.ArrowException, OSError, ValueError):
-        return None
-    if not table.num_rows or any(table.column(name).null_count for name in needed):
-        return None
-    return table.combine_chunks()
+            number += int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))  # faster than count
 
 
 def whole_number(path: Path, name: str, value: object, least: int = 1) -> int:

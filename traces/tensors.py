@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 import zipfile
@@ -76,16 +77,16 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def flat(prefix: str, value: Any) -> dict[str, np.ndarray]:
-    """The arrays of nested lists and dicts, named by their path; everything else is left out."""
-    if isinstance(value, np.ndarray):
+def flat(prefix: str, value: Any) -> dict[str, Any]:
+    """The arrays (or `Stored` ones) of nested lists and dicts, named by their path; everything else is left out."""
+    if isinstance(value, np.ndarray | torchfile.Stored):
         return {prefix: value}
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         items = list(value.items())
     elif isinstance(value, list | tuple):
         items = list(enumerate(value))
-    found: dict[str, np.ndarray] = {}
+    found: dict[str, Any] = {}
     for key, inner in items:
         found |= flat(f"{prefix}.{key}" if prefix else str(key), inner)
     return found
@@ -110,6 +111,19 @@ def array(path: Path, name: str, file: IO[bytes], size_bytes: int) -> np.ndarray
         TraceError: another format, Python objects, or fewer bytes than the header says.
     """
     shape, fortran, dtype = npy_header(file)
+    count = believable(path, name, shape, dtype, size_bytes)
+    data = file.read(count * dtype.itemsize)
+    if len(data) != count * dtype.itemsize:
+        raise bad(path, name, f"{count * dtype.itemsize} bytes", f"{len(data)}", "was it cut off while copying?")
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
+
+
+def believable(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype, size_bytes: int) -> int:
+    """How many numbers an npy header promises.
+
+    Raises:
+        TraceError: Python objects, or more than the file has room for.
+    """
     if dtype.hasobject or dtype.kind not in "iufb":
         raise bad(path, name, "numbers", f"dtype {dtype}, which is never unpickled", "save plain numbers")
     count = 1
@@ -117,19 +131,29 @@ def array(path: Path, name: str, file: IO[bytes], size_bytes: int) -> np.ndarray
         count *= side
     if min(shape, default=0) < 0 or count * dtype.itemsize > size_bytes:
         raise bad(path, name, f"at most {size_bytes} bytes", f"shape {shape} of {dtype}")
-    data = file.read(count * dtype.itemsize)
-    if len(data) != count * dtype.itemsize:
-        raise bad(path, name, f"{count * dtype.itemsize} bytes", f"{len(data)}", "was it cut off while copying?")
-    return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
+    return count
 
 
 def _safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Source: the layout of safetensors: u64 header length, a JSON header, raw little-endian numbers."""
-    data = np.memmap(path, np.uint8, "r")
-    length = int(data[:8].view("<u8")[0])
-    if 8 + length > len(data):
-        raise bad(path, "header", f"{length} bytes", f"{len(data) - 8}", "was it cut off while copying?")
-    header = json.loads(data[8 : 8 + length].tobytes())
+    data, found = np.memmap(path, np.uint8, "r"), {}
+    for name, (dtype, shape, start) in places(path).items():
+        raw = np.dtype("<u2" if dtype == "bf16" else dtype)
+        numbers = np.frombuffer(data[start : start + math.prod(shape) * raw.itemsize], raw).reshape(shape)
+        found[name] = torchfile.from_bf16(numbers) if dtype == "bf16" else numbers
+    return found
+
+
+def places(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Name -> (dtype or ``bf16``, shape, first byte in the file).
+
+    Source: the layout of safetensors: u64 header length, a JSON header, raw little-endian numbers.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if 8 + length > size:
+            raise bad(path, "header", f"{length} bytes", f"{size - 8}", "was it cut off while copying?")
+        header = json.loads(file.read(length))
     found = {}
     for name, entry in header.items():
         if name == "__metadata__":
@@ -138,12 +162,13 @@ def _safetensors(path: Path) -> dict[str, np.ndarray]:
         if dtype is None:
             raise bad(path, f"tensor {name!r}", f"one of {', '.join(_SAFE)}", entry["dtype"], "convert it")
         start, stop = entry["data_offsets"]
-        raw = np.dtype("<u2" if dtype == "bf16" else dtype)
         shape = tuple(entry["shape"])
-        if not 0 <= start <= stop <= len(data) - 8 - length:
+        if not 0 <= start <= stop <= size - 8 - length:
             raise bad(path, f"tensor {name!r}", "a place inside the file", f"bytes {start}..{stop}", "was it cut off?")
-        numbers = np.frombuffer(data[8 + length + start : 8 + length + stop], raw).reshape(shape)
-        found[name] = torchfile.from_bf16(numbers) if dtype == "bf16" else numbers
+        due = math.prod(shape) * np.dtype("<u2" if dtype == "bf16" else dtype).itemsize
+        if min(shape, default=0) < 0 or due != stop - start:
+            raise bad(path, f"tensor {name!r}", f"{due} bytes for shape {list(shape)}", stop - start)
+        found[name] = dtype, shape, 8 + length + start
     return found
 
 

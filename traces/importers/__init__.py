@@ -5,7 +5,7 @@ An importer is a module with three functions (`header` takes the place of `prove
 - ``recognises(path) -> bool``: is this file of my layout? Never raises.
 - ``provenance(path) -> dict``: what the file says about itself, JSON values only; ``notes`` lists oddities.
 - ``read(path, shape) -> Iterator[dict[str, ndarray]]``: blocks of rows as `TraceWriter.write` takes them, each block
-  one whole sequence, sorted by pos and layer, sequences numbered from 0; or `traces.sorting.Unordered` rows.
+  one sequence or a part of it, sorted by pos and layer, sequences numbered from 0; or `traces.sorting.Unordered` rows.
 
 It may also have
 
@@ -13,7 +13,8 @@ It may also have
 - ``GENERIC = True``: ask it last, because its layout includes others;
 - ``reshape(path, shape) -> ModelShape``: what the file knows better about the model than the user said;
 - ``header(path, shape) -> TraceHeader``: where the file has one; `shape` may then be None;
-- ``beside(path, shape, out)``: write what a trace has no column for into a file next to it.
+- ``beside(out)``: a context manager for a file next to the trace; it gives a function that takes from each block what a
+  trace has no column for.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +33,7 @@ from traces.checks import check_sequence
 from traces.errors import TraceError
 from traces.foreign import decoding
 from traces.schema import OPTIONAL_COLUMNS, ModelShape, TraceHeader
-from traces.sorting import ApartError, Unordered
+from traces.sorting import ApartError, Unordered, joined
 from traces.verdict import Checker
 from traces.writer import TraceWriter
 
@@ -98,25 +100,24 @@ def import_trace(
                 shape = importer.reshape(source, shape, **given)
             header = TraceHeader(shape, provenance)
         rows = importer.read(source, header.shape, **given)
-    unordered = isinstance(rows, Unordered)
-    try:
-        made = _write(source, out, name, header, rows.grouped() if unordered else rows, progress)
-    except ApartError:
-        made = _write(source, out, name, header, rows.sorted(out, progress), progress)
-    if hasattr(importer, "beside"):
-        importer.beside(source, made.shape, out)
-    return made
+    blocks = rows.grouped() if isinstance(rows, Unordered) else rows
+    while True:  # an importer has few reasons to read again, each once
+        try:
+            return _write(source, out, (name, importer), header, blocks, progress)
+        except ApartError:
+            blocks = rows.sorted(out, progress)
 
 
 def _write(
     source: Path,
     out: Path,
-    name: str,
+    by: tuple[str, Any],
     header: TraceHeader,
     rows: Iterator[dict[str, np.ndarray]],
     progress: Callable[[int], None] | None,
 ) -> ImportSummary:
     """Write whole sequences, and judge them on the way."""
+    name, importer = by
     shape = header.shape
     notes = list(header.provenance.get("notes", ()))
     blocks = _guarded(source, name, rows)
@@ -135,20 +136,23 @@ def _write(
         "file": source.name,
         "tool": "moesim trace import",
     }
-    sequences, verdict = 0, Checker(shape)
-    with TraceWriter(out, dataclasses.replace(header, shape=shape, provenance=details), columns) as writer:
-        for block in chain((first,), blocks):
-            _check(source, block, shape)
+    verdict = _Sequences(source, shape)
+    beside = importer.beside(out) if hasattr(importer, "beside") else nullcontext(lambda block: block)
+    whole = dataclasses.replace(header, shape=shape, provenance=details)
+    with beside as kept, TraceWriter(out, whole, columns) as writer:
+        for block in map(kept, chain((first,), blocks)):
+            verdict.add(block)
             try:
                 writer.write(**block)
-            except TraceError as error:  # the writer names the file it writes; the fault is in the one that is read
+            except TraceError as error:
+                verdict.end()  # what its sequence lacks says more than how its rows stand
+                # the writer names the file it writes; the fault is in the one that is read
                 raise TraceError(str(error).replace(str(out), str(source), 1)) from None
-            verdict.add(block["pos"], block["phase"], block["layer"], block["experts"])
-            sequences += 1
             if progress is not None:
                 progress(writer.rows)
-    notes = notes + [finding.text for finding in verdict.findings() if finding.grave]
-    return ImportSummary(out, name, writer.rows, sequences, shape, columns, tuple(notes))
+        verdict.end()
+    notes = notes + [finding.text for finding in verdict.checker.findings() if finding.grave]
+    return ImportSummary(out, name, writer.rows, verdict.checker.sequences, shape, columns, tuple(notes))
 
 
 def _guarded(source: Path, name: str, blocks: Iterator[dict[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
@@ -161,27 +165,52 @@ def _guarded(source: Path, name: str, blocks: Iterator[dict[str, np.ndarray]]) -
         yield block
 
 
-def _check(source: Path, block: dict[str, np.ndarray], shape: ModelShape) -> None:
-    """Check one sequence against the model: layers and ids in range, ids distinct, tokens whole."""
-    layer, experts = block["layer"], block["experts"]
-    if not experts.size:
-        raise TraceError(f"{source}: expected at least one row in every sequence, found none")
+class _Sequences:
+    """Checks sequences against the model, and judges them. Of a sequence in parts its ids are kept until it ends."""
 
-    def bad(row: int, column: str, expected: str, got: object, way_out: str) -> TraceError:
-        place = f"{source}: sequence {block['seq'][0]}: row {row}: {column}"
+    def __init__(self, source: Path, shape: ModelShape) -> None:
+        self.checker = Checker(shape)
+        self._source, self._shape = source, shape
+        self._held: list[dict[str, np.ndarray]] = []
+
+    def add(self, block: dict[str, np.ndarray]) -> None:
+        """One block: layers and ids in range, ids distinct."""
+        if self._held and len(block["seq"]) and block["seq"][0] != self._held[0]["seq"][0]:
+            self.end()
+        layer, experts, shape = block["layer"], block["experts"], self._shape
+        if not experts.size:
+            raise TraceError(f"{self._source}: expected at least one row in every sequence, found none")
+        if not 0 <= layer.min() <= layer.max() < shape.layers:
+            row = int(((layer < 0) | (layer >= shape.layers)).argmax())
+            raise self._bad(block, row, "layer", f"0..{shape.layers - 1}", layer[row], f"model {shape.name}")
+        if not 0 <= experts.min() <= experts.max() < shape.experts:
+            row = int(((experts < 0) | (experts >= shape.experts)).any(axis=1).argmax())
+            raise self._bad(block, row, "experts", f"0..{shape.experts - 1}", experts[row].max(), f"model {shape.name}")
+        ranked = np.sort(experts, axis=1)
+        if (repeats := (ranked[:, 1:] == ranked[:, :-1]).any(axis=1)).any():
+            row = int(repeats.argmax())
+            raise self._bad(block, row, "experts", "distinct ids", experts[row].tolist(), "is top-k right")
+        kept = {"seq": block["seq"][:1], "pos": block["pos"], "phase": block["phase"]}
+        self._held.append({**kept, "layer": layer.astype(np.int16), "experts": experts.astype(np.uint16, copy=False)})
+
+    def end(self) -> None:
+        """The sequence is whole: its tokens must be."""
+        if not self._held:
+            return
+        whole, self._held = joined(self._held), []
+
+        def bad(row: int, *words: Any) -> TraceError:
+            return self._bad(whole, row, *words)
+
+        check_sequence(whole["pos"], whole["phase"], whole["layer"], self._shape.layers, bad)
+        self.checker.add(whole["pos"], whole["phase"], whole["layer"], whole["experts"])
+
+    def _bad(
+        self, block: dict[str, np.ndarray], row: int, column: str, expected: str, got: object, way_out: str
+    ) -> TraceError:
+        row += sum(len(part["pos"]) for part in self._held)
+        place = f"{self._source}: sequence {block['seq'][0]}: row {row}: {column}"
         return TraceError(f"{place}: expected {expected}, got {got}; {way_out}; is the shape right?")
-
-    if not 0 <= layer.min() <= layer.max() < shape.layers:
-        row = int(((layer < 0) | (layer >= shape.layers)).argmax())
-        raise bad(row, "layer", f"0..{shape.layers - 1}", layer[row], f"model {shape.name}")
-    if not 0 <= experts.min() <= experts.max() < shape.experts:
-        row = int(((experts < 0) | (experts >= shape.experts)).any(axis=1).argmax())
-        raise bad(row, "experts", f"0..{shape.experts - 1}", experts[row].max(), f"model {shape.name}")
-    ranked = np.sort(experts, axis=1)
-    if (repeats := (ranked[:, 1:] == ranked[:, :-1]).any(axis=1)).any():
-        row = int(repeats.argmax())
-        raise bad(row, "experts", "distinct ids", experts[row].tolist(), "is top-k right")
-    check_sequence(block["pos"], block["phase"], layer, shape.layers, bad)
 
 
 def _importer_of(source: Path, options: Mapping[str, str]) -> tuple[str, Any]:

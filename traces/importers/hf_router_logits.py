@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from traces.foreign import NO_PHASES, bad, dense_block, whole_number
+from traces.streams import in_memory, streams
 from traces.tensors import kind_of, load_named
 from traces.top_k import top_k
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from traces.schema import ModelShape
+    from traces.streams import Stream
 
     Block = dict[str, np.ndarray]
 
@@ -30,7 +32,8 @@ OPTIONS = {
 }
 _TOP_K_IS_SELECTION = ("softmax", "softmax_topk", "softmax_topk_renormalised", "topk_then_softmax")
 _SUM_TOLERANCE = 0.02
-_ROWS = 4096
+_SAMPLE = 4096
+_ROWS = 65_536
 
 
 def recognises(path: Path) -> bool:
@@ -50,7 +53,7 @@ def provenance(path: Path, *, batch: str = "1", prompt_tokens: str = "") -> dict
 
 
 def read(path: Path, shape: ModelShape, *, batch: str = "1", prompt_tokens: str = "") -> Iterator[Block]:
-    """One block per sequence: ids, combine weights and probabilities.
+    """Sequences in parts: ids, combine weights and probabilities.
 
     Raises:
         TraceError: a gate whose selection is not the top-k of these values, or arrays that do not fit the shape.
@@ -63,26 +66,34 @@ def read(path: Path, shape: ModelShape, *, batch: str = "1", prompt_tokens: str 
     layers = list(_layers(path).values())
     if len(layers) != shape.layers:
         raise bad(path, "layers", f"{shape.layers} arrays as in {shape.name}", len(layers), "is the shape right?")
-    rows = len(layers[0])
+    rows, experts = layers[0].shape
+    if experts != shape.experts:
+        raise bad(path, "columns", f"{shape.experts} experts as in {shape.name}", experts, "is the shape right?")
     sequences = whole_number(path, "batch", batch)
     if rows % sequences:
         raise bad(path, "rows", f"a multiple of batch={sequences}", rows, "state option batch=N as it was run")
-    tokens = rows // sequences
     prompt = whole_number(path, "prompt_tokens", prompt_tokens, 0) if prompt_tokens else 0
+    return _blocks(path, shape, layers, rows // sequences, prompt)
+
+
+def _blocks(path: Path, shape: ModelShape, layers: list[Stream], tokens: int, prompt: int) -> Iterator[Block]:
+    """Parts of sequences of `tokens` tokens: all layers are read side by side."""
     probabilities = _are_probabilities(layers[0])
-    for number in range(sequences):
-        part = slice(number * tokens, (number + 1) * tokens)
-        values = np.stack([layer[part] for layer in layers], axis=1)  # [T, L, E]
-        if values.shape[2] != shape.experts:
-            raise bad(
-                path, "columns", f"{shape.experts} experts as in {shape.name}", values.shape[2], "is the shape right?"
-            )
-        values = values.astype(np.float32)
+    start = 0
+    for parts in zip(*(layer.rows(max(1, _ROWS // len(layers))) for layer in layers), strict=True):
+        values = np.stack(parts, axis=1).astype(np.float32)  # [T, L, E]
         if not np.isfinite(values).all():
             token, layer, expert = np.argwhere(~np.isfinite(values))[0]
-            raise bad(path, f"layer {layer}, row {part.start + token}", "finite numbers", values[token, layer, expert])
-        experts, weights, scores = selected(values, shape, probabilities=probabilities)
-        yield dense_block(number, experts, min(prompt, tokens), weights=weights, scores=scores)
+            raise bad(path, f"layer {layer}, row {start + token}", "finite numbers", values[token, layer, expert])
+        found = selected(values, shape, probabilities=probabilities)
+        at = 0
+        while at < len(values):  # a part may hold the end of a sequence
+            number, first = divmod(start + at, tokens)
+            stop = min(len(values), at + tokens - first)
+            experts, weights, scores = (one[at:stop] for one in found)
+            yield dense_block(number, experts, max(0, prompt - first), first, weights=weights, scores=scores)
+            at = stop
+        start += len(values)
 
 
 def selected(
@@ -103,17 +114,17 @@ def selected(
     return experts, weights, scores
 
 
-def _layers(path: Path) -> dict[str, np.ndarray]:
-    """Name -> [rows, E] float array of every layer, in order."""
-    found = load_named(path)
+def _layers(path: Path) -> dict[str, Stream]:
+    """Name -> [rows, E] floats of every layer, in order."""
+    found = streams(path)
     if not found:
         raise bad(path, "content", "one array per MoE layer", "no array")
-    if len(found) == 1 and next(iter(found.values())).ndim == 3:
-        name, stack = next(iter(found.items()))
-        found = {f"{name}.{index}": layer for index, layer in enumerate(stack)}
+    if len(found) == 1 and len(next(iter(found.values())).shape) == 3:
+        (name,) = found
+        found = {f"{name}.{index}": layer for index, layer in enumerate(map(in_memory, load_named(path)[name]))}
     rows = None
     for name, layer in found.items():
-        if layer.ndim != 2 or layer.dtype.kind != "f" or not layer.size:
+        if len(layer.shape) != 2 or layer.dtype.kind != "f" or 0 in layer.shape:
             raise bad(
                 path, f"array {name!r}", "floats [batch * seq, experts]", f"{layer.dtype} {list(layer.shape)}", ""
             )
@@ -123,7 +134,7 @@ def _layers(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def _are_probabilities(layer: np.ndarray) -> bool:
+def _are_probabilities(layer: Stream) -> bool:
     """Whether values are >= 0 and every row sums to one, as far as 16-bit floats do."""
-    some = layer[:_ROWS].astype(np.float32)
+    some = next(layer.rows(min(_SAMPLE, layer.shape[0]))).astype(np.float32)
     return bool((some >= 0).all() and (np.abs(some.sum(axis=1) - 1) < _SUM_TOLERANCE).all())

@@ -11,27 +11,28 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
-from traces.arrow import codes, flat, values
+from traces.alike import Ref, Scanner
+from traces.errors import TraceError
 from traces.foreign import (
+    DAMAGE,
     NO_PHASES,
     bad,
     decoding,
     finished,
     first_object,
     head,
-    json_table,
     line_chunks,
     whole_number,
 )
 from traces.schema import Phase
-from traces.sorting import Appearance, Unordered
+from traces.sorting import Appearance, Unordered, joined
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from traces.alike import Alike, Lines
     from traces.schema import ModelShape
 
     Block = dict[str, np.ndarray]
@@ -85,15 +86,13 @@ def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Unordered
 
 
 def _pieces(path: Path, prompt: int | None) -> Iterator[Block]:
-    """Rows of some lines at a time: parsed by Arrow, or one by one where a line is unlike the first."""
+    """Rows of some lines at a time: at once, or one by one where a line is odd."""
     sequences, slow = Appearance(), _LineByLine(path)
-    fast = _Alike.of(first_object(path))
+    fast = _Alike(path, slow.place)
     first: Block | None = None
     rows = 0
     for number, data in _chunks(path):
-        block = fast.rows(data, sequences) if fast is not None else slow.place.rows(data)
-        if block is None:
-            block = slow.rows(number, data, rows, sequences)
+        block = fast.rows(data, sequences) or slow.rows(number, data, rows, sequences)
         if block is None:
             continue
         first = block if first is None else first
@@ -126,106 +125,130 @@ def _chunks(path: Path) -> Iterator[tuple[int, bytes]]:
             yield number, data
 
 
-class _Alike(NamedTuple):
-    """Lines that are objects with the same keys as the first one: rows, or tokens with lists of layers."""
+class _Layout(NamedTuple):
+    """Where lines of one form keep their R rows; values by number, [R] or [R, K]. A string's is that of its line."""
 
-    keys: dict[str, str]  # ours -> theirs, outside ``layers``
-    inner: dict[str, str] | None  # the same inside ``layers``; empty where those hold bare lists
-    schema: pa.Schema
-    strange: list[str]
+    seq: int | None
+    pos: np.ndarray | None  # None for lists, whose place follows from their layers
+    phase: int | None
+    layer: np.ndarray
+    told_layer: bool  # otherwise `layer` holds layers
+    experts: np.ndarray
+    weights: np.ndarray | None
 
     @classmethod
-    def of(cls, first: Any) -> _Alike | None:
-        """What the first line promises; None for a layout that is not read this way."""
-        if not isinstance(first, dict):
-            return None
-        told = {name: key for name in _NAMES if (key := _key(first, name))}
-        inner: dict[str, str] | None = None
-        if "layers" in first:
-            told = {name: key for name, key in told.items() if name in ("seq", "pos", "phase")}
-            one = first["layers"][0] if isinstance(first["layers"], list) and first["layers"] else None
-            if not isinstance(one, dict | list):
+    def of(cls, path: Path, value: Any) -> _Layout | None:
+        """The layout of a line whose values are `Ref`; None for one that is not read this way."""
+        if isinstance(value, list):
+            if len(value) < 2 or not Ref.are_numbers(value):
                 return None
-            inner = (
-                {name: key for name in ("layer", "experts", "weights") if (key := _key(one, name))}
-                if isinstance(one, dict)
-                else {}
+            return cls(None, None, None, np.array(value[:1]), True, np.array([value[1:]]), None)
+        if not isinstance(value, dict) or _key(value, "pos") is None:
+            return None
+        rows = list(_of_token(path, 0, value))
+        if not rows or not isinstance(rows[0].experts, list):
+            return None
+        first, told = rows[0], {type(row.layer) for row in rows}
+        seq = first.seq if type(first.seq) is Ref else None
+        phase = first.phase if type(first.phase) is Ref and first.phase < 0 else None
+        lists = [row.experts for row in rows] + [row.weights for row in rows if row.weights is not None]
+        if (
+            not Ref.are_numbers([first.pos, *(row.layer for row in rows if told == {Ref})])
+            or len(told) > 1
+            or (seq is None) != (_key(value, "seq") is None)
+            or (phase is None) != (first.phase is None)
+            or len(lists) not in (len(rows), 2 * len(rows))
+            or any(
+                not isinstance(one, list) or len(one) != len(first.experts) or not Ref.are_numbers(one) for one in lists
             )
-            if "pos" not in told or (inner and "experts" not in inner):
-                return None
-        elif not {"pos", "layer", "experts"} <= set(told) or "top_k" in told:
+            or not first.experts
+        ):
             return None
-        named = isinstance(first.get(told.get("seq", "")), str)
-        ids, weights, seq = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.string() if named else pa.int64()
-        types = {"seq": seq, "phase": pa.string(), "experts": ids, "weights": weights}
-        types |= {"pos": pa.int32(), "layer": pa.int32()}
-        fields = [pa.field(key, types[name]) for name, key in told.items()]
-        if inner is not None:
-            item = pa.struct([pa.field(key, types[name]) for name, key in inner.items()]) if inner else types["experts"]
-            fields.append(pa.field("layers", pa.list_(item)))
-        known = {key for name in _NAMES for key in _NAMES[name]} | {"layers", "top_k"}
-        strange = sorted(known - {field.name for field in fields})
-        return cls(told, inner, pa.schema([*fields, *(pa.field(key, pa.string()) for key in strange)]), strange)
+        return cls(
+            seq, np.full(len(rows), first.pos), phase, np.array([row.layer for row in rows]), told == {Ref},
+            np.array(lists[: len(rows)]), np.array(lists[len(rows) :]) if len(lists) > len(rows) else None,
+        )  # fmt: skip
+
+
+class _Alike:
+    """Rows of lines whose form was met before, at once."""
+
+    def __init__(self, path: Path, place: _Place) -> None:
+        self._path, self._place = path, place
+        self._scanner = Scanner()
+        self._known: dict[int, _Layout | None] = {}
 
     def rows(self, data: bytes, sequences: Appearance) -> Block | None:
-        """The rows of some lines; None where a line is another one than promised."""
-        needed = [field.name for field in self.schema if field.name not in self.strange]
-        table = json_table(data, self.schema, needed)
-        if table is None or any(table.column(name).null_count < table.num_rows for name in self.strange):
+        """The rows of some lines; None where one is not read this way, or there is none."""
+        lines = self._scanner.scan(data)
+        if lines is None:
             return None
-        found = {ours: table.column(theirs).chunk(0) for ours, theirs in self.keys.items()}
-        if self.inner is not None and not self._spread(found, table.column("layers").chunk(0)):
-            return None
-        phase = codes(found.pop("phase"), list(_PHASES)) if "phase" in found else None
-        label = found.pop("seq", None)
-        block: Block = {}
-        for ours, array in found.items():
-            column = _matrix(array) if ours in ("experts", "weights") else np.asarray(array)
-            if column is None or not len(column) or (ours != "weights" and column.min() < 0):
+        parts: list[Block] = []
+        at: list[np.ndarray] = []
+        for alike in lines.forms():
+            if not alike.number.shape[1] and not lines.filled(int(alike.lines[0])).strip():
+                continue
+            layout = self._layout(lines, int(alike.lines[0]))
+            block = None if layout is None else _block(lines, alike, layout)
+            if layout is None or block is None or (parts and set(block) != set(parts[0])):
                 return None
-            block[ours] = column
-        count, wide = len(block["pos"]), block["experts"].shape
-        odd = block["experts"].max() >= 1 << 16 or block.get("weights", block["experts"]).shape != wide
-        if odd or (phase is not None and (phase < 0).any()):
+            parts.append(block)
+            at.append(np.repeat(alike.lines, len(layout.layer)))
+        if not parts or len({part["experts"].shape[1] for part in parts}) > 1:
             return None
-        block["experts"] = block["experts"].astype(np.uint16)
-        block["seq"] = np.zeros(count, np.int32) if label is None else _numbered(label, sequences)
-        known = np.array(list(_PHASES.values()), np.int8)
-        block["phase"] = np.full(count, Phase.DECODE, np.int8) if phase is None else known[phase]
+        block = joined(parts)
+        if len(parts) > 1:
+            order = np.argsort(np.concatenate(at), kind="stable")
+            block = {name: column[order] for name, column in block.items()}
+        if "pos" not in block and not self._place.rows(block):
+            return None
+        count = len(block["pos"])
+        text = block.pop("text", None)
+        block["seq"] = np.zeros(count, np.int32) if text is None else sequences.of_labels(*lines.labels(text))
         return block
 
-    def _spread(self, found: dict[str, Any], layers: Any) -> bool:
-        """Rows of lists of layers; False where a list has a null."""
-        items = flat(layers)
-        if items.null_count:
-            return False
-        sizes = np.diff(values(layers.offsets))
-        token = np.repeat(np.arange(len(sizes)), sizes)
-        for name in list(found):
-            found[name] = found[name].take(pa.array(token))
-        inner = {name: items.field(key) for name, key in (self.inner or {}).items()} or {"experts": items}
-        if any(array.null_count for array in inner.values()):
-            return False
-        if "layer" not in inner:
-            found["layer"] = np.arange(len(token), dtype=np.int32) - np.repeat(np.cumsum(sizes) - sizes, sizes).astype(
-                np.int32
-            )
-        found |= inner
-        return True
+    def _layout(self, lines: Lines, line: int) -> _Layout | None:
+        """What a line's form means, found out at the first of its kind."""
+        form = int(lines.form[line])
+        if form not in self._known:
+            try:
+                self._known[form] = _Layout.of(self._path, lines.meaning(line))
+            except (TraceError, *DAMAGE):
+                self._known[form] = None
+        return self._known[form]
 
 
-def _matrix(array: Any) -> np.ndarray | None:
-    """[N, K] of a list array; None where lists differ in length or have nulls."""
-    inner, lengths = flat(array), np.diff(values(array.offsets))
-    if inner.null_count or not len(lengths) or not lengths[0] or (lengths != lengths[0]).any():
+def _block(lines: Lines, alike: Alike, layout: _Layout) -> Block | None:
+    """The rows of lines of one form, ``text`` in place of seq; None where a value is not what its column holds."""
+    shape = len(alike.lines), *layout.experts.shape
+    experts = alike.integers(layout.experts.reshape(-1), (1 << 16) - 1)
+    layer = alike.integers(layout.layer, (1 << 31) - 1) if layout.told_layer else np.tile(layout.layer, (shape[0], 1))
+    if experts is None or layer is None:
         return None
-    return np.asarray(inner).reshape(len(lengths), -1)
-
-
-def _numbered(label: Any, sequences: Appearance) -> np.ndarray:
-    """Numbers of sequences by their names as words."""
-    encoded = label.dictionary_encode()
-    return sequences.of_labels([str(one) for one in encoded.dictionary.to_pylist()], np.asarray(encoded.indices))
+    block: Block = {
+        "layer": layer.reshape(-1).astype(np.int32),
+        "experts": experts.astype(np.uint16).reshape(-1, shape[2]),
+    }
+    if layout.pos is not None:
+        pos = alike.integers(layout.pos, (1 << 31) - 1)
+        if pos is None:
+            return None
+        block["pos"] = pos.reshape(-1)
+    phase = np.full(shape[0], Phase.DECODE, np.int8)
+    if layout.phase is not None:
+        names, index = lines.labels(alike.at + ~layout.phase)
+        if not set(names) <= set(_PHASES):
+            return None
+        phase = np.array([_PHASES[str(name)] for name in names], np.int8)[index]
+    block["phase"] = np.repeat(phase, shape[1])
+    if layout.weights is not None:
+        block["weights"] = alike.number[:, layout.weights.reshape(-1)].astype(np.float32).reshape(-1, shape[2])
+    if layout.seq is not None:
+        column = layout.seq if layout.seq >= 0 else ~layout.seq
+        if layout.seq >= 0 and not alike.whole[:, column].all():
+            return None
+        block["text"] = np.repeat(alike.at + column, shape[1])
+    return block
 
 
 class _LineByLine:
@@ -315,25 +338,15 @@ class _Place:
         self.layer = layer
         return _Row(0, self.token, None, layer, experts, None)
 
-    def rows(self, data: bytes) -> Block | None:
-        """Lines that are all such lists; None where one is not."""
-        if not data.startswith(b"["):
-            return None
-        lines = b'{"row":' + data.strip().replace(b"\n", b'}\n{"row":') + b"}"
-        table = json_table(lines, pa.schema([pa.field("row", pa.list_(pa.int32()))]), ["row"])
-        found = None if table is None else _matrix(table.column("row").chunk(0))
-        if found is None or found.shape[1] != (self.top_k or found.shape[1] - 1) + 1 or found.min() < 0:
-            return None
-        layer, experts = found[:, 0], found[:, 1:]
-        if not experts.size or experts.max() >= 1 << 16:
-            return None
+    def rows(self, block: Block) -> bool:
+        """Give rows of lists their pos; False where they are not as the header says."""
+        layer = block["layer"]
+        if block["experts"].shape[1] != (self.top_k or block["experts"].shape[1]):
+            return False
         begins = np.concatenate(([self.token < 0 or layer[0] <= self.layer], np.diff(layer) <= 0))
-        pos = self.token + np.cumsum(begins)
-        self.token, self.layer = int(pos[-1]), int(layer[-1])
-        return {
-            "seq": np.zeros(len(pos), np.int32), "pos": pos.astype(np.int32), "layer": layer,
-            "experts": experts.astype(np.uint16), "phase": np.full(len(pos), Phase.DECODE, np.int8),
-        }  # fmt: skip
+        block["pos"] = (self.token + np.cumsum(begins)).astype(np.int32)
+        self.token, self.layer = int(block["pos"][-1]), int(layer[-1])
+        return True
 
 
 def _of(path: Path, number: int, value: Any, place: _Place) -> Iterator[_Row]:

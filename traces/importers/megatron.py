@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
-from traces.arrow import flat, values
-from traces.foreign import Passes, bad, decoding, finished, first_object, head, json_table, line_chunks
+from traces.alike import Ref, Scanner
+from traces.foreign import DAMAGE, Passes, bad, decoding, finished, first_object, head, line_chunks
 from traces.sorting import Unordered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from traces.alike import Lines
     from traces.schema import ModelShape
 
     Block = dict[str, np.ndarray]
@@ -49,7 +50,7 @@ def provenance(path: Path) -> dict[str, Any]:
     for number, data in line_chunks(path):
         if rank is None and data.strip():
             rank = next(_records(path, number, data.lstrip().split(b"\n", 1)[0]))[1]["rank"]
-        drafts += len(_DRAFT.findall(data))
+        drafts += len(_DRAFT.findall(data)) if b'"mtp"' in data else 0
         sidecars |= b'"hs_offset"' in data or b'"logit_offset"' in data
     if not isinstance(rank, int):
         raise bad(path, "rank", "a whole number", rank)
@@ -67,11 +68,11 @@ def read(path: Path, shape: ModelShape) -> Unordered:
 
 def _pieces(path: Path) -> Iterator[Block]:
     """Rows of some whole steps at a time."""
-    passes = Passes(chunked=False)
+    passes, fast = Passes(chunked=False), _Alike()
     held: Records | None = None
     top_k = 0
     for number, data in line_chunks(path):
-        found = _at_once(data) or _line_by_line(path, number, data)
+        found = fast.records(data) or _line_by_line(path, number, data)
         if found is None:
             continue
         top_k = top_k or found[3].shape[1]
@@ -108,27 +109,82 @@ def _rows(passes: Passes, records: Records) -> Block:
     return passes.rows(number, layer[sorted_], sizes, experts[rows])
 
 
-def _at_once(data: bytes) -> Records | None:
-    """The decoder's records in some lines; None where a record is odd."""
-    numbers = [pa.field(name, pa.int64()) for name in sorted(_KEYS)]
-    lists = pa.field("top_indices", pa.list_(pa.list_(pa.int32())))
-    table = json_table(data, pa.schema([*numbers, pa.field("block", pa.string()), lists]), [*_KEYS, "top_indices"])
-    if table is None:
-        return None
-    keep = np.array([block != "mtp" for block in table.column("block").to_pylist()])
-    step, layer, tokens, top_k = (
-        np.asarray(table.column(name).chunk(0)) for name in ("step", "layer", "num_tokens", "topk")
-    )
-    outer = table.column("top_indices").chunk(0)
-    inner = flat(outer)
-    if inner.null_count or not keep.any() or min(step.min(), layer.min()) < 0 or layer.max() >= 1 << 16:
-        return None
-    lengths, ids = np.diff(values(inner.offsets)), flat(inner)
-    width, sizes = int(top_k[0]), np.diff(values(outer.offsets))
-    if ids.null_count or (lengths != width).any() or width < 1 or (top_k != width).any() or (sizes != tokens).any():
-        return None
-    experts = np.asarray(ids).reshape(-1, width)[np.repeat(keep, tokens)]
-    return (step[keep], layer[keep], tokens[keep], experts) if tokens[keep].min() > 0 else None
+class _Layout(NamedTuple):
+    """Where lines of one form keep their record: the number of each value; `experts` [T, K]."""
+
+    step: int
+    layer: int
+    tokens: int
+    top_k: int
+    block: int | None
+    experts: np.ndarray
+
+    @classmethod
+    def of(cls, record: Any) -> _Layout | None:
+        """The layout of a record whose values are `Ref`; None for one that is not read this way."""
+        if not isinstance(record, dict) or not set(record) >= _KEYS:
+            return None
+        rows, block = record.get("top_indices"), record.get("block")
+        if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
+            return None
+        facts = step, layer, tokens, top_k = [record[name] for name in ("step", "layer", "num_tokens", "topk")]
+        if not Ref.are_numbers([*facts, record["rank"], *chain.from_iterable(rows)]) or not (
+            block is None or (type(block) is Ref and block < 0)
+        ):
+            return None
+        if len({len(row) for row in rows}) > 1:
+            return None
+        return cls(step, layer, tokens, top_k, block, np.array(rows))
+
+
+class _Alike:
+    """Records of lines whose form was met before, at once."""
+
+    def __init__(self) -> None:
+        self._scanner = Scanner()
+        self._known: dict[int, _Layout | None] = {}
+
+    def records(self, data: bytes) -> Records | None:
+        """The decoder's records in some lines; None where one is odd, or there is none."""
+        lines = self._scanner.scan(data)
+        if lines is None:
+            return None
+        found: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+        for alike in lines.forms():
+            layout = self._layout(lines, int(alike.lines[0]))
+            if layout is None:
+                return None
+            if layout.block is not None:
+                names, index = lines.labels(alike.at + ~layout.block)
+                kept = alike.some(np.array([name != "mtp" for name in names])[index])
+            else:
+                kept = alike
+            if not len(kept.lines):
+                continue
+            tokens, width = layout.experts.shape
+            facts = kept.integers([layout.step, layout.layer, layout.tokens, layout.top_k], (1 << 31) - 1)
+            ids = kept.integers(layout.experts.reshape(-1), (1 << 16) - 1)
+            if facts is None or ids is None or facts[:, 1].max() >= 1 << 16 or (facts[:, 2:] != (tokens, width)).any():
+                return None
+            found.append((kept.lines, *facts[:, :3].astype(np.int64).T, ids.reshape(-1, width)))
+        if not found or len({one[4].shape[1] for one in found}) > 1:
+            return None
+        line, step, layer, tokens_, experts = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        if len(found) > 1:
+            order = np.argsort(line, kind="stable")
+            experts = experts[np.argsort(np.repeat(line, tokens_), kind="stable")]
+            step, layer, tokens_ = step[order], layer[order], tokens_[order]
+        return step, layer, tokens_, experts
+
+    def _layout(self, lines: Lines, line: int) -> _Layout | None:
+        """What a line's form means, found out at the first of its kind."""
+        form = int(lines.form[line])
+        if form not in self._known:
+            try:
+                self._known[form] = _Layout.of(lines.meaning(line))
+            except DAMAGE:
+                self._known[form] = None
+        return self._known[form]
 
 
 def _line_by_line(path: Path, number: int, data: bytes) -> Records | None:

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from traces.arrow import numbers
+from traces.csv_numbers import number_columns
 from traces.files import written_beside
-from traces.foreign import Once, bad, decoding, head, layer_numbers
+from traces.foreign import bad, decoding, finished, head, layer_numbers
+from traces.sorting import BATCH_ROWS, ApartError, Unordered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from traces.schema import ModelShape
@@ -35,6 +38,16 @@ _TYPES = {
     "turn": "int32", "phase": "int8", "step": "int64", "layer": "int32", "slot": "int32", "expert": "int32",
     "weight": "float32", "residency": "int8", "expert_bytes": "int64", "dropped": "int8",
 }  # fmt: skip
+_OURS = {
+    "turn": "seq", "step": "pos", "slot": "rank", "expert": "experts", "weight": "weights",
+    "expert_bytes": "read_bytes",
+}  # fmt: skip
+_OF_CELL = ("turn", "phase", "step", "layer")
+_BESIDE = ("residency", "dropped", "read_bytes")
+_RESIDENCY = pa.schema([
+    ("seq", pa.int32()), ("pos", pa.int32()), ("layer", pa.int16()), ("slot", pa.int16()), ("expert", pa.uint16()),
+    ("residency", pa.int8()), ("dropped", pa.int8()), ("read_bytes", pa.int64()),
+])  # fmt: skip
 _PREAMBLE_BYTES = 1 << 20
 _MOST_LAYERS = 4096
 
@@ -96,48 +109,45 @@ def reshape(path: Path, shape: ModelShape) -> ModelShape:
     )
 
 
-def read(path: Path, shape: ModelShape) -> Iterator[Block]:
-    """One block per turn of the session; the whole file is parsed at once."""
-    rows = _sorted(path, shape, _parsed.kept(path))
-    top_k = _width(path, rows)
-    first = slice(None, None, top_k)
-    weights = rows["weight"].reshape(-1, top_k) if "weight" in rows else None
-    known = weights is not None and bool(np.isfinite(weights).all())
-    block = {
-        "seq": np.cumsum(np.concatenate(([0], np.diff(rows["turn"][first]) != 0))).astype(np.int32),
-        "pos": rows["step"][first],
-        "phase": rows["phase"][first],
-        "layer": rows["layer"][first].astype(np.int16),
-        "experts": rows["expert"].reshape(-1, top_k),
-    }
-    if known and weights is not None:
-        block["weights"] = weights
-    edges = np.searchsorted(block["seq"], np.arange(block["seq"][-1] + 2))
-    for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        yield {name: values[start:stop] for name, values in block.items()}
+def read(path: Path, shape: ModelShape) -> Unordered:
+    """The file's rows, a turn of the session being a sequence."""
+    rows = _Rows(path, shape)
+    return Unordered(rows.pieces, rows.finished)
 
 
-def beside(path: Path, shape: ModelShape, out: Path) -> None:
-    """Write ``OUT.residency.parquet``: seq, pos, layer, expert, residency, dropped, read_bytes, in trace order."""
-    rows = _sorted(path, shape, _parsed.taken(path))
-    if "residency" not in rows:
-        return
-    top_k = _width(path, rows)
-    turn = rows["turn"]
-    sequence = np.cumsum(np.concatenate(([0], np.diff(turn) != 0)))
-    zeros = np.zeros(len(turn), np.int8)
-    columns: dict[str, np.ndarray] = {
-        "seq": sequence.astype(np.int32),
-        "pos": rows["step"].astype(np.int32),
-        "layer": rows["layer"].astype(np.int16),
-        "slot": np.tile(np.arange(top_k, dtype=np.int16), len(turn) // top_k),
-        "expert": rows["expert"].astype(np.uint16),
-        "residency": rows["residency"],
-        "dropped": rows.get("dropped", zeros),
-        "read_bytes": rows.get("expert_bytes", zeros.astype(np.int64)),
+@contextmanager
+def beside(out: Path) -> Iterator[Callable[[Block], Block]]:
+    """Write ``OUT.residency.parquet`` where blocks tell it, a row per access; blocks lose those columns."""
+    writer: pq.ParquetWriter | None = None
+    with ExitStack() as stack:
+
+        def kept(block: Block) -> Block:
+            nonlocal writer
+            told = {name: block.pop(name) for name in _BESIDE if name in block}
+            if "residency" in told:
+                if writer is None:
+                    part = stack.enter_context(written_beside(residency_path(out)))
+                    writer = stack.enter_context(pq.ParquetWriter(part, _RESIDENCY, compression="zstd"))
+                for start in range(0, len(block["pos"]), BATCH_ROWS):
+                    part_of = slice(start, start + BATCH_ROWS)
+                    writer.write_table(_accesses(*({n: c[part_of] for n, c in one.items()} for one in (block, told))))
+            return block
+
+        yield kept
+
+
+def _accesses(block: Block, told: Block) -> pa.Table:
+    """A row per access of rows [N, K]."""
+    count, top_k = block["experts"].shape
+    columns = {
+        **{name: np.repeat(block[name], top_k) for name in ("seq", "pos", "layer")},
+        "slot": np.tile(np.arange(top_k), count),
+        "expert": block["experts"].reshape(-1),
+        **{name: told[name].reshape(-1) if name in told else np.zeros(count * top_k) for name in _BESIDE},
     }
-    with written_beside(residency_path(out)) as part:
-        pq.write_table(pa.table({name: numbers(values) for name, values in columns.items()}), part, compression="zstd")
+    types = [field.type.to_pandas_dtype() for field in _RESIDENCY]
+    arrays = [numbers(column.astype(dtype)) for column, dtype in zip(columns.values(), types, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=_RESIDENCY)
 
 
 def residency_path(trace: Path) -> Path:
@@ -178,61 +188,106 @@ def preamble(path: Path) -> Preamble:
     raise bad(path, f"line {len(lines)}", "a header line behind the preamble", "the end of the file")
 
 
-def _table(path: Path) -> dict[str, np.ndarray]:
-    """The columns of the rows as they stand in the file."""
-    from pyarrow import csv  # noqa: PLC0415 - not every import is of text
+class _Rows:
+    """The rows of the file, K lines each.
 
-    told = preamble(path)
-    wanted = [name for name in told.columns if name in _TYPES]
-    with decoding(path, "CSV"):
-        table = csv.read_csv(
-            path,
-            read_options=csv.ReadOptions(column_names=told.columns, skip_rows=told.lines, use_threads=False),
-            convert_options=csv.ConvertOptions(
-                include_columns=wanted, column_types={name: _TYPES[name] for name in wanted}, null_values=[],
-                strings_can_be_null=False,
-            ),
-        )  # fmt: skip
-        rows = {name: np.asarray(table.column(name).combine_chunks()) for name in wanted}
-    if not len(table) or any(table.column(name).null_count for name in wanted):
-        raise bad(path, "rows", "values in every column", "empty values" if len(table) else "no row")
-    return rows
+    An engine writes the K lines of a cell (turn, phase, step, layer) behind each other. Where some stand apart, the
+    file is read again with a row per line, which then are sorted; and again without weights where one is not finite.
+    """
+
+    def __init__(self, path: Path, shape: ModelShape) -> None:
+        self._path, self._shape, self._told = path, shape, preamble(path)
+        self._types = {name: _TYPES[name] for name in self._told.columns if name in _TYPES}
+        self._apart = False
+        self._top_k = self._sequences = 0
+
+    def pieces(self) -> Iterator[Block]:
+        """Rows in the order of the file; `seq` is the turn, `layer` as the engine counts."""
+        self._top_k = self._sequences = 0
+        held: Block = {}
+        last = -1
+        for base, found in number_columns(self._path, self._told.columns, self._types, self._told.lines):
+            self._check(base, found)
+            if "weight" in found and not np.isfinite(found["weight"]).all():
+                del self._types["weight"]
+                raise ApartError
+            last = base
+            if self._apart:
+                yield _renamed(found)
+                continue
+            rows = {name: np.concatenate((held[name], column)) for name, column in found.items()} if held else found
+            if not self._top_k:
+                starts = np.flatnonzero(rows["slot"][1:] == 0)
+                self._top_k = int(starts[0]) + 1 if len(starts) else len(rows["slot"])
+            whole = len(rows["slot"]) // self._top_k * self._top_k
+            yield self._cells({name: column[:whole] for name, column in rows.items()})
+            held = {name: column[whole:] for name, column in rows.items()}
+        if last < 0:
+            raise bad(self._path, "rows", "values in every column", "no row")
+        if held and len(held["slot"]):
+            self._stand_apart()
+
+    def finished(self, block: Block) -> Block:
+        """A whole, sorted sequence as the writer takes it."""
+        if "rank" in block:
+            block = self._gathered(block)
+        block = finished(self._path, self._shape, block)
+        block["seq"] = np.full(len(block["pos"]), self._sequences, np.int32)
+        self._sequences += 1
+        return block
+
+    def _check(self, base: int, rows: Block) -> None:
+        for name, least, most in (("phase", 0, 1), ("residency", 0, 2), ("dropped", 0, 1)):
+            if name in rows and not least <= rows[name].min() <= rows[name].max() <= most:
+                row = int(((rows[name] < least) | (rows[name] > most)).argmax())
+                raise bad(self._path, f"row {base + row}: {name}", f"{least}..{most}", rows[name][row])
+        step, expert = rows["step"], rows["expert"]
+        if step.min() < 0 or step.max() >= 1 << 31:
+            row = int(((step < 0) | (step >= 1 << 31)).argmax())
+            way_out = "a row that belongs to no token"
+            raise bad(self._path, f"row {base + row}: step", "an absolute position", step[row], way_out)
+        if not 0 <= expert.min() <= expert.max() < self._shape.experts:
+            row = int(((expert < 0) | (expert >= self._shape.experts)).argmax())
+            expected = f"0..{self._shape.experts - 1}"
+            raise bad(self._path, f"row {base + row}: expert", expected, expert[row], "is the shape right?")
+
+    def _stand_apart(self) -> NoReturn:
+        self._apart = True
+        raise ApartError
+
+    def _cells(self, rows: Block) -> Block:
+        """A row for every K lines."""
+        cells = {name: column.reshape(-1, self._top_k) for name, column in rows.items()}
+        same = (cells[name] for name in ("turn", "phase", "step", "layer"))
+        if not (cells["slot"] == np.arange(self._top_k)).all() or any((one[:, 1:] != one[:, :1]).any() for one in same):
+            self._stand_apart()
+        return _renamed({name: cells[name][:, 0] if name in _OF_CELL else cells[name] for name in cells})
+
+    def _gathered(self, block: Block) -> Block:
+        """A row for every K lines that stood anywhere in the file."""
+        top_k = int(block["rank"].max()) + 1
+        self._top_k = self._top_k or top_k
+        cell = np.stack([block[name] for name in ("pos", "layer", "phase")])
+        whole = len(block["rank"]) % top_k == 0 and (block["rank"].reshape(-1, top_k) == np.arange(top_k)).all()
+        if (
+            top_k != self._top_k
+            or not whole
+            or (cell.reshape(3, -1, top_k) != cell.reshape(3, -1, top_k)[:, :, :1]).any()
+        ):
+            row = int((block["rank"] != np.resize(np.arange(self._top_k), len(block["rank"]))).argmax())
+            step, layer, _ = cell[:, row].tolist()
+            layer = layer_numbers(self._path, np.unique(block["layer"]).tolist(), self._shape).get(layer, layer)
+            place = f"turn {block['seq'][row]}, step {step}, layer {layer}"
+            raise bad(self._path, place, f"slots 0..{self._top_k - 1}, once each", "others")
+        cells = {name: column.reshape(-1, top_k) for name, column in block.items() if name != "rank"}
+        return {name: cells[name][:, 0] if name in ("seq", *_OF_CELL, "pos") else cells[name] for name in cells}
 
 
-_parsed = Once(_table)
-
-
-def _sorted(path: Path, shape: ModelShape, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """All rows by turn, step, layer, slot; layers counted as MoE layers."""
-    rows = dict(found)
-    for name, least, most in (("phase", 0, 1), ("residency", 0, 2), ("dropped", 0, 1)):
-        if name in rows and not least <= rows[name].min() <= rows[name].max() <= most:
-            outside = (rows[name] < least) | (rows[name] > most)
-            row = int(outside.argmax())
-            raise bad(path, f"row {row}: {name}", f"{least}..{most}", rows[name][row])
-    if rows["step"].min() < 0 or rows["step"].max() >= 1 << 31:
-        row = int(((rows["step"] < 0) | (rows["step"] >= 1 << 31)).argmax())
-        raise bad(path, f"row {row}: step", "an absolute position", rows["step"][row], "a row that belongs to no token")
-    number_of = layer_numbers(path, np.unique(rows["layer"]).tolist(), shape)
-    table_of = np.full(max(*number_of, int(rows["layer"].max())) + 1, -1)
-    table_of[list(number_of)] = list(number_of.values())
-    rows["layer"] = table_of[rows["layer"]]
-    if rows["layer"].min() < 0:
-        raise bad(
-            path, f"row {int(rows['layer'].argmin())}: layer", "an MoE layer", "a dense one", "is the shape right?"
-        )
-    order = np.lexsort((rows["slot"], rows["layer"], rows["step"], rows["turn"]))
-    return {name: values[order] for name, values in rows.items()}
-
-
-def _width(path: Path, rows: dict[str, np.ndarray]) -> int:
-    """K: rows per cell (turn, phase, step, layer), the same in every cell, slots 0..K-1."""
-    top_k = int(rows["slot"].max()) + 1
-    cell = np.stack([rows[name] for name in ("turn", "step", "layer", "phase")])
-    whole = len(rows["slot"]) % top_k == 0 and (rows["slot"].reshape(-1, top_k) == np.arange(top_k)).all()
-    if not whole or (cell.reshape(4, -1, top_k) != cell.reshape(4, -1, top_k)[:, :, :1]).any():
-        due = np.resize(np.arange(top_k), len(rows["slot"]))
-        row = int((rows["slot"] != due).argmax())
-        turn, step, layer, _ = cell[:, row].tolist()
-        raise bad(path, f"turn {turn}, step {step}, layer {layer}", f"slots 0..{top_k - 1}, once each", "others")
-    return top_k
+def _renamed(rows: Block) -> Block:
+    """The file's columns under our names."""
+    renamed = {_OURS.get(name, name): column for name, column in rows.items()}
+    if rows["slot"].ndim == 2:
+        del renamed["rank"]
+    renamed["pos"] = renamed["pos"].astype(np.int32)
+    renamed["experts"] = renamed["experts"].astype(np.uint16)
+    return renamed

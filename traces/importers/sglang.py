@@ -11,6 +11,7 @@ Source: sglang/srt/eplb/expert_distribution.py.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from traces import torchfile
 from traces.foreign import Once, Passes, bad, decoding, layer_numbers
 from traces.schema import Phase
-from traces.sorting import Unordered
+from traces.sorting import BATCH_ROWS, Appearance, Unordered
 from traces.tensors import integers
 
 if TYPE_CHECKING:
@@ -64,20 +65,22 @@ def provenance(path: Path) -> dict[str, Any]:
     }
 
 
-def read(path: Path, shape: ModelShape) -> Iterator[Block] | Unordered:
-    """Blocks of one request each, in the order in which requests appeared; needs the file's ids in memory."""
+def read(path: Path, shape: ModelShape) -> Unordered:
+    """The file's passes. Their list is in memory, their ids are read as they are needed."""
     found = _parsed.taken(path)
-    logical = integers(path, "last_physical_to_logical_map", found["last_physical_to_logical_map"], 2)
+    logical = _integers(path, "last_physical_to_logical_map", found["last_physical_to_logical_map"], 2)
+    if logical.size and not 0 <= logical.min() <= logical.max() < 1 << 16:
+        raise bad(path, "last_physical_to_logical_map", "expert ids", f"{logical.min()}..{logical.max()}")
     records = found["records"]
     if "topk_ids_of_layer" in records[0]:
-        return _per_token(path, records, logical, shape)
+        return Unordered(lambda: _per_token(path, records, logical, shape))
     return Unordered(lambda: _per_pass(path, records, logical, shape))
 
 
 def _load(path: Path) -> dict[str, Any]:
     if torchfile.is_bare_pickle(path):
         raise torchfile.refuse_pickle(path)
-    found = torchfile.load(path)
+    found = torchfile.load(path, stored=True)
     if isinstance(found, dict) and "logical_count" in found:
         raise bad(path, "mode", "per_token or per_pass", "stat, which holds sums only", _RECORD_WITH)
     with decoding(path, "dump"):
@@ -93,6 +96,12 @@ def _load(path: Path) -> dict[str, Any]:
 _parsed = Once(_load)
 
 
+def _integers(path: Path, place: str, value: Any, dimensions: int) -> np.ndarray:
+    """A tensor's numbers, out of the file."""
+    with decoding(path, place):
+        return integers(path, place, value.array() if isinstance(value, torchfile.Stored) else value, dimensions)
+
+
 def _to_logical(path: Path, place: str, physical: np.ndarray, logical: np.ndarray) -> np.ndarray:
     """Logical ids of physical ids [L, ...]; -1 stays -1."""
     if physical.size and (physical.max() >= logical.shape[1] or physical.min() < -1):
@@ -105,22 +114,6 @@ def _to_logical(path: Path, place: str, physical: np.ndarray, logical: np.ndarra
 # -- per_token -------------------------------------------------------------------------------------------
 
 
-class _Request:
-    """One request: where its tokens lie among all tokens of the file."""
-
-    __slots__ = ("phases", "places", "positions")
-
-    def __init__(self) -> None:
-        self.places: list[int] = []
-        self.positions: list[int] = []
-        self.phases: list[int] = []
-
-    def add(self, place: int, positions: list[int], phase: Phase) -> None:
-        self.places += range(place, place + len(positions))
-        self.positions += positions
-        self.phases += [phase] * len(positions)
-
-
 class _Running:
     """All requests so far, found by the position that would continue them.
 
@@ -129,11 +122,11 @@ class _Running:
     """
 
     def __init__(self) -> None:
-        self.requests: list[_Request] = []
+        self._phases: list[Phase] = []  # of the last token of each request
         self._due: dict[int, list[int]] = {}  # next position -> ascending request numbers
 
-    def add(self, path: Path, where: str, record: dict[str, Any], place: int) -> None:
-        """Give the tokens of one pass to requests."""
+    def add(self, path: Path, where: str, record: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """Give the tokens of one pass to requests: number of the request and phase of each token."""
         positions, mode = record["positions"], record["forward_mode"]
         if mode == _DECODE:
             lengths = [1] * len(positions)
@@ -146,86 +139,111 @@ class _Running:
                 path, where, "forward_mode 1 (extend), 2 (decode) or 3 (mixed)", mode, "record without speculation"
             )
         start = taken = 0
+        numbers: list[int] = []
+        phases: list[int] = []
         for length in lengths:
             part = positions[start : start + length]
-            if part != list(range(part[0], part[0] + length)) or part[0] < 0:
+            if (length > 1 and part != list(range(part[0], part[0] + length))) or part[0] < 0:
                 raise bad(path, where, "consecutive positions of a request", part[:8])
             generated = mode == _DECODE or (mode == _MIXED and length == 1)
             number = self._continued(part[0], taken, any_phase=generated)
             if number < 0:
-                number = len(self.requests)
-                self.requests.append(_Request())
+                number = len(self._phases)
+                self._phases.append(Phase.PREFILL)
                 generated = mode == _DECODE
             taken = max(taken, number + 1)
-            self.requests[number].add(place + start, part, Phase.DECODE if generated else Phase.PREFILL)
+            self._phases[number] = Phase.DECODE if generated else Phase.PREFILL
+            numbers += [number] * length
+            phases += [self._phases[number]] * length
             insort(self._due.setdefault(part[-1] + 1, []), number)
             start += length
+        return numbers, phases
 
     def _continued(self, position: int, taken: int, *, any_phase: bool) -> int:
         """The request that waits for `position`, -1 if none; it waits no longer."""
         due = self._due.get(position, [])
+        if not due:
+            return -1
         for index in [*range(bisect_left(due, taken), len(due)), *range(bisect_left(due, taken))]:
-            if any_phase or self.requests[due[index]].phases[-1] == Phase.PREFILL:
+            if any_phase or self._phases[due[index]] == Phase.PREFILL:
                 return due.pop(index)
         return -1
 
 
 def _per_token(path: Path, records: list[Any], logical: np.ndarray, shape: ModelShape) -> Iterator[Block]:
-    running = _Running()
-    ids = []
-    tokens = []
-    place = 0
+    """Rows of some passes at a time, in the order of the file."""
+    running, sequences, widths = _Running(), Appearance(), _Widths(path, shape)
+    held: list[tuple[list[int], ...]] = []
+    ids: list[np.ndarray] = []
+    tokens = 0
     for number, record in enumerate(records):
         where = f"record {number}"
-        physical = integers(path, f"{where}: topk_ids_of_layer", record["topk_ids_of_layer"], 3)
+        physical = _integers(path, f"{where}: topk_ids_of_layer", record["topk_ids_of_layer"], 3)
         positions, inputs = record["positions"], record["input_ids"]
         if not len(positions) == len(inputs) == physical.shape[1]:
             found = f"{len(positions)} positions, {len(inputs)} input_ids, {physical.shape[1]} columns of ids"
             raise bad(path, where, "as many positions and input_ids as tokens", found)
         if len(physical) != len(logical):
             raise bad(path, where, f"{len(logical)} layers as in the map", len(physical))
-        running.add(path, where, record, place)
-        ids.append(_to_logical(path, where, physical, logical))
-        tokens += inputs
-        place += len(positions)
-    whole = np.concatenate(ids, axis=1)  # [layers, tokens, 8]
-    used = whole >= 0
-    sparse = np.flatnonzero(used.any(axis=(1, 2)))
-    number_of = layer_numbers(path, sparse.tolist(), shape)
-    # a token that no layer routed is padding
-    routed = used.any(axis=(0, 2))
-    widths = used[sparse][:, routed].sum(axis=2)
-    if not widths.size:
+        held.append((*running.add(path, where, record), positions, inputs))
+        ids.append(physical)
+        tokens += len(positions)
+        if tokens * len(logical) >= BATCH_ROWS or number + 1 == len(records):
+            whole = np.concatenate(ids, axis=1)  # [layers, tokens, 8]
+            place = f"records {number + 1 - len(ids)}..{number}" if len(ids) > 1 else where
+            columns = [np.array(list(chain.from_iterable(one)), np.int64) for one in zip(*held, strict=True)]
+            block = widths.rows(_to_logical(path, place, whole, logical), *columns)
+            if block is not None:
+                yield block | {"seq": sequences.of_numbers(block["seq"])}
+            held, ids, tokens = [], [], 0
+    if not widths.top_k:
         raise bad(path, "topk_ids_of_layer", "ids", "-1 everywhere", "were requests sent while recording?")
-    top_k = int(widths.max())
-    if widths.min() != top_k:
-        layer, token = np.argwhere(widths != top_k)[0]
-        token = np.flatnonzero(routed)[token]
-        raise bad(path, f"token {token}, layer {sparse[layer]}", f"{top_k} experts", int(widths[layer, token]))
-    if not used[sparse][:, routed, :top_k].all():
-        raise bad(path, "topk_ids_of_layer", "-1 only behind the ids", "-1 between them")
-    experts = whole[sparse, :, :top_k].transpose(1, 0, 2)
-    order = np.array([number_of[layer] for layer in sparse.tolist()], np.int16)
-    token_ids = np.array(tokens, np.int64)
-    if token_ids.size and not 0 <= token_ids.min() <= token_ids.max() < 1 << 31:
-        raise bad(path, "input_ids", "token ids", f"{token_ids.min()}..{token_ids.max()}")
-    sequence = 0
-    for request in running.requests:
-        places = np.array(request.places)
-        keep = np.asarray(routed)[places]
-        if not keep.any():
-            continue
-        places = places[keep]
-        count = len(order)
-        yield {
-            "seq": np.full(len(places) * count, sequence, np.int32),
-            "pos": np.repeat(np.array(request.positions, np.int64)[keep], count),
-            "phase": np.repeat(np.array(request.phases, np.int8)[keep], count),
-            "layer": np.tile(order, len(places)),
-            "experts": experts[places].reshape(-1, top_k),
-            "token": np.repeat(token_ids[places], count),
-        }
-        sequence += 1
+
+
+class _Widths:
+    """Which layers route, and how many experts each: as in the first tokens that any layer routed."""
+
+    def __init__(self, path: Path, shape: ModelShape) -> None:
+        self._path, self._shape = path, shape
+        self._sparse = np.empty(0, np.int64)
+        self._order = np.empty(0, np.int16)
+        self._tokens = 0
+        self.top_k = 0
+
+    def rows(
+        self, whole: np.ndarray, number: np.ndarray, phase: np.ndarray, pos: np.ndarray, token: np.ndarray
+    ) -> Block | None:
+        """Rows of T tokens with ids [layers, T, 8], by token and layer; None where all are padding."""
+        path, used = self._path, whole >= 0
+        counts = used.sum(axis=2)
+        routed = counts.any(axis=0)  # a token that no layer routed is padding
+        if not routed.any():
+            return None
+        if not self.top_k:
+            self._sparse = np.flatnonzero(counts.any(axis=1))
+            number_of = layer_numbers(path, self._sparse.tolist(), self._shape)
+            self._order = np.array([number_of[layer] for layer in self._sparse.tolist()], np.int16)
+            self.top_k = int(counts.max())
+        top_k = self.top_k
+        due = np.zeros(len(whole), np.int64)
+        due[self._sparse] = top_k
+        if (odd := (counts != due[:, None]) & routed).any():
+            layer, at = np.argwhere(odd)[0]
+            place = f"token {self._tokens + at}, layer {layer}"
+            raise bad(path, place, f"{due[layer]} experts", int(counts[layer, at]))
+        self._tokens += len(routed)
+        experts = whole[self._sparse][:, routed]
+        if (experts[:, :, :top_k] < 0).any():
+            raise bad(path, "topk_ids_of_layer", "-1 only behind the ids", "-1 between them")
+        for name, column in (("input_ids: token ids", token), ("positions", pos)):
+            if not 0 <= column.min() <= column.max() < 1 << 31:
+                raise bad(path, name, "numbers from 0", f"{column.min()}..{column.max()}")
+        layers = len(self._order)
+        rows = {"seq": number, "pos": pos, "phase": phase, "token": token}
+        block: Block = {name: np.repeat(column[routed].astype(np.int32), layers) for name, column in rows.items()}
+        block["layer"] = np.tile(self._order, int(routed.sum()))
+        block["experts"] = experts[:, :, :top_k].transpose(1, 0, 2).reshape(-1, top_k).astype(np.uint16)
+        return block | {"phase": block["phase"].astype(np.int8)}
 
 
 # -- per_pass --------------------------------------------------------------------------------------------
@@ -236,7 +254,7 @@ def _per_pass(path: Path, records: list[Any], logical: np.ndarray, shape: ModelS
     busy = np.zeros(len(logical), bool)
     counts = []
     for number, record in enumerate(records):
-        physical = integers(path, f"record {number}: global_physical_count", record["global_physical_count"], 2)
+        physical = _integers(path, f"record {number}: global_physical_count", record["global_physical_count"], 2)
         if physical.shape != logical.shape or physical.min() < 0:
             raise bad(path, f"record {number}", f"counts of shape {list(logical.shape)}", list(physical.shape))
         flat = np.arange(len(logical))[:, None] * experts + logical

@@ -10,22 +10,26 @@ from __future__ import annotations
 import base64
 import io
 import json
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from traces.foreign import DAMAGE, NO_PHASES, bad, decoding, dense_block, head, whole_number
-from traces.tensors import NPY, array, integers, kind_of, load_named, npy_header
+from traces.streams import in_memory, streams
+from traces.tensors import NPY, array, integers, kind_of, npy_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from traces.schema import ModelShape
+    from traces.streams import Stream
 
     Block = dict[str, np.ndarray]
 
 OPTIONS = {"prompt_tokens": "how many of the first tokens of an array without a prompt of its own are prompt"}
+_ROWS = 65_536
 _PROMPT, _GENERATED = "prompt_routed_experts", "routed_experts"
 _HOLE = "tokens served from the prefix cache are not routed again: record with --no-enable-prefix-caching"
 
@@ -61,65 +65,72 @@ def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
 
 
 def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Iterator[Block]:
-    """One block per completion: its prompt, then what it generated."""
+    """Completions in parts: the prompt, then what was generated."""
     del shape
     number = 0
     for prompt, generated, _ in _completions(path):
-        whole = generated if prompt is None else np.concatenate((prompt, generated)) if generated.size else prompt
-        if not len(whole):
-            continue
-        split = len(prompt) if prompt is not None else 0
+        split = prompt.shape[0] if prompt is not None else 0
         if prompt is None and prompt_tokens:
             split = whole_number(path, "prompt_tokens", prompt_tokens, 0)
-        same = (whole == whole[:, :, :1]).all(axis=(1, 2)) if whole.shape[2] > 1 else np.zeros(len(whole), bool)
-        if same[-1] and len(whole) > split:
-            whole, same = whole[:-1], same[:-1]
-        if same.any():
-            token = int(same.argmax())
-            raise bad(
-                path,
-                f"completion {number}: token {token}",
-                "distinct experts",
-                f"{whole[token, 0, 0]} at every layer",
-                _HOLE,
-            )
-        if len(whole):
-            yield dense_block(number, whole, min(split, len(whole)))
-            number += 1
+        told = [one for one in (prompt, generated) if one is not None and one.shape[0]]
+        first, tokens = 0, sum(one.shape[0] for one in told)
+        for part in chain.from_iterable(one.rows(max(1, _ROWS // max(1, one.shape[1]))) for one in told):
+            ids = integers(path, f"completion {number}", part, 3)
+            same = (ids == ids[:, :, :1]).all(axis=(1, 2)) if ids.shape[2] > 1 else np.zeros(len(ids), bool)
+            if first + len(ids) == tokens and same[-1] and tokens > split:
+                ids, same = ids[:-1], same[:-1]
+            if same.any():
+                place = f"completion {number}: token {first + int(same.argmax())}"
+                raise bad(path, place, "distinct experts", f"{ids[same.argmax(), 0, 0]} at every layer", _HOLE)
+            if len(ids):
+                yield dense_block(number, ids, max(0, split - first), first)
+            first += len(ids)
+        number += first > 0
 
 
-def _completions(path: Path) -> Iterator[tuple[np.ndarray | None, np.ndarray, str]]:
+def _completions(path: Path) -> Iterator[tuple[Stream | None, Stream, str]]:
     """(prompt or None, generated, model) of every completion."""
     kind = kind_of(path)
     if kind in ("npy", "npz"):
-        found = load_named(path)
+        found = streams(path)
         if kind == "npz":
             found = {name: values for name, values in found.items() if name.endswith(_GENERATED)}
+        for name, values in found.items():
+            if len(values.shape) != 3 or values.dtype.kind not in "iu" or 0 in values.shape[1:]:
+                told = f"{values.dtype} {list(values.shape)}"
+                raise bad(path, name or "array", "integers with 3 dimensions", told)
         prompts = [name for name in found if name.endswith(_PROMPT)]
-        arrays = {name: integers(path, name or "array", values, 3) for name, values in found.items()}
-        for name, values in arrays.items():
+        for name, values in found.items():
             if not name.endswith(_PROMPT):
-                prompt = arrays.get(name.removesuffix(_GENERATED) + _PROMPT, arrays[prompts[0]] if prompts else None)
+                prompt = found.get(name.removesuffix(_GENERATED) + _PROMPT, found[prompts[0]] if prompts else None)
                 yield _checked(path, name, prompt, values), values, ""
-        if len(prompts) == len(arrays):
+        if len(prompts) == len(found):
             for name in prompts:
-                yield arrays[name], arrays[name][:0], ""
+                yield found[name], in_memory(np.empty((0, *found[name].shape[1:]), np.int32)), ""
         return
-    with decoding(path, "JSON"):
-        text = path.read_text(encoding="utf-8")
-        try:
-            responses = [json.loads(text)]
-        except ValueError:
-            responses = [json.loads(line) for line in text.splitlines() if line.strip()]
-        if len(responses) == 1 and isinstance(responses[0], list):
-            responses = responses[0]
-        for index, response in enumerate(responses):
+    for index, response in enumerate(_responses(path)):
+        with decoding(path, f"response {index}"):
             yield from _of_response(path, f"response {index}", response)
 
 
-def _of_response(
-    path: Path, where: str, response: dict[str, Any]
-) -> Iterator[tuple[np.ndarray | None, np.ndarray, str]]:
+def _responses(path: Path) -> Iterator[Any]:
+    """One in all, a list of them, or one per line."""
+    with decoding(path, "JSON"), path.open(encoding="utf-8") as file:
+        try:
+            first = json.loads(next(line for line in file if line.strip()))
+        except (ValueError, StopIteration):
+            file.seek(0)
+            first = json.load(file)
+        if isinstance(first, list):
+            yield from first
+        else:
+            yield first
+        for line in file:
+            if line.strip():
+                yield json.loads(line)
+
+
+def _of_response(path: Path, where: str, response: dict[str, Any]) -> Iterator[tuple[Stream | None, Stream, str]]:
     common = _ids(path, f"{where}: {_PROMPT}", response.get(_PROMPT))
     choices = response.get("choices") or [response]
     for index, choice in enumerate(choices):
@@ -136,11 +147,12 @@ def _of_response(
         told = choice.get("token_ids")
         if prompt is None and asked and told and len(generated) in (len(asked) + len(told) - 1, len(asked) + len(told)):
             prompt, generated = generated[: len(asked)], generated[len(asked) :]
-        yield _checked(path, place, prompt, generated), generated, str(response.get("model", ""))
+        whole = None if prompt is None else in_memory(prompt)
+        yield _checked(path, place, whole, in_memory(generated)), in_memory(generated), str(response.get("model", ""))
 
 
-def _checked(path: Path, place: str, prompt: np.ndarray | None, generated: np.ndarray) -> np.ndarray | None:
-    if prompt is not None and generated.size and prompt.shape[1:] != generated.shape[1:]:
+def _checked(path: Path, place: str, prompt: Stream | None, generated: Stream) -> Stream | None:
+    if prompt is not None and generated.shape[0] and prompt.shape[1:] != generated.shape[1:]:
         raise bad(
             path, place, f"[tokens, {prompt.shape[1]}, {prompt.shape[2]}] as in the prompt", list(generated.shape)
         )
