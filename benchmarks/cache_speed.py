@@ -55,7 +55,7 @@ def _libcachesim(trace: Trace, capacity: int, folder: Path) -> None:
         return
     record = np.dtype([("time", "<u4"), ("key", "<u8"), ("bytes", "<u4"), ("next", "<i8")])
     keys = np.concatenate(
-        [r.experts.astype(np.uint64) + r.layer * trace.shape.experts for s in compose(trace) for r in s.layers]
+        [np.repeat(b.layer * trace.shape.experts, np.diff(b.edges)) + b.experts for b in layer_steps(trace)]
     )
     rows = np.zeros(len(keys), record)
     rows["time"], rows["key"], rows["bytes"] = np.arange(len(keys)), keys + 1, 1

@@ -1,10 +1,12 @@
 """What large traces cost: rows and accesses per second of CPU time, and the peak memory of import, sort and replay.
 
-``python -m benchmarks.trace_speed 1e8`` needs some GB of disk and half an hour.
+``python -m benchmarks.trace_speed 1e8`` needs some GB of disk and a quarter of an hour; ``--folder KEPT --part import``
+and so on does the same bit by bit.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -18,16 +20,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from traces.arrow import lists, named, numbers
-from traces.curves import CurveFold
-from traces.layer_steps import layer_steps
+from traces.curves import CURVES, CurveFold
+from traces.layer_steps import joined, layer_steps, of_sequences
 from traces.reader import Trace, open_trace
 from traces.schema import ModelShape, Phase, TraceHeader
 from traces.similarity import Resemblance
-from traces.stats import stats
+from traces.stats import LayerFold, stats
 from traces.writer import ROW_GROUP_ROWS, TraceWriter, arrow_schema
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
+
+    from traces.layer_steps import LayerSteps
+    from traces.reader import SequenceRows
 
 MILLION, ROWS = 1e6, 10_000_000
 SHAPE = ModelShape("bench", 24, 64, 8, 2048, 1024, (3 << 20,) * 24, 0)
@@ -37,57 +42,109 @@ import sys, time
 {imports}
 begin_s = time.process_time()
 rows = {work}
+taken_s = time.process_time() - begin_s
 with open("/proc/self/status") as status:  # ru_maxrss would inherit the parent's peak
     peak_kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-print(rows / (time.process_time() - begin_s) / 1e6, peak_kib / 1024)
+print(rows, taken_s, peak_kib / 1024)
 """
-_LARGE = {
-    "import, rows shuffled": (
+LARGE = {
+    "import": (
+        "rows shuffled",
         "from traces.importers import import_trace",
         "import_trace(sys.argv[1], sys.argv[2]).rows",
     ),
-    "survey, all curves": (
+    "stats": (
+        "without curves",
+        "from traces.reader import open_trace; from traces.stats import stats",
+        "(trace := open_trace(sys.argv[2]), stats(trace))[0].rows",
+    ),
+    "survey": (
+        "with all curves",
         "from traces.reader import open_trace; from traces.survey import survey",
         "(trace := open_trace(sys.argv[2]), survey(trace))[0].rows",
     ),
-    "replay, LRU alone": (
+    "cache": (
+        "LRU alone",
         "from moesim.api import replay_cache; from traces.reader import open_trace",
         "(trace := open_trace(sys.argv[2]), replay_cache(trace, 'lru'))[0].rows",
     ),
+    "replay": (
+        "timed, batches of 256",
+        "from moesim.api import MemoryOptions, replay; from traces.reader import open_trace",
+        (
+            "(trace := open_trace(sys.argv[2]), replay(trace, 'greedy', cache='lru', hw='rtx4060ti', batch=256,"
+            " memory=MemoryOptions(cache_ratio=0.25), out=sys.argv[3]))[0].rows"
+        ),
+    ),
 }
+"""Part -> what it is, what it imports, and an expression that does it and is worth the rows of the trace."""
 
 
-def report(rows: int = ROWS) -> None:
-    """Print the rates at a tenth of `rows`, and the whole survey's rate and peak memory at `rows`."""
+def report(rows: int = ROWS, parts: Sequence[str] = (), folder: Path | None = None) -> None:
+    """Print the rates at a tenth of `rows`, and the rate and peak memory of each part of `LARGE` at `rows`.
+
+    Args:
+        rows: of the large trace.
+        parts: which parts; none for all.
+        folder: where the traces are kept for another call; None throws them away.
+    """
     with tempfile.TemporaryDirectory() as name:
-        small = open_trace(write(Path(name) / "small.parquet", rows // 10))
-        print(f"statistics of a synthetic trace, {SHAPE.layers} x {SHAPE.experts} top {SHAPE.top_k}; per CPU second")
-        reading = _seconds(lambda: deque(small.sequences(), maxlen=0))
-        print(f"  reading alone       {small.rows / reading / MILLION:6.2f} million rows")
-        print(f"  stats               {small.rows / _seconds(lambda: stats(small)) / MILLION:6.2f} million rows")
-        print(f"  similarity and so on {small.rows / _seconds(lambda: _alike(small)) / MILLION:5.2f} million rows")
-        print(f"  all four curves     {_curve_rate(small):6.2f} million accesses (target 1), from memory")
-        print(f"{rows:,} rows, each in a process of its own (target: 1 GB)")
-        shuffled, large = Path(name) / "shuffled.parquet", Path(name) / "large.parquet"
-        write_shuffled(shuffled, rows)
-        for what, (imports, work) in _LARGE.items():
+        place = folder or Path(name)
+        place.mkdir(parents=True, exist_ok=True)
+        if not parts:
+            _rates(open_trace(write(Path(name) / "small.parquet", rows // 10)))
+        print(f"{rows:,} rows, each in a process of its own (target: 1 GB)", flush=True)
+        shuffled, large = place / f"shuffled-{rows}.parquet", place / f"large-{rows}.parquet"
+        for part in parts or LARGE:
+            if part == "import" and not shuffled.exists():
+                write_shuffled(shuffled, rows)
+            elif part != "import" and not large.exists():
+                sys.exit(f"no {large}: run the part 'import' with this --folder first")
+            what, imports, work = LARGE[part]
             code = _CHILD.format(imports=imports, work=work)
-            call = [sys.executable, "-c", code, str(shuffled), str(large)]
-            rate, peak = subprocess.run(call, capture_output=True, text=True, check=True).stdout.split()
-            print(f"  {what:<22} {float(rate):5.2f} million rows per CPU second, peak {float(peak):4.0f} MiB")
+            call = [sys.executable, "-c", code, str(shuffled), str(large), f"{name}/run"]
+            told = subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+            read, taken_s, peak = map(float, told)
+            rate = read / taken_s / MILLION
+            print(
+                f"  {part + ', ' + what:<29} {rate:5.2f} million rows per CPU second, {taken_s:4.0f} s,"
+                f" peak {peak:4.0f} MiB", flush=True,
+            )  # fmt: skip
 
 
-def _curve_rate(trace: Trace) -> float:
-    """Million accesses per CPU second, through layer steps that lie ready."""
-    blocks = list(layer_steps(trace))
+def _rates(small: Trace) -> None:
+    print(f"statistics of a synthetic trace, {SHAPE.layers} x {SHAPE.experts} top {SHAPE.top_k}; per CPU second")
+    reading = _seconds(lambda: deque(small.sequences(), maxlen=0))
+    print(f"  reading alone       {small.rows / reading / MILLION:6.2f} million rows")
+    print(f"  stats               {small.rows / _seconds(lambda: stats(small)) / MILLION:6.2f} million rows")
+    print(f"  similarity and so on {small.rows / _seconds(lambda: _alike(small)) / MILLION:5.2f} million rows")
+    print(f"  all but the curves  {small.rows / _seconds(lambda: _uncurved(small)) / MILLION:6.2f} million rows")
+    blocks = list(layer_steps(small))
+    accesses = sum(len(block.experts) for block in blocks)
+    for names in (("lru",), ("belady",), ("lru_global",), ("belady_global",), CURVES):
+        seconds = _seconds(lambda names=names: _curves(small, blocks, names))
+        what = "all four curves" if names == CURVES else names[0].replace("_", " ")
+        print(f"  {what:<19} {accesses / seconds / MILLION:6.2f} million accesses (target 1), from memory")
 
-    def fold() -> None:
-        curve = CurveFold(trace.shape)
-        for block in blocks:
-            curve.add(block)
-        curve.end()
 
-    return sum(len(block.experts) for block in blocks) / _seconds(fold) / MILLION
+def _curves(trace: Trace, blocks: list[LayerSteps], names: tuple[str, ...]) -> None:
+    """Some curves of layer steps that lie ready."""
+    curve = CurveFold(trace.shape, names=names)
+    for block in blocks:
+        curve.add(block)
+    curve.end()
+
+
+def _uncurved(trace: Trace) -> None:
+    fold, alike = LayerFold(trace.shape.layers, trace.shape.experts, trace.shape.top_k), Resemblance(trace.shape)
+
+    def read() -> Iterator[SequenceRows]:
+        for rows in trace.sequences():
+            alike.add(rows)
+            yield rows
+
+    for block in joined(of_sequences(read(), trace.shape.layers, trace.shape.experts)):
+        fold.add(block)
 
 
 def _alike(trace: Trace) -> None:
@@ -152,4 +209,9 @@ def write_shuffled(path: Path, rows: int) -> Path:
 
 
 if __name__ == "__main__":
-    report(int(float(sys.argv[1])) if len(sys.argv) > 1 else ROWS)
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("rows", nargs="?", type=lambda text: int(float(text)), default=ROWS)
+    options.add_argument("--part", action="append", choices=LARGE, default=[])
+    options.add_argument("--folder", type=Path)
+    chosen = options.parse_args()
+    report(chosen.rows, chosen.part, chosen.folder)

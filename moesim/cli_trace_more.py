@@ -147,7 +147,9 @@ def synth(
     from traces.reader import open_trace
 
     if like is not None:
-        model = synthetic.fit(open_trace(like))
+        from traces.synth_fit import fit
+
+        model = fit(open_trace(like))
     else:
         model = synthetic.stated(model_shape(str(shape), weights or "bf16"), seed=seed, **stated_words)  # type: ignore[arg-type]
     with bar("drawing") as show:

@@ -113,6 +113,7 @@ def _compose(trace: Trace, batch: int, columns: tuple[str, ...]) -> Iterator[Rou
             yield routed
             step += 1
         index += 1
+        group.clear()  # before the next one is read: two batches at once would be the peak
 
 
 class _Group:
