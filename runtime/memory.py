@@ -209,7 +209,10 @@ def huge_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     Through pages of 4 KiB a product over 16 MiB needs more translations than a processor keeps, and how long it takes
     depends on where the pages happen to lie: the same run differed from one allocation to the next.
     """
-    return torch.frombuffer(_pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(*shape)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:  # a shape without dense feed-forward, say: no system maps nothing
+        return torch.empty(*shape, dtype=dtype)
+    return torch.frombuffer(_pages(nbytes), dtype=dtype).view(*shape)
 
 
 def _page_lock(memory: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from runtime import direct_io, sources
 from runtime.direct_io import BLOCK_BYTES, DirectFile
 from runtime.errors import RuntimeFault, StoreError
-from runtime.memory import DeviceSlots, HostTier
+from runtime.memory import DeviceSlots, HostTier, huge_tensor
 from runtime.store import DATA_NAME, INDEX_NAME, JOURNAL_NAME, open_store
 from runtime.store_build import build_random_store, build_store
 from traces.schema import ModelShape
@@ -455,6 +455,12 @@ def _mapping_flags(address: int) -> list[str]:
         elif inside and bounds == "VmFlags:":
             return rest
     raise AssertionError(f"no mapping holds {address:x}")
+
+
+def test_weights_of_no_width_are_a_tensor_too():
+    """A model at a fraction of its size may have no dense feed-forward left; nothing cannot be mapped."""
+    assert huge_tensor((2, 3), torch.float32).shape == (2, 3)
+    assert huge_tensor((0, 3), torch.float32).shape == (0, 3)
 
 
 def test_more_memory_than_there_is_is_refused_in_words():
