@@ -26,6 +26,7 @@ LOAD_LEAST = 5.0
 """Expected choices per expert and layer that the chi-square needs (Cochran's rule)."""
 LOOP_LEAST = 0.8
 """Share of first choices that equal those a fixed number of tokens before: above it, a sequence repeats itself."""
+_ROWS = 65_536
 LOOP_TOKENS = 64
 """Generated tokens below which a sequence is not judged; longest period looked for."""
 
@@ -57,8 +58,10 @@ class Checker:
     def add(self, pos: np.ndarray, phase: np.ndarray, layer: np.ndarray, experts: np.ndarray) -> None:
         """Fold the rows of one sequence, sorted by pos, layer: [N], [N], [N], [N, K]."""
         number, self.sequences = self.sequences, self.sequences + 1
-        keys = layer.astype(np.int64)[:, None] * self.shape.experts + experts
-        self.load += np.bincount(keys.reshape(-1), minlength=self.load.size).reshape(self.load.shape)
+        for start in range(0, len(layer), _ROWS):  # eight bytes per choice, of a few rows at a time
+            some = slice(start, start + _ROWS)
+            keys = layer[some].astype(np.int64)[:, None] * self.shape.experts + experts[some]
+            self.load += np.bincount(keys.reshape(-1), minlength=self.load.size).reshape(self.load.shape)
         if pos[0] != 0 and phase[0] == Phase.PREFILL:
             self.late.append(number)
         if (jump := np.diff(pos) > 1).any():
