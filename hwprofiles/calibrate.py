@@ -122,8 +122,8 @@ class _Fit:
         points = _points(alone_s[usable] + more_s, ops.sizes[usable], groups[usable])
         excess_s = alone_s + more_s - _at(points, groups)
         known = ops.first & np.isfinite(excess_s)
-        group = np.full(int(known.sum()), LANE_CLASSES.index(lane))
-        self._excess.append(Rows(excess_s[known], ops.active[known], ops.copies[known], group))
+        group, tiered = np.full(int(known.sum()), LANE_CLASSES.index(lane)), np.zeros(int(known.sum()))
+        self._excess.append(Rows(excess_s[known], ops.active[known], ops.copies[known], tiered, group))
         self._roofline(lane, points)
         ratios = (alone_s + more_s)[usable] / _at(points, groups[usable])
         quantiles = quantiles_around_one(ratios[np.isfinite(ratios)])
@@ -248,15 +248,20 @@ class _Fit:
                 words = f"by what the first {name} operation begins, takes and is noticed later than the other lane's"
                 later_s = late_s[group] + told_s.get(group, 0.0)
                 self._put(f"costs.{name}.first_s", gaps - clipped_mean(gaps) + later_s, words)
+        if sum(map(len, self._gaps.read)) >= LEAST_SAMPLES:
+            words = "from plan to the first read of a layer step"
+            self._put("costs.ssd.first_s", np.concatenate(self._gaps.read), words)
 
     def _planes(self, path: str, tables: Sequence[Rows], words: str) -> dict[int, float]:
         """Note ``{path}_s``, ``..._per_expert_s`` and ``..._per_copy_s``; return by lane class what it takes beyond."""
-        keys = (f"{path}_s", f"{path}_per_expert_s", f"{path}_per_copy_s")
+        keys = tuple(f"{path}{what}_s" for what in ("", "_per_expert", "_per_copy", "_with_ssd"))
         bases_s = self._plane(keys, tables, words)
         return {group: base_s - min(bases_s.values()) for group, base_s in bases_s.items()}
 
-    def _plane(self, keys: tuple[str, str, str], tables: Sequence[Rows], words: str) -> dict[int, float]:
-        """Note the base and the slopes by active experts and copies, summed over tables; intervals are resampled.
+    def _plane(self, keys: Sequence[str], tables: Sequence[Rows], words: str) -> dict[int, float]:
+        """Note base, slopes by active experts and copies, and what the SSD tier adds; intervals are resampled.
+
+        Tables are summed. The SSD's part is left out where no run had one.
 
         Returns:
             The base by group, of which the least is noted.
@@ -275,13 +280,15 @@ class _Fit:
         ratios = rows.seconds / np.maximum(_columns(rows, groups) @ found, 1e-9)
         spread = float(np.subtract(*np.quantile(rows.seconds, (0.75, 0.25))))
         bounds = np.quantile([_least(draw) for draw in drawn], (0.025, 0.975), axis=0).T
-        for number, (key, value, (low, high)) in enumerate(zip(keys, _least(found), bounds, strict=True)):
+        if not any(rows.tiered.any() for rows in tables):
+            keys = keys[:-1]
+        for number, (key, value, (low, high)) in enumerate(zip(keys, _least(found), bounds, strict=False)):
             self._numbers[key] = Quantity(
                 value, "measured", words, samples=len(rows.seconds), spread=spread, date=self._date,
                 interval=(float(min(value, low)), float(max(value, high))),
                 quantiles=() if number or not ratios.any() else quantiles_around_one(ratios),
             )  # fmt: skip
-        return dict(zip(groups.tolist(), found[:-2].tolist(), strict=True))
+        return dict(zip(groups.tolist(), found[:-3].tolist(), strict=True))
 
     def _dense(self) -> None:
         """The dense part: a roofline through head and layers, and of each a curve over tokens by shape."""
@@ -333,8 +340,8 @@ class _Fit:
             found.setdefault(spans.run.assignment, []).append(spans.planning())
         every = Rows.joined(rows for parts in found.values() for rows in parts)
         for name, rows in (*((name, Rows.joined(parts)) for name, parts in found.items()), ("default", every)):
-            keys = tuple(f"costs.planning.{name}.{key}_s" for key in ("base", "per_expert", "per_copy"))
-            self._plane(keys, [rows], "planning of designed runs, by active experts and copies")  # type: ignore[arg-type]
+            keys = [f"costs.planning.{name}.{key}_s" for key in ("base", "per_expert", "per_copy", "with_ssd")]
+            self._plane(keys, [rows], "planning of designed runs, by active experts and copies")
 
     # -- helpers -------------------------------------------------------------------------------------
 
@@ -423,14 +430,14 @@ def _at(points: Sequence[_Point], groups: np.ndarray) -> np.ndarray:
 
 
 def _columns(rows: Rows, groups: np.ndarray) -> np.ndarray:
-    """One column of ones by group, then active experts and copies, float64 [N, groups + 2]."""
+    """A column of ones by group, then active experts, copies, and the SSD tier, float64 [N, groups + 3]."""
     own = (rows.group[:, None] == groups).astype(np.float64)
-    return np.column_stack((own, rows.active, rows.copies))
+    return np.column_stack((own, rows.active, rows.copies, rows.tiered))
 
 
-def _least(plane_: np.ndarray) -> tuple[float, float, float]:
-    """Least base, and both slopes."""
-    return float(plane_[:-2].min()), float(plane_[-2]), float(plane_[-1])
+def _least(plane_: np.ndarray) -> tuple[float, float, float, float]:
+    """Least base, and the three slopes."""
+    return float(plane_[:-3].min()), float(plane_[-3]), float(plane_[-2]), float(plane_[-1])
 
 
 def _plain(report: FitReport) -> dict[str, float]:

@@ -99,6 +99,12 @@ class Costs:
         return self.profile.number("costs.cpu.first_s")
 
     @property
+    def ssd_first_s(self) -> float:
+        """Seconds from the end of planning to the first read of a layer step; 0 where it was not measured."""
+        first = self.profile.numbers.get("costs.ssd.first_s")
+        return 0.0 if first is None else first.value
+
+    @property
     def gpu_first_s(self) -> float:
         """The same on a GPU; 0 in a profile that does not say (only calibration can tell)."""
         first = self.profile.numbers.get("costs.gpu.first_s")
@@ -280,28 +286,36 @@ class Costs:
 
     # --- control
 
-    def planning_s(self, policy_name: str, active: int, copies: int = 0) -> float:
+    def planning_s(self, policy_name: str, active: int, copies: int = 0, *, tiered: bool = False) -> float:
         """Seconds the control lane plans one layer step with `active` experts, of which it has `copies` brought.
 
-        A policy that the profile does not name costs what ``costs.planning.default`` says.
+        A policy that the profile does not name costs what ``costs.planning.default`` says; so does what the SSD tier
+        adds where the policy was not seen with one (`tiered`: an SSD lies behind host memory).
         """
         table = f"costs.planning.{policy_name}"
         if f"{table}.base_s" not in self.profile.numbers:
             table = "costs.planning.default"
-        return self._plane(f"{table}.base_s", f"{table}.per", active, copies)
+        seconds = self._plane(f"{table}.base_s", f"{table}.per", active, copies)
+        return seconds + self._with_ssd(f"{table}.with_ssd_s", "costs.planning.default.with_ssd_s") * tiered
 
     @property
     def dispatch_s(self) -> float:
         """Seconds to hand one operation to a lane."""
         return self.profile.number("costs.dispatch.per_op_s")
 
-    def first_op_s(self, active: int, copies: int) -> float:
-        """Seconds from the end of planning to the first operation of a layer step."""
-        return self._plane("costs.dispatch.first_op_s", "costs.dispatch.first_op_per", active, copies)
+    def first_op_s(self, active: int, copies: int, *, tiered: bool = False) -> float:
+        """Seconds from the end of planning to the first operation of a layer step; `tiered` as in `planning_s`."""
+        seconds = self._plane("costs.dispatch.first_op_s", "costs.dispatch.first_op_per", active, copies)
+        return seconds + self._with_ssd("costs.dispatch.first_op_with_ssd_s") * tiered
 
-    def join_s(self, active: int, copies: int) -> float:
-        """Seconds to join the lanes' results at the end of a layer step."""
-        return self._plane("costs.dispatch.join_s", "costs.dispatch.join_per", active, copies)
+    def join_s(self, active: int, copies: int, *, tiered: bool = False) -> float:
+        """Seconds to join the lanes' results at the end of a layer step; `tiered` as in `planning_s`."""
+        seconds = self._plane("costs.dispatch.join_s", "costs.dispatch.join_per", active, copies)
+        return seconds + self._with_ssd("costs.dispatch.join_with_ssd_s") * tiered
+
+    def _with_ssd(self, *paths: str) -> float:
+        """What the SSD tier adds: the first figure that the profile has."""
+        return next((self.profile.numbers[path].value for path in paths if path in self.profile.numbers), 0.0)
 
     def _plane(self, base: str, per: str, active: int, copies: int) -> float:
         """``base + active x per_expert + copies x per_copy``; a profile may leave out the latter two."""

@@ -30,15 +30,16 @@ _LANES = ("control", "cpu", "gpu*", "h2d*", "d2h*", "ssd")
 _PARTS = ("cpu", "gpu", "dense", "head")
 _ROOFLINE = ("overhead_s", "bytes_per_s", "flops_per_s")
 _LINK = ("latency_s", "bytes_per_s")
-_CONTROL = tuple(f"{what}{per}_s" for what in ("first_op", "join") for per in ("", "_per_expert", "_per_copy"))
+_CONTROL_TERMS = ("", "_per_expert", "_per_copy", "_with_ssd")
+_CONTROL = tuple(f"{what}{per}_s" for what in ("first_op", "join") for per in _CONTROL_TERMS)
 NUMBERS: tuple[str, ...] = (
     "cores",
     *(f"memory.{key}" for key in ("gpu_bytes", "host_bytes", "staging_experts")),
     *(f"costs.{lane}.{key}" for lane, key in product(("cpu", "gpu", "dense"), _ROOFLINE)),
-    *(f"costs.{lane}.first_s" for lane in ("cpu", "gpu")),
+    *(f"costs.{lane}.first_s" for lane in ("cpu", "gpu", "ssd")),
     *(f"costs.{link}.{key}" for link, key in product(("h2d", "d2h", "ssd", "activation"), _LINK)),
     *(f"costs.dispatch.{key}" for key in ("per_op_s", *_CONTROL)),
-    *(f"costs.planning.*.{key}" for key in ("base_s", "per_expert_s", "per_copy_s")),
+    *(f"costs.planning.*.{key}" for key in ("base_s", "per_expert_s", "per_copy_s", "with_ssd_s")),
     *(f"contention.{victim}.{other}" for victim, other in product(LANE_CLASSES, LANE_CLASSES)),
     "power.platform.idle_w",
     *(f"power.{lane}.idle_w" for lane in _LANES),

@@ -86,12 +86,14 @@ class Rows(NamedTuple):
         seconds: float64 [N].
         active: float64 [N], active experts.
         copies: float64 [N], experts brought from one memory to another.
+        tiered: float64 [N], 1 where an SSD lies behind host memory.
         group: int64 [N], number of the lane class (an index into `LANE_CLASSES`) that it concerns; 0 where none.
     """
 
     seconds: np.ndarray
     active: np.ndarray
     copies: np.ndarray
+    tiered: np.ndarray
     group: np.ndarray
 
     @classmethod
@@ -111,12 +113,14 @@ class Gaps:
     Attributes:
         follow: lane class -> from the end of an operation to the start of the next on the same worker, as float64 [n].
         first: from the end of planning to the first operation of the ``cpu`` or ``gpu`` lane's worker.
+        read: from the end of planning to the first read, as float64 [n].
         join: what passes between two dense parts beside planning and lanes: the request, from the end of the last
             operation to the join, the join, to the next dense part; by the lane whose operation was the last.
     """
 
     follow: dict[str, list[np.ndarray]] = field(default_factory=dict)
     first: list[Rows] = field(default_factory=list)
+    read: list[np.ndarray] = field(default_factory=list)
     join: list[Rows] = field(default_factory=list)
 
 
@@ -209,7 +213,7 @@ class Spans:
         rows = self._kept & (self.kind == PLAN)
         active, copies = self._amounts()
         place = self.place[rows]
-        return Rows(self.seconds[rows], active[place], copies[place], np.zeros(len(place), np.int64))
+        return self._rows(self.seconds[rows], active[place], copies[place])
 
     def _amounts(self) -> tuple[np.ndarray, np.ndarray]:
         """Active experts and experts on demand from another memory, float64 by layer step."""
@@ -225,8 +229,8 @@ class Spans:
         count = int(self.place.max()) + 2
         waits = np.zeros(count, np.bool_)  # what waits for the SSD says nothing about handing work out
         waits[self.place[self.kind == READ]] = True
-        work = self._kept & np.isin(self.kind, (COMPUTE, FETCH)) & ~waits[self.place]
-        self._follow(np.flatnonzero(work), into)
+        work = self._kept & np.isin(self.kind, (COMPUTE, FETCH))
+        self._follow(np.flatnonzero(work & ~waits[self.place]), into)
         amounts = self._amounts()
         first_s, last_s = self._extremes(work, count)
         plan_end_s, join_start_s = np.full(count, np.nan), np.full(count, np.nan)
@@ -237,9 +241,18 @@ class Spans:
         for name in first_s:
             group = LANE_CLASSES.index(name)
             worked = (first_s[name] < _NEVER) & np.isfinite(plan_end_s)
-            into.first.append(_rows(first_s[name] - plan_end_s, amounts, group, worked))
+            into.first.append(self._rows(first_s[name] - plan_end_s, *amounts, group).where(worked & ~waits))
             later = worked & (last_s[name] == latest_s) & np.isfinite(join_start_s) & np.isfinite(around_s)
-            into.join.append(_rows(np.maximum(join_start_s - last_s[name], 0.0) + around_s, amounts, group, later))
+            told_s = np.maximum(join_start_s - last_s[name], 0.0) + around_s
+            into.join.append(self._rows(told_s, *amounts, group).where(later))
+        self._first_reads(plan_end_s, into)
+
+    def _first_reads(self, plan_end_s: np.ndarray, into: Gaps) -> None:
+        """From the end of planning to the first read that it asked for."""
+        rows = np.flatnonzero(self._kept & (self.kind == READ))
+        places, first = np.unique(self.place[rows], return_index=True)
+        gap_s = self.start_s[rows[first]] - plan_end_s[places]
+        into.read.append(gap_s[gap_s >= 0.0])  # one that began earlier was asked for earlier
 
     def _extremes(self, work: np.ndarray, count: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """First start and last end of each worker that computes, by layer step."""
@@ -279,7 +292,8 @@ class Spans:
         found[self.place[rows[steps]]] = np.maximum(asked_s + joined_s, 0.0)
         return found
 
-
-def _rows(seconds: np.ndarray, amounts: tuple[np.ndarray, np.ndarray], group: int, keep: np.ndarray) -> Rows:
-    """Those layer steps of a table that are kept."""
-    return Rows(np.maximum(seconds, 0.0), *amounts, np.full(len(seconds), group, np.int64)).where(keep)
+    def _rows(self, seconds: np.ndarray, active: np.ndarray, copies: np.ndarray, group: int = 0) -> Rows:
+        """A table of this run."""
+        count = len(seconds)
+        tiered = np.full(count, float((self.kind == READ).any()))
+        return Rows(np.maximum(seconds, 0.0), active, copies, tiered, np.full(count, group, np.int64))

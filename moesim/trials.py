@@ -130,7 +130,7 @@ class Bench:
         def forward(executor: Executor) -> Callable[[], None]:
             return ForcedRouting(executor, self._dense, trial.steps)
 
-        return execute(setup, self._store, self._device, forward).timeline
+        return execute(setup, self._store, self._device, forward, own_cores=True).timeline
 
 
 def _setup(trial: Trial, shape: ModelShape, profile: HardwareProfile, seed: int) -> Setup:

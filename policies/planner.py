@@ -277,7 +277,9 @@ class Planner:
             staging_slots=[self.sizes.staging - len(ahead) for ahead in self._ahead],
             planning_s=exposed_s,
         )
-        plan.planning_s += self.costs.planning_s(self.assignment_name, len(lanes), plan.copied)
+        plan.planning_s += self.costs.planning_s(
+            self.assignment_name, len(lanes), plan.copied, tiered=self.host is not None
+        )
         plan.serial = serial
         if self._looks_ahead and work.layer + 1 < self.layers:
             self._ask_ahead(plan)

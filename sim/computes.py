@@ -82,7 +82,7 @@ class Computes:
             work.gpu_s.tolist(),
         )
         started = None if work.started is None else work.started.tolist()
-        first_op_s = self._costs.first_op_s(len(experts), plan.copied)
+        first_op_s = self._costs.first_op_s(len(experts), plan.copied, tiered=self._planner.host is not None)
         unused = [True] * len(self._lanes)
         found = []
         for i in plan.order:

@@ -134,7 +134,7 @@ class Replay:
             yield self._alone(
                 self._d2h[home], ACTIVATION, step.step, layer, self._costs.activation_s(len(work.routing))
             )
-        join_s = self._costs.join_s(len(work.experts), plan.copied)
+        join_s = self._costs.join_s(len(work.experts), plan.copied, tiered=planner.host is not None)
         yield self._alone(self._control, JOIN, step.step, layer, join_s)
         for copies in planner.complete(plan, self.env.now):
             self.transfers.enqueue(copies, step.step)

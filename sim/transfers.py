@@ -32,6 +32,8 @@ class Transfers:
         self._read_s = [costs.read_s(layer) for layer in range(shape.layers)] if planner.host else []
         self._link = [machine.lanes.index(f"h2d{gpu}") for gpu in range(planner.gpus)]
         self._ssd = machine.lanes.index("ssd") if "ssd" in machine.lanes else -1
+        self._first_read_s = costs.ssd_first_s
+        self._read_at = -1, -1  # step and layer of the last demanded read
         self._landing: dict[tuple[int, int], Operation] = {}  # (gpu, key) -> GPU compute that waits
         self._reading: dict[int, list[Then]] = {}  # key -> what waits for host memory
         self._waiting: dict[int, dict[tuple[int, int, int], Operation]] = {}  # layer -> prefetches not started
@@ -115,6 +117,9 @@ class Transfers:
 
     def _read(self, step: int, layer: int, expert: int, priority: int, *, staged: bool) -> Operation:
         work_s = self._read_s[layer] + self._dispatch_s
+        if priority == DEMAND and self._read_at != (step, layer):
+            self._read_at = step, layer
+            work_s += self._first_read_s
         operation = Operation(self._ssd, kinds.READ, step, layer, expert, work_s, self._bytes[layer], self._read_done)
         operation.staged = staged
         self._reading[layer * self._experts + expert] = []

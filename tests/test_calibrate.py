@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hwprofiles.calibrate import calibrate
+from hwprofiles.costs import Costs
 from hwprofiles.profile import load_profile, parse_profile
 from hwprofiles.robust import clipped_mean, quantiles_around_one, slowdown_shares
 from hwprofiles.schema import Quantity
@@ -15,6 +16,7 @@ from moesim.calibrate import _ROUTED, _stability, designs, differences, drawn_st
 from moesim.memory import MemoryOptions
 from moesim.trials import Trial, figures, simulate
 from traces.models import model_shape
+from traces.timeline import READ
 
 DATE = "2026-01-01"
 TRUTH = {
@@ -24,9 +26,10 @@ TRUTH = {
 CONTROL = {
     "costs.dispatch.first_op_per_expert_s": 6e-6, "costs.dispatch.first_op_per_copy_s": 11e-6,
     "costs.dispatch.join_per_expert_s": 9e-6, "costs.dispatch.join_per_copy_s": 15e-6,
-    "costs.planning.on-demand.per_copy_s": 20e-6,
+    "costs.dispatch.join_with_ssd_s": 60e-6, "costs.planning.on-demand.per_copy_s": 20e-6,
 }  # fmt: skip
-"""What control does for each active expert and each copy."""
+"""What control does for each active expert and each copy, and with an SSD behind host memory."""
+WITH_SSD_S = 150e-6
 
 
 def sized(spec):
@@ -44,6 +47,7 @@ def machine():
     numbers = {path: q for path, q in shipped.numbers.items() if not path.startswith("contention.")}
     numbers |= {path: Quantity(value, "assumed", "a test") for path, value in TRUTH.items()}
     numbers |= {path: Quantity(value, "assumed", "a test") for path, value in CONTROL.items()}
+    numbers["costs.planning.default.with_ssd_s"] = Quantity(WITH_SSD_S, "assumed", "a test")
     return replace(shipped, numbers=numbers)
 
 
@@ -75,6 +79,31 @@ def test_contention_is_found(learned, path):
 @pytest.mark.parametrize("path", CONTROL)
 def test_what_control_does_per_expert_and_copy_is_found(learned, path):
     assert learned.numbers[path].value == pytest.approx(CONTROL[path], rel=0.1)
+
+
+@pytest.mark.parametrize(("policy", "off"), [("greedy", 0.1), ("all-cpu", 0.1), ("beam", 0.35)])
+def test_what_the_ssd_tier_adds_to_planning_is_found(learned, policy, off):
+    """Beam was not run with an SSD: all policies together stand in for it."""
+    costs = Costs(learned, sized("olmoe-1b-7b/2"))
+    added_s = costs.planning_s(policy, 4, tiered=True) - costs.planning_s(policy, 4)
+    assert added_s == pytest.approx(WITH_SSD_S, rel=off)
+
+
+def test_a_late_first_read_is_seen_and_charged_once_per_layer_step(machine, blank):
+    """Every first read of a layer step begins 2 ms after the plan: found from the gaps, and put into the prediction."""
+    shape = sized("olmoe-1b-7b/2")
+    memory = MemoryOptions(cache_ratio=0.0, host_memory_bytes=sum(shape.expert_bytes) * shape.experts // 2)
+    trial = Trial("all-cpu+none", memory, drawn_steps(batch=1, prompt=0, decode=20, seed=5))
+    timeline = simulate(trial, shape, machine)
+    chunks = list(timeline.chunks())
+    columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in ("kind", "step", "layer")}
+    reads = np.column_stack([columns["step"], columns["layer"]])[columns["kind"] == READ]
+    late = Quantity(2e-3, "assumed", "a test")
+    delayed = simulate(trial, shape, replace(machine, numbers=machine.numbers | {"costs.ssd.first_s": late}))
+    added_s = figures(delayed)["makespan_s"] - figures(timeline)["makespan_s"]
+    assert len(np.unique(reads, axis=0)) < len(reads), "some layer steps read more than one"
+    assert added_s == pytest.approx(2e-3 * len(np.unique(reads, axis=0)), rel=0.1)
+    assert learn([(shape, trial, timeline)], blank, date=DATE, name="x").numbers["costs.ssd.first_s"].value < 1e-6
 
 
 @pytest.mark.parametrize(
