@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from learned_network import Artefacts
@@ -155,3 +156,16 @@ class Case:
         finally:
             executor.close()
         return live, journal, timeline, planner(), result
+
+
+def mapping_flags(address: int) -> list[str]:
+    """Flags of the mapping that holds an address of this process."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds, *rest = line.split()
+        if rest and "-" in bounds and not bounds.endswith(":"):
+            low, high = (int(bound, 16) for bound in bounds.split("-"))
+            inside = low <= address < high
+        elif inside and bounds == "VmFlags:":
+            return rest
+    raise AssertionError(f"no mapping holds {address:x}")

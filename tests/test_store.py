@@ -19,6 +19,7 @@ from runtime.errors import RuntimeFault, StoreError
 from runtime.memory import DeviceSlots, HostTier, huge_tensor
 from runtime.store import DATA_NAME, INDEX_NAME, JOURNAL_NAME, open_store
 from runtime.store_build import build_random_store, build_store
+from tests.real_machine import mapping_flags
 from traces.schema import ModelShape
 
 SHAPE = ModelShape(
@@ -440,21 +441,8 @@ def test_slots_lie_in_huge_pages_where_the_system_has_them():
     if not advised.exists() or "[never]" in advised.read_text():
         pytest.skip("no transparent huge pages here")
     with HostTier(16, 4 << 20) as tier:
-        flags = _mapping_flags(tier.memory.data_ptr())
+        flags = mapping_flags(tier.memory.data_ptr())
     assert "hg" in flags, "the mapping is advised"
-
-
-def _mapping_flags(address: int) -> list[str]:
-    """Flags of the mapping that holds an address of this process."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        bounds, *rest = line.split()
-        if rest and "-" in bounds and not bounds.endswith(":"):
-            low, high = (int(bound, 16) for bound in bounds.split("-"))
-            inside = low <= address < high
-        elif inside and bounds == "VmFlags:":
-            return rest
-    raise AssertionError(f"no mapping holds {address:x}")
 
 
 def test_weights_of_no_width_are_a_tensor_too():
