@@ -96,6 +96,9 @@ def validate(
     repetitions: Annotated[int, typer.Option(metavar="N", min=1, help="Of each real run.")] = 5,
     stores: Stores = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the report there.")] = None,
+    earlier: Annotated[
+        Path | None, typer.Option("--with", metavar="FILE", help="Sum up with an earlier validation.json.")
+    ] = None,
     seed: options.Seed = 0,
     as_json: options.AsJson = False,
 ) -> None:
@@ -105,11 +108,13 @@ def validate(
     Examples:
       moesim validate q.parquet --shapes olmoe-1b-7b/2 --hw hw.toml --out report
       moesim validate a.parquet b.parquet --policies greedy+lru,on-demand+lru --cache-ratios 0.2,0.5 --json
+      moesim validate q.parquet --hw hw.toml --host-ratios 0.5 --with report/validation.json --out both
     """
     options.check_places(folder=out)
     from moesim import validate as library
     from moesim import validation_report as report
 
+    before = None if earlier is None else report.load(earlier)
     names = options.split_names(policies, "--policies")
     with _shown("validating") as tell:
         found = library.validate(
@@ -117,7 +122,7 @@ def validate(
             batches=[int(value) for value in _numbers(batches)], shapes=shapes.split(",") if shapes else (None,),
             host_ratios=_numbers(host_ratios), repetitions=repetitions, stores=stores, seed=seed, progress=tell,
         )  # fmt: skip
-    result = found.to_json()
+    result = found.to_json() if before is None else library.joined(found.to_json(), before)
     places = report.save(result, out) if out is not None else []
     if as_json:
         print(json.dumps(result, indent=2))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from hwprofiles.costs import Costs
+from hwprofiles.errors import ProfileError
 from moesim import agreement
 from moesim.memory import MemoryOptions
 from moesim.runs import machine_profile
@@ -181,6 +182,26 @@ class Validation:
         """Cells and the summary over them."""
         cells = [cell.to_json() for cell in self.cells]
         return {**summary(cells), "cells": cells, "config": self.config, "warnings": self.warnings}
+
+
+def joined(result: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """Sum up a validation together with an earlier one by the same profile.
+
+    Args:
+        result, earlier: as `Validation.to_json` made them.
+
+    Raises:
+        ProfileError: they were predicted by different profiles.
+    """
+    one, other = (part["config"]["hw_digest"] for part in (earlier, result))
+    if one != other:
+        raise ProfileError(f"the earlier validation is by another profile: expected digest {other}, found {one}")
+    cells = earlier["cells"] + result["cells"]
+    config = {**result["config"], "seconds": earlier["config"]["seconds"] + result["config"]["seconds"]}
+    return {
+        **summary(cells), "cells": cells, "config": config | {"earlier": earlier["config"]},
+        "warnings": [*dict.fromkeys(earlier["warnings"] + result["warnings"])],
+    }  # fmt: skip
 
 
 def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -423,4 +444,4 @@ def _words(place: Place) -> str:
     return f"{place.trace}, {place.shape}, {place.policy}, cache {place.cache_ratio:g}, batch {place.batch}"
 
 
-__all__ = ["Cell", "Place", "Validation", "summary", "timing_free", "validate", "warnings_of"]
+__all__ = ["Cell", "Place", "Validation", "joined", "summary", "timing_free", "validate", "warnings_of"]

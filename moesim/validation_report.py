@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hwprofiles.errors import ProfileError
 from traces.files import written_beside
 
 if TYPE_CHECKING:
@@ -138,6 +139,24 @@ def page(result: dict[str, Any]) -> str:
         f" {config['load_before']} before, {config['load_after']} after.</p><table>{summary}</table>"
         f"{figures}<table><tr>{head}</tr>{rows}</table><ul>{notes}</ul>"
     )
+
+
+def load(place: str | Path) -> dict[str, Any]:
+    """Read what `save` wrote as ``validation.json``.
+
+    Raises:
+        ProfileError: it is no such file.
+    """
+    import json  # noqa: PLC0415 - with the file it reads
+
+    wanted = "expected a validation.json that `moesim validate --out` wrote"
+    try:
+        found = json.loads(Path(place).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"{place}: {wanted}, found {error}") from None
+    if not isinstance(found, dict) or not {"cells", "config", "warnings"} <= found.keys():
+        raise ProfileError(f"{place}: {wanted}, found other JSON")
+    return found
 
 
 def save(result: dict[str, Any], folder: str | Path) -> list[Path]:

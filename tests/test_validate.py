@@ -10,14 +10,15 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
+from hwprofiles.errors import ProfileError
 from hwprofiles.profile import load_profile, save_profile
 from moesim import cli_validate
 from moesim.memory import MemoryOptions
 from moesim.sensitivity import break_even, capacity_cliff, sensitivity
 from moesim.terms import TERMS, terms
 from moesim.trials import Trial, foreign, simulate, system_of
-from moesim.validate import Cell, Place, Validation, timing_free, validate
-from moesim.validation_report import markdown, page, save
+from moesim.validate import Cell, Place, Validation, joined, timing_free, validate
+from moesim.validation_report import load, markdown, page, save
 from policies.base import PolicyError
 from tests.real_machine import host_profile
 from traces.batch import compose
@@ -48,8 +49,8 @@ def cell(policy, measured, predicted, *, free=True, hits=3, ratio=0.5, extrapola
 
 def result(*cells):
     config = {
-        "date": "2026-01-01", "machine": "m", "hw": "h", "hw_date": "2026-01-01", "steps": 8, "repetitions": 2,
-        "seconds": 1, "load_before": 0.0, "load_after": 0.0,
+        "date": "2026-01-01", "machine": "m", "hw": "h", "hw_date": "2026-01-01", "hw_digest": "d", "steps": 8,
+        "repetitions": 2, "seconds": 1, "load_before": 0.0, "load_after": 0.0,
     }  # fmt: skip
     return Validation(list(cells), config, ["a note"]).to_json()
 
@@ -108,6 +109,21 @@ def test_errors_are_told_apart_by_every_coordinate():
     assert found["by"]["cache_ratio"]["0.1"]["count"] == 1
     assert "| policy b | 1 | 3.0 % |" in markdown(found)
     assert "| batch" not in markdown(found).split("coordinate")[1], "all cells have one batch size"
+
+
+def test_two_validations_by_one_profile_are_summed_up_together(tmp_path):
+    first, second = result(cell("a", [1.0, 1.0], 1.1)), result(cell("b", [2.0, 2.0], 2.1, host=0.5))
+    save(first, tmp_path)
+    both = joined(second, load(tmp_path / "validation.json"))
+    assert [one["policy"] for one in both["cells"]] == ["a", "b"]
+    assert both["tpot_error_median"] == pytest.approx(0.075)
+    assert (both["ssd"]["count"], both["config"]["seconds"]) == (1, 2)
+    second["config"]["hw_digest"] = "another"
+    with pytest.raises(ProfileError, match="another profile"):
+        joined(second, first)
+    (tmp_path / "other.json").write_text("[1]")
+    with pytest.raises(ProfileError, match=r"other\.json: expected a validation\.json"):
+        load(tmp_path / "other.json")
 
 
 def test_terms_are_shares_of_the_measured_makespan():
