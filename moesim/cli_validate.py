@@ -57,6 +57,7 @@ def calibrate(
     options.check_places(files=[out])
     from hwprofiles.profile import load_profile
     from moesim import calibrate as library
+    from moesim.trials import unsteady
 
     other = load_profile(against) if against is not None else None
     sizes = shapes.split(",") if shapes else library.SHAPES
@@ -64,6 +65,8 @@ def calibrate(
         raise typer.BadParameter(f"expected two sizes, the larger first, got {shapes!r}", param_hint="--shapes")
     with _shown("calibrating") as tell:
         profile = library.calibrate(out, shapes=sizes, quick=quick, hw=hw, stores=stores, seed=seed, progress=tell)
+    if (words := unsteady(profile)) is not None:
+        print(f"note: {words}", file=sys.stderr)
     apart: dict[str, Any] | None = None
     if other is not None:
         missed = [abs(value) for value in library.differences(other, profile, sizes)]

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from traces.schema import ModelShape
 
 HOST_CACHE = "lru"
+STEADY = 0.05
+"""By how much the last of the identical runs of a calibration may differ from the first."""
 _DISTINCT = 64
 """Different records in a bench's store: it is built in seconds; in memory every expert has its own."""
 
@@ -144,6 +146,17 @@ def _setup(trial: Trial, shape: ModelShape, profile: HardwareProfile, seed: int)
 def figures(timeline: Timeline) -> dict[str, Any]:
     """Metrics of a run."""
     return summarise(timeline)
+
+
+def unsteady(profile: HardwareProfile) -> str | None:
+    """Say that the machine changed its speed while a profile was calibrated, if it did by more than `STEADY`."""
+    drift = profile.fit.get("drift", {}).get("residual_median", 0.0)
+    if drift <= STEADY:
+        return None
+    return (
+        f"the machine changed its speed by {100 * drift:.0f} % while profile {profile.name} was calibrated,"
+        " so every time may be off by as much; calibrate again"
+    )
 
 
 def foreign(profile: HardwareProfile) -> list[str]:

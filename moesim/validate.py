@@ -25,7 +25,7 @@ from moesim import agreement
 from moesim.memory import MemoryOptions
 from moesim.runs import machine_profile
 from moesim.terms import TERMS, step_seconds, terms
-from moesim.trials import Bench, Trial, figures, foreign, simulate, system_of
+from moesim.trials import Bench, Trial, figures, foreign, simulate, system_of, unsteady
 from policies.base import CachePolicy
 from traces.batch import compose
 from traces.reader import Trace, open_trace
@@ -338,6 +338,8 @@ def warnings_of(profile: HardwareProfile, load: float) -> list[str]:
     said = [f"profile {profile.name} is another machine's: {words}" for words in foreign(profile)]
     if "noise_floor" not in profile.fit:
         said.append(f"profile {profile.name} was not calibrated through the executor; `moesim calibrate --out hw.toml`")
+    if (words := unsteady(profile)) is not None:
+        said.append(words)
     if load > 0.5:
         said.append(f"the machine was not quiet: load average {load:.1f} when it began; times scatter by that")
     return said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,13 @@ from typer.testing import CliRunner
 
 from hwprofiles.errors import ProfileError
 from hwprofiles.profile import load_profile, save_profile
+from hwprofiles.schema import FIT_KEYS
 from moesim import cli_validate
 from moesim.memory import MemoryOptions
 from moesim.sensitivity import break_even, capacity_cliff, sensitivity
 from moesim.terms import TERMS, terms
 from moesim.trials import Trial, foreign, simulate, system_of
-from moesim.validate import Cell, Place, Validation, joined, timing_free, validate
+from moesim.validate import Cell, Place, Validation, joined, timing_free, validate, warnings_of
 from moesim.validation_report import load, markdown, page, save
 from policies.base import PolicyError
 from tests.real_machine import host_profile
@@ -126,6 +128,16 @@ def test_two_validations_by_one_profile_are_summed_up_together(tmp_path):
         load(tmp_path / "other.json")
 
 
+def test_a_machine_that_changed_while_it_was_calibrated_is_named():
+    """The last runs of the calibration took 22 % longer than the first: so may every prediction."""
+    steady = host_profile()
+    fit = {"noise_floor": dict.fromkeys(FIT_KEYS, 0.05), "drift": dict.fromkeys(FIT_KEYS, 0.22)}
+    moved = replace(steady, fit=fit)
+    assert any("changed its speed by 22 %" in words for words in warnings_of(moved, 0.0))
+    kept = replace(steady, fit=fit | {"drift": dict.fromkeys(FIT_KEYS, 0.02)})
+    assert not any("speed" in words for words in warnings_of(kept, 0.0))
+
+
 def test_terms_are_shares_of_the_measured_makespan():
     """Each term is 2 of 10; predicted 10 % more: 0.2 / 10."""
     assert cell("a", [1.0, 1.0], 1.1).term_errors()["dense"] == pytest.approx(0.02)
@@ -188,7 +200,7 @@ def test_a_foreign_profile_is_recognised(grid):
 def test_the_report_is_whole(grid, tmp_path):
     assert json.loads(json.dumps(grid)) == grid
     text = markdown(grid)
-    assert text.count("greedy+lfu") == 4
+    assert text.count("| greedy+lfu |") == 4
     html = page(grid)
     assert html.count("data:image/png;base64,") == 4
     assert "http" not in html
