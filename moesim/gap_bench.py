@@ -120,9 +120,9 @@ class _FreePlanning:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._costs, name)
 
-    def planning_s(self, policy_name: str, active: int, copies: int = 0) -> float:
+    def planning_s(self, policy_name: str, active: int, copies: int = 0, *, tiered: bool = False) -> float:
         """Nothing."""
-        del policy_name, active, copies
+        del policy_name, active, copies, tiered
         return 0.0
 
 

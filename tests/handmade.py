@@ -42,6 +42,7 @@ class HandCosts:
     activation: float = 0.0
     cpu_first_s: float = 0.0
     gpu_first_s: float = 0.0
+    ssd_first_s: float = 0.0
     per_token: float = 0.0
 
     def _compute(self, base, tokens):
@@ -65,13 +66,13 @@ class HandCosts:
     def head_s(self, tokens, logits=None):
         return self.head
 
-    def planning_s(self, policy, active, copies=0):
+    def planning_s(self, policy, active, copies=0, *, tiered=False):
         return self.plan
 
-    def first_op_s(self, active, copies):
+    def first_op_s(self, active, copies, *, tiered=False):
         return self.first_op
 
-    def join_s(self, active, copies):
+    def join_s(self, active, copies, *, tiered=False):
         return self.join
 
     def activation_s(self, tokens):
