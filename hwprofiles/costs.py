@@ -58,7 +58,7 @@ class Costs:
         self._roofs: dict[str, _Roofline] = {}
         self._factors: dict[tuple[str, int], float] = {}
         self._links: dict[tuple[str, int], float] = {}
-        self._control: dict[str, tuple[float, float, float]] = {}
+        self._control: dict[str, tuple[float, float, float, float]] = {}
 
     # --- experts
 
@@ -292,11 +292,11 @@ class Costs:
         A policy that the profile does not name costs what ``costs.planning.default`` says; so does what the SSD tier
         adds where the policy was not seen with one (`tiered`: an SSD lies behind host memory).
         """
-        table = f"costs.planning.{policy_name}"
-        if f"{table}.base_s" not in self.profile.numbers:
-            table = "costs.planning.default"
-        seconds = self._plane(f"{table}.base_s", f"{table}.per", active, copies)
-        return seconds + self._with_ssd(f"{table}.with_ssd_s", "costs.planning.default.with_ssd_s") * tiered
+        default = "costs.planning.default."
+        table = f"costs.planning.{policy_name}."
+        if f"{table}base_s" not in self.profile.numbers:
+            table = default
+        return self._plane(f"{table}base_s", table, active, copies, tiered=tiered, unseen=default)
 
     @property
     def dispatch_s(self) -> float:
@@ -305,26 +305,26 @@ class Costs:
 
     def first_op_s(self, active: int, copies: int, *, tiered: bool = False) -> float:
         """Seconds from the end of planning to the first operation of a layer step; `tiered` as in `planning_s`."""
-        seconds = self._plane("costs.dispatch.first_op_s", "costs.dispatch.first_op_per", active, copies)
-        return seconds + self._with_ssd("costs.dispatch.first_op_with_ssd_s") * tiered
+        return self._plane("costs.dispatch.first_op_s", "costs.dispatch.first_op_", active, copies, tiered=tiered)
 
     def join_s(self, active: int, copies: int, *, tiered: bool = False) -> float:
         """Seconds to join the lanes' results at the end of a layer step; `tiered` as in `planning_s`."""
-        seconds = self._plane("costs.dispatch.join_s", "costs.dispatch.join_per", active, copies)
-        return seconds + self._with_ssd("costs.dispatch.join_with_ssd_s") * tiered
+        return self._plane("costs.dispatch.join_s", "costs.dispatch.join_", active, copies, tiered=tiered)
 
-    def _with_ssd(self, *paths: str) -> float:
-        """What the SSD tier adds: the first figure that the profile has."""
-        return next((self.profile.numbers[path].value for path in paths if path in self.profile.numbers), 0.0)
+    def _plane(self, base: str, more: str, active: int, copies: int, *, tiered: bool, unseen: str = "") -> float:
+        """``base + active x per_expert + copies x per_copy``, and ``with_ssd`` where an SSD lies behind host memory.
 
-    def _plane(self, base: str, per: str, active: int, copies: int) -> float:
-        """``base + active x per_expert + copies x per_copy``; a profile may leave out the latter two."""
+        A profile may leave out what begins with `more`; ``with_ssd`` is then that of the table `unseen`, if it has it.
+        """
         known = self._control.get(base)
         if known is None:
-            slopes = [self.profile.numbers.get(f"{per}_{what}_s") for what in ("expert", "copy")]
-            per_expert_s, per_copy_s = (0.0 if one is None else one.value for one in slopes)
-            known = self._control[base] = self.profile.number(base), per_expert_s, per_copy_s
-        return known[0] + known[1] * active + known[2] * copies
+            numbers = self.profile.numbers
+            terms = [numbers.get(f"{more}{what}_s") for what in ("per_expert", "per_copy", "with_ssd")]
+            terms[2] = terms[2] or numbers.get(f"{unseen}with_ssd_s")
+            per_expert_s, per_copy_s, with_ssd_s = (0.0 if one is None else one.value for one in terms)
+            known = self._control[base] = self.profile.number(base), per_expert_s, per_copy_s, with_ssd_s
+        seconds = known[0] + known[1] * active + known[2] * copies
+        return seconds + known[3] if tiered else seconds
 
     def _roof(self, lane: str) -> _Roofline:
         roof = self._roofs.get(lane)

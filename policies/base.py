@@ -10,6 +10,7 @@ T tokens of the step.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -243,7 +244,7 @@ class RunContext:
     served: np.ndarray | None = None
 
 
-class AssignmentPolicy(Policy):
+class AssignmentPolicy(Policy, ABC):
     """On which device is each active expert computed, in which order?
 
     `approximates` says that experts may be computed on another input than the model's (work ahead on the layer
@@ -252,9 +253,9 @@ class AssignmentPolicy(Policy):
 
     approximates: ClassVar[bool] = False
 
+    @abstractmethod
     def assign(self, work: LayerWork, view: MachineView) -> Assignment:
         """Place every active expert exactly once."""
-        raise NotImplementedError
 
     def ahead(self, work: LayerWork, view: MachineView) -> Ahead | None:
         """Name experts of layer ``work.layer + 1`` that the CPU computes ahead of their gate. Default: none."""
@@ -262,7 +263,7 @@ class AssignmentPolicy(Policy):
         return None
 
 
-class PrefetchPolicy(Policy):
+class PrefetchPolicy(Policy, ABC):
     """What should be on its way before it is asked for?
 
     Copies wait in a queue, behind all demand, in the order in which they were named. Two rules say what becomes of
@@ -278,19 +279,20 @@ class PrefetchPolicy(Policy):
     late: Late = "keep"
     requeue: bool = False
 
+    @abstractmethod
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
         """Keys of coming layers, most wanted first; the planner drops what is present and trims to the budget."""
-        raise NotImplementedError
 
 
-class CachePolicy(Policy):
+class CachePolicy(Policy, ABC):
     """Who leaves, who comes in? Asked once per layer step and memory, never about bytes.
 
     Experts are passed as flat keys, ``layer * E + expert`` (int64), so one policy serves both scopes.
     """
 
     def accessed(self, work: LayerWork) -> None:
-        """Note the active experts of a layer step: `work.state` says which were hits."""
+        """Note the active experts of a layer step: `work.state` says which were hits. Default: nothing."""
+        del work
 
     def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
         """Bool, same shape as `incoming`: which fetched experts may enter. Default: all."""
@@ -305,19 +307,21 @@ class CachePolicy(Policy):
         """
         return incoming
 
+    @abstractmethod
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Choose one distinct victim among `candidates` for each of `incoming`, -1 to decline its admission.
 
         `candidates` int64 [C] ascending: residents of the scope that nobody holds. `incoming` int64 [M], M <= C, in the
         order of `precedence`.
         """
-        raise NotImplementedError
 
     def admitted(self, keys: np.ndarray) -> None:
-        """Note keys that have entered (demand fetch, prefetch, swap or initial filling)."""
+        """Note keys that have entered (demand fetch, prefetch, swap or initial filling). Default: nothing."""
+        del keys
 
     def evicted(self, keys: np.ndarray) -> None:
-        """Note keys that have left."""
+        """Note keys that have left. Default: nothing."""
+        del keys
 
     def exposed_s(self, load_s: float) -> float:
         """Seconds by which choosing victims outlasts `load_s`, the first demand load beside which it runs.
@@ -338,11 +342,11 @@ class CachePolicy(Policy):
         return ()
 
 
-class RoutingPolicy(Policy):
+class RoutingPolicy(Policy, ABC):
     """Which experts serve this token? Anything but ``as-recorded`` changes model output, and reports say so."""
 
     alters: ClassVar[bool] = True
 
+    @abstractmethod
     def route(self, gate: Gate, view: MachineView) -> Routing:
         """Experts and combine weights as they will really be used."""
-        raise NotImplementedError

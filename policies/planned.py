@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -64,11 +65,11 @@ class PlannedCache(CachePolicy):
             self.stays.append(best_stays(uses, room))
             self._plan[members] = self.stays[-1].kept
 
+    @abstractmethod
     def uses(
         self, place: np.ndarray, key: np.ndarray, tokens: np.ndarray, slots: int, context: RunContext
     ) -> tuple[Uses, float]:
         """Price the uses of one pool, `place`, `key` int64 [U], `tokens` int32 [U]; return them and the pool's room."""
-        raise NotImplementedError
 
     def accessed(self, work: LayerWork) -> None:
         """Learn who of the active experts stays."""

@@ -14,6 +14,7 @@ layer steps nor held experts nor prefetches, so the translation is written down 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -54,9 +55,9 @@ class RequestCache(CachePolicy):
         self._pools = [self.pool(int(slots), context) for slots in context.capacity_slots]
         self._placed: set[int] = set()
 
+    @abstractmethod
     def pool(self, capacity: int, context: RunContext) -> Requests:
         """Make the queues of a pool of `capacity` slots, possibly 0."""
-        raise NotImplementedError
 
     def accessed(self, work: LayerWork) -> None:
         """Pass on the hits, in ascending id."""

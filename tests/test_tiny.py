@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime import corpus
+torch = pytest.importorskip("torch", reason="the runtime extra is not installed")
 
-torch = pytest.importorskip("torch")
-tiny = pytest.importorskip("runtime.tiny")
+from runtime import corpus, tiny  # noqa: E402 - needs torch
 
 WINDOWED_NATS = 1.215  # of the shipped checkpoint on these windows of Python 3.11.7's library
 WINDOWS = 20  # of 384 bytes: a few KB of text, measured in a second or two
