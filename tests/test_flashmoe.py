@@ -297,6 +297,9 @@ def test_policies_that_decline_admissions_are_not_judged():
         def admits(self, work, incoming):
             return incoming > 0
 
+        def victims(self, incoming, candidates):
+            return candidates
+
     with pytest.raises(PolicyError, match="declines admissions"):
         learned.Witness(Choosy(), RecordedFuture(passes(0)), 4)
 
