@@ -50,7 +50,7 @@ __all__ = [
 DEFAULT_NAME = "rtx3090-epyc7532"
 _DATA = Path(__file__).parent / "data"
 _TEXT_KEYS = ("name", "kind", "description", "date", "accelerator")
-_NUMBER_SECTIONS = ("cores", "memory", "costs", "contention", "power")
+_NUMBER_SECTIONS = ("cores", "memory", "costs", "contention", "reference", "power")
 _TOP_KEYS = (*_TEXT_KEYS, "versions", "workers", "fit", *_NUMBER_SECTIONS)
 
 

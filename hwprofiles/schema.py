@@ -41,6 +41,7 @@ NUMBERS: tuple[str, ...] = (
     *(f"costs.dispatch.{key}" for key in ("per_op_s", *_CONTROL)),
     *(f"costs.planning.*.{key}" for key in ("base_s", "per_expert_s", "per_copy_s", "with_ssd_s")),
     *(f"contention.{victim}.{other}" for victim, other in product(LANE_CLASSES, LANE_CLASSES)),
+    *(f"reference.{tier}{size}_s" for tier, size in product(("memory", "ssd"), ("", "_small"))),
     "power.platform.idle_w",
     *(f"power.{lane}.idle_w" for lane in _LANES),
     *(f"power.{lane}.busy_w" for lane in _LANES),

@@ -13,7 +13,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,109 +21,23 @@ from hwprofiles.calibrate import DesignedRun, profile_entries
 from hwprofiles.calibrate import calibrate as fit
 from hwprofiles.fit import FitReport
 from hwprofiles.profile import HardwareProfile, save_profile
-from moesim.memory import MemoryOptions
+from moesim.designs import ROUTED, Design, designs
+from moesim.reference import Reference, with_reference
 from moesim.runs import machine_profile
-from moesim.trials import Bench, Trial, figures, simulate, system_of
-from traces.batch import RoutedLayer, RoutedStep
-from traces.schema import ModelShape, Phase
+from moesim.trials import Bench, Trial, figures, simulate, step_lengths, system_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from traces.batch import RoutedStep
+    from traces.schema import ModelShape
     from traces.timeline import Timeline
 
 SHAPES = ("olmoe-1b-7b/2", "olmoe-1b-7b/4")
 """Whose sizes the designed runs' experts have: two, since only different bytes separate overhead from bandwidth."""
 
-LAYERS, EXPERTS, TOP_K = 6, 32, 4
-"""Routing of the designed runs."""
-_ROUTED = ModelShape("designed", LAYERS, EXPERTS, TOP_K, 64, 64, (1,) * LAYERS, 1)
-_REUSE = 0.5
-"""Chance that a token keeps an expert of the token before."""
-_COMPETING = "greedy+lru"
 _PASSES, _QUICK_PASSES = 5, 3
 """How often all designed runs are run."""
-PLANNERS = ("static-threshold", "layer-wise", "fixed-mapping", "hybrimoe-schedule", "beam")
-"""Assignment policies that are run once more, for what their planning takes."""
-
-
-class Design(NamedTuple):
-    """One designed run: what it is for, and the trial."""
-
-    purpose: str
-    trial: Trial
-
-
-def drawn_steps(*, batch: int | tuple[int, ...], prompt: int, decode: int, seed: int) -> list[RoutedStep]:
-    """Draw forward passes: a prefill of `prompt` tokens per sequence (none if 0), then `decode` steps.
-
-    Several batch sizes take turns, as if sequences came and went.
-    """
-    rng = np.random.default_rng(seed)
-    sizes = (batch,) if isinstance(batch, int) else batch
-    steps = []
-    last = rng.random((max(sizes), LAYERS, EXPERTS)).argsort(-1)[..., :TOP_K]
-    for number in range(decode + (prompt > 0)):
-        sequences = sizes[number % len(sizes)]
-        prefill = prompt > 0 and number == 0
-        tokens = prompt * sequences if prefill else sequences
-        if prefill:
-            chosen = rng.random((tokens, LAYERS, EXPERTS)).argsort(-1)[..., :TOP_K]
-        else:
-            last = _next(last, rng)
-            chosen = last[:sequences]
-        layers = [_layer(layer, chosen[:, layer]) for layer in range(LAYERS)]
-        context = prompt + number + (prompt == 0)
-        phase = Phase.PREFILL if prefill else Phase.DECODE
-        steps.append(RoutedStep(number, phase, 0, tokens, context, sequences, layers))
-    return steps
-
-
-def _next(last: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Experts of the next token [B, L, K]: some of the last ones, the rest drawn."""
-    liked = rng.random((*last.shape[:2], EXPERTS))
-    kept = rng.random(last.shape) < _REUSE
-    np.put_along_axis(liked, last, np.where(kept, 2.0, np.take_along_axis(liked, last, -1)), -1)
-    return liked.argsort(-1)[..., ::-1][..., :TOP_K]
-
-
-def _layer(layer: int, routing: np.ndarray) -> RoutedLayer:
-    experts, tokens = np.unique(routing, return_counts=True)
-    return RoutedLayer(
-        layer,
-        experts.astype(np.int32),
-        tokens.astype(np.int32),
-        np.ascontiguousarray(routing, np.uint16),
-        None,
-        None,
-        {},
-    )
-
-
-def designs(shape: ModelShape, *, quick: bool = False, seed: int = 0) -> list[Design]:
-    """The designed set for one shape: every cost and every overlap that a run of any policy can have."""
-    length = 10 if quick else 24
-    alone = drawn_steps(batch=1, prompt=96, decode=length, seed=seed)
-    many = drawn_steps(batch=(2, 8, 4, 3), prompt=0, decode=max(12, length), seed=seed + 1)
-    prompt = drawn_steps(batch=4, prompt=96, decode=max(4, length // 3), seed=seed + 2)
-    short = drawn_steps(batch=(1, 4), prompt=24, decode=max(6, length // 2), seed=seed + 3)
-    everything = sum(shape.expert_bytes) * shape.experts
-    ratio = MemoryOptions
-    found = [
-        Design("CPU alone", Trial("all-cpu+none", ratio(cache_ratio=0.0), alone)),
-        Design("CPU alone, many tokens", Trial("all-cpu+none", ratio(cache_ratio=0.0), prompt)),
-        Design("copies and GPU in turn", Trial("on-demand+lru", ratio(cache_ratio=0.0), alone)),
-        Design("GPU alone", Trial("on-demand+lru", ratio(cache_ratio=1.0), many)),
-        Design("GPU, many tokens", Trial("on-demand+lru", ratio(cache_ratio=0.3), prompt)),
-        Design("CPU beside GPU and copies", Trial(_COMPETING, ratio(cache_ratio=0.3), alone)),
-        Design("CPU beside GPU and copies, batch", Trial(_COMPETING, ratio(cache_ratio=0.6), many)),
-        Design("CPU beside copies", Trial(_COMPETING, ratio(cache_ratio=0.0), many)),
-        Design("SSD and CPU", Trial("all-cpu+none", ratio(cache_ratio=0.0, host_memory_bytes=everything // 2), many)),
-        Design("all lanes", Trial(_COMPETING, ratio(cache_ratio=0.3, host_memory_bytes=everything // 2), alone)),
-    ]
-    return found + [
-        Design(f"planning of {name}", Trial(f"{name}+lru", ratio(cache_ratio=0.3), short)) for name in PLANNERS
-    ]
 
 
 def learn(
@@ -161,16 +75,11 @@ def _undisturbed(runs: Sequence[tuple[ModelShape, Trial, Timeline]]) -> list[np.
         repeated.setdefault((shape.name, id(trial)), []).append(number)
     chosen: list[np.ndarray] = [np.empty(0)] * len(runs)
     for numbers in repeated.values():
-        seconds = np.array([_lengths(runs[number][2]) for number in numbers])
+        seconds = np.array([step_lengths(runs[number][2]) for number in numbers])
         median = np.argsort(seconds, axis=0)[(len(numbers) - 1) // 2]
         for place, number in enumerate(numbers):
             chosen[number] = median == place
     return chosen
-
-
-def _lengths(timeline: Timeline) -> np.ndarray:
-    """Seconds of each forward pass, float64 [steps]."""
-    return np.concatenate([chunk["end_s"] - chunk["start_s"] for chunk in timeline.step_chunks()])
 
 
 def _contexts(steps: Sequence[RoutedStep]) -> list[int]:
@@ -214,21 +123,24 @@ def calibrate(
         chosen = dtype or ("bfloat16" if base.accelerator == "cuda" else "float32")
         todo: list[tuple[Bench, Design]] = []
         for number, spec in enumerate(shapes):
-            shape = shape_for(_ROUTED, spec, chosen)
+            shape = shape_for(ROUTED, spec, chosen)
             bench = benches.enter_context(Bench(shape, base, dtype=chosen, store=Path(folder) / str(number)))
             found = designs(shape, quick=quick, seed=seed)
             bench.run(found[-1].trial, base, seed=seed)  # nothing in memory is new any more
             todo += [(bench, design) for design in found]
+        reference = benches.enter_context(Reference(base, chosen, Path(folder)))
         runs: list[tuple[ModelShape, Trial, Timeline]] = []
         passes = _QUICK_PASSES if quick else _PASSES
         for number in range(passes):  # forth and back: what drifts meanwhile hits all alike
             for bench, design in todo[::-1] if number % 2 else todo:
                 tell(f"{bench.shape.name}: {design.purpose}", len(runs) / (passes * len(todo)))
+                reference.in_turn()
                 runs.append((bench.shape, design.trial, bench.run(design.trial, base, seed=seed)))
     tpot_s = np.array([figures(timeline)["tpot_s"] for _, _, timeline in runs]).reshape(passes, -1)
     tpot_s[1::2] = tpot_s[1::2, ::-1]
     date = dt.datetime.now(tz=dt.UTC).date().isoformat()
     profile = learn(runs, base, date=date, name=target.stem, seed=seed)
+    profile = with_reference(profile, reference.found(date))
     profile = replace(
         profile,
         description=(
@@ -260,7 +172,7 @@ def differences(
 
     found = []
     for spec in shapes:
-        shape = shape_for(_ROUTED, spec, dtype)
+        shape = shape_for(ROUTED, spec, dtype)
         for design in designs(shape, quick=True, seed=1):
             first_s, second_s = (figures(simulate(design.trial, shape, hw))["tpot_s"] for hw in (one, other))
             found.append(float(second_s / first_s - 1.0))

@@ -116,6 +116,7 @@ def validate(
     options.check_places(folder=out)
     from moesim import validate as library
     from moesim import validation_report as report
+    from moesim.validation import joined
 
     before = None if earlier is None else report.load(earlier)
     names = options.split_names(policies, "--policies")
@@ -125,7 +126,7 @@ def validate(
             batches=[int(value) for value in _numbers(batches)], shapes=shapes.split(",") if shapes else (None,),
             host_ratios=_numbers(host_ratios), repetitions=repetitions, stores=stores, seed=seed, progress=tell,
         )  # fmt: skip
-    result = found.to_json() if before is None else library.joined(found.to_json(), before)
+    result = found.to_json() if before is None else joined(found.to_json(), before)
     places = report.save(result, out) if out is not None else []
     if as_json:
         print(json.dumps(result, indent=2))

@@ -10,6 +10,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from hwprofiles.costs import Costs
 from moesim.runs import REHEARSED_STEPS, device_of, execute, open_random_store, rehearse
 from moesim.setup import Setup
@@ -146,6 +148,11 @@ def _setup(trial: Trial, shape: ModelShape, profile: HardwareProfile, seed: int)
 def figures(timeline: Timeline) -> dict[str, Any]:
     """Metrics of a run."""
     return summarise(timeline)
+
+
+def step_lengths(timeline: Timeline) -> np.ndarray:
+    """Seconds of each forward pass, float64 [steps]."""
+    return np.concatenate([chunk["end_s"] - chunk["start_s"] for chunk in timeline.step_chunks()])
 
 
 def unsteady(profile: HardwareProfile) -> str | None:

@@ -71,6 +71,7 @@ def facts(result: dict[str, Any]) -> list[list[str]]:
         ["TPOT error, worst cell", _percent(result["tpot_error_max"])],
         ["TPOT error, signed median", _percent(result["tpot_error_signed_median"], signed=True)],
         ["TTFT error, median", _percent(result["ttft_error_median"])],
+        *_at_speed(result),
         ["order of policies, Kendall's tau", _plain(result["kendall_tau"])],
         ["hits equal where timing decides nothing", f"{_yes(result['hits_equal'])} ({result['hits_compared']} cells)"],
         ["noise floor: measured again, TPOT would differ by", _percent(result["noise_floor"])],
@@ -87,6 +88,20 @@ def facts(result: dict[str, Any]) -> list[list[str]]:
                 f"median {_percent(part['tpot_error_median'])}, worst {_percent(part['tpot_error_max'])}",
             ])  # fmt: skip
     return rows
+
+
+def _at_speed(result: dict[str, Any]) -> list[list[str]]:
+    """What the machine's drift since the calibration was, and the errors without it; nothing where it is unknown."""
+    part = result["at_speed"]
+    if part["tpot_error_median"] is None:
+        return []
+    drifts = dict.fromkeys(_percent(cell["drift"], signed=True) for cell in result["cells"])
+    return [
+        ["reference runs took longer than when it was calibrated by", ", ".join(drifts)],
+        ["TPOT error without that drift, median", _percent(part["tpot_error_median"])],
+        ["TPOT error without that drift, worst cell", _percent(part["tpot_error_max"])],
+        ["TTFT error without that drift, median", _percent(part["ttft_error_median"])],
+    ]
 
 
 def _shared(result: dict[str, Any]) -> list[list[str]]:

@@ -12,7 +12,8 @@ from hwprofiles.costs import Costs
 from hwprofiles.profile import load_profile, parse_profile
 from hwprofiles.robust import clipped_mean, quantiles_around_one, slowdown_shares
 from hwprofiles.schema import Quantity
-from moesim.calibrate import _ROUTED, _stability, designs, differences, drawn_steps, learn
+from moesim.calibrate import _stability, differences, learn
+from moesim.designs import ROUTED, designs, drawn_steps
 from moesim.memory import MemoryOptions
 from moesim.trials import Trial, figures, simulate
 from traces.models import model_shape
@@ -35,8 +36,8 @@ WITH_SSD_S = 150e-6
 def sized(spec):
     sizes = model_shape(spec, "f32")
     return replace(
-        sizes, layers=_ROUTED.layers, experts=_ROUTED.experts, top_k=_ROUTED.top_k,
-        expert_bytes=(sizes.expert_bytes[0],) * _ROUTED.layers, other_bytes=sizes.other_bytes // 3,
+        sizes, layers=ROUTED.layers, experts=ROUTED.experts, top_k=ROUTED.top_k,
+        expert_bytes=(sizes.expert_bytes[0],) * ROUTED.layers, other_bytes=sizes.other_bytes // 3,
     )  # fmt: skip
 
 

@@ -15,10 +15,12 @@ import pytest
 import traces.reader
 from hwprofiles.profile import load_profile
 from moesim import calibrate as calibration
-from moesim.calibrate import designs, drawn_steps, learn
+from moesim.calibrate import learn
+from moesim.designs import designs, drawn_steps
 from moesim.memory import MemoryOptions
 from moesim.trials import Trial, simulate
-from moesim.validate import Validation, validate
+from moesim.validate import validate
+from moesim.validation import Validation
 from tests.real_machine import host_profile
 from tests.test_calibrate import sized
 from traces.batch import compose
@@ -34,6 +36,7 @@ FITTING = (
 )
 COMPARING = (
     "moesim/validate.py",
+    "moesim/validation.py",
     "moesim/validation_report.py",
     "moesim/sensitivity.py",
     "moesim/terms.py",
@@ -81,6 +84,7 @@ def test_the_walk_would_see_it():
     """Else the two tests above could not fail."""
     assert "moesim.trials" in reached("moesim/calibrate.py") & reached("moesim/validate.py")
     assert "moesim.agreement" in reached("moesim/validate.py")
+    assert "moesim.reference" in reached("moesim/calibrate.py") & reached("moesim/validate.py")
 
 
 def test_calibration_takes_no_trace():

@@ -1,0 +1,138 @@
+"""How fast is this machine right now? Four short designed runs, made during a calibration and whenever asked again.
+
+A profile is true of the machine as it was when it was calibrated. Other tenants, heat and clocks change its speed by
+several percent within minutes, and no model can know that. The same runs, then and now, tell how much of an error is
+the machine's and how much the model's. There are two sizes of experts, since a machine whose memory has become slow
+takes longer for what no cache holds only, and each with and without the SSD.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
+
+import numpy as np
+
+from hwprofiles.schema import Quantity
+from moesim.designs import ROUTED, drawn_steps
+from moesim.memory import MemoryOptions
+from moesim.trials import Bench, Trial, step_lengths
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from types import TracebackType
+
+    from hwprofiles.profile import HardwareProfile
+    from traces.schema import ModelShape
+
+SHAPES: Final = {"": "olmoe-1b-7b/2", "_small": "olmoe-1b-7b/4"}
+"""Whose sizes the experts of reference runs have."""
+_POLICY: Final = "static-threshold:tokens=2+lru"
+"""Uses all lanes, and decides by counting tokens: what it does is the same whatever the profile says."""
+_EVERY = 12
+"""Other runs after which the reference runs are made once more."""
+_DRAWS = 200
+"""Resamplings of runs, for the interval."""
+
+
+class _Run(NamedTuple):
+    """One of the reference runs, and the seconds of its steps so far, float64 [steps] by repetition."""
+
+    bench: Bench
+    trial: Trial
+    steps_s: list[np.ndarray]
+
+
+class Reference:
+    """The reference runs on this machine, made again and again while something else is measured.
+
+    Args:
+        profile: lanes and workers of this machine, and the costs that policies are told.
+        dtype: of the weights.
+        stores: folder for the experts.
+        shapes: whose sizes the experts have, by what a profile calls them.
+    """
+
+    def __init__(self, profile: HardwareProfile, dtype: str, stores: Path, shapes: Mapping[str, str] = SHAPES) -> None:
+        from runtime.tracedriven import shape_for  # noqa: PLC0415 - torch
+
+        self._profile, self._asked = profile, 0
+        self.runs: dict[str, _Run] = {}
+        steps = drawn_steps(batch=(4, 1), prompt=0, decode=8, seed=7)
+        with ExitStack() as opened:
+            for size, spec in shapes.items():
+                shape = shape_for(ROUTED, spec, dtype)
+                bench = opened.enter_context(Bench(shape, profile, dtype=dtype, store=stores / f"reference{size}"))
+                for tier, host_bytes in (("memory", None), ("ssd", sum(shape.expert_bytes) * shape.experts // 2)):
+                    trial = Trial(_POLICY, MemoryOptions(cache_ratio=0.3, host_memory_bytes=host_bytes), steps)
+                    bench.run(trial, profile)  # afterwards nothing in memory is new any more
+                    self.runs[f"reference.{tier}{size}_s"] = _Run(bench, trial, [])
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        """Use it in a block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the stores."""
+        self._opened.close()
+
+    def in_turn(self) -> None:
+        """Called between other runs: make the reference runs before the first of them, and before every twelfth."""
+        if self._asked % _EVERY == 0:
+            for bench, trial, steps_s in self.runs.values():
+                steps_s.append(step_lengths(bench.run(trial, self._profile)))
+        self._asked += 1
+
+    def found(self, date: str) -> dict[str, Quantity]:
+        """Seconds per step of each so far, of each step the median over runs, by its path in a profile."""
+        return {path: _quantity(np.array(run.steps_s), date) for path, run in self.runs.items()}
+
+
+def drift(then: HardwareProfile, now: Mapping[str, Quantity]) -> dict[str, float]:
+    """By how much reference runs take longer now than when a profile was calibrated; nothing where it has none.
+
+    Returns:
+        By path of a run: seconds now over seconds then, minus one.
+    """
+    return {
+        path: quantity.value / known.value - 1.0
+        for path, quantity in now.items()
+        if (known := then.numbers.get(path)) is not None
+    }
+
+
+def nearest(shape: ModelShape, dtype: str, *, ssd: bool) -> str:
+    """Path of the reference run that is most like runs of a shape: with or without SSD, the nearest size of experts."""
+    from runtime.tracedriven import shape_for  # noqa: PLC0415 - torch
+
+    def apart(size: str) -> float:
+        known = shape_for(ROUTED, SHAPES[size], dtype).max_expert_bytes
+        return abs(float(np.log(shape.max_expert_bytes / known)))
+
+    return f"reference.{'ssd' if ssd else 'memory'}{min(SHAPES, key=apart)}_s"
+
+
+def with_reference(profile: HardwareProfile, found: Mapping[str, Quantity]) -> HardwareProfile:
+    """Keep reference runs in the profile that was calibrated beside them."""
+    return replace(profile, numbers={**profile.numbers, **found})
+
+
+def _quantity(steps_s: np.ndarray, date: str) -> Quantity:
+    """Of reference runs, float64 [runs, steps]."""
+    rng = np.random.default_rng(0)
+    drawn = [_seconds(steps_s[rng.integers(0, len(steps_s), len(steps_s))]) for _ in range(_DRAWS)]
+    value, (low, high) = _seconds(steps_s), np.quantile(drawn, (0.025, 0.975))
+    return Quantity(
+        value, "measured", f"{_POLICY}, batches of four and one; of each step the median of all runs",
+        samples=len(steps_s), spread=float(np.subtract(*np.quantile(steps_s.mean(axis=1), (0.75, 0.25)))), date=date,
+        interval=(min(value, float(low)), max(value, float(high))),
+    )  # fmt: skip
+
+
+def _seconds(steps_s: np.ndarray) -> float:
+    return float(np.median(steps_s, axis=0).mean())

@@ -1,0 +1,78 @@
+"""Reference runs: how fast the machine is now, against what it was when a profile was calibrated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hwprofiles.profile import load_profile, save_profile
+from moesim.reference import Reference, drift, nearest, with_reference
+from moesim.trials import simulate
+from tests.real_machine import host_profile
+from tests.test_calibrate import sized
+from traces.timeline import COMPUTE, FETCH, READ
+
+PATHS = {"reference.memory_s", "reference.memory_small_s", "reference.ssd_s", "reference.ssd_small_s"}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """With experts of a test's size."""
+    sizes = {"": "olmoe-1b-7b/16", "_small": "olmoe-1b-7b/32"}
+    with Reference(host_profile(), "float32", tmp_path_factory.mktemp("stores"), sizes) as made:
+        yield made
+
+
+def test_all_are_run_before_the_first_other_run_and_before_every_twelfth(running):
+    for _ in range(25):
+        running.in_turn()
+    found = running.found("2026-01-01")
+    assert {path: quantity.samples for path, quantity in found.items()} == dict.fromkeys(PATHS, 3)
+    for quantity in found.values():
+        assert 0 < quantity.interval[0] <= quantity.value <= quantity.interval[1]
+        assert quantity.value < 1.0, "seconds of one step"
+
+
+def test_they_use_every_lane_and_do_the_same_whatever_the_profile_says(running):
+    """Costs ten times as high change no decision: else a recalibration would change what is compared."""
+    slow = host_profile()
+    slow = replace(slow, numbers={
+        key: replace(one, value=10 * one.value, interval=None) if key.startswith("costs.cpu") else one
+        for key, one in slow.numbers.items()
+    })  # fmt: skip
+    for path, run in running.runs.items():
+        here, there = (
+            next(simulate(run.trial, run.bench.shape, profile).chunks()) for profile in (host_profile(), slow)
+        )
+        assert set(np.unique(here["kind"])) >= {COMPUTE, FETCH} | ({READ} if "ssd" in path else set())
+        assert len(np.unique(here["lane"][here["kind"] == COMPUTE])) == 2, "CPU and GPU compute"
+        done = [
+            sorted(zip(*(one[key].tolist() for key in ("step", "layer", "kind", "lane", "expert")), strict=True))
+            for one in (here, there)
+        ]
+        assert done[0] == done[1]
+
+
+def test_drift_by_hand():
+    """0.11 s where the profile says 0.10: ten percent slower; a profile without reference runs says nothing."""
+    profile = host_profile()
+    then = {"reference.memory_s": replace(profile.numbers["cores"], value=0.10)}
+    now = {path: replace(profile.numbers["cores"], value=0.11) for path in PATHS}
+    assert drift(with_reference(profile, then), now) == {"reference.memory_s": pytest.approx(0.1)}
+    assert drift(profile, now) == {}
+
+
+def test_a_run_is_held_against_the_reference_of_the_nearest_size():
+    """Experts of 6.3 and 1.6 MB; the border is at 3.1 MB."""
+    assert nearest(sized("olmoe-1b-7b/2"), "float32", ssd=False) == "reference.memory_s"
+    assert nearest(sized("qwen3-30b-a3b/4"), "float32", ssd=True) == "reference.ssd_small_s"
+    assert nearest(sized("mixtral-8x7b"), "float32", ssd=False) == "reference.memory_s"
+
+
+def test_a_profile_keeps_its_reference_runs(running, tmp_path):
+    running.in_turn()
+    found = running.found("2026-01-01")
+    again = load_profile(save_profile(with_reference(host_profile(), found), tmp_path / "hw.toml"))
+    assert drift(again, found) == dict.fromkeys(PATHS, pytest.approx(0.0))
