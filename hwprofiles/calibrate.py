@@ -18,9 +18,12 @@ import numpy as np
 
 from hwprofiles.costs import dense_reference, dense_work
 from hwprofiles.fit import Estimate, FitReport, Roofline, estimated, fit_line, fit_roofline, isotonic
+from hwprofiles.points import LEAST_SAMPLES, Point, points_of, seconds_of
 from hwprofiles.robust import (
     around_mean,
     clipped_mean,
+    comparable,
+    contrast,
     plane,
     quantiles_around_one,
     resampled,
@@ -37,8 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Calibration", "DesignedRun", "calibrate", "profile_entries"]
 
-LEAST_SAMPLES = 8
-"""Operations of one size below which they say nothing on their own."""
 LEAST_OVERLAPPED = 40
 """Operations with an overlap of a tenth or more that a slowdown is worth being read from."""
 _DRAWS = 40
@@ -84,7 +85,7 @@ class _Fit:
         for run in runs:
             if run.shape not in self._shapes:
                 self._shapes.append(run.shape)
-        self._spans = [Spans(run, self._shapes.index(run.shape)) for run in runs]
+        self._spans = [Spans(run, self._shapes.index(run.shape), number) for number, run in enumerate(runs)]
         self._gaps = Gaps()
         for spans in self._spans:
             spans.gaps(self._gaps)
@@ -118,23 +119,61 @@ class _Fit:
             return
         groups = ops.shapes * len(_SIZE_EDGES) + np.searchsorted(_SIZE_EDGES, ops.sizes, side="right")
         alone_s = self._contention(lane, ops, groups)
-        usable = ~ops.first if (~ops.first).sum() >= LEAST_SAMPLES else np.ones_like(ops.first)
-        points = _points(alone_s[usable] + more_s, ops.sizes[usable], groups[usable])
-        excess_s = alone_s + more_s - _at(points, groups)
-        known = ops.first & np.isfinite(excess_s)
+        usual = ~ops.fresh if lane == "cpu" else np.ones_like(ops.fresh)  # others do not read what was just read
+        usable = usual & ~ops.first if (usual & ~ops.first).sum() >= LEAST_SAMPLES else np.ones_like(ops.first)
+        points = points_of(alone_s[usable] + more_s, ops.sizes[usable], groups[usable])
+        excess_s = alone_s + more_s - seconds_of(points, groups)
+        known = ops.first & usual & np.isfinite(excess_s)
         group, tiered = np.full(int(known.sum()), LANE_CLASSES.index(lane)), np.zeros(int(known.sum()))
         self._excess.append(Rows(excess_s[known], ops.active[known], ops.copies[known], tiered, group))
+        if lane == "cpu":
+            later = ~ops.first
+            self._after_read(
+                lane, alone_s[later], ops.fresh[later], (groups + (ops.runs << 20))[later], ops.shapes[later]
+            )
         self._roofline(lane, points)
-        ratios = (alone_s + more_s)[usable] / _at(points, groups[usable])
+        ratios = (alone_s + more_s)[usable] / seconds_of(points, groups[usable])
         quantiles = quantiles_around_one(ratios[np.isfinite(ratios)])
-        by_size = sorted(range(len(self._shapes)), key=lambda number: -self._shapes[number].max_expert_bytes)
-        for key, number in zip(("points", "points_small"), by_size, strict=False):
+        for key, number in zip(("points", "points_small"), self._by_size(), strict=False):
             own = [point for point in points if point.group // len(_SIZE_EDGES) == number]
             if own:
                 self._curves[f"costs.{lane}.{key}"] = self._curve(own, self._shapes[number], quantiles)
         self._held_out(lane, alone_s[usable], groups[usable], ops.odd[usable])
 
-    def _curve(self, points: Sequence[_Point], shape: ModelShape, quantiles: tuple[float, ...]) -> Curve:
+    def _after_read(
+        self, part: str, seconds: np.ndarray, after: np.ndarray, groups: np.ndarray, shapes: np.ndarray
+    ) -> dict[int, float]:
+        """Note by what operations differ that follow a read from the SSD from those of the same group that do not.
+
+        Groups lie within runs, so that what the machine did meanwhile hits both alike.
+
+        Returns:
+            The factor by number of shape; none where too few can be compared.
+        """
+        found = {}
+        for key, number in zip(("after_read", "after_read_small"), self._by_size(), strict=False):
+            rows = np.flatnonzero(shapes == number)
+            rows = rows[comparable(after[rows], groups[rows])]
+            if after[rows].sum() < LEAST_OVERLAPPED:
+                continue
+            logs = np.log(seconds)
+            value = contrast(logs[rows], after[rows], groups[rows])
+            drawn = (self._rng.choice(rows, len(rows)) for _ in range(_DRAWS))
+            draws = [contrast(logs[some], after[some], groups[some]) for some in drawn]
+            low, quarter, three, high = np.quantile(draws, (0.025, 0.25, 0.75, 0.975))
+            self._numbers[f"costs.{part}.{key}"] = Quantity(
+                value, "measured", "what follows a read in designed runs over the same that does not, in the same run",
+                samples=len(rows), spread=float(three - quarter), date=self._date,
+                interval=(float(min(value, low)), float(max(value, high))),
+            )  # fmt: skip
+            found[number] = value
+        return found
+
+    def _by_size(self) -> list[int]:
+        """Numbers of the shapes, the largest experts first."""
+        return sorted(range(len(self._shapes)), key=lambda number: -self._shapes[number].max_expert_bytes)
+
+    def _curve(self, points: Sequence[Point], shape: ModelShape, quantiles: tuple[float, ...]) -> Curve:
         return Curve(
             unit="tokens",
             at=tuple(point.size for point in points),
@@ -148,7 +187,7 @@ class _Fit:
             reference=ReferenceExpert(shape.hidden, shape.expert_intermediate, shape.max_expert_bytes, shape.dtype),
         )
 
-    def _roofline(self, lane: str, points: Sequence[_Point]) -> None:
+    def _roofline(self, lane: str, points: Sequence[Point]) -> None:
         read, flops = [], []
         for point in points:
             shape = self._shapes[point.group // len(_SIZE_EDGES)]
@@ -173,9 +212,12 @@ class _Fit:
             return
         _, groups = np.unique(ops.sizes, return_inverse=True)
         alone_s = self._contention(lane, ops, groups) + more_s
-        points = _points(alone_s, ops.sizes, groups)
+        usual = ~ops.fresh if lane != "ssd" and not ops.fresh.all() else np.ones_like(ops.fresh)
+        points = points_of(alone_s[usual], ops.sizes[usual], groups[usual])
         if not points:
             return
+        if lane == "h2d":
+            self._after_read(lane, alone_s, ops.fresh, groups + (ops.runs << 20), ops.shapes)
         source = "copies of designed runs through the executor, contention divided out, mean"
         samples = sum(len(point.seconds) for point in points)
         if len(points) > 1:
@@ -200,9 +242,11 @@ class _Fit:
             samples=min(len(point.seconds) for point in points),
             spread=tuple(float(np.subtract(*np.quantile(point.seconds, (0.75, 0.25)))) for point in points),
             date=self._date,
-            quantiles=quantiles_around_one((alone_s / _at(points, groups))[np.isfinite(_at(points, groups))]),
+            quantiles=quantiles_around_one(
+                (alone_s / seconds_of(points, groups))[usual & np.isfinite(seconds_of(points, groups))]
+            ),
         )
-        self._held_out(lane, alone_s, groups, ops.odd)
+        self._held_out(lane, alone_s[usual], groups[usual], ops.odd[usual])
 
     def _contention(self, lane: str, ops: Operations, groups: np.ndarray) -> np.ndarray:
         """Fit what others cost this class; return the seconds its operations would have taken alone."""
@@ -213,7 +257,7 @@ class _Fit:
         if not seen:
             return ops.seconds
         shares = ops.shares[:, seen]
-        groups = 2 * groups + ops.first  # unlike in time, and unlike in what runs beside them
+        groups = 4 * groups + 2 * ops.fresh + ops.first  # unlike in time, and unlike in what runs beside them
         lost = slowdown_shares(np.log(ops.seconds), shares, groups)
         draws = []
         for _ in range(_DRAWS):
@@ -294,8 +338,9 @@ class _Fit:
         """The dense part: a roofline through head and layers, and of each a curve over tokens by shape."""
         seconds: dict[tuple[float, float], list[float]] = {}
         by_tokens: dict[tuple[bool, int, int], list[tuple[float, tuple[float, float]]]] = {}
+        after = self._dense_after_read()
         for spans in self._spans:
-            for one_s, key, tokens, head in _dense_parts(spans):
+            for one_s, key, tokens, head in _dense_parts(spans, after.get(self._shapes.index(spans.run.shape), 1.0)):
                 seconds.setdefault(key, []).append(one_s)
                 by_tokens.setdefault((head, self._shapes.index(spans.run.shape), tokens), []).append((one_s, key))
         points = {key: np.array(values) for key, values in seconds.items() if len(values) >= LEAST_SAMPLES}
@@ -316,6 +361,16 @@ class _Fit:
                 }  # fmt: skip
                 if parts:
                     self._curves[f"costs.{part}.{name}"] = self._dense_curve(parts, roof, references[number])
+
+    def _dense_after_read(self) -> dict[int, float]:
+        """By what the dense part is slower after a layer step that read from the SSD, by number of shape."""
+        parts = []
+        for number, spans in enumerate(self._spans):
+            seconds, step, layer, read = spans.dense()
+            kept = (layer > 0) & (seconds > 0)
+            groups = ((number << 40) + (spans.of_steps("tokens")[step] << 16) + layer)[kept]
+            parts.append((seconds[kept], read[kept], groups, np.full(len(groups), self._shapes.index(spans.run.shape))))
+        return self._after_read("dense", *(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
     def _dense_curve(
         self, parts: Mapping[int, list[tuple[float, tuple[float, float]]]], roof: Roofline, reference: ReferenceExpert
@@ -367,19 +422,6 @@ class _Fit:
             )
 
 
-class _Point(NamedTuple):
-    """Operations of one group: their mean size, their seconds, the clipped mean of those."""
-
-    group: int
-    size: float
-    seconds: np.ndarray
-    mean_s: float
-
-    def around_mean(self) -> np.ndarray:
-        """Seconds moved so that their median is the clipped mean."""
-        return around_mean(self.seconds)
-
-
 def _at_reference(
     parts: Sequence[tuple[float, tuple[float, float]]], roof: Roofline, reference: ReferenceExpert, tokens: int
 ) -> np.ndarray:
@@ -392,41 +434,18 @@ def _at_reference(
     return np.array([one_s * there_s / seconds(*work) for one_s, work in parts])
 
 
-def _dense_parts(spans: Spans) -> Iterator[tuple[float, tuple[float, float], int, bool]]:
-    """Seconds, (bytes, FLOPs), tokens and whether it is the head of each dense part; the head's tokens are logits."""
-    run = spans.run
-    columns = [
-        np.concatenate(parts)
-        for parts in zip(
-            *((chunk["step"], chunk["tokens"], chunk["sequences"]) for chunk in run.timeline.step_chunks()), strict=True
-        )
-    ]
-    facts = {int(step): (int(tokens), int(count)) for step, tokens, count in zip(*columns, strict=True)}
-    for seconds, step, layer in zip(*spans.dense(), strict=True):
-        tokens, sequences = facts[int(step)]
+def _dense_parts(spans: Spans, after: float) -> Iterator[tuple[float, tuple[float, float], int, bool]]:
+    """Seconds, (bytes, FLOPs), tokens and whether it is the head of each dense part; the head's tokens are logits.
+
+    Where the layer before read from the SSD, seconds are divided by `after`.
+    """
+    run, tokens_of, sequences_of = spans.run, spans.of_steps("tokens"), spans.of_steps("sequences")
+    for seconds, step, layer, read in zip(*spans.dense(), strict=True):
+        tokens, sequences = int(tokens_of[step]), int(sequences_of[step])
         context = -(-int(run.context_tokens[int(step)]) // _CONTEXT_TOKENS) * _CONTEXT_TOKENS
         head = layer < 0
         work = dense_work(run.shape, tokens, context, sequences, head=head)
-        yield float(seconds), work, sequences if head else tokens, bool(head)
-
-
-def _points(seconds: np.ndarray, sizes: np.ndarray, groups: np.ndarray) -> list[_Point]:
-    """Groups with enough operations; where none has, the largest."""
-    names, counts = np.unique(groups, return_counts=True)
-    chosen = names[counts >= LEAST_SAMPLES] if (counts >= LEAST_SAMPLES).any() else names[[counts.argmax()]]
-    found = []
-    for group in chosen:
-        own = groups == group
-        found.append(_Point(int(group), round(float(sizes[own].mean()), 3), seconds[own], clipped_mean(seconds[own])))
-    return found
-
-
-def _at(points: Sequence[_Point], groups: np.ndarray) -> np.ndarray:
-    """Mean seconds of each operation's group; NaN where it is no point."""
-    table = np.full(int(max(groups.max(initial=0), *(point.group for point in points))) + 1, np.nan)
-    for point in points:
-        table[point.group] = point.mean_s
-    return np.asarray(table[groups])
+        yield float(seconds) / (after if read else 1.0), work, sequences if head else tokens, bool(head)
 
 
 def _columns(rows: Rows, groups: np.ndarray) -> np.ndarray:

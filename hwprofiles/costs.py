@@ -98,6 +98,26 @@ class Costs:
         """Seconds that the first CPU expert of a layer step takes beyond the later ones."""
         return self.profile.number("costs.cpu.first_s")
 
+    def after_read(self, part: str) -> float:
+        """Factor on what follows a read from the SSD; 1 where it was not measured.
+
+        Args:
+            part: ``cpu``, ``h2d``: products and copies of an expert read in the same layer step, which caches may still
+                hold; ``dense``: the dense part after a layer step that read.
+        """
+        known = []
+        for size in ("", "_small"):
+            factor, measured = (
+                self.profile.numbers.get(f"costs.{part}.after_read{size}"),
+                self._measured("cpu", f"points{size}"),
+            )
+            if factor is not None and measured is not None:
+                known.append((np.log(measured[1].bytes), factor.value))
+        if not known:
+            return 1.0
+        sizes, factors = zip(*sorted(known), strict=True)
+        return float(np.interp(np.log(self.shape.max_expert_bytes), sizes, factors))
+
     @property
     def ssd_first_s(self) -> float:
         """Seconds from the end of planning to the first read of a layer step; 0 where it was not measured."""

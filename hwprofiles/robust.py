@@ -63,6 +63,33 @@ def slowdown_shares(
     return lost
 
 
+def comparable(marked: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Rows of groups that have both marked and unmarked ones, bool [N]."""
+    _, group = np.unique(groups, return_inverse=True)
+    count, of_them = np.bincount(group), np.bincount(group, marked)
+    return np.asarray(((of_them > 0) & (of_them < count))[group])
+
+
+def contrast(logs: np.ndarray, marked: np.ndarray, groups: np.ndarray) -> float:
+    """By what factor marked operations take longer than unmarked ones of the same group, median.
+
+    Args:
+        logs: float64 [N], log seconds.
+        marked: bool [N].
+        groups: int [N], operations of equal work under equal circumstances; those of one kind only say nothing.
+
+    Returns:
+        1.0 where nothing can be compared.
+    """
+    kept = comparable(marked, groups)
+    if not kept.any():
+        return 1.0
+    logs, marked = logs[kept], marked[kept]
+    names, group = np.unique(groups[kept], return_inverse=True)
+    usual = np.array([np.median(logs[(group == number) & ~marked]) for number in range(len(names))])
+    return float(np.exp(np.median((logs - usual[group])[marked])))
+
+
 def plane(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Find x >= 0 in ``seconds ~ columns @ x``, residuals clipped at both ends by `CLIP` as `clipped_mean` does.
 

@@ -30,6 +30,7 @@ _LANES = ("control", "cpu", "gpu*", "h2d*", "d2h*", "ssd")
 _PARTS = ("cpu", "gpu", "dense", "head")
 _ROOFLINE = ("overhead_s", "bytes_per_s", "flops_per_s")
 _LINK = ("latency_s", "bytes_per_s")
+_REFERENCES = ("memory", "memory_small", "ssd", "ssd_small")
 _CONTROL_TERMS = ("", "_per_expert", "_per_copy", "_with_ssd")
 _CONTROL = tuple(f"{what}{per}_s" for what in ("first_op", "join") for per in _CONTROL_TERMS)
 NUMBERS: tuple[str, ...] = (
@@ -37,11 +38,12 @@ NUMBERS: tuple[str, ...] = (
     *(f"memory.{key}" for key in ("gpu_bytes", "host_bytes", "staging_experts")),
     *(f"costs.{lane}.{key}" for lane, key in product(("cpu", "gpu", "dense"), _ROOFLINE)),
     *(f"costs.{lane}.first_s" for lane in ("cpu", "gpu", "ssd")),
+    *(f"costs.{part}.after_read{size}" for part, size in product(("cpu", "h2d", "dense"), ("", "_small"))),
     *(f"costs.{link}.{key}" for link, key in product(("h2d", "d2h", "ssd", "activation"), _LINK)),
     *(f"costs.dispatch.{key}" for key in ("per_op_s", *_CONTROL)),
     *(f"costs.planning.*.{key}" for key in ("base_s", "per_expert_s", "per_copy_s", "with_ssd_s")),
     *(f"contention.{victim}.{other}" for victim, other in product(LANE_CLASSES, LANE_CLASSES)),
-    *(f"reference.{tier}{size}_s" for tier, size in product(("memory", "ssd"), ("", "_small"))),
+    *(f"reference.{run}.{term}_s" for run, term in product(_REFERENCES, ("dense", "planning", "lanes", "between"))),
     "power.platform.idle_w",
     *(f"power.{lane}.idle_w" for lane in _LANES),
     *(f"power.{lane}.busy_w" for lane in _LANES),

@@ -54,20 +54,24 @@ class Operations(NamedTuple):
         sizes: int64 [N], tokens of a product, bytes of a copy.
         shares: float64 [N, C], share of the operation's time during which each class worked elsewhere.
         first: bool [N], first product of its lane in a layer step.
+        fresh: bool [N], the expert was read from the SSD in the same layer step.
         active: float64 [N], active experts of its layer step.
         copies: float64 [N], experts brought from one memory to another in its layer step.
         odd: bool [N], belongs to a step with an odd number.
         shapes: int64 [N], number of the run's shape.
+        runs: int64 [N], twice the number of the run, and one more in its first step (which may be a prefill).
     """
 
     seconds: np.ndarray
     sizes: np.ndarray
     shares: np.ndarray
     first: np.ndarray
+    fresh: np.ndarray
     active: np.ndarray
     copies: np.ndarray
     odd: np.ndarray
     shapes: np.ndarray
+    runs: np.ndarray
 
     @classmethod
     def joined(cls, parts: Iterable[Operations]) -> Operations:
@@ -129,11 +133,11 @@ class Spans:
 
     Args:
         run: the run.
-        shape_number: number that its operations carry.
+        shape_number, number: of its shape and of the run itself, which its operations carry.
     """
 
-    def __init__(self, run: DesignedRun, shape_number: int) -> None:
-        self.run, self._shape_number = run, shape_number
+    def __init__(self, run: DesignedRun, shape_number: int, number: int) -> None:
+        self.run, self._shape_number, self._number = run, shape_number, number
         chunks = list(run.timeline.chunks())
         columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
         order = np.argsort(columns["start_s"], kind="stable")
@@ -171,15 +175,18 @@ class Spans:
         rows = np.flatnonzero(here)
         first[rows[np.unique(self.place[rows], return_index=True)[1]]] = True
         active, copies = self._amounts()
+        keys = self.place * self.run.shape.experts + self.expert
         return Operations(
             self.seconds[here],
             sizes[here],
             self._shares(here),
             first[here],
+            np.isin(keys[here], keys[self.kind == READ]),
             active[self.place[here]],
             copies[self.place[here]],
             self.step[here] % 2 == 1,
             np.full(int(here.sum()), self._shape_number),
+            2 * self._number + (self.step[here] == 0),
         )
 
     def _shares(self, here: np.ndarray) -> np.ndarray:
@@ -199,14 +206,26 @@ class Spans:
                 shares[:, column] += np.where(own == self._worker[lane], 0.0, both_s / length_s)
         return np.minimum(shares, 1.0)
 
-    def dense(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds, step and layer (-1: the head) of each dense part; what lies between two steps counts as head."""
+    def dense(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds, step and layer (-1: the head) of each dense part, and whether the layer before it read from the SSD.
+
+        What lies between two steps counts as head.
+        """
         rows = np.flatnonzero(self.kind == DENSE)
         seconds = self.seconds[rows].copy()
         heads = np.flatnonzero((self.layer[rows[:-1]] < 0) & (self.step[rows[1:]] == self.step[rows[:-1]] + 1))
         seconds[heads] += self.start_s[rows[heads + 1]] - self.end_s[rows[heads]]
         kept = self._kept[rows]
-        return seconds[kept], self.step[rows][kept], self.layer[rows][kept]
+        after = (self.layer[rows] > 0) & np.isin(self.place[rows] - 1, self.place[self.kind == READ])
+        return seconds[kept], self.step[rows][kept], self.layer[rows][kept], after[kept]
+
+    def of_steps(self, name: str) -> np.ndarray:
+        """A column of the timeline's table of steps, int64 by step number."""
+        chunks = list(self.run.timeline.step_chunks())
+        steps, values = (np.concatenate([chunk[key] for chunk in chunks]).astype(np.int64) for key in ("step", name))
+        found = np.zeros(int(steps.max()) + 1, np.int64)
+        found[steps] = values
+        return found
 
     def planning(self) -> Rows:
         """Each planning."""

@@ -96,6 +96,9 @@ def designs(shape: ModelShape, *, quick: bool = False, seed: int = 0) -> list[De
         Design("CPU beside GPU and copies, batch", Trial(_COMPETING, ratio(cache_ratio=0.6), many)),
         Design("CPU beside copies", Trial(_COMPETING, ratio(cache_ratio=0.0), many)),
         Design("SSD and CPU", Trial("all-cpu+none", ratio(cache_ratio=0.0, host_memory_bytes=everything // 2), many)),
+        Design(
+            "SSD and copies", Trial("on-demand+lru", ratio(cache_ratio=0.3, host_memory_bytes=everything // 2), short)
+        ),
         Design("all lanes", Trial(_COMPETING, ratio(cache_ratio=0.3, host_memory_bytes=everything // 2), alone)),
     ]
     return found + [

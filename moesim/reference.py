@@ -3,7 +3,8 @@
 A profile is true of the machine as it was when it was calibrated. Other tenants, heat and clocks change its speed by
 several percent within minutes, and no model can know that. The same runs, then and now, tell how much of an error is
 the machine's and how much the model's. There are two sizes of experts, since a machine whose memory has become slow
-takes longer for what no cache holds only, and each with and without the SSD.
+takes longer for what no cache holds only; each with and without the SSD; and the seconds are told apart by term, since
+what slows the dense part down may leave the lanes alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import numpy as np
 from hwprofiles.schema import Quantity
 from moesim.designs import ROUTED, drawn_steps
 from moesim.memory import MemoryOptions
-from moesim.trials import Bench, Trial, step_lengths
+from moesim.terms import TERMS, terms_by_step
+from moesim.trials import Bench, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,11 +40,11 @@ _DRAWS = 200
 
 
 class _Run(NamedTuple):
-    """One of the reference runs, and the seconds of its steps so far, float64 [steps] by repetition."""
+    """One of the reference runs, and what its repetitions took, by term float64 [steps]."""
 
     bench: Bench
     trial: Trial
-    steps_s: list[np.ndarray]
+    seconds: list[dict[str, np.ndarray]]
 
 
 class Reference:
@@ -68,7 +70,7 @@ class Reference:
                 for tier, host_bytes in (("memory", None), ("ssd", sum(shape.expert_bytes) * shape.experts // 2)):
                     trial = Trial(_POLICY, MemoryOptions(cache_ratio=0.3, host_memory_bytes=host_bytes), steps)
                     bench.run(trial, profile)  # afterwards nothing in memory is new any more
-                    self.runs[f"reference.{tier}{size}_s"] = _Run(bench, trial, [])
+                    self.runs[tier + size] = _Run(bench, trial, [])
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
@@ -84,37 +86,49 @@ class Reference:
     def in_turn(self) -> None:
         """Called between other runs: make the reference runs before the first of them, and before every twelfth."""
         if self._asked % _EVERY == 0:
-            for bench, trial, steps_s in self.runs.values():
-                steps_s.append(step_lengths(bench.run(trial, self._profile)))
+            for bench, trial, seconds in self.runs.values():
+                seconds.append(terms_by_step(bench.run(trial, self._profile)))
         self._asked += 1
 
     def found(self, date: str) -> dict[str, Quantity]:
-        """Seconds per step of each so far, of each step the median over runs, by its path in a profile."""
-        return {path: _quantity(np.array(run.steps_s), date) for path, run in self.runs.items()}
+        """Seconds per step of each term of each run so far, by path in a profile."""
+        return {
+            _path(name, term): _quantity(np.array([one[term] for one in run.seconds]), date)
+            for name, run in self.runs.items()
+            for term in TERMS
+        }
 
 
-def drift(then: HardwareProfile, now: Mapping[str, Quantity]) -> dict[str, float]:
-    """By how much reference runs take longer now than when a profile was calibrated; nothing where it has none.
+def drift(then: HardwareProfile, now: Mapping[str, Quantity], run: str) -> dict[str, float] | None:
+    """By how much longer a reference run takes now than when a profile was calibrated.
+
+    Args:
+        then: the profile.
+        now: as `Reference.found` has it.
+        run: which, as `nearest` names it.
 
     Returns:
-        By path of a run: seconds now over seconds then, minus one.
+        By term (`moesim.terms.TERMS`): seconds now over seconds then, minus one. None where one of both is unknown.
     """
-    return {
-        path: quantity.value / known.value - 1.0
-        for path, quantity in now.items()
-        if (known := then.numbers.get(path)) is not None
-    }
+    pairs = {term: (now.get(_path(run, term)), then.numbers.get(_path(run, term))) for term in TERMS}
+    if any(one is None or not known or not known.value for one, known in pairs.values()):
+        return None
+    return {term: one.value / known.value - 1.0 for term, (one, known) in pairs.items() if one and known}
+
+
+def _path(run: str, term: str) -> str:
+    return f"reference.{run}.{term}_s"
 
 
 def nearest(shape: ModelShape, dtype: str, *, ssd: bool) -> str:
-    """Path of the reference run that is most like runs of a shape: with or without SSD, the nearest size of experts."""
+    """Name the reference run that is most like runs of a shape: with or without SSD, the nearest size of experts."""
     from runtime.tracedriven import shape_for  # noqa: PLC0415 - torch
 
     def apart(size: str) -> float:
         known = shape_for(ROUTED, SHAPES[size], dtype).max_expert_bytes
         return abs(float(np.log(shape.max_expert_bytes / known)))
 
-    return f"reference.{'ssd' if ssd else 'memory'}{min(SHAPES, key=apart)}_s"
+    return f"{'ssd' if ssd else 'memory'}{min(SHAPES, key=apart)}"
 
 
 def with_reference(profile: HardwareProfile, found: Mapping[str, Quantity]) -> HardwareProfile:
@@ -123,7 +137,7 @@ def with_reference(profile: HardwareProfile, found: Mapping[str, Quantity]) -> H
 
 
 def _quantity(steps_s: np.ndarray, date: str) -> Quantity:
-    """Of reference runs, float64 [runs, steps]."""
+    """Mean over steps of the median over runs, of seconds float64 [runs, steps]."""
     rng = np.random.default_rng(0)
     drawn = [_seconds(steps_s[rng.integers(0, len(steps_s), len(steps_s))]) for _ in range(_DRAWS)]
     value, (low, high) = _seconds(steps_s), np.quantile(drawn, (0.025, 0.975))

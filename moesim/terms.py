@@ -1,4 +1,4 @@
-"""Where the seconds of a run went: terms that add up to its makespan, and each lane's busy time.
+"""Where the seconds of a run went: terms that add up to its makespan, step by step.
 
 A layer step is a chain: dense part, planning, work of the lanes, join. What lies between the links belongs to the
 waking of threads and the handing out of work. Two runs of the same trial can be compared term by term, and the term
@@ -20,30 +20,39 @@ TERMS = ("dense", "planning", "lanes", "between")
 
 
 def terms(timeline: Timeline) -> dict[str, float]:
-    """Seconds of each of `TERMS`; their sum is the makespan.
+    """Seconds of each of `TERMS`; their sum is the makespan."""
+    return {name: float(seconds.sum()) for name, seconds in terms_by_step(timeline).items()}
 
-    ``lanes`` is from the first operation of a layer step to the last end; ``between`` is all the rest: the join, waking
-    and handing out, which the simulator charges as one.
+
+def terms_by_step(timeline: Timeline) -> dict[str, np.ndarray]:
+    """Seconds of each of `TERMS` in each forward pass, from the end of the one before to its own: float64 [steps].
+
+    ``lanes`` is from the end of a layer step's planning to the end of its last operation; ``between`` is all the rest:
+    the request for a plan, the join, and waking the device.
     """
     chunks = list(timeline.chunks())
     columns = {
         name: np.concatenate([chunk[name] for chunk in chunks])
         for name in ("kind", "step", "layer", "start_s", "end_s")
     }  # fmt: skip
-    kind, start_s, end_s = columns["kind"], columns["start_s"], columns["end_s"]
-    found = {
-        name: float((end_s - start_s)[kind == code].sum())
+    kind, layer, start_s, end_s = (columns[name] for name in ("kind", "layer", "start_s", "end_s"))
+    passes = list(timeline.step_chunks())
+    steps, begin_s, ends_s = (
+        np.concatenate([chunk[name] for chunk in passes]) for name in ("step", "start_s", "end_s")
+    )
+    row = np.searchsorted(steps, columns["step"])
+    found: dict[str, np.ndarray] = {
+        name: np.bincount(row[kind == code], (end_s - start_s)[kind == code], len(steps))
         for name, code in (("dense", DENSE), ("planning", PLAN))
     }  # fmt: skip
-    work = np.isin(kind, (COMPUTE, FETCH, READ)) & (columns["layer"] >= 0)
-    place = columns["step"][work] * (int(columns["layer"].max()) + 1) + columns["layer"][work]
-    _, group = np.unique(place, return_inverse=True)
-    count = int(group.max(initial=-1)) + 1
-    first_s, last_s = np.full(count, np.inf), np.full(count, -np.inf)
-    np.minimum.at(first_s, group, start_s[work])
-    np.maximum.at(last_s, group, end_s[work])
-    found["lanes"] = float((last_s - first_s).sum())
-    found["between"] = float(end_s.max() - start_s.min()) - sum(found.values())
+    layers = int(layer.max()) + 1
+    place = row * layers + layer
+    planned, work = kind == PLAN, np.isin(kind, (COMPUTE, FETCH, READ)) & (layer >= 0)
+    plan_end_s, last_s = np.full(len(steps) * layers, np.inf), np.full(len(steps) * layers, -np.inf)
+    plan_end_s[place[planned]] = end_s[planned]
+    np.maximum.at(last_s, place[work], end_s[work])
+    found["lanes"] = np.maximum(last_s - plan_end_s, 0.0).reshape(len(steps), layers).sum(axis=1)
+    found["between"] = np.diff(ends_s, prepend=begin_s[0]) - sum(found.values())
     return {name: found[name] for name in TERMS}
 
 

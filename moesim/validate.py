@@ -24,7 +24,7 @@ from hwprofiles.costs import Costs
 from moesim.memory import MemoryOptions
 from moesim.reference import Reference, drift, nearest
 from moesim.runs import machine_profile
-from moesim.terms import step_seconds, terms
+from moesim.terms import TERMS, step_seconds, terms, terms_by_step
 from moesim.trials import Bench, Trial, figures, foreign, simulate, system_of, unsteady
 from moesim.validation import FIGURES, Cell, Place, Validation
 from policies.base import CachePolicy
@@ -101,9 +101,8 @@ def validate(
             reference = benches.enter_context(Reference(profile, chosen, Path(folder)))
         cells = grid.walk(repetitions, reference, progress or (lambda _what, _done: None))
     now = {} if reference is None else reference.found(time.strftime("%Y-%m-%d", time.gmtime(begin)))
-    drifts = drift(profile, now)
     for cell, shape in cells:
-        cell.drift = drifts.get(nearest(shape, chosen, ssd=cell.place.host_ratio < 1))
+        cell.drift = drift(profile, now, nearest(shape, chosen, ssd=cell.place.host_ratio < 1))
     config = {
         "hw": profile.name, "hw_digest": profile.digest, "hw_date": profile.date,
         "machine": profile.versions.get("cpu"),
@@ -114,7 +113,7 @@ def validate(
         "seconds": round(time.time() - begin),
         "load_before": round(load, 2), "load_after": round(os.getloadavg()[0], 2),
         "system": platform.platform(),
-        "reference_s": {name: quantity.value for name, quantity in now.items()}, "drift": drifts,
+        "reference_s": {path: quantity.value for path, quantity in now.items()},
         "profile_noise_floor": profile.fit.get("noise_floor", {}).get("residual_median"),
     }  # fmt: skip
     return Validation([cell for cell, _ in cells], config, warnings_of(profile, load))
@@ -206,6 +205,8 @@ class _Grid:
         cell.predicted["hits_by_means"] = _chosen(means)["hits"]
         cell.means_tpot_s = figures(means)["tpot_s"]
         cell.replications_s = [one["tpot_s"] for one in found if one["tpot_s"]]
+        by_term = [terms_by_step(timeline) for timeline in drawn]
+        cell.predicted_terms_s = {name: np.mean([one[name] for one in by_term], axis=0).tolist() for name in TERMS}
         cell.predicted_steps_s = np.mean([step_seconds(timeline) for timeline in drawn], axis=0).tolist()
 
 

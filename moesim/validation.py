@@ -57,8 +57,9 @@ class Cell:
         means_tpot_s: TPOT of the simulation with mean operation times.
         steps_s: measured seconds of each step after the first, by repetition.
         predicted_steps_s: the same, predicted, mean over replications.
-        drift: by how much reference runs took longer meanwhile than when the profile was calibrated, those with the SSD
-            where the cell has it; None where that is unknown.
+        predicted_terms_s: seconds of each step, predicted, by term of `moesim.terms.TERMS`.
+        drift: by term, by how much longer the reference run that is most like this cell took meanwhile than when the
+            profile was calibrated; None where that is unknown.
     """
 
     place: Place
@@ -70,7 +71,8 @@ class Cell:
     means_tpot_s: float | None = None
     steps_s: list[list[float]] = field(default_factory=list)
     predicted_steps_s: list[float] = field(default_factory=list)
-    drift: float | None = None
+    predicted_terms_s: dict[str, list[float]] = field(default_factory=dict)
+    drift: dict[str, float] | None = None
 
     def steps_measured_s(self) -> np.ndarray:
         """Seconds of each step after the first, median over repetitions, float64 [steps - 1].
@@ -94,9 +96,14 @@ class Cell:
         return None if not measured else float(self.predicted[key] / measured - 1.0)
 
     def error_at_speed(self, key: str) -> float | None:
-        """The same, had the machine been as fast as when it was calibrated."""
+        """The error of ``ttft_s`` or ``tpot_s``, had every term taken as long as when the profile was calibrated."""
         error = self.error(key)
-        return None if error is None or self.drift is None else (1.0 + error) * (1.0 + self.drift) - 1.0
+        if error is None or self.drift is None:
+            return None
+        steps = slice(0, 1) if key == "ttft_s" else slice(1, None)
+        terms_s = {name: sum(seconds[steps]) for name, seconds in self.predicted_terms_s.items()}
+        now_s = sum(seconds * (1.0 + self.drift[name]) for name, seconds in terms_s.items())
+        return (1.0 + error) * now_s / sum(terms_s.values()) - 1.0
 
     def floor(self) -> float:
         """By how much the measured TPOT would differ if all repetitions were made anew."""

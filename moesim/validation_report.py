@@ -95,9 +95,12 @@ def _at_speed(result: dict[str, Any]) -> list[list[str]]:
     part = result["at_speed"]
     if part["tpot_error_median"] is None:
         return []
-    drifts = dict.fromkeys(_percent(cell["drift"], signed=True) for cell in result["cells"])
+    drifts = dict.fromkeys(
+        ", ".join(f"{name} {_percent(value, signed=True)}" for name, value in cell["drift"].items())
+        for cell in result["cells"] if cell["drift"] is not None
+    )  # fmt: skip
     return [
-        ["reference runs took longer than when it was calibrated by", ", ".join(drifts)],
+        ["reference runs took longer than when it was calibrated by", "; ".join(drifts)],
         ["TPOT error without that drift, median", _percent(part["tpot_error_median"])],
         ["TPOT error without that drift, worst cell", _percent(part["tpot_error_max"])],
         ["TTFT error without that drift, median", _percent(part["ttft_error_median"])],

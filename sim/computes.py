@@ -35,6 +35,7 @@ class Computes:
         self._experts = planner.shape.experts
         self._dispatch_s = costs.dispatch_s
         self._costs = costs
+        self._after_read = costs.after_read("cpu") if planner.host else 1.0
         self._first_s = [costs.cpu_first_s] + [costs.gpu_first_s] * planner.gpus
         self.pending = 0
         self._done: Event | None = None
@@ -81,6 +82,9 @@ class Computes:
             work.cpu_s.tolist(),
             work.gpu_s.tolist(),
         )
+        if self._after_read != 1.0:
+            read = {expert for copies in plan.copies if copies.kind == READ for expert in copies.experts}
+            cpu_s = [s * self._after_read if e in read else s for e, s in zip(experts, cpu_s, strict=True)]
         started = None if work.started is None else work.started.tolist()
         first_op_s = self._costs.first_op_s(len(experts), plan.copied, tiered=self._planner.host is not None)
         unused = [True] * len(self._lanes)

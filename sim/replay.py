@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from simpy.core import Environment
 
+from policies.plan import FETCH, READ
 from sim.computes import Computes
 from sim.contention import Operation
 from sim.machine import Machine
@@ -71,6 +72,8 @@ class Replay:
         self._d2h = [lanes.index(f"d2h{gpu}") for gpu in range(profile.gpus)]
         self._moves_activations = profile.accelerator != "host"  # whose memory is shared
         self._computes = Computes(self.machine, self.transfers, planner, costs, compute_lanes)
+        self._after_read = costs.after_read("dense") if planner.host else 1.0
+        self._has_read = False  # whether the layer step before read from the SSD
         self._waits = 0
         self._layer_steps = 0
         self.machine.host_staging.free = planner.sizes.staging
@@ -95,6 +98,7 @@ class Replay:
         env, costs = self.env, self._costs
         for step in steps:
             start_s = env.now
+            self._has_read = False
             dense_s = costs.dense_s(step.tokens, step.context_tokens, step.sequences)
             for routed in step.layers:
                 yield from self._layer(step, routed, dense_s)
@@ -111,7 +115,9 @@ class Replay:
         planner, layer = self._planner, routed.layer
         home = planner.home(layer)
         # 1. the dense part
-        yield self._alone(self._gpu[home], DENSE, step.step, layer, dense_s)
+        yield self._alone(
+            self._gpu[home], DENSE, step.step, layer, dense_s * self._after_read if self._has_read else dense_s
+        )
         # 2. late prefetches; 3. and 4. routing and planning
         self.transfers.begin_layer(layer, routed.experts)
         plan = planner.plan(routed, step.step, step.phase, self.env.now, step.batch)
@@ -127,6 +133,9 @@ class Replay:
             self.machine.staging[gpu].free = slots
         for copies in plan.copies:
             self.transfers.enqueue(copies, step.step)
+        self._has_read = self._after_read != 1.0 and any(
+            copies.kind == READ or (copies.kind == FETCH and any(copies.read)) for copies in plan.copies
+        )
         cpu_used = self._computes.dispatch(plan, done)
         yield done
         # 6. results join

@@ -33,6 +33,7 @@ class Transfers:
         self._link = [machine.lanes.index(f"h2d{gpu}") for gpu in range(planner.gpus)]
         self._ssd = machine.lanes.index("ssd") if "ssd" in machine.lanes else -1
         self._first_read_s = costs.ssd_first_s
+        self._after_read = costs.after_read("h2d") if planner.host else 1.0
         self._read_at = -1, -1  # step and layer of the last demanded read
         self._landing: dict[tuple[int, int], Operation] = {}  # (gpu, key) -> GPU compute that waits
         self._reading: dict[int, list[Then]] = {}  # key -> what waits for host memory
@@ -53,7 +54,7 @@ class Transfers:
                 step,
                 layer,
                 expert,
-                self._copy_s[copies.gpu][layer] + self._dispatch_s,
+                self._copy_s[copies.gpu][layer] * (self._after_read if copies.read[i] else 1.0) + self._dispatch_s,
                 self._bytes[layer],
                 self._landed,
             )

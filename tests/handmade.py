@@ -15,14 +15,32 @@ from policies.registry import register
 from policies.residency import CacheSize
 from sim.replay import Replay
 from traces.batch import RoutedLayer, RoutedStep
-from traces.schema import ModelShape, Phase
+from traces.reader import open_trace
+from traces.schema import ModelShape, Phase, TraceHeader
 from traces.timeline import Timeline
+from traces.writer import TraceWriter
 
 
 def shape(layers: int = 1, experts: int = 4, top_k: int = 1, expert_bytes=100) -> ModelShape:
     """A model whose experts have `expert_bytes` (one number, or one per layer)."""
     sizes = tuple(expert_bytes) if isinstance(expert_bytes, (list, tuple)) else (expert_bytes,) * layers
     return ModelShape("hand", layers, experts, top_k, 4, 4, sizes, 1)
+
+
+def hand_trace(path, routing, *, experts: int = 8, prompt: int = 0, expert_bytes: int = 100, **columns):
+    """Write one sequence and open it: `routing` [T][L][K] says who was chosen, the first `prompt` tokens are prompt.
+
+    `columns`: optional ones [T][L][...], by name.
+    """
+    chosen = np.array(routing)
+    tokens, layers, top_k = chosen.shape
+    header = TraceHeader(shape(layers, experts, top_k, expert_bytes), {"tool": "test"})
+    pos = np.repeat(np.arange(tokens), layers)
+    phase = np.where(pos < prompt, Phase.PREFILL, Phase.DECODE)
+    rows = {name: np.array(values).reshape(tokens * layers, -1) for name, values in columns.items()}
+    with TraceWriter(path, header, tuple(rows)) as writer:
+        writer.write(0, pos, phase, np.tile(np.arange(layers), tokens), chosen.reshape(-1, top_k), **rows)
+    return open_trace(path)
 
 
 @dataclass
@@ -44,6 +62,10 @@ class HandCosts:
     gpu_first_s: float = 0.0
     ssd_first_s: float = 0.0
     per_token: float = 0.0
+    factors_after_read: tuple[tuple[str, float], ...] = ()
+
+    def after_read(self, part):
+        return dict(self.factors_after_read).get(part, 1.0)
 
     def _compute(self, base, tokens):
         return base * (1 + self.per_token * (np.asarray(tokens, np.float64) - 1))

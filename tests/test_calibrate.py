@@ -10,7 +10,7 @@ import pytest
 from hwprofiles.calibrate import calibrate
 from hwprofiles.costs import Costs
 from hwprofiles.profile import load_profile, parse_profile
-from hwprofiles.robust import clipped_mean, quantiles_around_one, slowdown_shares
+from hwprofiles.robust import clipped_mean, comparable, contrast, quantiles_around_one, slowdown_shares
 from hwprofiles.schema import Quantity
 from moesim.calibrate import _stability, differences, learn
 from moesim.designs import ROUTED, designs, drawn_steps
@@ -30,6 +30,8 @@ CONTROL = {
     "costs.dispatch.join_with_ssd_s": 60e-6, "costs.planning.on-demand.per_copy_s": 20e-6,
 }  # fmt: skip
 """What control does for each active expert and each copy, and with an SSD behind host memory."""
+AFTER_READ = {"cpu": 0.8, "h2d": 0.9, "dense": 1.08}
+"""Products and copies of an expert that was just read, and the dense part after a layer step that read."""
 WITH_SSD_S = 150e-6
 
 
@@ -48,6 +50,7 @@ def machine():
     numbers = {path: q for path, q in shipped.numbers.items() if not path.startswith("contention.")}
     numbers |= {path: Quantity(value, "assumed", "a test") for path, value in TRUTH.items()}
     numbers |= {path: Quantity(value, "assumed", "a test") for path, value in CONTROL.items()}
+    numbers |= {f"costs.{part}.after_read": Quantity(value, "assumed", "a test") for part, value in AFTER_READ.items()}
     numbers["costs.planning.default.with_ssd_s"] = Quantity(WITH_SSD_S, "assumed", "a test")
     return replace(shipped, numbers=numbers)
 
@@ -82,12 +85,41 @@ def test_what_control_does_per_expert_and_copy_is_found(learned, path):
     assert learned.numbers[path].value == pytest.approx(CONTROL[path], rel=0.1)
 
 
+@pytest.mark.parametrize("part", AFTER_READ)
+@pytest.mark.parametrize("spec", ["olmoe-1b-7b/2", "olmoe-1b-7b/4"])
+def test_what_differs_after_a_read_is_found(learned, part, spec):
+    assert Costs(learned, sized(spec)).after_read(part) == pytest.approx(AFTER_READ[part], abs=0.03)
+
+
 @pytest.mark.parametrize(("policy", "off"), [("greedy", 0.1), ("all-cpu", 0.1), ("beam", 0.35)])
 def test_what_the_ssd_tier_adds_to_planning_is_found(learned, policy, off):
     """Beam was not run with an SSD: all policies together stand in for it."""
     costs = Costs(learned, sized("olmoe-1b-7b/2"))
     added_s = costs.planning_s(policy, 4, tiered=True) - costs.planning_s(policy, 4)
     assert added_s == pytest.approx(WITH_SSD_S, rel=off)
+
+
+def test_a_contrast_by_hand():
+    """Twice as long in the first group, three times in the second, which has twice as many; the third says nothing."""
+    seconds = np.array([1.0, 1.0, 2.0, 5.0, 5.0, 15.0, 15.0, 99.0])
+    marked = np.array([False, False, True, False, False, True, True, True])
+    groups = np.array([0, 0, 0, 1, 1, 1, 1, 2])
+    assert comparable(marked, groups).tolist() == [True] * 7 + [False]
+    assert contrast(np.log(seconds), marked, groups) == pytest.approx(3.0)
+    assert contrast(np.log(seconds[:2]), marked[:2], groups[:2]) == 1.0
+
+
+def test_between_two_sizes_what_follows_a_read_goes_by_their_logarithm(learned):
+    """1.6 and 6.3 MB were calibrated: half way between lies 3.1 MB, and beyond them nothing changes any more."""
+    numbers = learned.numbers | {
+        f"costs.cpu.after_read{size}": Quantity(value, "assumed", "a test")
+        for size, value in (("", 1.0), ("_small", 0.6))
+    }
+    hw, large = replace(learned, numbers=numbers), sized("olmoe-1b-7b/2")
+    for factor, expected in ((1.0, 1.0), (0.5, 0.8), (0.25, 0.6), (0.1, 0.6), (4.0, 1.0)):
+        expert_bytes = tuple(int(size * factor) for size in large.expert_bytes)
+        assert Costs(hw, replace(large, expert_bytes=expert_bytes)).after_read("cpu") == pytest.approx(expected)
+    assert Costs(load_profile("two-core-host"), large).after_read("cpu") == 1.0
 
 
 def test_a_late_first_read_is_seen_and_charged_once_per_layer_step(machine, blank):
@@ -171,9 +203,9 @@ def test_two_profiles_differ_by_what_they_predict_of_the_designed_runs(machine):
     """A profile does not differ from itself; one with a slower dense part predicts more for every run."""
     path = "costs.dense.overhead_s"
     numbers = machine.numbers | {path: replace(machine.numbers[path], value=0.01, interval=None)}
-    assert differences(machine, machine) == pytest.approx([0.0] * 30)
+    assert differences(machine, machine) == pytest.approx([0.0] * 32)
     slower = differences(machine, replace(machine, numbers=numbers))
-    assert len(slower) == 30
+    assert len(slower) == 32
     assert min(slower) > 0.0
 
 

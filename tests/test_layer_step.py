@@ -85,6 +85,25 @@ def test_the_cpu_reads_from_ssd_too_and_finds_it_in_host_memory_next_time():
     assert spans(timeline, "compute") == [("cpu", 0, 10, 20), ("cpu", 0, 22, 32)]
 
 
+AFTER_READ = HandCosts(factors_after_read=(("cpu", 0.5), ("h2d", 0.75), ("dense", 1.5)))
+
+
+def test_what_was_just_read_is_copied_sooner_and_the_dense_part_after_it_is_slower():
+    """Layer 0 reads: copy 3 instead of 4 s; layer 1 begins with a dense part of 3 instead of 2 s. The next step reads
+    nothing in layer 0, and its dense part follows a head, not a read."""
+    planner = plan_of(shape(layers=2), ON_GPU, AFTER_READ, slots=1, host_slots=2)
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 0)], [routed(0, 0), routed(1, 0)]))
+    assert [end - start for *_, start, end in spans(timeline, "fetch")] == [3, 3]
+    assert [end - start for *_, start, end in spans(timeline, "dense")] == [2, 3, 2, 2]
+
+
+def test_the_cpu_computes_what_was_just_read_from_its_caches():
+    """5 instead of 10 s; the next time it comes from memory like any other."""
+    planner = plan_of(shape(), ON_CPU, AFTER_READ, host_slots=2)
+    _, timeline = run(planner, steps([routed(0, 0)], [routed(0, 0)]))
+    assert [end - start for *_, start, end in spans(timeline, "compute")] == [5, 10]
+
+
 def test_reads_overlap_copies_of_earlier_experts():
     """Two SSD misses: reads 2-10, 10-18; copies 10-14, 18-22."""
     planner = plan_of(shape(), ON_GPU, slots=2, host_slots=2)

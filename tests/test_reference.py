@@ -9,12 +9,14 @@ import pytest
 
 from hwprofiles.profile import load_profile, save_profile
 from moesim.reference import Reference, drift, nearest, with_reference
+from moesim.terms import TERMS
 from moesim.trials import simulate
 from tests.real_machine import host_profile
 from tests.test_calibrate import sized
 from traces.timeline import COMPUTE, FETCH, READ
 
-PATHS = {"reference.memory_s", "reference.memory_small_s", "reference.ssd_s", "reference.ssd_small_s"}
+RUNS = ("memory", "memory_small", "ssd", "ssd_small")
+PATHS = {f"reference.{run}.{term}_s" for run in RUNS for term in TERMS}
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,7 @@ def test_all_are_run_before_the_first_other_run_and_before_every_twelfth(running
     found = running.found("2026-01-01")
     assert {path: quantity.samples for path, quantity in found.items()} == dict.fromkeys(PATHS, 3)
     for quantity in found.values():
-        assert 0 < quantity.interval[0] <= quantity.value <= quantity.interval[1]
-        assert quantity.value < 1.0, "seconds of one step"
+        assert 0 < quantity.interval[0] <= quantity.value <= quantity.interval[1] < 1.0, "seconds of one step"
 
 
 def test_they_use_every_lane_and_do_the_same_whatever_the_profile_says(running):
@@ -42,11 +43,11 @@ def test_they_use_every_lane_and_do_the_same_whatever_the_profile_says(running):
         key: replace(one, value=10 * one.value, interval=None) if key.startswith("costs.cpu") else one
         for key, one in slow.numbers.items()
     })  # fmt: skip
-    for path, run in running.runs.items():
+    for name, run in running.runs.items():
         here, there = (
             next(simulate(run.trial, run.bench.shape, profile).chunks()) for profile in (host_profile(), slow)
         )
-        assert set(np.unique(here["kind"])) >= {COMPUTE, FETCH} | ({READ} if "ssd" in path else set())
+        assert set(np.unique(here["kind"])) >= {COMPUTE, FETCH} | ({READ} if "ssd" in name else set())
         assert len(np.unique(here["lane"][here["kind"] == COMPUTE])) == 2, "CPU and GPU compute"
         done = [
             sorted(zip(*(one[key].tolist() for key in ("step", "layer", "kind", "lane", "expert")), strict=True))
@@ -56,23 +57,25 @@ def test_they_use_every_lane_and_do_the_same_whatever_the_profile_says(running):
 
 
 def test_drift_by_hand():
-    """0.11 s where the profile says 0.10: ten percent slower; a profile without reference runs says nothing."""
+    """0.11 s where the profile says 0.10: ten percent longer; of a run that the profile does not know, nothing."""
     profile = host_profile()
-    then = {"reference.memory_s": replace(profile.numbers["cores"], value=0.10)}
+    then = {f"reference.ssd.{term}_s": replace(profile.numbers["cores"], value=0.10) for term in TERMS}
     now = {path: replace(profile.numbers["cores"], value=0.11) for path in PATHS}
-    assert drift(with_reference(profile, then), now) == {"reference.memory_s": pytest.approx(0.1)}
-    assert drift(profile, now) == {}
+    assert drift(with_reference(profile, then), now, "ssd") == dict.fromkeys(TERMS, pytest.approx(0.1))
+    assert drift(with_reference(profile, then), now, "memory") is None
+    assert drift(with_reference(profile, then), {}, "ssd") is None
 
 
 def test_a_run_is_held_against_the_reference_of_the_nearest_size():
     """Experts of 6.3 and 1.6 MB; the border is at 3.1 MB."""
-    assert nearest(sized("olmoe-1b-7b/2"), "float32", ssd=False) == "reference.memory_s"
-    assert nearest(sized("qwen3-30b-a3b/4"), "float32", ssd=True) == "reference.ssd_small_s"
-    assert nearest(sized("mixtral-8x7b"), "float32", ssd=False) == "reference.memory_s"
+    assert nearest(sized("olmoe-1b-7b/2"), "float32", ssd=False) == "memory"
+    assert nearest(sized("qwen3-30b-a3b/4"), "float32", ssd=True) == "ssd_small"
+    assert nearest(sized("mixtral-8x7b"), "float32", ssd=False) == "memory"
 
 
 def test_a_profile_keeps_its_reference_runs(running, tmp_path):
     running.in_turn()
     found = running.found("2026-01-01")
     again = load_profile(save_profile(with_reference(host_profile(), found), tmp_path / "hw.toml"))
-    assert drift(again, found) == dict.fromkeys(PATHS, pytest.approx(0.0))
+    for run in RUNS:
+        assert drift(again, found, run) == dict.fromkeys(TERMS, pytest.approx(0.0))

@@ -32,6 +32,7 @@ FITTING = (
     "hwprofiles/spans.py",
     "hwprofiles/fit.py",
     "hwprofiles/robust.py",
+    "hwprofiles/points.py",
     "moesim/calibrate.py",
 )
 COMPARING = (
@@ -39,7 +40,6 @@ COMPARING = (
     "moesim/validation.py",
     "moesim/validation_report.py",
     "moesim/sensitivity.py",
-    "moesim/terms.py",
     "moesim/agreement.py",
 )
 TRACES = [ROOT / "traces" / "data" / f"tiny_{split}.parquet" for split in ("calibration", "evaluation")]
