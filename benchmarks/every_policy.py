@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from benchmarks.combinations import PARTS, all_of, pairwise, served
-from benchmarks.replay_speed import SHARED, SHIPPED
+from benchmarks.replay_speed import MODELS, SHARED, SHIPPED
 from hwprofiles.costs import Costs
 from moesim import api, learned
 from moesim.runs import device_of, execute, machine_profile, open_random_store
@@ -62,12 +62,6 @@ if TYPE_CHECKING:
 KINDS = ("system", "assignment", "cache", "prefetch", "routing")
 COMBINED = {"product": all_of, "pairs": pairwise}
 TIERINGS = ("gpu", "ssd")
-MODELS = {
-    "gpt_oss_20b": "gpt-oss-20b",
-    "kimi_linear_48b_a3b_decode300": "kimi-linear-48b-a3b",
-    "olmoe_1b_7b_decode299": "olmoe-1b-7b",
-    "qwen3_30b_a3b_top6": "qwen3-30b-a3b",
-}
 DISTINCT = 127
 """Different experts on disk: a prime, so that an expert shares its record with none of its layer or of its number."""
 TRAINED_STEPS = 60

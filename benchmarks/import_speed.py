@@ -1,6 +1,6 @@
 """How fast foreign files become traces, written as their engines write them, and how much memory large ones take.
 
-``python -m benchmarks.import_speed [TOKENS [LARGE_ROWS]]``.
+``python -m benchmarks.import_speed [TOKENS [LARGE_ROWS]]``; no large ones with 0.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 LAYERS, EXPERTS, TOP_K = 24, 64, 8
 SHAPE = f"layers={LAYERS},experts={EXPERTS},top_k={TOP_K},expert_bytes=1MiB"
-TOKENS = 4000
+TOKENS = 6000
 LAYOUTS = {
-    "sglang, per token": (files.sglang_per_token, {}),
+    "sglang, one token a pass": (files.sglang_per_token, {}),
+    "sglang, 64 requests": (lambda path, truth: _large_sglang(path, len(truth[0][1]) * LAYERS), {}),
     "vllm, npz": (files.vllm_npz, {}),
     "hugging face, safetensors": (files.hf_safetensors, {}),
     "our layout, unordered": (files.moesim_unordered, {}),
@@ -62,22 +63,22 @@ def report(tokens: int = TOKENS, large_rows: int = LARGE_ROWS) -> None:
     files.LAYERS, files.EXPERTS, files.TOP_K, files.SHAPE = LAYERS, EXPERTS, TOP_K, SHAPE
     files.physical = lambda ids, copy=0: ids  # noqa: ARG005 - as many physical as logical experts
     files.PHYSICAL = np.tile(np.arange(EXPERTS), (LAYERS, 1))
-    print(
-        f"imports of {LAYERS} x {EXPERTS} top {TOP_K}, {tokens * LAYERS:,} rows; million rows per CPU second (target 1)"
-    )
-    print("  beside it: the same bytes parsed by a library, their meaning left aside")
+    print(f"imports of {LAYERS} x {EXPERTS} top {TOP_K}, some {tokens * LAYERS:,} rows; million rows per CPU second")
+    print("(target 1); beside it the same bytes parsed by a library, their meaning left aside")
     truth = files.routing(((tokens // 8, tokens - tokens // 8),), layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
     try:
         with tempfile.TemporaryDirectory() as folder:
             for name, (write, options) in LAYOUTS.items():
                 source = write(Path(folder) / "dump.npz", truth)
                 done = partial(import_trace, source, source.with_name("out"), shape=model_shape(SHAPE), options=options)
-                rate, parsed = (tokens * LAYERS / _seconds(work) / 1e6 for work in (done, partial(_parsed, source)))
+                rows = done().rows
+                rate, parsed = (rows / _seconds(work) / 1e6 for work in (done, partial(_parsed, source)))
                 size = source.stat().st_size / 1e6
                 print(f"  {name:<26} {rate:5.2f}, parsed alone {parsed:6.2f}, {size:4.0f} MB", flush=True)
                 source.unlink()
-            print(f"peak memory of {large_rows:,} rows, each in a process of its own (target: 1 GB)")
-            for name, write_large in LARGE.items():
+            if large_rows:
+                print(f"peak memory of {large_rows:,} rows, each in a process of its own (target: 1 GB)")
+            for name, write_large in LARGE.items() if large_rows else ():
                 source = write_large(Path(folder) / "dump.npz", large_rows)
                 call = [sys.executable, "-c", _CHILD, str(source), str(source.with_name("out")), SHAPE]
                 peak = float(subprocess.run(call, capture_output=True, text=True, check=True).stdout)

@@ -16,6 +16,13 @@ from traces.reader import Trace, open_trace
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces"
 SHIPPED = Path(__file__).resolve().parents[1] / "traces" / "data" / "tiny_evaluation.parquet"
+MODELS = {
+    "gpt_oss_20b": "gpt-oss-20b",
+    "kimi_linear_48b_a3b_decode300": "kimi-linear-48b-a3b",
+    "olmoe_1b_7b_decode299": "olmoe-1b-7b",
+    "qwen3_30b_a3b_top6": "qwen3-30b-a3b",
+}
+"""Files of `SHARED`, and whose routing they hold."""
 ROUNDS = 5
 
 

@@ -158,8 +158,8 @@ def replay(
     metrics["wall_s"] = time.perf_counter() - begin_s
     if perfetto is not None:
         write_perfetto(perfetto, {"simulated": timeline})
-    config = setup.config(opened, batch=batch, steps=steps, warm=warm)
-    run = Run(metrics, timeline, config, _warnings(setup, planner.costs.extrapolated, metrics))
+    config = setup.config(opened, batch=batch, steps=steps, warm=warm) | {"noise_seed": noise_seed}
+    run = Run(metrics, timeline, config, _warnings(setup, planner.costs.extrapolated, metrics, noise_seed))
     if out is not None:
         report.save_run(run, Path(out))
     return run
@@ -220,9 +220,15 @@ def cache_of(policy: str) -> str:
     return compose(policy).cache
 
 
-def _warnings(setup: Setup, extrapolated: Sequence[str], metrics: dict[str, Any]) -> list[str]:
+def _warnings(setup: Setup, extrapolated: Sequence[str], metrics: dict[str, Any], noise_seed: int | None) -> list[str]:
     """What a reader of the figures should know."""
     shape, profile, plan, found = setup.shape, setup.profile, setup.memory, []
+    measured = (*profile.numbers.values(), *profile.curves.values())
+    if noise_seed is not None and not any(quantity.quantiles for quantity in measured):
+        found.append(
+            f"--noise-seed: nothing was drawn, since profile {profile.name} knows no distributions; `moesim calibrate`"
+            " measures those of this machine"
+        )
     if setup.gpu_bytes() > profile.memory.gpu_bytes:
         found.append(
             f"this cache needs {setup.gpu_bytes() / 2**30:.1f} GiB of GPU memory with the rest of the model;"

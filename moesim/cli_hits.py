@@ -39,7 +39,7 @@ def hits(
       moesim hits q.parquet
       moesim hits q.parquet --caches lru,lfu:decay=0.9,sieve,belady --cache-ratios 0.1,0.25,0.5 --png hits.png
     """
-    options.check_places(files=[png, table])
+    options.check_places(files=[png, table], inputs=[trace, warm])
     from moesim.hits import hit_rates, hits_figure, hits_text
     from moesim.pictures import save
     from moesim.progress import bar

@@ -86,7 +86,7 @@ def record(
       moesim record --model ~/models/olmoe --prompts other.txt --out other.parquet --calibration olmoe.safetensors
       moesim record --model ~/models/large --store /mnt/nvme/large --host-memory 16GiB --prompts prompts.txt
     """
-    options.check_places(files=[out, residual, calibration], folder=store)
+    options.check_places(files=[out, residual, calibration], folder=store, inputs=[prompts, dataset_file])
     if finish:
         recording.finish(out, as_json=as_json)
         return

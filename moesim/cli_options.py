@@ -124,15 +124,26 @@ def check_device(device: str) -> None:
         raise typer.BadParameter(f"torch finds no {device!r} on this machine", param_hint="--device")
 
 
-def check_places(*, folder: Path | None = None, files: Iterable[Path | None] = ()) -> None:
-    """Find out before a long run, not after it, that a result has nowhere to go.
+def check_places(
+    *, folder: Path | None = None, files: Iterable[Path | None] = (), inputs: Iterable[Path | None] = ()
+) -> None:
+    """Find out before a long run, not after it, that a result has nowhere to go or would destroy something.
+
+    Args:
+        folder: results go there, each with a name of its own.
+        files: each is a result.
+        inputs: files that are read; no result replaces one of them.
 
     Raises:
         OSError: naming the place.
     """
+    taken = {place.resolve(): "what is read" for place in inputs if place is not None}
     for place in (folder, *files):
         if place is None:
             continue
+        if place is not folder and (what := taken.get(place.resolve())):
+            raise OSError(errno.EEXIST, f"it would replace {what}; choose another place", str(place))
+        taken[place.resolve()] = "another result"
         if place is not folder and place.is_dir():
             raise OSError(errno.EISDIR, "expected a place for a file, found a folder", str(place))
         nearest = next(path for path in (place, *place.absolute().parents) if path.exists())

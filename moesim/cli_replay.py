@@ -45,7 +45,7 @@ def replay(
     from moesim.progress import replaying
     from traces.reader import open_trace
 
-    options.check_places(folder=out, files=[perfetto])
+    options.check_places(folder=out, files=[*report.run_files(out), perfetto], inputs=[trace, setting.warm])
     if cache_only:
         needs_time = {
             "--prefetch": setting.prefetch, "--routing": setting.routing, "--host-memory": setting.host_memory,
@@ -128,7 +128,7 @@ def compare(
 
     if out is not None:
         png, html, table = png or out / "compare.png", html or out / "compare.html", table or out / "compare.csv"
-    options.check_places(folder=out, files=[png, html, table, perfetto])
+    options.check_places(folder=out, files=[png, html, table, perfetto], inputs=[trace, settings[0].warm])
     opened = open_trace(trace)
     names, left_out = _expand(opened, options.split_names(policies, "--policies"), settings)
     machines = list(dict.fromkeys(one.hw for one in settings))

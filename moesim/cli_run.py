@@ -90,8 +90,10 @@ def run(
     options.refuse(context, _FOR_TRACES if trace is None else _FOR_MODELS, "a TRACE" if trace is None else "--model")
     if residual is not None and not residual.is_file():
         raise typer.BadParameter(f"{residual}: no such file (see: moesim record --help)", param_hint="--residual")
-    options.check_places(folder=out, files=[perfetto])
     from moesim.progress import bar, only_ours
+    from moesim.report import run_files
+
+    options.check_places(folder=out, files=[*run_files(out), perfetto], inputs=[trace, prompt, residual])
 
     only_ours()
     names = ("cache", "prefetch", "routing", "host_cache", "hw", "memory", "batch", "seed", "artefacts")

@@ -74,7 +74,7 @@ def stats(
       moesim trace stats trace.parquet --batch 8
       moesim trace stats trace.parquet --html stats.html --out stats
     """
-    options.check_places(folder=out, files=[html])
+    options.check_places(folder=out, files=[html], inputs=[trace])
     from moesim.progress import bar
     from moesim.trace_report import verdict_text, write_html
     from traces.reader import open_trace
@@ -122,7 +122,7 @@ def import_(
       moesim trace import toy.parquet t.parquet --shape layers=1,experts=6,top_k=1,expert_bytes=1MiB
       moesim trace import unsorted.parquet sorted.parquet
     """
-    options.check_places(files=[target])
+    options.check_places(files=[target], inputs=[source])
     from moesim.progress import bar
     from traces.importers import import_trace
     from traces.models import model_shape

@@ -88,7 +88,7 @@ def export(
       moesim trace export trace.parquet trace.oracleGeneral --to oracle-general
       moesim trace export trace.parquet trace.csv --to csv
     """
-    options.check_places(files=[target])
+    options.check_places(files=[target], inputs=[trace])
     from moesim.progress import bar
     from traces.exporters import export_trace
     from traces.reader import open_trace
@@ -140,7 +140,7 @@ def synth(
         raise typer.BadParameter("expected either --like TRACE or --shape MODEL")
     if like is not None and (doubled := [*stated_words, *(["weights"] if weights else [])]):
         raise typer.BadParameter(f"--{doubled[0]} states what --like measures; drop one of them")
-    options.check_places(files=[target])
+    options.check_places(files=[target], inputs=[like])
     from moesim.progress import bar
     from traces import synth as synthetic
     from traces.models import model_shape

@@ -120,17 +120,23 @@ def sweep(
             several.
         keep: keep the timelines of all runs in memory; without it and without `out` they are empty.
         jobs: replays at the same time, in processes of their own where it is more than 1; None takes as many as pay.
-            Those processes do not know policies that were registered here by hand.
+            Those processes do not know policies that were registered here by hand, and a script that starts them does
+            so below ``if __name__ == "__main__":``, since each of them reads it again.
         progress: told the share that is done.
         options: as in `moesim.api.replay`.
 
     Raises:
-        TraceError, ProfileError, PolicyError: as `replay`, and before anything runs.
+        TraceError, ProfileError, PolicyError: as `replay`, and before anything runs; also for nothing to compare, and
+            for memories that the table could not tell apart.
+        ChildProcessError: one of several processes was killed.
     """
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
     names = list(dict.fromkeys(policies))
     machines = _machines(hw)
     memories = _memories(memory)
+    for what, given in (("policy", names), ("machine", machines), ("memory", memories)):
+        if not given:
+            raise PolicyError(f"sweep: expected at least one {what}, got none")
     for (machine, profile), (size, sizes) in product(machines.items(), memories.items()):
         try:
             check_each(opened, names, hw=profile, memory=sizes, **options)
@@ -197,7 +203,14 @@ def _memories(memory: Sequence[MemoryOptions]) -> dict[str, MemoryOptions]:
         raise PolicyError(
             "memories: expected all GPU caches sized in the same way, as ratios, slots or bytes; mix none"
         )
-    return {options.size_words: options for options in memory}
+    named: dict[str, MemoryOptions] = {}
+    for options in memory:
+        if named.setdefault(options.size_words, options) != options:
+            raise PolicyError(
+                f"memories: two that differ would both be called {options.size_words!r}; give GPU caches of sizes"
+                " further apart, and sweep what else differs on its own"
+            )
+    return named
 
 
 def _place(out: str | Path, names: Sequence[str]) -> Path:
@@ -248,7 +261,8 @@ def check_each(trace: Trace, policies: Sequence[str], **options: Any) -> None:
         options: as in `moesim.api.replay`.
 
     Raises:
-        TraceError, ProfileError, PolicyError: as `replay`; if several cannot run, one error names them all.
+        TraceError, ProfileError, PolicyError: as `replay`; if several cannot run, one error names them all, unless no
+            policy can and all for one reason.
     """
     refused: dict[str, ValueError] = {}
     profile, shape = profile_of(options.get("hw")), trace.shape
@@ -262,7 +276,7 @@ def check_each(trace: Trace, policies: Sequence[str], **options: Any) -> None:
             setup.planner()
         except ValueError as error:
             refused[name] = error
-    if len(refused) == 1:
+    if len(refused) == 1 or (len(refused) == len(policies) and len(set(map(str, refused.values()))) == 1):
         raise next(iter(refused.values()))
     if refused:
         reasons = [f"{name} ({_in_short(error, trace)})" for name, error in refused.items()]

@@ -42,11 +42,15 @@ def write_comparison(table: pd.DataFrame, runs: Mapping[str, Run], path: Path) -
         parts.append(page.section("Which expert where, computed by whom?", where, svg(placement_figure(run))))
         when = f"{best}: the first layers of one forward pass. Copies run beside the work they are for."
         parts.append(page.section("When?", when, svg(step_figure(run))))
-    warnings = list(dict.fromkeys(warning for one in runs.values() for warning in one.warnings))
-    parts.append(page.section("What to know before believing it", "", "".join(map(page.paragraph, warnings))))
-    settings = page.verbatim(json.dumps({name: one.config for name, one in runs.items()}, indent=1))
-    parts.append(page.section("Settings", "", f"<details>{settings}</details>"))
-    return page.write_page(path, "Policies compared", parts)
+    return page.write_page(path, "Policies compared", [*parts, *closing_sections(runs)])
+
+
+def closing_sections(runs: Mapping[str, Run]) -> list[str]:
+    """What every comparison ends with: each warning once, if there is any, and the settings of all runs by name."""
+    warnings = dict.fromkeys(warning for run in runs.values() for warning in run.warnings)
+    settings = page.verbatim(json.dumps({name: run.config for name, run in runs.items()}, indent=1))
+    words = page.section("What to know before believing it", "", "".join(map(page.paragraph, warnings)))
+    return [*([words] if warnings else []), page.section("Settings", "", f"<details>{settings}</details>")]
 
 
 def _lanes(table: pd.DataFrame, runs: Mapping[str, Run]) -> str:

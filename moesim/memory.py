@@ -11,7 +11,7 @@ from policies.base import PolicyError
 from policies.plan import LAYERS, MemoryPlan
 from policies.residency import GLOBAL, PER_LAYER, CacheSize
 from policies.slot_shares import divided
-from traces.sizes import format_bytes
+from traces.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,11 +57,12 @@ class MemoryOptions:
 
     @property
     def size_words(self) -> str:
-        """The size of the GPU cache as people say it: ``8.0 GiB``, ``16 slots`` or ``25 %``."""
+        """The size of the GPU cache as people say it: ``8.0 GiB``, ``8.01 GiB``, ``16 slots`` or ``25 %``."""
         name, value = self.size
         if name == "gpu_memory_bytes":
-            return format_bytes(value)
-        return f"{value} slots" if name == "slots_per_layer" else f"{100 * value:.4g} %"
+            short = (format_bytes(value, decimals) for decimals in (1, 2))
+            return next((words for words in short if parse_bytes(words) == value), format_bytes(value, 3))
+        return f"{value} slots" if name == "slots_per_layer" else f"{100 * value:.6g} %"
 
     def plan(
         self, shape: ModelShape, profile: HardwareProfile, system: System, artefacts: Mapping[str, Any] | None = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hwprofiles.errors import ProfileError
 from hwprofiles.profile import HardwareProfile, default_profile, load_profile
 from moesim import api
+from moesim.parallel import cores
 from moesim.setup import Setup, figures_of, needed_columns, watts
 from policies.journal import Journal
 from traces.batch import compose as compose_steps
@@ -52,10 +53,9 @@ def machine_profile(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
     else:
         profile = hw if isinstance(hw, HardwareProfile) else load_profile(hw)
     kind = "cuda" if cuda_is_there() else "host"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if profile.accelerator != kind or profile.cores > cores or profile.gpus != 1:
+    if profile.accelerator != kind or profile.cores > cores() or profile.gpus != 1:
         raise ProfileError(
-            f"profile {profile.name}: expected this machine (accelerator {kind}, {cores} cores, one GPU lane), found"
+            f"profile {profile.name}: expected this machine (accelerator {kind}, {cores()} cores, one GPU lane), found"
             f" accelerator {profile.accelerator}, {profile.cores} cores, {profile.gpus} GPU lanes;"
             " measure it with `moesim profile --out hw.toml`"
         )
@@ -204,11 +204,8 @@ def open_random_store(
 
     if isinstance(store, ExpertStore):
         return store
-    folder = (
-        default_store(f"{shape.name}-{shape.layers}x{shape.experts}-{dtype}-{distinct or 'all'}")
-        if store is None
-        else store
-    )
+    sizes = f"{shape.layers}x{shape.experts}-{shape.hidden}x{shape.expert_intermediate}"
+    folder = default_store(f"{shape.name}-{sizes}-{dtype}-{distinct or 'all'}") if store is None else store
     if (Path(folder) / "store.json").is_file():
         return ExpertStore(folder)
     tell = None if building is None else (lambda done: building(done.records, done.total_records))

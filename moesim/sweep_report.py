@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from moesim import page
 from moesim.comparison import CELL
+from moesim.comparison_report import closing_sections
 from moesim.pictures import new_figure, svg
 from moesim.report import aligned, comparison_rows, ms, number, percent, rivalry_lines
 
@@ -152,8 +152,5 @@ def write_sweep(found: Sweep, path: Path) -> Path:
     where = found.table[CELL].to_numpy().tolist()
     body = page.table(["machine", _memory_head(found), *head], [w + r for w, r in zip(where, rows, strict=True)])
     parts.append(page.section("Every run", "The shortest run first, on each machine with each memory.", body))
-    warnings = dict.fromkeys(warning for run in found.runs.values() for warning in run.warnings)
-    parts.append(page.section("What to know before believing it", "", "".join(map(page.paragraph, warnings))))
-    settings = page.verbatim(json.dumps({" | ".join(key): run.config for key, run in found.runs.items()}, indent=1))
-    parts.append(page.section("Settings", "", f"<details>{settings}</details>"))
+    parts += closing_sections({" | ".join(key): run for key, run in found.runs.items()})
     return page.write_page(path, "Policies compared", parts)

@@ -43,7 +43,7 @@ def read_prompts(path: Path | str) -> list[str]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{file}: expected a UTF-8 text file with prompts, found {error}") from None
+        raise TraceError(f"{file}: expected a UTF-8 text file with prompts, found: {_why(error)}") from None
     blocks: list[list[str]] = [[]]
     for line in text.splitlines():
         if line.strip():
@@ -78,10 +78,15 @@ def read_dataset(path: Path | str, column: str | None = None, limit: int | None 
     try:
         prompts = [_prompt(f"{file}: {where}", row, column) for where, row in islice(reader(file), limit)]
     except (OSError, UnicodeDecodeError, csv.Error, pa.ArrowException) as error:
-        raise TraceError(f"{file}: expected a readable data set, found {str(error).splitlines()[0]}") from None
+        raise TraceError(f"{file}: expected a readable data set, found: {_why(error)}") from None
     if not prompts:
         raise TraceError(f"{file}: expected prompts, found no rows")
     return prompts
+
+
+def _why(error: Exception) -> str:
+    """What went wrong, on one line and without the place."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:

@@ -61,6 +61,8 @@ gap @t.parquet --policy greedy --host-cache nope          | unknown cache policy
 run @t.parquet --temperature 1                            | --temperature; meant for --model
 run @t.parquet --verify                                   | --verify; meant for --model
 run --model tiny --prompt @text.parquet --steps 4         | --steps; meant for a TRACE
+run --model tiny --prompt @none                           | none: ; found: No such file
+run --model tiny --prompt @none.jsonl                     | none.jsonl: ; found: No such file
 run --model tiny --prompt @text.parquet --residual @none  | --residual; no such file
 replay @t.parquet --hw @folder                            | folder
 replay @t.parquet --cache-ratio 1.1                       | --cache-ratio
@@ -98,6 +100,17 @@ compare @t.parquet --policies dali,nope                   | 2 of 2 policies cann
 compare @t.parquet --policies all-cpu --png @folder       | folder
 compare @t.parquet --policies all-cpu --html @t.parquet/x | t.parquet
 compare @t.parquet --policies all-cpu --table /proc/x.csv | /proc
+compare @t.parquet --gpu-memory 1KiB                      | error: --gpu-memory: no room
+compare @t.parquet --table @t.parquet                     | t.parquet; would replace what is read
+compare @t.parquet --png a.png --html a.png               | a.png; would replace another result
+replay @t.parquet --perfetto @folder/../t.parquet         | t.parquet; would replace what is read
+replay @t.parquet --out r --perfetto r/timeline.parquet   | r/timeline.parquet; would replace another result
+trace stats @t.parquet --html @t.parquet                  | t.parquet; would replace what is read
+trace import @t.parquet @t.parquet                        | t.parquet; would replace what is read
+trace export @t.parquet @t.parquet --to csv               | t.parquet; would replace what is read
+trace synth @t.parquet --tokens 9 --like @t.parquet       | t.parquet; would replace what is read
+hits @t.parquet --table @t.parquet                        | t.parquet; would replace what is read
+record --prompts @binary --out @binary                    | binary; would replace what is read
 hits @t.parquet --caches lru,nope --png x.png             | nope
 hits @t.parquet --caches ,                                | --caches
 hits @t.parquet --cache-ratios 0.1,2                      | shares between 0 and 1

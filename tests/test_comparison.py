@@ -1,5 +1,6 @@
 """Policies beside each other: who is fastest and why, which expert was where, and a page that shows it."""
 
+import dataclasses
 import json
 from html.parser import HTMLParser
 
@@ -132,6 +133,16 @@ def test_the_page_shows_everything_and_loads_nothing(compared, tmp_path):
         assert words in text
     shares = busy_shares(runs["all-cpu"])
     assert f"{100 * shares['cpu']:.0f} %" in text
+
+
+def test_the_page_warns_where_there_is_something_to_warn_of(compared, tmp_path):
+    """A heading stands above each warning, once, and above nothing else."""
+    table, runs = compared
+    calm = {name: dataclasses.replace(run, warnings=[]) for name, run in runs.items()}
+    alarmed = {name: dataclasses.replace(run, warnings=["beware", "of it"]) for name, run in runs.items()}
+    quiet, loud = (write_comparison(table, some, tmp_path / "c.html").read_text() for some in (calm, alarmed))
+    assert "What to know" not in quiet
+    assert loud.count("What to know") == loud.count("<p>beware</p>") == loud.count("<p>of it</p>") == 1
 
 
 def test_the_page_is_the_same_every_time(compared, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import write_trace
+from handmade import hand_trace, shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +18,7 @@ from traces.importers import import_trace
 from traces.layer_steps import layer_steps, of_sequences
 from traces.models import model_shape
 from traces.reader import open_trace
-from traces.schema import ModelShape, Phase, TraceHeader
-from traces.writer import TraceWriter
+from traces.schema import Phase
 
 
 def replayed(trace, spec, slots, *, batch=1, scope="layer"):
@@ -30,20 +30,12 @@ def replayed(trace, spec, slots, *, batch=1, scope="layer"):
     return cache_only.replay_compiled(spec, trace.shape, sizes, blocks, future=future).hits_by_layer
 
 
-def one_layer(path, routing, experts=4):
-    shape = ModelShape("one", 1, experts, len(routing[0]), 8, 8, (100,), 0)
-    with TraceWriter(path, TraceHeader(shape)) as writer:
-        count = len(routing)
-        writer.write(0, np.arange(count), Phase.DECODE, np.zeros(count, int), np.array(routing))
-    return open_trace(path)
-
-
 def test_by_hand(tmp_path):
     """0 1 2 0 1 2: a circle of three misses LRU below three slots; Belady keeps expert 0 in one slot, 0 and 1 in two.
 
     One slot: 0 stays (2 is offered last and used sooner than 1 never), so the second 0 hits, then 1, 2 come once more.
     """
-    found = curves(one_layer(tmp_path / "t.parquet", [[0], [1], [2], [0], [1], [2]]))
+    found = curves(hand_trace(tmp_path / "t.parquet", [[[0]], [[1]], [[2]], [[0]], [[1]], [[2]]], experts=4))
     assert found.hits("lru").tolist() == [[0, 0, 0, 3, 3]]
     assert found.hits("belady").tolist() == [[0, 1, 2, 3, 3]]
     assert found.accesses("lru").tolist() == [6]
@@ -92,9 +84,9 @@ def test_every_size_of_lru_equals_the_replay_of_that_size(make_trace, batch):
 )  # fmt: skip
 def test_any_small_trace_equals_its_replays(tmp_path_factory, seed, experts, top_k, batch, lengths):
     """LRU and Belady at every size, per layer and, for Belady, over all layers; Belady also against plain sets."""
-    shape = ModelShape("any", 2, experts, min(top_k, experts), 8, 8, (1, 1), 0)
+    model = shape(2, experts, min(top_k, experts))
     path = tmp_path_factory.mktemp("any") / "t.parquet"
-    trace = open_trace(write_trace(path, shape, tuple(lengths), seed=seed))
+    trace = open_trace(write_trace(path, model, tuple(lengths), seed=seed))
     found = curves(trace, batch=batch)
     for slots in range(experts + 1):
         assert found.hits("lru")[:, slots].tolist() == replayed(trace, "lru", slots, batch=batch).tolist(), slots
@@ -117,8 +109,7 @@ def test_global_lru_equals_the_replay_from_the_largest_layer_step_on(make_trace)
 
 def test_blocks_that_are_passed_over_change_nothing(tmp_path):
     """Forty experts in each of three layers, so that stacks have many blocks: every size against one set."""
-    shape = ModelShape("wide", 3, 40, 2, 8, 8, (1,) * 3, 0)
-    trace = open_trace(write_trace(tmp_path / "t.parquet", shape, ((3, 60), (0, 40))))
+    trace = open_trace(write_trace(tmp_path / "t.parquet", shape(3, 40, 2), ((3, 60), (0, 40))))
     found = curves(trace)
     for slots in range(0, 121, 7):
         assert [found.hits("belady_global")[slots]] == naive_belady(trace, slots, scope="global"), slots

@@ -1,5 +1,6 @@
 """What breaks, breaks clearly: one line that says what, threads gone, nothing half-written, the next run starts."""
 
+import dataclasses
 import errno
 import os
 import signal
@@ -52,6 +53,15 @@ def no_thread_stays(trace, store):
     yield
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("moesim-")] == []
     assert run(trace, store, steps=3).metrics["steps"] == 3
+
+
+def test_a_namesake_of_another_width_has_a_store_of_its_own(trace, tmp_path, monkeypatch):
+    """Nobody gave these stores a place, so nobody could mend a clash of names; the third run finds the first's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    wider = dataclasses.replace(trace.shape, hidden=64, expert_bytes=(24576,) * 2)
+    other = open_trace(write_trace(tmp_path / "w.parquet", wider, ((4, 3),)))
+    places = [run(one, None, steps=3).config["store"] for one in (trace, other, trace)]
+    assert places[0] == places[2] != places[1]
 
 
 def after(calls, broken):

@@ -27,13 +27,8 @@ def test_parts_of_any_size_are_the_whole(tmp_path, monkeypatch, name):
     columns = ("weights",) if "weights" in WRITERS[name][3] else ()
     whole = told(bring(source, options)[1], columns)
     monkeypatch.setattr(foreign, "TEXT_BYTES", 40)
-    for module, rows in (
-        (hf_router_logits, "_ROWS"),
-        (vllm, "_ROWS"),
-        (sglang, "BATCH_ROWS"),
-        (route_trace, "BATCH_ROWS"),
-    ):
-        monkeypatch.setattr(module, rows, 1)
+    for module in (hf_router_logits, vllm, sglang, route_trace):
+        monkeypatch.setattr(module, "BATCH_ROWS", 1)
     assert told(bring(source, options)[1], columns) == whole
 
 

@@ -90,7 +90,8 @@ AFTER_READ = HandCosts(factors_after_read=(("cpu", 0.5), ("h2d", 0.75), ("dense"
 
 def test_what_was_just_read_is_copied_sooner_and_the_dense_part_after_it_is_slower():
     """Layer 0 reads: copy 3 instead of 4 s; layer 1 begins with a dense part of 3 instead of 2 s. The next step reads
-    nothing in layer 0, and its dense part follows a head, not a read."""
+    nothing in layer 0, and its dense part follows a head, not a read.
+    """
     planner = plan_of(shape(layers=2), ON_GPU, AFTER_READ, slots=1, host_slots=2)
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 0)], [routed(0, 0), routed(1, 0)]))
     assert [end - start for *_, start, end in spans(timeline, "fetch")] == [3, 3]

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from small_trace import write_small_trace
 
+import moesim
 from policies.systems import System
 from sim.contention import Operation
 from sim.noise import BLOCK, Noise
@@ -35,6 +37,17 @@ def test_same_seed_same_run_and_another_seed_another():
 
 def test_a_lane_without_quantiles_keeps_its_means():
     assert makespan(profile(gpu=()), 1) == makespan(profile(), None) == 50 * 12
+
+
+@pytest.mark.parametrize(("machine", "silent"), [("rtx4060ti", True), ("two-core-host", False)])
+def test_a_run_says_what_was_drawn_and_whether_nothing_was(tmp_path, machine, silent):
+    """A datasheet knows no distributions, so a seed changes nothing; figures that were drawn carry their seed."""
+    trace = write_small_trace(tmp_path / "t.parquet")
+    means, drawn = (moesim.replay(trace, "greedy", hw=machine, noise_seed=seed) for seed in (None, 3))
+    assert (means.metrics["makespan_s"] == drawn.metrics["makespan_s"]) is silent
+    assert [run.config["noise_seed"] for run in (means, drawn)] == [None, 3]
+    assert any("nothing was drawn" in words for words in drawn.warnings) is silent
+    assert not any("nothing was drawn" in words for words in means.warnings)
 
 
 def test_factors_follow_the_quantiles():

@@ -24,29 +24,12 @@ from policies.base import PolicyError
 from policies.registry import resolve
 from policies.residency import CacheSize
 from tests.conftest import SHARED, write_trace
-from tests.handmade import routed, shape, steps
+from tests.handmade import hand_trace, routed, shape, steps
 from traces.future import RecordedFuture
-from traces.reader import open_trace
-from traces.schema import ModelShape, Phase, TraceHeader
-from traces.writer import TraceWriter
 
 REFERENCE = SHARED / "reference" / "published.yaml"
 SHIPPED = reproduce.traces_at_hand()[0]
 PASSES = 28
-
-
-def hand_trace(path, layers, experts, rows, *, prefill=0, columns=()):
-    """One sequence; `rows` holds, token by token and layer by layer, the chosen experts; returns the opened trace."""
-    top_k = len(rows[0][0])
-    model = ModelShape("hand", layers, experts, top_k, 4, 4, (100,) * layers, 1)
-    tokens = len(rows)
-    pos = np.repeat(np.arange(tokens), layers)
-    chosen = np.array(rows).reshape(tokens * layers, top_k)
-    optional = {name: np.array(values).reshape(tokens * layers, experts) for name, values in dict(columns).items()}
-    with TraceWriter(path, TraceHeader(model, {"tool": "test"}), tuple(optional)) as writer:
-        phase = np.where(pos < prefill, Phase.PREFILL, Phase.DECODE)
-        writer.write(0, pos, phase, np.tile(np.arange(layers), tokens), chosen, **optional)
-    return open_trace(path)
 
 
 # What is quoted.
@@ -147,7 +130,7 @@ def test_predictions_that_are_right_are_right_and_shifted_ones_are_not(tmp_path)
     eye = np.eye(4)
     right = [[eye[(t + 1) % 4], eye[0]] for t in range(8)]
     wrong = [[eye[(t - 1) % 4], eye[0]] for t in range(8)]
-    trace = hand_trace(tmp_path / "p.parquet", 2, 4, rows, columns={"pred1_raw": right, "pred1_res": wrong})
+    trace = hand_trace(tmp_path / "p.parquet", rows, experts=4, pred1_raw=right, pred1_res=wrong)
     load = Workload(trace)
     assert next_layer(load, "pred1_raw") == (100.0, 100.0, 100.0)
     assert next_layer(load, "pred1_res") == (0.0, 0.0, 0.0)
@@ -158,7 +141,7 @@ def test_predictions_that_are_right_are_right_and_shifted_ones_are_not(tmp_path)
 def test_the_table_learns_who_follows_whom_in_the_first_half(tmp_path):
     """Expert 0 is always followed by 2, and 1 by 3; by the second half the table has seen both."""
     rows = [[[t % 2], [2 + t % 2]] for t in range(8)]
-    assert accuracy(Workload(hand_trace(tmp_path / "t.parquet", 2, 4, rows)), "EdgeMoE", (1,), 1) == {1: 100.0}
+    assert accuracy(Workload(hand_trace(tmp_path / "t.parquet", rows, experts=4)), "EdgeMoE", (1,), 1) == {1: 100.0}
 
 
 def test_section_2_5_similarity_of_prefill_and_decode(tmp_path):
@@ -168,7 +151,7 @@ def test_section_2_5_similarity_of_prefill_and_decode(tmp_path):
     """
     prefill, decode = [0, 0, 1, 2], [0, 1, 0, 1]
     rows = [[[e], [n % 2]] for n, e in enumerate(prefill)] + [[[e], [n % 2]] for n, e in enumerate(decode)]
-    trace = hand_trace(tmp_path / "s.parquet", 2, 3, rows, prefill=4)
+    trace = hand_trace(tmp_path / "s.parquet", rows, experts=3, prompt=4)
     (similarity,) = daop_similarity(Workload(trace)).values()
     assert similarity == pytest.approx(100 * (0.866025 + 1) / 2, abs=1e-3)
 
@@ -176,7 +159,7 @@ def test_section_2_5_similarity_of_prefill_and_decode(tmp_path):
 def test_experts_touched_by_the_first_tokens(tmp_path):
     """32 tokens go round 4 of 8 experts in layer 0 and stay with one in layer 1: (4/8 + 1/8) / 2."""
     rows = [[[t % 4], [5]] for t in range(40)]
-    found = flashmoe_prefill(Workload(hand_trace(tmp_path / "f.parquet", 2, 8, rows)))
+    found = flashmoe_prefill(Workload(hand_trace(tmp_path / "f.parquet", rows, experts=8)))
     assert found["32 tokens"] == pytest.approx(100 * (4 / 8 + 1 / 8) / 2)
     assert found["64 tokens"] == "lacks sequences of 64 tokens"
 

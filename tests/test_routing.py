@@ -365,7 +365,7 @@ def test_the_planner_counts_rerouted_workloads_and_the_gate_mass_kept():
 
     from policies.systems import System
 
-    model = ModelShape("hand", 1, 4, 2, 4, 4, (100,), 1)
+    model = shape(1, 4, 2)
     system = System(assignment="on-demand", cache="static:fill=lowest", routing="graceful-degradation:first-layer=0")
     planner = plan_of(model, system, slots=1)
     scores = np.array([[0.18, 0.30, 0.25, 0.01]], np.float16)

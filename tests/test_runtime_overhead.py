@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import runtime_overhead as bench
+from benchmarks import ssd_reads
 from hwprofiles.profile import load_profile
 from moesim.runs import open_random_store
 from runtime.tracedriven import shape_for
@@ -36,3 +37,48 @@ def test_every_link_finds_its_operations_in_its_run(name, tmp_path, monkeypatch)
     assert len(turns["share"]) == len(turns["control"]) == 1
     assert turns["share"][0] > 0
     assert turns["control"][0] > 0
+
+
+@pytest.fixture
+def small_reads(tmp_path, monkeypatch):
+    """The bench of reads with small experts: its store and a short trace."""
+    for module in (bench, ssd_reads):
+        monkeypatch.setattr(module, "SHAPE", SHAPE)
+    trace = bench.made_up_trace(tmp_path / "t.parquet", 4)
+    with open_random_store(shape_for(SHAPE, None), tmp_path / "s", "float32") as store:
+        yield trace, store
+
+
+@pytest.mark.parametrize("kind", ssd_reads.KINDS)
+def test_reads_into_every_kind_of_memory_leave_the_experts_there(small_reads, kind, monkeypatch):
+    _, store = small_reads
+    made = []
+    monkeypatch.setattr(ssd_reads, "PASSES", 1)
+    taken_s = ssd_reads.reads_s(store, lambda store: made.append(ssd_reads.KINDS[kind](store)) or _Kept(made[0]))
+    assert taken_s.shape == (ssd_reads.HOST_SLOTS,)
+    assert (taken_s > 0).all()
+    right = ssd_reads.huge(store)
+    for slot in range(ssd_reads.HOST_SLOTS):
+        store.read_into(*divmod(slot, SHAPE.experts), right.record(slot), check=True)
+    assert made[0].memory.equal(right.memory)
+
+
+class _Kept:
+    """Slots that stay open when their block ends."""
+
+    def __init__(self, slots):
+        self.slots = slots
+
+    def __enter__(self):
+        return self.slots
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("own_cores", [False, True])
+def test_a_reader_begins_after_the_plan_that_called_it(small_reads, own_cores):
+    profile = load_profile("two-core-host")
+    waits_s = ssd_reads.wakes_s(*small_reads, profile, "all-cpu", own_cores=own_cores)
+    assert len(waits_s) > 0
+    assert (waits_s > 0).all()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import write_trace
+from handmade import hand_trace
 
 from traces.foresight import prediction
 from traces.reader import open_trace
-from traces.schema import ModelShape, Phase, TraceHeader
+from traces.schema import Phase, TraceHeader
 from traces.similarity import Resemblance, daop_similarity, information_bias_bits, mutual_information_bits
 from traces.writer import TraceWriter
 
@@ -38,26 +39,13 @@ def test_bias_is_what_independent_layers_seem_to_share():
     assert information_bias_bits(3000, 12, 3) == pytest.approx(np.mean(seen), rel=0.1)
 
 
-def sequence_of(path, prompt, answer, experts=8):
-    """One layer-pair trace: routing lists [T][L][K]."""
-    routing = np.array(prompt + answer)
-    tokens, layers, top_k = routing.shape
-    shape = ModelShape("hand", layers, experts, top_k, 8, 8, (100,) * layers, 0)
-    with TraceWriter(path, TraceHeader(shape)) as writer:
-        pos = np.repeat(np.arange(tokens), layers)
-        phase = np.where(pos < len(prompt), Phase.PREFILL, Phase.DECODE)
-        writer.write(0, pos, phase, np.tile(np.arange(layers), tokens), routing.reshape(-1, top_k))
-    return open_trace(path)
-
-
 def test_figures_of_a_short_sequence(tmp_path):
     """Prompt uses 0 and 1 of layer 0 equally, the answer 0 only: cosine 1/√2; layer 1 is alike.
 
     Of the answer's four tokens in layer 0 all go to expert 0, in layer 1 to 2, 2, 3, 4: the best expert serves half.
     """
-    trace = sequence_of(
-        tmp_path / "t.parquet", [[[0], [2]], [[1], [2]]], [[[0], [2]], [[0], [2]], [[0], [3]], [[0], [4]]]
-    )
+    answer = [[[0], [2]], [[0], [2]], [[0], [3]], [[0], [4]]]
+    trace = hand_trace(tmp_path / "t.parquet", [[[0], [2]], [[1], [2]], *answer], prompt=2)
     fold = Resemblance(trace.shape)
     for rows in trace.sequences():
         fold.add(rows)

@@ -86,7 +86,10 @@ def test_folders_are_named_after_what_there_is_more_than_one_of(trace, tmp_path)
     [
         ({"gpu_memory_bytes": 8 << 30}, "8.0 GiB"),
         ({"slots_per_layer": 16}, "16 slots"),
+        ({"gpu_memory_bytes": 801 * (1 << 30) // 100}, "8.01 GiB"),
+        ({"gpu_memory_bytes": 8_000_000_000}, "7.451 GiB"),
         ({"cache_ratio": 0.125}, "12.5 %"),
+        ({"cache_ratio": 0.10001}, "10.001 %"),
         ({}, "25 %"),
     ],
 )
@@ -136,6 +139,20 @@ def test_machines_of_one_name_are_told_apart_by_their_place(trace, tmp_path):
 def test_memories_lie_on_one_axis(trace):
     with pytest.raises(PolicyError, match="mix none"):
         moesim.sweep(trace, ["greedy"], memory=[MEMORIES[0], moesim.MemoryOptions(cache_ratio=0.5)])
+
+
+def test_no_memory_is_lost_because_it_is_called_like_another(trace):
+    """8 and 8.01 GiB are two cells; what no words would tell apart is refused, not left out."""
+    sizes = [moesim.MemoryOptions(gpu_memory_bytes=round(gib * (1 << 30))) for gib in (8, 8.01)]
+    assert moesim.sweep(trace, ["greedy"], memory=sizes, steps=1).table["memory"].tolist() == ["8.0 GiB", "8.01 GiB"]
+    with pytest.raises(PolicyError, match="both be called '3 slots'"):
+        moesim.sweep(trace, ["greedy"], memory=[MEMORIES[1], dataclasses.replace(MEMORIES[1], scope="global")])
+
+
+@pytest.mark.parametrize(("what", "given"), [("policy", {}), ("machine", {"hw": []}), ("memory", {"memory": []})])
+def test_nothing_to_compare_is_said(trace, what, given):
+    with pytest.raises(PolicyError, match=f"at least one {what}"):
+        moesim.sweep(trace, [] if what == "policy" else ["greedy"], **given)
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.likeness import pair_bits
 from traces.errors import TraceError
 from traces.importers import import_trace
 from traces.models import model_shape
 from traces.reader import open_trace
 from traces.schema import Phase, TraceHeader
-from traces.similarity import mutual_information_bits
 from traces.stats import stats
 from traces.survey import survey
 from traces.synth import stated, synthesise
@@ -180,18 +179,6 @@ def test_memory_does_not_grow_with_the_tokens(tmp_path):
 
 
 # -- fitted to real traces -------------------------------------------------------------------------------
-
-
-def pair_bits(trace, gap, sequences=40):
-    """Plug-in bits between every two layers `gap` apart, over the generated tokens of the first sequences."""
-    layers, experts = trace.shape.layers, trace.shape.experts
-    joint = np.zeros((layers - gap, experts, experts), np.int64)
-    for rows in itertools.islice(trace.sequences(), sequences):
-        decode = rows.experts[rows.phase == Phase.DECODE].reshape(-1, layers, trace.shape.top_k).astype(np.int64)
-        for layer in range(layers - gap):
-            pairs = decode[:, layer, :, None] * experts + decode[:, layer + gap, None, :]
-            joint[layer] += np.bincount(pairs.ravel(), minlength=experts**2).reshape(experts, experts)
-    return np.array([mutual_information_bits(table) for table in joint])
 
 
 def test_like_the_real_trace_that_ships(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -39,6 +40,15 @@ def test_optional_columns_come_back_and_only_those_asked_for(make_trace):
     assert rows.columns["scores"].dtype == np.float16
     best = np.take_along_axis(rows.columns["scores"], rows.experts.astype(int), axis=1)
     assert (best == rows.columns["weights"]).all()
+
+
+def test_another_reader_reads_every_column(make_trace):
+    path = make_trace(columns=OPTIONAL_COLUMNS)
+    (rows,) = open_trace(path).sequences(OPTIONAL_COLUMNS)
+    found = duckdb.sql(f"select * from '{path}'").fetchnumpy()
+    assert found["phase"].tolist() == [Phase(code).label for code in rows.phase]
+    for name, values in {"pos": rows.pos, "layer": rows.layer, "experts": rows.experts, **rows.columns}.items():
+        assert (np.stack(found[name].tolist()) == values).all(), name
 
 
 def test_same_rows_are_same_bytes(make_trace):

@@ -9,25 +9,20 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from conftest import write_trace
+from handmade import hand_trace
 
 from moesim import cli
 from moesim.trace_report import curve_picture, write_html
 from traces.importers import import_trace
 from traces.models import model_shape
 from traces.reader import open_trace
-from traces.schema import ModelShape, Phase, TraceHeader
 from traces.stats import stats
 from traces.survey import knee, survey
-from traces.writer import TraceWriter
 
 
-def routed(path, choose, *, tokens=200, experts=64, top_k=2):
+def routed(path, choose, *, tokens=200, experts=64):
     """One layer of decode whose token t uses ``choose(t)``."""
-    shape = ModelShape("one", 1, experts, top_k, 8, 8, (1 << 20,), 0)
-    with TraceWriter(path, TraceHeader(shape)) as writer:
-        experts_of = np.array([choose(t) for t in range(tokens)])
-        writer.write(0, np.arange(tokens), Phase.DECODE, np.zeros(tokens, int), experts_of)
-    return open_trace(path)
+    return hand_trace(path, [[choose(t)] for t in range(tokens)], experts=experts, expert_bytes=1 << 20)
 
 
 def test_knee_by_hand():

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from handmade import hand_trace
 
 from traces.reader import open_trace
-from traces.schema import ModelShape, Phase, TraceHeader
 from traces.stats import CACHE_RATIOS, info, stats, stats_frame
-from traces.writer import TraceWriter
 
 
 def write(path, routing, experts=8):
     """One layer, decode only: `routing` lists the experts of each token."""
-    shape = ModelShape("one", 1, experts, len(routing[0]), 8, 8, (100,), 0)
-    with TraceWriter(path, TraceHeader(shape)) as writer:
-        count = len(routing)
-        writer.write(0, np.arange(count), Phase.DECODE, np.zeros(count, int), np.array(routing))
-    return open_trace(path)
+    return hand_trace(path, [[chosen] for chosen in routing], experts=experts)
 
 
 def test_by_hand(tmp_path):

@@ -170,24 +170,39 @@ class Scanner:
 
     def __init__(self, *, words: bool = False) -> None:
         self._words = words
-        self._arrays: tuple[np.ndarray, ...] = ()
-        self._room = 0
+        self._room = _Room.of(0)
 
     def scan(self, data: bytes) -> Lines | None:
         """Take whole lines apart, the last one perhaps without its end, less than 2 GiB; None where one is odd."""
         text = np.frombuffer(data + bytes(_PADDING), np.uint8)
-        if len(text) > self._room:
-            self._room = len(text) + len(text) // 8
-            values = self._room // 2
-            self._arrays = (
-                np.empty(self._room, np.uint64), np.empty(self._room, np.int64), np.empty(self._room, np.int64),
-                np.empty(values), np.empty(values, np.bool_), np.empty(values, np.int32), np.empty(values, np.int32),
-            )  # fmt: skip
-        lines, values = _scan(text, self._words, *self._arrays)
+        if len(text) > len(self._room.form):
+            self._room = _Room.of(len(text) + len(text) // 8)
+        lines, values = _scan(text, self._words, self._room)
         if lines < 0:
             return None
-        form, line_at, value_at, *found = self._arrays
+        form, line_at, value_at, *found = self._room
         return Lines(text, form[:lines], line_at[: lines + 1], value_at[: lines + 1], *(one[:values] for one in found))
+
+
+class _Room(NamedTuple):
+    """Arrays for `Lines`: what they hold is told there."""
+
+    form: np.ndarray
+    line_at: np.ndarray
+    value_at: np.ndarray
+    number: np.ndarray
+    whole: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+    @classmethod
+    def of(cls, size: int) -> _Room:
+        """Room for any text of `size` bytes."""
+        numbers = size // 2
+        return cls(
+            np.empty(size, np.uint64), np.empty(size, np.int64), np.empty(size, np.int64),
+            np.empty(numbers), np.empty(numbers, np.bool_), np.empty(numbers, np.int32), np.empty(numbers, np.int32),
+        )  # fmt: skip
 
 
 @_inlined
@@ -299,22 +314,10 @@ def _same(data: np.ndarray, one: int, other: int, length: int) -> bool:
     return (_eight(data, one) ^ _eight(data, other)) << np.uint64(64 - 8 * length) == 0
 
 
-_OUT = (nb.uint64[::1], nb.int64[::1], nb.int64[::1], nb.float64[::1], nb.boolean[::1], nb.int32[::1], nb.int32[::1])
-
-
 @_inlined
-def _as_before(
-    data: np.ndarray,
-    line: int,
-    at: int,
-    line_at: np.ndarray,
-    value_at: np.ndarray,
-    number: np.ndarray,
-    whole: np.ndarray,
-    start: np.ndarray,
-    stop: np.ndarray,
-) -> int:
+def _as_before(data: np.ndarray, line: int, at: int, room: _Room) -> int:
     """Read line `line` as one of the form of the line before; the byte behind it, -1 where it is another."""
+    _, line_at, value_at, number, whole, start, stop = room
     size, before, value = len(data) - _PADDING, line_at[line - 1], value_at[line]
     for known in range(value_at[line - 1], value):
         length = start[known] - before
@@ -343,25 +346,19 @@ def _as_before(
     return at + length
 
 
-@compiled(nb.UniTuple(nb.int64, 2)(_BYTES, nb.boolean, *_OUT))
-def _scan(  # noqa: C901, PLR0912 - one pass over the bytes
-    data: np.ndarray,
-    words: bool,
-    form: np.ndarray,
-    line_at: np.ndarray,
-    value_at: np.ndarray,
-    number: np.ndarray,
-    whole: np.ndarray,
-    start: np.ndarray,
-    stop: np.ndarray,
-) -> tuple[int, int]:
+_ROOM = nb.NamedTuple([numba.typeof(array) for array in _Room.of(0)], _Room)
+
+
+@compiled(nb.UniTuple(nb.int64, 2)(_BYTES, nb.boolean, _ROOM))
+def _scan(data: np.ndarray, words: bool, room: _Room) -> tuple[int, int]:  # noqa: C901, PLR0912 - one pass over bytes
     """Fill the arrays of `Lines`; how many lines and values there are, (-1, byte) for an odd line."""
+    form, line_at, value_at, number, whole, start, stop = room
     size, at, line, value = len(data) - _PADDING, 0, 0, 0
     line_at[0] = value_at[0] = 0
     mark = _SEED
     while at < size:
         if line > 0 and at == line_at[line]:
-            end = _as_before(data, line, at, line_at, value_at, number, whole, start, stop)
+            end = _as_before(data, line, at, room)
             if end > 0:
                 form[line] = form[line - 1]
                 value += value_at[line] - value_at[line - 1]

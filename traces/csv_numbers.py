@@ -56,10 +56,11 @@ def _at_once(lines: Lines, names: Sequence[str], types: Mapping[str, str]) -> Bl
     if len(words) != len(due) or any(word not in two for word, two in zip(words, due, strict=True)):
         return None
     found: Block = {}
+    by_column = np.ascontiguousarray(alike.number.T)
     for column, name in enumerate(names):
         if name not in types:
             continue
-        values, dtype = alike.number[:, column], np.dtype(types[name])
+        values, dtype = by_column[column], np.dtype(types[name])
         if dtype.kind == "i":
             limits = np.iinfo(dtype)
             if not alike.whole[:, column].all() or not limits.min <= values.min() <= values.max() <= limits.max:

@@ -39,6 +39,7 @@ DAMAGE = (
 TEXT_BYTES = 2 << 20
 """Of a text parsed at a time."""
 
+NO_WEIGHTS = "no combine weights in the source"
 NO_PHASES = "the source does not tell prompt from generated tokens"
 
 

@@ -17,9 +17,11 @@ import pyarrow.parquet as pq
 
 from traces.arrow import codes, flat, values
 from traces.checks import check_sequence
+from traces.distinct import first_repeat
 from traces.errors import TraceError
 from traces.files import sha256
 from traces.schema import METADATA_KEY, OPTIONAL_COLUMNS, REQUIRED_COLUMNS, ModelShape, Phase, TraceHeader
+from traces.sorting import joined
 from traces.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_width
 
 if TYPE_CHECKING:
@@ -151,11 +153,10 @@ class Trace:
         matrix = self._matrix(name, array, width, base)
         if name == "experts":
             self._check_range(name, matrix, self.shape.experts, base)
-            ranked = np.sort(matrix, axis=1)
-            if (repeats := (ranked[:, 1:] == ranked[:, :-1]).any(axis=1)).any():
-                row = int(np.argmax(repeats))
+            matrix = np.ascontiguousarray(matrix, np.uint16)
+            if (row := first_repeat(matrix)) >= 0:
                 raise self._bad(base + row, name, "distinct ids", matrix[row].tolist())
-            return matrix.astype(np.uint16)
+            return matrix
         with np.errstate(over="ignore"):
             half = matrix.astype(np.float16)
         if not (finite := np.isfinite(half)).all():
@@ -206,9 +207,7 @@ class Trace:
 
     def _sequence(self, pieces: list[dict[str, np.ndarray]], first: int) -> SequenceRows:
         """Join the pieces of one sequence and check that its steps are whole."""
-        rows = pieces[0]
-        if len(pieces) > 1:
-            rows = {name: np.concatenate([piece[name] for piece in pieces]) for name in rows}
+        rows = joined(pieces)
         phase, layer, pos = rows["phase"], rows["layer"], rows["pos"]
         check_sequence(pos, phase, layer, self.shape.layers, lambda row, *what: self._bad(first + row, *what))
         optional = {name: rows[name] for name in rows if name not in REQUIRED_COLUMNS}

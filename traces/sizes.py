@@ -40,11 +40,11 @@ def parse_bytes(text: str | int, *, where: str = "size") -> int:
     return round(scaled / 10 ** len(fraction)) if fraction else scaled
 
 
-def format_bytes(count: float) -> str:
+def format_bytes(count: float, decimals: int = 1) -> str:
     """Write bytes in the largest binary unit that keeps the number at 1 or above: ``7.4 GiB``."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+            return f"{value:.0f} B" if unit == "B" else f"{value:.{decimals}f} {unit}"
         value /= 1024
-    return f"{value:.1f} TiB"
+    return f"{value:.{decimals}f} TiB"

@@ -145,5 +145,5 @@ def _torch(tensor: torchfile.Stored) -> Stream:
     begin = tensor.in_order()
     if begin is None:
         return in_memory(tensor.array())
-    raw = tensor.raw
+    raw = tensor.storage.raw
     return Stream(tensor.shape, np.dtype("<f4") if tensor.storage.dtype == "bf16" else raw, raw, begin)

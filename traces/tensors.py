@@ -173,7 +173,7 @@ def places(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
 
 
 def integers(path: Path, name: str, array: Any, dimensions: int) -> np.ndarray:
-    """Check that an array holds integers and has so many dimensions.
+    """Check that an array holds integers, of any size, and has so many dimensions.
 
     Raises:
         TraceError: naming the array.
@@ -181,7 +181,5 @@ def integers(path: Path, name: str, array: Any, dimensions: int) -> np.ndarray:
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.ndim != dimensions:
         found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
         raise bad(path, name, f"integers with {dimensions} dimensions", found)
-    if array.size and int(array.max()) > np.iinfo(np.int32).max:
-        raise bad(path, name, "expert ids", int(array.max()))
     result: np.ndarray = array
     return result

@@ -13,16 +13,20 @@ def top_k(values: np.ndarray, count: int) -> np.ndarray:
     """Places [N, K] of the `count` largest of each row of `values` [N, E]; equal values go to the lower place."""
     rows, width = values.shape
     best = np.empty((rows, count), np.int32)
+    held = np.empty(count, np.float32)  # the values there
     for row in range(rows):
         kept = 0
         for place in range(width):
             value = values[row, place]
-            if kept == count and value <= values[row, best[row, kept - 1]]:
+            if kept < count:
+                at = kept
+                kept += 1
+            elif value <= held[count - 1]:
                 continue
-            at = kept if kept < count else count - 1
-            kept = min(kept + 1, count)
-            while at > 0 and value > values[row, best[row, at - 1]]:
-                best[row, at] = best[row, at - 1]
+            else:
+                at = count - 1
+            while at > 0 and value > held[at - 1]:
+                held[at], best[row, at] = held[at - 1], best[row, at - 1]
                 at -= 1
-            best[row, at] = place
+            held[at], best[row, at] = value, place
     return best

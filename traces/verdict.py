@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numba import types as nb
 
+from traces.compiled import compiled
 from traces.schema import Phase
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ LOAD_LEAST = 5.0
 """Expected choices per expert and layer that the chi-square needs (Cochran's rule)."""
 LOOP_LEAST = 0.8
 """Share of first choices that equal those a fixed number of tokens before: above it, a sequence repeats itself."""
-_ROWS = 65_536
 LOOP_TOKENS = 64
 """Generated tokens below which a sequence is not judged; longest period looked for."""
 
@@ -56,12 +57,9 @@ class Checker:
         self._seen: dict[int, int] = {}
 
     def add(self, pos: np.ndarray, phase: np.ndarray, layer: np.ndarray, experts: np.ndarray) -> None:
-        """Fold the rows of one sequence, sorted by pos, layer: [N], [N], [N], [N, K]."""
+        """Fold the rows of one sequence, sorted by pos, layer, all in range: int [N], [N], [N] and [N, K]."""
         number, self.sequences = self.sequences, self.sequences + 1
-        for start in range(0, len(layer), _ROWS):  # eight bytes per choice, of a few rows at a time
-            some = slice(start, start + _ROWS)
-            keys = layer[some].astype(np.int64)[:, None] * self.shape.experts + experts[some]
-            self.load += np.bincount(keys.reshape(-1), minlength=self.load.size).reshape(self.load.shape)
+        _count(layer.astype(np.int16, copy=False), np.ascontiguousarray(experts, np.uint16), self.load)
         if pos[0] != 0 and phase[0] == Phase.PREFILL:
             self.late.append(number)
         if (jump := np.diff(pos) > 1).any():
@@ -134,6 +132,16 @@ class Checker:
             text = f"positions are missing in {len(self.holes)} sequences, first in sequence {first} at {place}"
             found.append(Finding("hole", f"{text}; record without prefix caching", grave=True))
         return found
+
+
+@compiled(
+    nb.void(nb.Array(nb.int16, 1, "C", readonly=True), nb.Array(nb.uint16, 2, "C", readonly=True), nb.int64[:, ::1])
+)
+def _count(layer: np.ndarray, experts: np.ndarray, load: np.ndarray) -> None:
+    """Add the choices [N, K] of rows at layers [N] to `load` [L, E]."""
+    for row in range(len(layer)):
+        for place in range(experts.shape[1]):
+            load[layer[row], experts[row, place]] += 1
 
 
 def verdict(trace: Trace) -> list[Finding]:

@@ -1,6 +1,6 @@
 """Recorders and importers pour rows in; a whole Parquet file comes out, or none.
 
-Rows are buffered, checked and written in row groups small enough that a reader never needs more
+Rows are checked, gathered and written in row groups small enough that a reader never needs more
 than a few tens of MiB at a time.
 """
 
@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from traces.arrow import lists, named, numbers
 from traces.errors import TraceError
 from traces.files import part_path
+from traces.halves import halves
 from traces.schema import METADATA_KEY, OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Phase, TraceHeader
 
 if TYPE_CHECKING:
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 ROW_GROUP_ROWS = 65_536
 ROW_GROUP_BYTES = 32 << 20
 
-_SCALARS = {"seq": np.int32, "pos": np.int32, "layer": np.int16, "token": np.int32}
+_SCALARS = {"seq": np.int32, "pos": np.int32, "phase": np.int8, "layer": np.int16, "token": np.int32}
 
 
 def column_width(name: str, header: TraceHeader) -> int:
     """Values per row: K for experts and weights, E for scores and predictions, 0 for columns without lists."""
     if name in ("experts", "weights"):
         return header.shape.top_k
-    return 0 if name in _SCALARS or name == "phase" else header.shape.experts
+    return 0 if name in _SCALARS else header.shape.experts
 
 
 def arrow_schema(header: TraceHeader, columns: Iterable[str]) -> pa.Schema:
@@ -75,8 +76,8 @@ class TraceWriter:
         self._schema = arrow_schema(header, self.columns)
         row_bytes = 16 + 2 * sum(column_width(name, header) for name in ("experts", *self.columns))
         self._group_rows = max(1024, min(ROW_GROUP_ROWS, ROW_GROUP_BYTES // row_bytes))
-        self._buffer: list[dict[str, np.ndarray]] = []
-        self._buffered = 0
+        self._group = {name: self._room(name) for name in self._schema.names}
+        self._filled = 0
         self._last = (-1, -1)
         self._writer: pq.ParquetWriter | None = None
 
@@ -87,11 +88,10 @@ class TraceWriter:
             part_path(self.path),
             self._schema,
             compression="zstd",
-            use_dictionary=["seq", "pos", "phase", "layer", "token"],
+            use_dictionary=list(_SCALARS),
             write_statistics=["seq", "pos", "layer"],
-            column_encoding={
-                "experts.list.element": "BYTE_STREAM_SPLIT"
-            },  # ids are small: smaller and faster both ways
+            # smaller, and faster both ways; 16-bit floats would be, too, but DuckDB reads them plain only
+            column_encoding={"experts.list.element": "BYTE_STREAM_SPLIT"},
         )
         return self
 
@@ -101,7 +101,7 @@ class TraceWriter:
         """Finish the file and give it its name, or leave nothing behind."""
         try:
             if kind is None:
-                self._flush(self._buffered)
+                self._flush()
             self._parquet().close()
             if kind is None:
                 if not self.rows:
@@ -168,13 +168,20 @@ class TraceWriter:
             return
         self.rows += count
         start = 0
-        while start < count:  # long sequences go through the buffer in parts
-            part = {name: array[start : start + self._group_rows] for name, array in block.items()}
-            self._buffer.append(part)
-            self._buffered += len(part["experts"])
-            start += self._group_rows
-            while self._buffered >= self._group_rows:
-                self._flush(self._group_rows)
+        while start < count:
+            some = min(count - start, self._group_rows - self._filled)
+            for name, values in block.items():
+                self._group[name][self._filled : self._filled + some] = values[start : start + some]
+            start, self._filled = start + some, self._filled + some
+            if self._filled == self._group_rows:
+                self._flush()
+
+    def _room(self, name: str) -> np.ndarray:
+        """A column of one row group."""
+        if name in _SCALARS:
+            return np.empty(self._group_rows, _SCALARS[name])
+        kind = np.uint16 if name == "experts" else np.float16
+        return np.empty((self._group_rows, column_width(name, self.header)), kind)
 
     def _place(self) -> str:
         return f"{self.path}: row {self.rows}"
@@ -187,7 +194,7 @@ class TraceWriter:
         limit = {"layer": self.header.shape.layers, "phase": len(Phase)}.get(name, 1 << 31)
         if array.size and name != "token" and not (array.min() >= 0 and array.max() < limit):
             raise TraceError(f"{self._place()}: {name}: expected 0..{limit - 1}, got {array.min()}..{array.max()}")
-        return np.broadcast_to(array.astype(_SCALARS.get(name, np.int8)), (count,))
+        return np.broadcast_to(array, (count,))
 
     def _matrix(self, name: str, value: Any, count: int) -> np.ndarray:
         width = column_width(name, self.header)
@@ -200,10 +207,9 @@ class TraceWriter:
                     f"{self._place()}: experts: expected ids 0..{self.header.shape.experts - 1},"
                     f" got {array.min()}..{array.max()}"
                 )
-            return array.astype(np.uint16)
-        with np.errstate(over="ignore"):
-            half = array.astype(np.float16)
-        if not np.isfinite(half).all():
+            return array
+        half, finite = halves(array)
+        if not finite:
             row, column = np.argwhere(~np.isfinite(half))[0]
             raise TraceError(
                 f"{self.path}: row {self.rows + row}: {name}[{column}]: expected a finite 16-bit float,"
@@ -229,16 +235,14 @@ class TraceWriter:
         assert self._writer is not None, "TraceWriter is used as a context manager"
         return self._writer
 
-    def _flush(self, rows: int) -> None:
-        """Write the first `rows` buffered rows as one row group."""
-        if not rows:
-            return
-        whole = {name: np.concatenate([block[name] for block in self._buffer]) for name in self._buffer[0]}
-        columns = [self._arrow(name, whole[name][:rows]) for name in self._schema.names]
-        table = pa.Table.from_arrays(columns, schema=self._schema)
-        self._parquet().write_table(table, row_group_size=rows)
-        self._buffered -= rows
-        self._buffer = [{name: array[rows:] for name, array in whole.items()}] if self._buffered else []
+    def _flush(self) -> None:
+        """Write what is gathered as one row group."""
+        if self._filled:
+            columns = [self._arrow(name, self._group[name][: self._filled]) for name in self._schema.names]
+            self._parquet().write_table(
+                pa.Table.from_arrays(columns, schema=self._schema), row_group_size=self._group_rows
+            )
+            self._filled = 0
 
     @staticmethod
     def _arrow(name: str, values: np.ndarray) -> pa.Array:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from traces.checks import check_sequence
+from traces.distinct import first_repeat
 from traces.errors import TraceError
 from traces.foreign import decoding
 from traces.schema import OPTIONAL_COLUMNS, ModelShape, TraceHeader
@@ -186,12 +187,11 @@ class _Sequences:
         if not 0 <= experts.min() <= experts.max() < shape.experts:
             row = int(((experts < 0) | (experts >= shape.experts)).any(axis=1).argmax())
             raise self._bad(block, row, "experts", f"0..{shape.experts - 1}", experts[row].max(), f"model {shape.name}")
-        ranked = np.sort(experts, axis=1)
-        if (repeats := (ranked[:, 1:] == ranked[:, :-1]).any(axis=1)).any():
-            row = int(repeats.argmax())
+        experts = np.ascontiguousarray(experts, np.uint16)
+        if (row := first_repeat(experts)) >= 0:
             raise self._bad(block, row, "experts", "distinct ids", experts[row].tolist(), "is top-k right")
         kept = {"seq": block["seq"][:1], "pos": block["pos"], "phase": block["phase"]}
-        self._held.append({**kept, "layer": layer.astype(np.int16), "experts": experts.astype(np.uint16, copy=False)})
+        self._held.append({**kept, "layer": layer.astype(np.int16, copy=False), "experts": experts})
 
     def end(self) -> None:
         """The sequence is whole: its tokens must be."""

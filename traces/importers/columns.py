@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from traces.arrow import codes, flat, values
-from traces.foreign import NO_PHASES, bad, decoding, finished, head, whole_number
+from traces.foreign import NO_PHASES, NO_WEIGHTS, bad, decoding, finished, head, whole_number
 from traces.schema import PREDICTION_COLUMNS, Phase
 from traces.sorting import BATCH_ROWS, Appearance, Unordered
 
@@ -54,7 +54,7 @@ def provenance(path: Path, *, map: str = "", prompt_tokens: str = "") -> dict[st
     found = mapping(path, map, _names(path))
     notes = []
     if not {"weights", "weight"} & set(found):
-        notes.append("no combine weights in the source")
+        notes.append(NO_WEIGHTS)
     if "phase" not in found and not prompt_tokens:
         notes.append(f"{NO_PHASES}: all are taken as generated; option prompt_tokens=N says more")
     return {"columns": {ours: "+".join(theirs) for ours, theirs in found.items()}, "notes": notes}
@@ -233,7 +233,8 @@ def _lists(path: Path, base: int, ours: str, arrays: list[Any]) -> np.ndarray:
     if numbers.dtype.kind not in ("iu" if ours == "experts" else "iuf"):
         raise bad(path, ours, "integers" if ours == "experts" else "numbers", numbers.dtype, "is the mapping right?")
     if ours != "experts":
-        return numbers.astype(np.float32, copy=False).reshape(len(lengths), -1)
+        kind = np.float16 if numbers.dtype == np.float16 else np.float32
+        return numbers.astype(kind, copy=False).reshape(len(lengths), -1)
     if not 0 <= int(numbers.min()) <= int(numbers.max()) < 1 << 16:
         raise bad(path, ours, "expert ids", f"{numbers.min()}..{numbers.max()}", "is the mapping right?")
     return numbers.astype(np.uint16, copy=False).reshape(len(lengths), -1)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from traces.foreign import NO_PHASES, bad, dense_block, whole_number
+from traces.sorting import BATCH_ROWS
 from traces.streams import in_memory, streams
 from traces.tensors import kind_of, load_named
 from traces.top_k import top_k
@@ -33,7 +34,6 @@ OPTIONS = {
 _TOP_K_IS_SELECTION = ("softmax", "softmax_topk", "softmax_topk_renormalised", "topk_then_softmax")
 _SUM_TOLERANCE = 0.02
 _SAMPLE = 4096
-_ROWS = 65_536
 
 
 def recognises(path: Path) -> bool:
@@ -80,8 +80,8 @@ def _blocks(path: Path, shape: ModelShape, layers: list[Stream], tokens: int, pr
     """Parts of sequences of `tokens` tokens: all layers are read side by side."""
     probabilities = _are_probabilities(layers[0])
     start = 0
-    for parts in zip(*(layer.rows(max(1, _ROWS // len(layers))) for layer in layers), strict=True):
-        values = np.stack(parts, axis=1).astype(np.float32)  # [T, L, E]
+    for parts in zip(*(layer.rows(max(1, BATCH_ROWS // len(layers))) for layer in layers), strict=True):
+        values = np.stack(parts, axis=1).astype(np.float32, copy=False)  # [T, L, E]
         if not np.isfinite(values).all():
             token, layer, expert = np.argwhere(~np.isfinite(values))[0]
             raise bad(path, f"layer {layer}, row {start + token}", "finite numbers", values[token, layer, expert])

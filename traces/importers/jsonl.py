@@ -17,6 +17,7 @@ from traces.errors import TraceError
 from traces.foreign import (
     DAMAGE,
     NO_PHASES,
+    NO_WEIGHTS,
     bad,
     decoding,
     finished,
@@ -26,7 +27,7 @@ from traces.foreign import (
     whole_number,
 )
 from traces.schema import Phase
-from traces.sorting import Appearance, Unordered, joined
+from traces.sorting import Appearance, Unordered, joined, taken
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +74,7 @@ def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
     first = next(_rows(path), None)
     if first is None:
         raise bad(path, "rows", "at least one", "none")
-    notes = [] if first.weights is not None else ["no combine weights in the source"]
+    notes = [] if first.weights is not None else [NO_WEIGHTS]
     if first.phase is None and not prompt_tokens:
         notes.append(f"{NO_PHASES}: all are taken as generated; option prompt_tokens=N says more")
     return {"notes": notes}
@@ -199,7 +200,7 @@ class _Alike:
         block = joined(parts)
         if len(parts) > 1:
             order = np.argsort(np.concatenate(at), kind="stable")
-            block = {name: column[order] for name, column in block.items()}
+            block = taken(block, order)
         if "pos" not in block and not self._place.rows(block):
             return None
         count = len(block["pos"])

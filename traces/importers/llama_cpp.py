@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from traces.distinct import first_repeat
 from traces.foreign import TEXT_BYTES, Passes, bad, finished, head
 from traces.sorting import Unordered
 
@@ -97,8 +98,6 @@ def _rows(path: Path, base: int, layer: np.ndarray, expert: np.ndarray, top_k: i
         )
     number = np.cumsum(np.concatenate(([0], np.diff(layer[starts]) <= 0)))
     experts = expert.reshape(-1, top_k)
-    ranked = np.sort(experts, axis=1)
-    if (twice := (ranked[:, 1:] == ranked[:, :-1]).any(axis=1)).any():
-        row = int(twice.argmax())
+    if (row := first_repeat(experts.astype(np.uint16))) >= 0:
         raise bad(path, f"row {base + row * top_k}", "distinct experts of a token", experts[row].tolist(), _TRAP)
     return passes.rows(number, layer[starts], tokens, experts)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from traces.alike import Ref, Scanner
-from traces.foreign import DAMAGE, Passes, bad, decoding, finished, first_object, head, line_chunks
+from traces.foreign import DAMAGE, NO_WEIGHTS, Passes, bad, decoding, finished, first_object, head, line_chunks
 from traces.sorting import Unordered
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ def recognises(path: Path) -> bool:
 
 def provenance(path: Path) -> dict[str, Any]:
     """Rank, and remarks."""
-    notes = ["no combine weights in the source", "steps of several tokens are taken as prompts: requests have no names"]
+    notes = [NO_WEIGHTS, "steps of several tokens are taken as prompts: requests have no names"]
     rank, drafts, sidecars = None, 0, False
     for number, data in line_chunks(path):
         if rank is None and data.strip():
             rank = next(_records(path, number, data.lstrip().split(b"\n", 1)[0]))[1]["rank"]
         drafts += len(_DRAFT.findall(data)) if b'"mtp"' in data else 0
-        sidecars |= b'"hs_offset"' in data or b'"logit_offset"' in data
+        sidecars |= b'_offset"' in data and (b'"hs_offset"' in data or b'"logit_offset"' in data)
     if not isinstance(rank, int):
         raise bad(path, "rank", "a whole number", rank)
     if drafts:
@@ -106,7 +106,7 @@ def _rows(passes: Passes, records: Records) -> Block:
     number = np.cumsum(np.concatenate(([0], (np.diff(step[sorted_]) != 0) | (np.diff(turn[sorted_]) != 0))))
     sizes = tokens[sorted_]
     rows = np.repeat(starts[sorted_] - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(experts))
-    return passes.rows(number, layer[sorted_], sizes, experts[rows])
+    return passes.rows(number, layer[sorted_], sizes, np.take(experts, rows, axis=0))
 
 
 class _Layout(NamedTuple):
@@ -172,7 +172,7 @@ class _Alike:
         line, step, layer, tokens_, experts = (np.concatenate(parts) for parts in zip(*found, strict=True))
         if len(found) > 1:
             order = np.argsort(line, kind="stable")
-            experts = experts[np.argsort(np.repeat(line, tokens_), kind="stable")]
+            experts = np.take(experts, np.argsort(np.repeat(line, tokens_), kind="stable"), axis=0)
             step, layer, tokens_ = step[order], layer[order], tokens_[order]
         return step, layer, tokens_, experts
 

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from traces.arrow import numbers
 from traces.csv_numbers import number_columns
 from traces.files import written_beside
-from traces.foreign import bad, decoding, finished, head, layer_numbers
+from traces.foreign import NO_WEIGHTS, bad, decoding, finished, head, layer_numbers
 from traces.sorting import BATCH_ROWS, ApartError, Unordered
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def provenance(path: Path) -> dict[str, Any]:
     told = preamble(path)
     notes = []
     if "weight" not in told.columns:
-        notes.append("no combine weights in the source")
+        notes.append(NO_WEIGHTS)
     return {name: told.facts[name] for name in ("model", "arch") if name in told.facts} | {"notes": notes}
 
 
@@ -127,7 +127,16 @@ def beside(out: Path) -> Iterator[Callable[[Block], Block]]:
             if "residency" in told:
                 if writer is None:
                     part = stack.enter_context(written_beside(residency_path(out)))
-                    writer = stack.enter_context(pq.ParquetWriter(part, _RESIDENCY, compression="zstd"))
+                    writer = stack.enter_context(
+                        pq.ParquetWriter(
+                            part,
+                            _RESIDENCY,
+                            compression="zstd",
+                            use_dictionary=[name for name in _RESIDENCY.names if name != "expert"],
+                            column_encoding={"expert": "BYTE_STREAM_SPLIT"},
+                            write_statistics=False,
+                        )
+                    )
                 for start in range(0, len(block["pos"]), BATCH_ROWS):
                     part_of = slice(start, start + BATCH_ROWS)
                     writer.write_table(_accesses(*({n: c[part_of] for n, c in one.items()} for one in (block, told))))

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 
 from traces.arrow import codes, flat, values
 from traces.errors import TraceError
-from traces.foreign import Once
+from traces.foreign import NO_WEIGHTS, Once
 from traces.schema import Phase
-from traces.sorting import Unordered
+from traces.sorting import BATCH_ROWS, Unordered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     Block = dict[str, np.ndarray]
 
 COLUMNS = ("seq_id", "phase", "layer", "token", "expert_ids")
-_ROWS = 65_536
 _PHASES = [phase.label for phase in Phase]
 
 
@@ -46,7 +45,7 @@ def provenance(path: Path) -> dict[str, Any]:
     metadata = {key.decode(): value.decode() for key, value in (pq.read_schema(path).metadata or {}).items()}
     known = {key: metadata[key] for key in ("source", "licence", "license", "model", "note") if key in metadata}
     names, scored = _surveyed.kept(path)
-    notes = [] if scored else ["no combine weights in the source"]
+    notes = [] if scored else [NO_WEIGHTS]
     if "ascending" in metadata.get("note", ""):
         notes.append("experts are ordered by id, their rank is lost")
     try:
@@ -79,7 +78,7 @@ def _batches(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
     """Record batches with the number of their first row."""
     base = 0
     with pq.ParquetFile(path, pre_buffer=False) as file:
-        batches = file.iter_batches(_ROWS, columns=columns, use_threads=False)
+        batches = file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
         while True:
             try:
                 batch = next(batches, None)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from traces import torchfile
-from traces.foreign import Once, Passes, bad, decoding, layer_numbers
+from traces.foreign import NO_WEIGHTS, Once, Passes, bad, decoding, layer_numbers
 from traces.schema import Phase
 from traces.sorting import BATCH_ROWS, Appearance, Unordered
 from traces.tensors import integers
@@ -50,7 +50,7 @@ def provenance(path: Path) -> dict[str, Any]:
     found = _parsed.kept(path)
     records = found["records"]
     per_token = "topk_ids_of_layer" in records[0]
-    notes = ["no combine weights in the source"]
+    notes = [NO_WEIGHTS]
     if per_token:
         notes.append("requests are told apart by position: SGLang does not name them")
     else:
@@ -98,8 +98,7 @@ _parsed = Once(_load)
 
 def _integers(path: Path, place: str, value: Any, dimensions: int) -> np.ndarray:
     """A tensor's numbers, out of the file."""
-    with decoding(path, place):
-        return integers(path, place, value.array() if isinstance(value, torchfile.Stored) else value, dimensions)
+    return integers(path, place, value.array() if isinstance(value, torchfile.Stored) else value, dimensions)
 
 
 def _to_logical(path: Path, place: str, physical: np.ndarray, logical: np.ndarray) -> np.ndarray:
@@ -107,8 +106,8 @@ def _to_logical(path: Path, place: str, physical: np.ndarray, logical: np.ndarra
     if physical.size and (physical.max() >= logical.shape[1] or physical.min() < -1):
         outside = int(physical.max() if physical.max() >= logical.shape[1] else physical.min())
         raise bad(path, place, f"physical ids 0..{logical.shape[1] - 1} or -1", outside)
-    layer = np.arange(len(physical)).reshape(-1, *(1,) * (physical.ndim - 1))
-    return np.where(physical < 0, -1, logical[layer, np.maximum(physical, 0)])
+    known = np.concatenate((logical, np.full((len(logical), 1), -1)), axis=1)  # -1 is the last
+    return np.stack([np.take(of_layer, ids) for of_layer, ids in zip(known, physical, strict=True)])
 
 
 # -- per_token -------------------------------------------------------------------------------------------
@@ -161,10 +160,10 @@ class _Running:
 
     def _continued(self, position: int, taken: int, *, any_phase: bool) -> int:
         """The request that waits for `position`, -1 if none; it waits no longer."""
-        due = self._due.get(position, [])
-        if not due:
+        if not (due := self._due.get(position)):
             return -1
-        for index in [*range(bisect_left(due, taken), len(due)), *range(bisect_left(due, taken))]:
+        behind = bisect_left(due, taken)
+        for index in chain(range(behind, len(due)), range(behind)):
             if any_phase or self._phases[due[index]] == Phase.PREFILL:
                 return due.pop(index)
         return -1
@@ -173,9 +172,8 @@ class _Running:
 def _per_token(path: Path, records: list[Any], logical: np.ndarray, shape: ModelShape) -> Iterator[Block]:
     """Rows of some passes at a time, in the order of the file."""
     running, sequences, widths = _Running(), Appearance(), _Widths(path, shape)
-    held: list[tuple[list[int], ...]] = []
+    held: tuple[list[int], ...] = [], [], [], []  # request, phase, position, token id
     ids: list[np.ndarray] = []
-    tokens = 0
     for number, record in enumerate(records):
         where = f"record {number}"
         physical = _integers(path, f"{where}: topk_ids_of_layer", record["topk_ids_of_layer"], 3)
@@ -185,17 +183,17 @@ def _per_token(path: Path, records: list[Any], logical: np.ndarray, shape: Model
             raise bad(path, where, "as many positions and input_ids as tokens", found)
         if len(physical) != len(logical):
             raise bad(path, where, f"{len(logical)} layers as in the map", len(physical))
-        held.append((*running.add(path, where, record), positions, inputs))
+        for column, more in zip(held, (*running.add(path, where, record), positions, inputs), strict=True):
+            column.extend(more)
         ids.append(physical)
-        tokens += len(positions)
-        if tokens * len(logical) >= BATCH_ROWS or number + 1 == len(records):
+        if len(held[0]) * len(logical) >= BATCH_ROWS or number + 1 == len(records):
             whole = np.concatenate(ids, axis=1)  # [layers, tokens, 8]
             place = f"records {number + 1 - len(ids)}..{number}" if len(ids) > 1 else where
-            columns = [np.array(list(chain.from_iterable(one)), np.int64) for one in zip(*held, strict=True)]
+            columns = [np.array(column, np.int64) for column in held]
             block = widths.rows(_to_logical(path, place, whole, logical), *columns)
             if block is not None:
                 yield block | {"seq": sequences.of_numbers(block["seq"])}
-            held, ids, tokens = [], [], 0
+            held, ids = ([], [], [], []), []
     if not widths.top_k:
         raise bad(path, "topk_ids_of_layer", "ids", "-1 everywhere", "were requests sent while recording?")
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from traces.foreign import DAMAGE, NO_PHASES, bad, decoding, dense_block, head, whole_number
+from traces.foreign import DAMAGE, NO_PHASES, NO_WEIGHTS, bad, decoding, dense_block, head, whole_number
+from traces.sorting import BATCH_ROWS
 from traces.streams import in_memory, streams
 from traces.tensors import NPY, array, integers, kind_of, npy_header
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     Block = dict[str, np.ndarray]
 
 OPTIONS = {"prompt_tokens": "how many of the first tokens of an array without a prompt of its own are prompt"}
-_ROWS = 65_536
 _PROMPT, _GENERATED = "prompt_routed_experts", "routed_experts"
 _HOLE = "tokens served from the prefix cache are not routed again: record with --no-enable-prefix-caching"
 
@@ -52,7 +52,7 @@ def recognises(path: Path) -> bool:
 
 def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
     """Model where the response names it, and remarks."""
-    notes = ["no combine weights in the source"]
+    notes = [NO_WEIGHTS]
     model: dict[str, str] = {}
     phases = False
     for prompt, _, told in _completions(path):
@@ -74,7 +74,7 @@ def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Iterator[
             split = whole_number(path, "prompt_tokens", prompt_tokens, 0)
         told = [one for one in (prompt, generated) if one is not None and one.shape[0]]
         first, tokens = 0, sum(one.shape[0] for one in told)
-        for part in chain.from_iterable(one.rows(max(1, _ROWS // max(1, one.shape[1]))) for one in told):
+        for part in chain.from_iterable(one.rows(max(1, BATCH_ROWS // max(1, one.shape[1]))) for one in told):
             ids = integers(path, f"completion {number}", part, 3)
             same = (ids == ids[:, :, :1]).all(axis=(1, 2)) if ids.shape[2] > 1 else np.zeros(len(ids), bool)
             if first + len(ids) == tokens and same[-1] and tokens > split:

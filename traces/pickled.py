@@ -1,0 +1,162 @@
+"""Pickles read as data: the standard library's machine builds lists, dicts, numbers and strings, and nothing of ours.
+
+Its instructions are looked through before it starts, and one that does more than hold data is refused. A name is never
+imported: it becomes a `Name`, and calling one does what the reader of the file has said, or is refused.
+
+Source: the standard library's pickle protocol 2 to 5, as `pickletools` describes it.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import pickletools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numba import types as nb
+
+from traces.compiled import compiled
+from traces.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+WAY_OUT = "open it with torch.load(..., weights_only=True) and save plain tensors with numpy or safetensors"
+_DATA = frozenset({
+    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_TUPLE",
+    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
+    "SHORT_BINSTRING", "BINSTRING", "BINBYTES", "SHORT_BINBYTES", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
+    "APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET",
+    "GLOBAL", "BINPERSID", "REDUCE",
+})  # fmt: skip
+_REFUSED, _TWO_LINES, _COUNTED = -1, -2, 16  # _COUNTED + n: n bytes that say how many follow
+_PUTS = {"BINPUT": 1, "LONG_BINPUT": 4, "MEMOIZE": 0}
+
+
+def _arguments() -> np.ndarray:
+    """int64 [256]: how many bytes follow each instruction."""
+    table = np.full(256, _REFUSED)
+    counted = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4,
+               pickletools.TAKEN_FROM_ARGUMENT4U: 4, pickletools.TAKEN_FROM_ARGUMENT8U: 8}  # fmt: skip
+    for code in pickletools.opcodes:
+        if code.name in _DATA:
+            size = 0 if code.arg is None else code.arg.n
+            known = size if size >= 0 else _COUNTED + counted[size] if size in counted else _TWO_LINES
+            table[ord(code.code)] = known
+    return table
+
+
+_ARGUMENTS = _arguments()
+_CODES = {ord(code.code): code.name for code in pickletools.opcodes}
+_IS_PUT = np.array([_CODES.get(code) in _PUTS for code in range(256)])
+
+
+class Name:
+    """A global the pickle mentions; only compared, never imported."""
+
+    __slots__ = ("_recipe", "module", "name")
+
+    def __init__(self, module: str, name: str, recipe: Callable[..., Any] | None) -> None:
+        self.module, self.name, self._recipe = module, name, recipe
+
+    def __str__(self) -> str:
+        """As Python writes it."""
+        return f"{self.module}.{self.name}"
+
+    def __call__(self, *arguments: Any) -> Any:
+        """What its recipe makes of the arguments."""
+        if self._recipe is None:
+            raise TraceError(f"refused to call {self}: pickles are never executed; {WAY_OUT}")
+        return self._recipe(*arguments)
+
+
+class _Machine(pickle.Unpickler):
+    """The standard library's, for which every name is a `Name`."""
+
+    def __init__(
+        self, data: bytes, recipes: Mapping[tuple[str, str], Callable[..., Any]], stored: Callable[[Any], Any]
+    ) -> None:
+        super().__init__(io.BytesIO(data), encoding="latin-1")
+        self._recipes, self._stored = recipes, stored
+
+    def find_class(self, module: str, name: str) -> Name:
+        return Name(module, name, self._recipes.get((module, name)))
+
+    def persistent_load(self, identity: Any) -> Any:
+        return self._stored(identity)
+
+
+def unpickled(
+    path: Path,
+    place: str,
+    data: bytes,
+    recipes: Mapping[tuple[str, str], Callable[..., Any]],
+    stored: Callable[[Any], Any],
+) -> Any:
+    """What a pickle holds; raises as decoding does.
+
+    Args:
+        path: the file, for errors.
+        place: of the pickle in it, for errors.
+        data: the pickle.
+        recipes: module and name -> what a call of it gives.
+        stored: what a persistent id stands for.
+
+    Raises:
+        TraceError: an instruction that is not data, a call without a recipe, no end.
+    """
+    at = _end(np.frombuffer(data, np.uint8), _ARGUMENTS, _IS_PUT)
+    if at >= len(data):
+        raise TraceError(f"{path}: {place}: expected an end, found none; was it cut off while copying?")
+    if data[at] != ord("."):
+        what = _CODES.get(data[at], f"{data[at]:#x}")
+        raise TraceError(f"{path}: {place}: byte {at}: refused instruction {what}: it is not data; {WAY_OUT}")
+    collecting = gc.isenabled()
+    gc.disable()  # it would look through all that is built again and again, which takes longer than building it
+    try:
+        return _Machine(data, recipes, stored).load()
+    except pickle.PickleError as error:
+        raise ValueError(f"{place}: {error}") from None
+    except TraceError as error:
+        raise TraceError(f"{path}: {place}: {error}") from None
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@compiled(nb.int64(nb.Array(nb.uint8, 1, "C", readonly=True), nb.int64[::1], nb.boolean[::1]))
+def _end(data: np.ndarray, arguments: np.ndarray, is_put: np.ndarray) -> int:  # noqa: C901 - one pass over the bytes
+    """The byte of the STOP or of the first instruction that is not data; at least the length where neither comes.
+
+    No data either is a memo that is not numbered in turn: the machine makes room for all numbers below.
+    """
+    at = puts = 0
+    while at < len(data):
+        begin, code = at, data[at]
+        kind = arguments[code]
+        if code == 46 or kind == _REFUSED:
+            return begin
+        at += 1
+        if kind == _TWO_LINES:
+            for _ in range(2):
+                while at < len(data) and data[at] != 10:
+                    at += 1
+                at += 1
+            continue
+        width = kind - _COUNTED if kind >= _COUNTED else kind
+        number = np.uint64(0)
+        for byte in range(min(width, len(data) - at)):
+            number |= np.uint64(data[at + byte]) << np.uint64(8 * byte)
+        at += width
+        if kind >= _COUNTED:
+            if at > len(data) or number > np.uint64(len(data) - at):
+                return len(data)
+            at += np.int64(number)
+        elif is_put[code]:
+            if width and number > np.uint64(puts):
+                return begin
+            puts += 1
+    return len(data)
