@@ -1,6 +1,6 @@
 """How fast foreign files become traces, written as their engines write them, and how much memory large ones take.
 
-``python -m benchmarks.import_speed [TOKENS [LARGE_ROWS]]``; no large ones with 0.
+``python -m benchmarks.import_speed [TOKENS [LARGE_ROWS]]``; 64 tokens or more, no large files with 0.
 """
 
 from __future__ import annotations

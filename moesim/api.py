@@ -223,8 +223,10 @@ def cache_of(policy: str) -> str:
 def _warnings(setup: Setup, extrapolated: Sequence[str], metrics: dict[str, Any], noise_seed: int | None) -> list[str]:
     """What a reader of the figures should know."""
     shape, profile, plan, found = setup.shape, setup.profile, setup.memory, []
-    measured = (*profile.numbers.values(), *profile.curves.values())
-    if noise_seed is not None and not any(quantity.quantiles for quantity in measured):
+    scattered = any(
+        [*(one.quantiles for one in profile.numbers.values()), *(one.quantiles for one in profile.curves.values())]
+    )
+    if noise_seed is not None and not scattered:
         found.append(
             f"--noise-seed: nothing was drawn, since profile {profile.name} knows no distributions; `moesim calibrate`"
             " measures those of this machine"

@@ -236,7 +236,7 @@ class _Tensors:
 
     def __init__(self, archive: Archive, *, stored: bool) -> None:
         self._archive, self._stored = archive, stored
-        self._views: dict[tuple[Any, ...], None] = {}  # those that fit
+        self._views: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # those that fit; thousands of tensors share one
 
     def storage(self, identity: Any) -> _Storage:
         """Of a persistent id."""
@@ -254,8 +254,8 @@ class _Tensors:
         view = held, storage.raw, offset, size, stride
         if view not in self._views:
             self._check(*view)
-            self._views[view] = None
-        found = Stored(self._archive, storage, offset, size, stride)
+            self._views[view] = view
+        found = Stored(self._archive, storage, *self._views[view][2:])
         return found if self._stored else found.array()
 
     @staticmethod
