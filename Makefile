@@ -35,7 +35,8 @@ validate: $(STAMP) ## calibrate this PC, run a small grid for real, compare with
 	mkdir -p out/validate
 	$(BIN)/python -m moesim calibrate --quick --out out/validate/hw.toml
 	$(BIN)/python -m moesim validate traces/data/tiny_evaluation.parquet --hw out/validate/hw.toml \
-		--shapes olmoe-1b-7b/2,qwen3-30b-a3b/4 --cache-ratios 0.15,0.5 --batches 1,4 --steps 8 --repetitions 3 --out out/validate
+		--policies all-cpu+none,on-demand+lru,fixed-mapping+lru,greedy+lru --cache-ratios 0.15,0.5 --batches 1,4 \
+		--shapes olmoe-1b-7b/2,qwen3-30b-a3b/4 --steps 8 --repetitions 3 --out out/validate
 
 clean: ## remove what the targets made
 	rm -rf .venv out build dist *.egg-info

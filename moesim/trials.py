@@ -6,13 +6,13 @@ that a grid of short runs spends its time running. `simulate` is its twin in vir
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from hwprofiles.costs import Costs
+from moesim.parallel import cores
 from moesim.runs import REHEARSED_STEPS, device_of, execute, open_random_store, rehearse
 from moesim.setup import Setup
 from policies.base import PolicyError
@@ -179,7 +179,6 @@ def foreign(profile: HardwareProfile) -> list[str]:
         for key in ("cpu", "accelerator", "torch")
         if profile.versions.get(key) != here[key]
     ]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if profile.cores != cores:
-        said.append(f"cores: the profile's are {profile.cores}, this machine's are {cores}")
+    if profile.cores != cores():
+        said.append(f"cores: the profile's are {profile.cores}, this machine's are {cores()}")
     return said
