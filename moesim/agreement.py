@@ -113,6 +113,41 @@ def kendall_tau(
     return agreeing / ordered if ordered else None
 
 
+def repeated_tau(
+    repetitions: Sequence[Sequence[Sequence[float]]], floors: Sequence[float], *, draws: int = 40
+) -> float | None:
+    """Tau that measurements reach among themselves: what no simulation of theirs can be expected to pass.
+
+    Each group is measured anew twice, by resampling its repetitions as `estimate_noise` does, and the two orders are
+    compared as `kendall_tau` compares.
+
+    Args:
+        repetitions: by group of policies, by policy: its repeated measurements, equally many.
+        floors: of each group, as in `kendall_tau`.
+        draws: pairs of measurements of each group.
+
+    Returns:
+        The mean, or None where nothing is repeated or no pair is ever ordered.
+    """
+    rng = np.random.default_rng(0)
+
+    def anew(policies: Sequence[Sequence[float]]) -> list[float]:
+        found = []
+        for values in policies:
+            middle, more = float(np.median(values)), np.sqrt(len(values) / (len(values) - 1))
+            found.append(middle + more * (float(np.median(rng.choice(values, len(values)))) - middle))
+        return found
+
+    taus = [
+        kendall_tau(anew(policies), anew(policies), floor=floor)
+        for policies, floor in zip(repetitions, floors, strict=True)
+        if all(len(values) > 1 for values in policies)
+        for _ in range(draws)
+    ]
+    known = [tau for tau in taus if tau is not None]
+    return float(np.mean(known)) if known else None
+
+
 def noise_floor(repetitions: Sequence[Sequence[float]]) -> float:
     """Median relative difference between two repetitions of the same run, over all pairs of all runs.
 

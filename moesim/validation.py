@@ -203,13 +203,15 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for cell in cells:
         drawn.setdefault(tuple(cell[key] for key in Place._fields if key != "policy"), []).append(cell)
     floor = _median([cell["noise_floor"] for cell in cells if len(cell["measured"]) > 1]) or 0.0
+    groups = list(drawn.values())
+    floors = [max(floor, *(cell["noise_floor"] for cell in group)) for group in groups]
     taus = [
-        tau for group in drawn.values()
+        tau for group, closest in zip(groups, floors, strict=True)
         if (tau := agreement.kendall_tau(
-            [cell["predicted"]["tpot_s"] for cell in group],
-            [cell["tpot_measured_s"] for cell in group],
-            floor=max(floor, *(cell["noise_floor"] for cell in group)))) is not None
+            [cell["predicted"]["tpot_s"] for cell in group], [cell["tpot_measured_s"] for cell in group], floor=closest
+        )) is not None
     ]  # fmt: skip
+    again = [[[one["tpot_s"] for one in cell["measured"] if one["tpot_s"]] for cell in group] for group in groups]
     below = [
         abs(cell["tpot_error"]) < cell["noise_floor"]
         for cell in cells if cell["tpot_error"] is not None and len(cell["measured"]) > 1
@@ -221,6 +223,7 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "hits_compared": len(free),
         "kendall_tau": float(np.mean(taus)) if taus else None,
         "kendall_tau_min": min(taus, default=None),
+        "kendall_tau_repeated": agreement.repeated_tau(again, floors),
         "noise_floor": floor,
         "noise_floor_max": max((cell["noise_floor"] for cell in cells), default=None),
         "repetitions_differ": _median([cell["repetitions_differ"] for cell in cells]),

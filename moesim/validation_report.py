@@ -73,6 +73,7 @@ def facts(result: dict[str, Any]) -> list[list[str]]:
         ["TTFT error, median", _percent(result["ttft_error_median"])],
         *_at_speed(result),
         ["order of policies, Kendall's tau", _plain(result["kendall_tau"])],
+        ["tau of two measurements with each other", _plain(result["kendall_tau_repeated"])],
         ["hits equal where timing decides nothing", f"{_yes(result['hits_equal'])} ({result['hits_compared']} cells)"],
         ["noise floor: measured again, TPOT would differ by", _percent(result["noise_floor"])],
         ["single repetitions differ by", _percent(result["repetitions_differ"])],

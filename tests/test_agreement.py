@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from moesim.agreement import equivalent, estimate_noise, kendall_tau, kolmogorov_smirnov, noise_floor
+from moesim.agreement import equivalent, estimate_noise, kendall_tau, kolmogorov_smirnov, noise_floor, repeated_tau
 
 VALUES = st.lists(st.integers(1, 50), min_size=3, max_size=12)
 
@@ -73,6 +73,17 @@ def test_without_ties_tau_is_scipys(values, random):
     random.shuffle(simulated)
     if len(measured) > 1:
         assert kendall_tau(simulated, measured) == pytest.approx(stats.kendalltau(simulated, measured).statistic)
+
+
+def test_measurements_far_apart_agree_with_themselves_and_close_ones_do_not():
+    """Ten percent of noise: policies a factor of two apart keep their order, those one percent apart draw lots."""
+    rng = np.random.default_rng(3)
+    groups = [[middle * rng.lognormal(0.0, 0.1, 5) for middle in middles] for middles in ((1, 2, 4), (1, 1.01, 1.02))]
+    far, close = (repeated_tau([group], [0.0]) for group in groups)
+    assert far == 1.0
+    assert abs(close) < 0.9
+    assert repeated_tau([[[1.0], [2.0]]], [0.0]) is None, "nothing was repeated"
+    assert repeated_tau([[[1.0, 1.0], [1.1, 1.1]]], [0.5]) is None, "no pair is told apart"
 
 
 def test_noise_floor_by_hand():
