@@ -128,7 +128,7 @@ def calibrate(
             found = designs(shape, quick=quick, seed=seed)
             bench.run(found[-1].trial, base, seed=seed)  # nothing in memory is new any more
             todo += [(bench, design) for design in found]
-        reference = benches.enter_context(Reference(base, chosen, Path(folder)))
+        reference = Reference(base, chosen, Path(folder), benches)
         runs: list[tuple[ModelShape, Trial, Timeline]] = []
         passes = _QUICK_PASSES if quick else _PASSES
         for number in range(passes):  # forth and back: what drifts meanwhile hits all alike

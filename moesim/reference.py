@@ -9,9 +9,8 @@ what slows the dense part down may leave the lanes alone.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -23,8 +22,8 @@ from moesim.trials import Bench, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import ExitStack
     from pathlib import Path
-    from types import TracebackType
 
     from hwprofiles.profile import HardwareProfile
     from traces.schema import ModelShape
@@ -54,34 +53,25 @@ class Reference:
         profile: lanes and workers of this machine, and the costs that policies are told.
         dtype: of the weights.
         stores: folder for the experts.
+        benches: closes what is opened here.
         shapes: whose sizes the experts have, by what a profile calls them.
     """
 
-    def __init__(self, profile: HardwareProfile, dtype: str, stores: Path, shapes: Mapping[str, str] = SHAPES) -> None:
+    def __init__(
+        self, profile: HardwareProfile, dtype: str, stores: Path, benches: ExitStack, shapes: Mapping[str, str] = SHAPES
+    ) -> None:
         from runtime.tracedriven import shape_for  # noqa: PLC0415 - torch
 
         self._profile, self._asked = profile, 0
         self.runs: dict[str, _Run] = {}
         steps = drawn_steps(batch=(4, 1), prompt=0, decode=8, seed=7)
-        with ExitStack() as opened:
-            for size, spec in shapes.items():
-                shape = shape_for(ROUTED, spec, dtype)
-                bench = opened.enter_context(Bench(shape, profile, dtype=dtype, store=stores / f"reference{size}"))
-                for tier, host_bytes in (("memory", None), ("ssd", sum(shape.expert_bytes) * shape.experts // 2)):
-                    trial = Trial(_POLICY, MemoryOptions(cache_ratio=0.3, host_memory_bytes=host_bytes), steps)
-                    bench.run(trial, profile)  # afterwards nothing in memory is new any more
-                    self.runs[tier + size] = _Run(bench, trial, [])
-            self._opened = opened.pop_all()
-
-    def __enter__(self) -> Self:
-        """Use it in a block."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the stores."""
-        self._opened.close()
+        for size, spec in shapes.items():
+            shape = shape_for(ROUTED, spec, dtype)
+            bench = benches.enter_context(Bench(shape, profile, dtype=dtype, store=stores / f"reference{size}"))
+            for tier, host_bytes in (("memory", None), ("ssd", sum(shape.expert_bytes) * shape.experts // 2)):
+                trial = Trial(_POLICY, MemoryOptions(cache_ratio=0.3, host_memory_bytes=host_bytes), steps)
+                bench.run(trial, profile)  # afterwards nothing in memory is new any more
+                self.runs[tier + size] = _Run(bench, trial, [])
 
     def in_turn(self) -> None:
         """Called between other runs: make the reference runs before the first of them, and before every twelfth."""

@@ -98,7 +98,7 @@ def validate(
                 grid.add(shape, Place(trace.path.name, shape.name, *rest), _trial(trace, shape, *rest, steps=steps))
         reference = None
         if any(path.startswith("reference.") for path in profile.numbers):
-            reference = benches.enter_context(Reference(profile, chosen, Path(folder)))
+            reference = Reference(profile, chosen, Path(folder), benches)
         cells = grid.walk(repetitions, reference, progress or (lambda _what, _done: None))
     now = {} if reference is None else reference.found(time.strftime("%Y-%m-%d", time.gmtime(begin)))
     for cell, shape in cells:

@@ -250,9 +250,9 @@ def _errors(cells: Sequence[dict[str, Any]], which: str = "") -> dict[str, Any]:
     """Errors of some cells; `which` is ``_at_speed`` for those without the machine's drift."""
     found: dict[str, Any] = {"count": len(cells)}
     for key in ("tpot", "ttft") if which else ("tpot", "ttft", "tpot_p95"):
-        values = [abs(cell[f"{key}_error{which}"]) for cell in cells if cell[f"{key}_error{which}"] is not None]
+        values = [abs(error) for cell in cells if (error := cell.get(f"{key}_error{which}")) is not None]
         found[f"{key}_error_median"], found[f"{key}_error_max"] = _median(values), max(values, default=None)
-    signed = [cell[f"tpot_error{which}"] for cell in cells if cell[f"tpot_error{which}"] is not None]
+    signed = [error for cell in cells if (error := cell.get(f"tpot_error{which}")) is not None]
     found["tpot_error_signed_median"] = _median(signed)
     return found
 

@@ -98,7 +98,7 @@ def _at_speed(result: dict[str, Any]) -> list[list[str]]:
         return []
     drifts = dict.fromkeys(
         ", ".join(f"{name} {_percent(value, signed=True)}" for name, value in cell["drift"].items())
-        for cell in result["cells"] if cell["drift"] is not None
+        for cell in result["cells"] if cell.get("drift") is not None
     )  # fmt: skip
     return [
         ["reference runs took longer than when it was calibrated by", "; ".join(drifts)],

@@ -65,10 +65,10 @@ VALUES = st.recursive(
 def put_back(tree, lines, line):
     """The line that the references stand for."""
     if isinstance(tree, Ref):
-        at = int(lines.value_at[line]) + (tree if tree >= 0 else ~tree)
+        at = int(lines.found.value_at[line]) + (tree if tree >= 0 else ~tree)
         if tree < 0:
             return lines.labels(np.array([at]))[0][0]
-        return int(lines.number[at]) if lines.whole[at] else float(lines.number[at])
+        return int(lines.found.number[at]) if lines.found.whole[at] else float(lines.found.number[at])
     if isinstance(tree, list):
         return [put_back(one, lines, line) for one in tree]
     return {key: put_back(one, lines, line) for key, one in tree.items()} if isinstance(tree, dict) else tree

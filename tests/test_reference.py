@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -23,8 +24,8 @@ PATHS = {f"reference.{run}.{term}_s" for run in RUNS for term in TERMS}
 def running(tmp_path_factory):
     """With experts of a test's size."""
     sizes = {"": "olmoe-1b-7b/16", "_small": "olmoe-1b-7b/32"}
-    with Reference(host_profile(), "float32", tmp_path_factory.mktemp("stores"), sizes) as made:
-        yield made
+    with ExitStack() as benches:
+        yield Reference(host_profile(), "float32", tmp_path_factory.mktemp("stores"), benches, sizes)
 
 
 def test_all_are_run_before_the_first_other_run_and_before_every_twelfth(running):

@@ -136,6 +136,9 @@ def test_two_validations_by_one_profile_are_summed_up_together(tmp_path):
     assert [one["policy"] for one in both["cells"]] == ["a", "b"]
     assert both["tpot_error_median"] == pytest.approx(0.075)
     assert (both["ssd"]["count"], both["config"]["seconds"]) == (1, 2)
+    for key in ("drift", "tpot_error_at_speed", "ttft_error_at_speed"):  # as files from before knew none
+        del first["cells"][0][key]
+    assert "TPOT error, median" in markdown(joined(second, first))
     second["config"]["hw_digest"] = "another"
     with pytest.raises(ProfileError, match="another profile"):
         joined(second, first)

@@ -94,11 +94,10 @@ class Alike(NamedTuple):
         return np.asarray(found.astype(np.int32))
 
 
-class Lines(NamedTuple):
-    """A text in lines. N lines, V values in all; a value is a number, or a string with or without quotes.
+class Found(NamedTuple):
+    """What was found in a text of N lines with V values in all, or room for it.
 
     Attributes:
-        data: the text.
         form: uint64 [N]; lines with the same form differ only in their values.
         line_at: int64 [N + 1]; first byte of each line.
         value_at: int64 [N + 1]; first value of each line.
@@ -108,7 +107,6 @@ class Lines(NamedTuple):
         stop: int32 [V]; the byte behind it.
     """
 
-    data: np.ndarray
     form: np.ndarray
     line_at: np.ndarray
     value_at: np.ndarray
@@ -117,15 +115,40 @@ class Lines(NamedTuple):
     start: np.ndarray
     stop: np.ndarray
 
+    @classmethod
+    def of(cls, size: int) -> Found:
+        """Room for any text of `size` bytes."""
+        numbers = size // 2
+        return cls(
+            np.empty(size, np.uint64), np.empty(size, np.int64), np.empty(size, np.int64),
+            np.empty(numbers), np.empty(numbers, np.bool_), np.empty(numbers, np.int32), np.empty(numbers, np.int32),
+        )  # fmt: skip
+
+    def first(self, lines: int, values: int) -> Found:
+        """The part of the room that so many lines and values took."""
+        form, line_at, value_at, *of_values = self
+        return Found(form[:lines], line_at[: lines + 1], value_at[: lines + 1], *(one[:values] for one in of_values))
+
+
+class Lines(NamedTuple):
+    """A text, uint8, in lines; a value is a number, or a string with or without quotes."""
+
+    data: np.ndarray
+    found: Found
+
     def filled(self, line: int) -> bytes:
         """A line with the numbers of its values in their places: 0, 1, … for numbers, and ``~`` of it for strings."""
-        first, last = int(self.value_at[line]), int(self.value_at[line + 1])
-        raw, base, at = self._text(int(self.line_at[line]), int(self.line_at[line + 1])), int(self.line_at[line]), 0
-        strings = np.isnan(self.number[first:last]).tolist()
+        first, last = int(self.found.value_at[line]), int(self.found.value_at[line + 1])
+        raw, base, at = (
+            self._text(int(self.found.line_at[line]), int(self.found.line_at[line + 1])),
+            int(self.found.line_at[line]),
+            0,
+        )
+        strings = np.isnan(self.found.number[first:last]).tolist()
         parts = []
         for value, string in enumerate(strings):
-            parts += [raw[at : self.start[first + value] - base], b"%d" % (~value if string else value)]
-            at = self.stop[first + value] - base
+            parts += [raw[at : self.found.start[first + value] - base], b"%d" % (~value if string else value)]
+            at = self.found.stop[first + value] - base
         return b"".join([*parts, raw[at:]])
 
     def meaning(self, line: int) -> Any:
@@ -134,25 +157,25 @@ class Lines(NamedTuple):
 
     def forms(self) -> list[Alike]:
         """The lines by form, in order of the forms' first lines."""
-        if not len(self.form):
+        if not len(self.found.form):
             return []
-        if (self.form == self.form[0]).all():
-            count, width = len(self.form), int(self.value_at[1])
-            number, whole = self.number.reshape(count, width), self.whole.reshape(count, width)
-            return [Alike(np.arange(count), number, whole, self.value_at[:-1])]
-        _, first, index = np.unique(self.form, return_index=True, return_inverse=True)
+        if (self.found.form == self.found.form[0]).all():
+            count, width = len(self.found.form), int(self.found.value_at[1])
+            number, whole = self.found.number.reshape(count, width), self.found.whole.reshape(count, width)
+            return [Alike(np.arange(count), number, whole, self.found.value_at[:-1])]
+        _, first, index = np.unique(self.found.form, return_index=True, return_inverse=True)
         found = []
         for form in np.argsort(first).tolist():
             lines = np.flatnonzero(index == form)
-            at = self.value_at[lines]
-            place = at[:, None] + np.arange(int(self.value_at[lines[0] + 1] - at[0]))
-            found.append(Alike(lines, self.number[place], self.whole[place], at))
+            at = self.found.value_at[lines]
+            place = at[:, None] + np.arange(int(self.found.value_at[lines[0] + 1] - at[0]))
+            found.append(Alike(lines, self.found.number[place], self.found.whole[place], at))
         return found
 
     def labels(self, place: np.ndarray) -> tuple[list[object], np.ndarray]:
         """The different values by number [N], as they are written, and which of them each is: int64 [N]."""
-        start = self.start[place].astype(np.int64)
-        length = self.stop[place] - start
+        start = self.found.start[place].astype(np.int64)
+        length = self.found.stop[place] - start
         index, first = _labelled(self.data, start, length)
         names = [self._text(int(start[one]), int(start[one] + length[one])) for one in first]
         return [name.strip(b'"').decode("utf-8") for name in names], index
@@ -170,39 +193,17 @@ class Scanner:
 
     def __init__(self, *, words: bool = False) -> None:
         self._words = words
-        self._room = _Room.of(0)
+        self._room = Found.of(0)
 
     def scan(self, data: bytes) -> Lines | None:
         """Take whole lines apart, the last one perhaps without its end, less than 2 GiB; None where one is odd."""
         text = np.frombuffer(data + bytes(_PADDING), np.uint8)
         if len(text) > len(self._room.form):
-            self._room = _Room.of(len(text) + len(text) // 8)
+            self._room = Found.of(len(text) + len(text) // 8)
         lines, values = _scan(text, self._words, self._room)
         if lines < 0:
             return None
-        form, line_at, value_at, *found = self._room
-        return Lines(text, form[:lines], line_at[: lines + 1], value_at[: lines + 1], *(one[:values] for one in found))
-
-
-class _Room(NamedTuple):
-    """Arrays for `Lines`: what they hold is told there."""
-
-    form: np.ndarray
-    line_at: np.ndarray
-    value_at: np.ndarray
-    number: np.ndarray
-    whole: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
-
-    @classmethod
-    def of(cls, size: int) -> _Room:
-        """Room for any text of `size` bytes."""
-        numbers = size // 2
-        return cls(
-            np.empty(size, np.uint64), np.empty(size, np.int64), np.empty(size, np.int64),
-            np.empty(numbers), np.empty(numbers, np.bool_), np.empty(numbers, np.int32), np.empty(numbers, np.int32),
-        )  # fmt: skip
+        return Lines(text, self._room.first(lines, values))
 
 
 @_inlined
@@ -315,7 +316,7 @@ def _same(data: np.ndarray, one: int, other: int, length: int) -> bool:
 
 
 @_inlined
-def _as_before(data: np.ndarray, line: int, at: int, room: _Room) -> int:
+def _as_before(data: np.ndarray, line: int, at: int, room: Found) -> int:
     """Read line `line` as one of the form of the line before; the byte behind it, -1 where it is another."""
     _, line_at, value_at, number, whole, start, stop = room
     size, before, value = len(data) - _PADDING, line_at[line - 1], value_at[line]
@@ -346,12 +347,12 @@ def _as_before(data: np.ndarray, line: int, at: int, room: _Room) -> int:
     return at + length
 
 
-_ROOM = nb.NamedTuple([numba.typeof(array) for array in _Room.of(0)], _Room)
+_ROOM = nb.NamedTuple([numba.typeof(array) for array in Found.of(0)], Found)
 
 
 @compiled(nb.UniTuple(nb.int64, 2)(_BYTES, nb.boolean, _ROOM))
-def _scan(data: np.ndarray, words: bool, room: _Room) -> tuple[int, int]:  # noqa: C901, PLR0912 - one pass over bytes
-    """Fill the arrays of `Lines`; how many lines and values there are, (-1, byte) for an odd line."""
+def _scan(data: np.ndarray, words: bool, room: Found) -> tuple[int, int]:  # noqa: C901, PLR0912 - one pass over bytes
+    """Fill the room; how many lines and values there are, (-1, byte) for an odd line."""
     form, line_at, value_at, number, whole, start, stop = room
     size, at, line, value = len(data) - _PADDING, 0, 0, 0
     line_at[0] = value_at[0] = 0

@@ -6,7 +6,6 @@ not say which request a token belongs to.
 
 from __future__ import annotations
 
-import binascii
 import json
 import struct
 import tokenize
@@ -31,10 +30,9 @@ if TYPE_CHECKING:
 
 DAMAGE = (
     ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, EOFError, MemoryError, OSError,
-    RecursionError, NotImplementedError, RuntimeError, SyntaxError, tokenize.TokenError,
-    struct.error, zipfile.BadZipFile, zlib.error, binascii.Error, pa.ArrowException,
+    RuntimeError, SyntaxError, tokenize.TokenError, struct.error, zipfile.BadZipFile, zlib.error, pa.ArrowException,
 )  # fmt: skip
-"""What decoding somebody else's bytes may raise."""
+"""What decoding somebody else's bytes may raise; a `RecursionError` is a `RuntimeError`."""
 
 TEXT_BYTES = 2 << 20
 """Of a text parsed at a time."""

@@ -210,7 +210,7 @@ class _Alike:
 
     def _layout(self, lines: Lines, line: int) -> _Layout | None:
         """What a line's form means, found out at the first of its kind."""
-        form = int(lines.form[line])
+        form = int(lines.found.form[line])
         if form not in self._known:
             try:
                 self._known[form] = _Layout.of(self._path, lines.meaning(line))
