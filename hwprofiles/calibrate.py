@@ -12,6 +12,7 @@ Source: issue 4's table of terms that mattered, from trials on a machine with tw
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ from hwprofiles.robust import (
     resampled,
     slowdown_shares,
 )
-from hwprofiles.schema import LANE_CLASSES, Curve, Quantity, ReferenceExpert
+from hwprofiles.schema import IN_PLACE, LANE_CLASSES, Curve, Quantity, ReferenceExpert
 from hwprofiles.spans import DesignedRun, Gaps, Operations, Rows, Spans
 from traces.timeline import COMPUTE, FETCH, PREFETCH, READ, REPLACE
 
@@ -42,6 +43,8 @@ __all__ = ["Calibration", "DesignedRun", "calibrate", "profile_entries"]
 
 LEAST_OVERLAPPED = 40
 """Operations with an overlap of a tenth or more that a slowdown is worth being read from."""
+_LEAST_AFTER_READ = 24
+"""Operations after a read, each beside its like in the same run, that a factor is worth being read from."""
 _DRAWS = 40
 _CONTEXT_TOKENS = 16
 """Contexts are rounded up to this, so that dense parts of neighbouring steps are one point."""
@@ -154,7 +157,7 @@ class _Fit:
         for key, number in zip(("after_read", "after_read_small"), self._by_size(), strict=False):
             rows = np.flatnonzero(shapes == number)
             rows = rows[comparable(after[rows], groups[rows])]
-            if after[rows].sum() < LEAST_OVERLAPPED:
+            if after[rows].sum() < _LEAST_AFTER_READ:
                 continue
             logs = np.log(seconds)
             value = contrast(logs[rows], after[rows], groups[rows])
@@ -466,7 +469,8 @@ def _plain(report: FitReport) -> dict[str, float]:
 def profile_entries(found: Calibration, base: Mapping[str, Quantity]) -> dict[str, Quantity]:
     """Numbers of a profile with the calibrated ones put in.
 
-    A contention factor that the design could not see is dropped: an isolated figure would be counted twice.
+    What the runs did not show of what they take beyond operations in isolation is dropped: the figure of another
+    calibration does not fit this one, and an isolated one would be counted twice.
     """
-    kept = {path: quantity for path, quantity in base.items() if not path.startswith("contention.")}
+    kept = {path: one for path, one in base.items() if not any(fnmatchcase(path, pattern) for pattern in IN_PLACE)}
     return {**kept, **found.numbers}

@@ -31,19 +31,27 @@ _PARTS = ("cpu", "gpu", "dense", "head")
 _ROOFLINE = ("overhead_s", "bytes_per_s", "flops_per_s")
 _LINK = ("latency_s", "bytes_per_s")
 _REFERENCES = ("memory", "memory_small", "ssd", "ssd_small")
-_CONTROL_TERMS = ("", "_per_expert", "_per_copy", "_with_ssd")
-_CONTROL = tuple(f"{what}{per}_s" for what in ("first_op", "join") for per in _CONTROL_TERMS)
+_CONTROL = ("dispatch.first_op_", "dispatch.join_", "planning.*.")
+
+IN_PLACE: tuple[str, ...] = (
+    *(f"costs.{lane}.first_s" for lane in ("gpu", "ssd")),
+    *(f"costs.{part}.after_read{size}" for part, size in product(("cpu", "h2d", "dense"), ("", "_small"))),
+    *(f"costs.dispatch.{what}_per_expert_s" for what in ("first_op", "join")),
+    *(f"costs.{what}{term}_s" for what, term in product(_CONTROL, ("per_copy", "with_ssd"))),
+    *(f"contention.{victim}.{other}" for victim, other in product(LANE_CLASSES, LANE_CLASSES)),
+    *(f"reference.{run}.{term}_s" for run, term in product(_REFERENCES, ("dense", "planning", "lanes", "between"))),
+)
+"""Dotted paths of numbers that say what runs take beyond operations in isolation; a profile may lack them."""
+
 NUMBERS: tuple[str, ...] = (
     "cores",
     *(f"memory.{key}" for key in ("gpu_bytes", "host_bytes", "staging_experts")),
     *(f"costs.{lane}.{key}" for lane, key in product(("cpu", "gpu", "dense"), _ROOFLINE)),
-    *(f"costs.{lane}.first_s" for lane in ("cpu", "gpu", "ssd")),
-    *(f"costs.{part}.after_read{size}" for part, size in product(("cpu", "h2d", "dense"), ("", "_small"))),
     *(f"costs.{link}.{key}" for link, key in product(("h2d", "d2h", "ssd", "activation"), _LINK)),
-    *(f"costs.dispatch.{key}" for key in ("per_op_s", *_CONTROL)),
-    *(f"costs.planning.*.{key}" for key in ("base_s", "per_expert_s", "per_copy_s", "with_ssd_s")),
-    *(f"contention.{victim}.{other}" for victim, other in product(LANE_CLASSES, LANE_CLASSES)),
-    *(f"reference.{run}.{term}_s" for run, term in product(_REFERENCES, ("dense", "planning", "lanes", "between"))),
+    *(f"costs.dispatch.{key}_s" for key in ("per_op", "first_op", "join")),
+    *(f"costs.planning.*.{key}_s" for key in ("base", "per_expert")),
+    "costs.cpu.first_s",
+    *IN_PLACE,
     "power.platform.idle_w",
     *(f"power.{lane}.idle_w" for lane in _LANES),
     *(f"power.{lane}.busy_w" for lane in _LANES),
