@@ -12,7 +12,6 @@ Source: issue 4's table of terms that mattered, from trials on a machine with tw
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,7 +29,7 @@ from hwprofiles.robust import (
     resampled,
     slowdown_shares,
 )
-from hwprofiles.schema import IN_PLACE, LANE_CLASSES, Curve, Quantity, ReferenceExpert
+from hwprofiles.schema import LANE_CLASSES, Curve, Quantity, ReferenceExpert
 from hwprofiles.spans import DesignedRun, Gaps, Operations, Rows, Spans
 from traces.timeline import COMPUTE, FETCH, PREFETCH, READ, REPLACE
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from traces.schema import ModelShape
 
-__all__ = ["Calibration", "DesignedRun", "calibrate", "profile_entries"]
+__all__ = ["Calibration", "DesignedRun", "calibrate"]
 
 LEAST_OVERLAPPED = 40
 """Operations with an overlap of a tenth or more that a slowdown is worth being read from."""
@@ -464,13 +463,3 @@ def _least(plane_: np.ndarray) -> tuple[float, float, float, float]:
 
 def _plain(report: FitReport) -> dict[str, float]:
     return {key: float(value) for key, value in report._asdict().items()}
-
-
-def profile_entries(found: Calibration, base: Mapping[str, Quantity]) -> dict[str, Quantity]:
-    """Numbers of a profile with the calibrated ones put in.
-
-    What the runs did not show of what they take beyond operations in isolation is dropped: the figure of another
-    calibration does not fit this one, and an isolated one would be counted twice.
-    """
-    kept = {path: one for path, one in base.items() if not any(fnmatchcase(path, pattern) for pattern in IN_PLACE)}
-    return {**kept, **found.numbers}

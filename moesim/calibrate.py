@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hwprofiles.calibrate import DesignedRun, profile_entries
+from hwprofiles.calibrate import DesignedRun
 from hwprofiles.calibrate import calibrate as fit
 from hwprofiles.fit import FitReport
+from hwprofiles.in_place import profile_entries
 from hwprofiles.profile import HardwareProfile, save_profile
 from moesim.designs import ROUTED, Design, designs
 from moesim.reference import Reference, with_reference
@@ -58,7 +59,7 @@ def learn(
         name=name,
         kind="measured",
         date=date,
-        numbers=profile_entries(found, base.numbers),
+        numbers=profile_entries(found.numbers, base.numbers),
         curves={**kept, **found.curves},
         fit={**base.fit, **found.fit},
     )

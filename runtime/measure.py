@@ -39,7 +39,7 @@ from runtime.measure_experts import (
     pool_bytes,
 )
 from runtime.measure_lanes import LaneWork, measure_contention, measure_dispatch
-from runtime.measure_planning import POLICIES, measure_planning
+from runtime.measure_planning import measure_planning
 from runtime.measure_timing import Findings
 
 if TYPE_CHECKING:
@@ -61,12 +61,14 @@ class _Extent(NamedTuple):
     tokens: tuple[int, ...]
     widths: tuple[int, ...]
     dense_tokens: tuple[int, ...]
-    policies: tuple[str, ...]
+    active: tuple[int, ...]
     file_bytes: int
 
 
-_FULL: Final = _Extent(38.0, (1, 2, 4, 8, 16, 32, 64, 128, 256), (256, 1024, 2048), (1, 8, 64), POLICIES, 512 << 20)
-_QUICK: Final = _Extent(6.0, (1, 4, 16, 64), (256, 1024), (1, 16), POLICIES[:1], 64 << 20)
+_FULL: Final = _Extent(
+    38.0, (1, 2, 4, 8, 16, 32, 64, 128, 256), (256, 1024, 2048), (1, 8, 64), (4, 8, 32, 128), 512 << 20
+)
+_QUICK: Final = _Extent(6.0, (1, 4, 16, 64), (256, 1024), (1, 16), (4, 32), 64 << 20)
 
 
 def measure(
@@ -82,7 +84,7 @@ def measure(
     Args:
         shape: model whose experts are measured; Qwen3-30B-A3B's when None.
         out: the TOML file to write.
-        quick: about 10 s instead of 40 s, with fewer sizes and only the default planning cost.
+        quick: about 10 s instead of 40 s, with fewer sizes.
         progress: called with what is measured next and the share that is done.
         disk_dir: folder on the disk that will hold experts; the folder of `out` when None.
 
@@ -115,7 +117,7 @@ def measure(
         disk = measure_disk(findings, folder, file_bytes=extent.file_bytes, seconds=0.1 * extent.seconds)
         tell("hand-offs and planning", 0.8)
         measure_dispatch(findings, seconds=0.04 * extent.seconds)
-        measure_planning(findings, extent.policies, seconds=0.12 * extent.seconds)
+        measure_planning(findings, extent.active, seconds=0.12 * extent.seconds)
         if not cuda and cores > 1:
             tell("what lanes cost each other", 0.9)
             _measure_host_contention(findings, size, dtype, cores, extent)

@@ -12,8 +12,10 @@ import numpy as np
 from hwprofiles.costs import Costs
 from hwprofiles.fit import fit_line
 from hwprofiles.profile import load_profile
+from policies.parameters import REQUIRED
 from policies.plan import MemoryPlan
 from policies.planner import Planner
+from policies.registry import describe
 from policies.residency import CacheSize
 from policies.systems import System
 from runtime.measure_timing import Findings, once_s, sample
@@ -25,30 +27,40 @@ if TYPE_CHECKING:
 
     from policies.plan import Plan
 
-ACTIVE: Final = (4, 8, 32, 128)
-ACTIVE_SOLVER: Final = (2, 4, 8)
-"""An exact solver's time grows fast; larger layers are extrapolated."""
-
-POLICIES: Final = ("greedy", "all-cpu", "on-demand", "static-threshold", "beam", "ilp")
 DEFAULT: Final = "greedy"
 _LAYERS, _EXPERTS = 8, 128
+_SLOW_S: Final = 0.01
+"""An exact solver's time grows fast: layers larger than one that took this long are extrapolated."""
 
 
-def measure_planning(findings: Findings, names: Sequence[str], *, seconds: float) -> None:
-    """Measure each assignment policy by the number of active experts, with an LRU cache and no prefetch."""
+def measure_planning(findings: Findings, active: Sequence[int], *, seconds: float) -> None:
+    """Measure every assignment policy by the number of active experts, with an LRU cache and no prefetch.
+
+    Policies that read optional trace columns are left out: what they do depends on what those hold.
+    """
+    names = [
+        policy.name for policy in describe("assignment")
+        if not policy.needs and not any(one.default is REQUIRED for one in policy.parameters)
+    ]  # fmt: skip
     for name in names:
-        counts = ACTIVE_SOLVER if name == "ilp" else ACTIVE
-        by_active = {
-            count: sample(lambda _: None, seconds / (len(names) * len(counts)), once=_planning(name, count))
-            for count in counts
-        }
+        by_active = _by_active(name, active, seconds / (len(names) * len(active)))
         line = fit_line(by_active)
-        source = f"the planner with {name} and lru, line through {', '.join(map(str, counts))} active experts"
+        source = f"the planner with {name} and lru, line through {', '.join(map(str, by_active))} active experts"
         findings.line(f"costs.planning.{name}", ("base_s", "per_expert_s"), line, source)
         findings.report(f"planning-{name}", line.report)
         if name == DEFAULT:
             words = f"{source}; taken for policies that were not measured"
             findings.line("costs.planning.default", ("base_s", "per_expert_s"), line, words)
+
+
+def _by_active(name: str, active: Sequence[int], seconds: float) -> dict[int, np.ndarray]:
+    """Time planned layer steps of each size until one, but at least two, took long."""
+    found: dict[int, np.ndarray] = {}
+    for count in active:
+        found[count] = sample(lambda _: None, seconds, once=_planning(name, count))
+        if len(found) > 1 and np.median(found[count]) > _SLOW_S:
+            break
+    return found
 
 
 def _planning(name: str, active: int) -> Callable[[Callable[[int], object], int], float]:

@@ -72,6 +72,7 @@ def test_the_costs_of_a_model_follow_and_nothing_is_extrapolated_at_its_own_size
     assert (np.diff(seconds) >= 0).all()
     assert 1e-5 < seconds[0] < 0.1
     assert 0 < costs.planning_s("greedy", 8) < 0.01
+    assert costs.planning_s("ilp", 8) > 5 * costs.planning_s("greedy", 8)
     assert (
         not any(text.startswith("cpu") for text in costs.extrapolated)
         or profile.curves["costs.cpu.points"].reference.dtype == "bfloat16"
