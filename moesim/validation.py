@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -236,8 +237,24 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "held_out": _errors([cell for cell in cells if cell["extrapolated"]]),
         "calibrated": _errors([cell for cell in cells if not cell["extrapolated"]]),
         "ssd": _errors([cell for cell in cells if cell["host_ratio"] < 1]),
+        "same_work": _same_work(cells),
         "by": {key: _by(cells, key) for key in Place._fields},
     }
+
+
+def _same_work(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """By what measured times differ of cells that do the same work, pair by pair: no prediction can be nearer.
+
+    A prediction is a function of the work, so the same work is what is predicted to take the very same time.
+    """
+    alike: dict[tuple[Any, ...], list[float]] = {}
+    for cell in cells:
+        if cell["tpot_measured_s"]:
+            times_s = (cell["predicted"]["tpot_s"], cell["predicted"]["ttft_s"])
+            key = (cell["trace"], cell["shape"], cell["batch"], *times_s)
+            alike.setdefault(key, []).append(cell["tpot_measured_s"])
+    apart = [max(pair) / min(pair) - 1.0 for times in alike.values() for pair in combinations(times, 2)]
+    return {"count": len(apart), "tpot_differs_median": _median(apart), "tpot_differs_max": max(apart, default=None)}
 
 
 def _by(cells: Sequence[dict[str, Any]], key: str) -> dict[str, dict[str, Any]]:

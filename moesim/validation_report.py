@@ -88,6 +88,11 @@ def facts(result: dict[str, Any]) -> list[list[str]]:
                 f"TPOT error, {words} ({part['count']} cells)",
                 f"median {_percent(part['tpot_error_median'])}, worst {_percent(part['tpot_error_max'])}",
             ])  # fmt: skip
+    if (alike := result["same_work"])["count"]:
+        rows.append([
+            f"cells that do the same work differ from each other ({alike['count']} pairs)",
+            f"median {_percent(alike['tpot_differs_median'])}, worst {_percent(alike['tpot_differs_max'])}",
+        ])  # fmt: skip
     return rows
 
 

@@ -59,6 +59,19 @@ def result(*cells):
     return Validation(list(cells), config, ["a note"]).to_json()
 
 
+def test_cells_that_are_predicted_to_take_the_very_same_time_do_the_same_work():
+    """1.0, 1.1 and 1.32 s at three cache ratios: pairs differ by 10, 32 and 20 %; the fourth does other work."""
+    found = result(
+        cell("all-cpu", [1.0, 1.0], 1.2), cell("all-cpu", [1.1, 1.1], 1.2, ratio=0.7),
+        cell("all-cpu", [1.32, 1.32], 1.2, ratio=0.9), cell("greedy", [5.0, 5.0], 1.3),
+    )  # fmt: skip
+    assert found["same_work"] == {
+        "count": 3, "tpot_differs_median": pytest.approx(0.2), "tpot_differs_max": pytest.approx(0.32),
+    }  # fmt: skip
+    assert "same work differ from each other (3 pairs) | median 20.0 %, worst 32.0 %" in markdown(found)
+    assert "same work" not in markdown(result(cell("greedy", [5.0], 1.3)))
+
+
 def test_the_summary_by_hand():
     """Measured 1.0 (0.98 and 1.02), 2.0 and 3.0; predicted 1.1, 2.0 and 2.7: errors 10 %, 0 and 10 %."""
     found = result(cell("a", [0.98, 1.02], 1.1), cell("b", [2.0, 2.0], 2.0), cell("c", [3.0, 3.0], 2.7))
