@@ -160,6 +160,25 @@ def test_a_shape_of_another_model_is_refused(tmp_path, name):
         refused(source, "expected", WRITERS[name][2], files.SHAPE.replace(*change))
 
 
+_DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'{{"pos": 0, "layer": 0, "experts": [1, 2]}}\n{{"pos": 0, "layer": 1, "experts": {_DEEP}}}\n',
+        f'{{"top_k": 2}}\n{_DEEP}\n',
+        f'{{"step":0,"layer":0,"rank":0,"num_tokens":1,"topk":2,"top_indices":{_DEEP}}}\n',
+        f'{{"id": "x", "choices": [{{"index": 0, "routed_experts": {_DEEP}}}]}}',
+        len(_DEEP).to_bytes(8, "little").decode() + f'{{"a": {_DEEP}}}',
+    ],
+    ids=["jsonl", "lists", "megatron", "vllm", "safetensors"],
+)
+def test_text_nested_without_end_is_one_line(tmp_path, text):
+    (tmp_path / "deep").write_text(text)
+    refused(tmp_path / "deep", "found: more lists and objects in each other than can be read")
+
+
 def test_an_empty_file_a_folder_and_nothing(tmp_path):
     (tmp_path / "empty").touch()
     refused(tmp_path / "empty", "no importer knows this layout")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from traces.errors import TraceError
 from traces.foreign import DAMAGE
-from traces.pickled import unpickled
+from traces.pickled import DEEPEST, unpickled
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -92,6 +92,49 @@ def test_what_is_no_data_or_not_whole_is_one_line(data, words):
         read(data)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+_NESTED = 1_000_000
+_MANY = b"\x85" * _NESTED  # a tuple of the tuple of the tuple …
+
+
+@pytest.mark.parametrize(
+    ("data", "at"),
+    [
+        (b"\x80\x02})" + _MANY + b"Ns.", DEEPEST + 4),
+        (b"\x80\x02}()" + _MANY + b"Nu.", DEEPEST + 5),
+        (b"\x80\x04})" + b"\x94\x85" * _NESTED + b"Ns.", 2 * DEEPEST + 5),
+        (b"\x80\x02}" + b"(" * _NESTED + b"t" * _NESTED + b"Ns.", DEEPEST + _NESTED + 4),
+        (b"\x80\x02})" + b"".join(b"\x85q%ch%c" % (n, n) for n in range(256)) + b"Ns.", 5 * DEEPEST + 4),
+        (b"\x80\x02}ccollections\nOrderedDict\n)" + _MANY + b"RNs.", DEEPEST + 29),
+        (b"\x80\x02})" + b"Q" * _NESTED + b"Ns.", DEEPEST + 4),
+        (b"\x80\x02" + b"]" * _NESTED + b"a" * (_NESTED - 1) + b".", DEEPEST + _NESTED + 2),
+        (b"\x80\x02" + b"}N" * _NESTED + b"}" + b"s" * _NESTED + b".", DEEPEST + 2 * _NESTED + 3),
+    ],
+)
+def test_what_holds_itself_without_end_is_one_line_and_no_crash(data, at):
+    """A key is looked into to the bottom, and a million tuples in each other are deeper than the processor's stack."""
+    refused(data, f"data.pkl: byte {at}: expected at most {DEEPEST} containers in each other, found more")
+
+
+def test_as_deep_as_allowed_is_read_and_long_is_not_deep():
+    value = ()
+    for _ in range(DEEPEST):
+        value = (value,)
+    assert read(b"\x80\x02)" + b"\x85" * DEEPEST + b".") == value
+    rows = [{"a": [(number, number + 1)]} for number in range(3000)]
+    assert read(pickle.dumps(rows, 2)) == rows
+
+
+def test_a_list_that_grew_deep_behind_its_users_back_does_no_harm():
+    """Lists are found in their holders as they were; what looks into them has a bound of its own."""
+    many = 100_000
+    place = [number.to_bytes(4, "little") for number in range(many)]
+    lists = b"".join(b"]r" + place[number] for number in range(many))
+    grown = b"".join(b"j" + place[number] + b"j" + place[number + 1] + b"a" for number in range(many - 1))
+    deep = read(b"\x80\x02(" + lists + grown + b"t.")[0]
+    with pytest.raises(DAMAGE):
+        repr(deep)
 
 
 @settings(max_examples=300, deadline=None)

@@ -54,6 +54,8 @@ def decoding(path: Path, what: str) -> Iterator[None]:
         raise
     except DAMAGE as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
+        if isinstance(error, RecursionError):
+            reason = "more lists and objects in each other than can be read"
         raise TraceError(
             f"{path}: {what}: expected a whole, well-formed file, found: {reason}; was it cut off while copying?"
         ) from None

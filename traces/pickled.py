@@ -1,7 +1,8 @@
 """Pickles read as data: the standard library's machine builds lists, dicts, numbers and strings, and nothing of ours.
 
-Its instructions are looked through before it starts, and one that does more than hold data is refused. A name is never
-imported: it becomes a `Name`, and calling one does what the reader of the file has said, or is refused.
+Its instructions are looked through before it starts, and one that does more than hold data is refused, or that holds
+it too deep: Python looks into a key of a dict to the bottom, tuple in tuple, until its stack is used up. A name is
+never imported: it becomes a `Name`, and calling one does what the reader of the file has said, or is refused.
 
 Source: the standard library's pickle protocol 2 to 5, as `pickletools` describes it.
 """
@@ -34,6 +35,11 @@ _DATA = frozenset({
 })  # fmt: skip
 _REFUSED, _TWO_LINES, _COUNTED = -1, -2, 16  # _COUNTED + n: n bytes that say how many follow
 _PUTS = {"BINPUT": 1, "LONG_BINPUT": 4, "MEMOIZE": 0}
+_NOTHING, _PUSH, _INTO, _GET = range(4)  # what becomes of what an instruction takes off the stack
+_TO_MARK = -1
+_MARK = 255  # on the stack of depths
+DEEPEST = 100
+"""Containers in each other; what engines write has some five."""
 
 
 def _arguments() -> np.ndarray:
@@ -49,7 +55,19 @@ def _arguments() -> np.ndarray:
     return table
 
 
-_ARGUMENTS = _arguments()
+def _effects() -> np.ndarray:
+    """int64 [256, 2]: what becomes of the values an instruction takes off the stack, and how many they are."""
+    table = np.zeros((256, 2), np.int64)
+    for code in pickletools.opcodes:
+        if code.name in _DATA and code.stack_after and code.name not in _PUTS:
+            into = code.stack_after[0] in (pickletools.pylist, pickletools.pydict) and len(code.stack_before) > 0
+            taken = code.stack_before[into:]
+            kind = _INTO if into else _GET if "BINGET" in code.name else _PUSH
+            table[ord(code.code)] = kind, _TO_MARK if pickletools.stackslice in taken else len(taken)
+    return table
+
+
+_ARGUMENTS, _EFFECTS = _arguments(), _effects()
 _CODES = {ord(code.code): code.name for code in pickletools.opcodes}
 _IS_PUT = np.array([_CODES.get(code) in _PUTS for code in range(256)])
 
@@ -57,24 +75,22 @@ _IS_PUT = np.array([_CODES.get(code) in _PUTS for code in range(256)])
 class Name:
     """A global the pickle mentions; only compared, never imported."""
 
-    __slots__ = ("_recipe", "module", "name")
+    __slots__ = ("module", "name")
 
-    def __init__(self, module: str, name: str, recipe: Callable[..., Any] | None) -> None:
-        self.module, self.name, self._recipe = module, name, recipe
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
 
     def __str__(self) -> str:
         """As Python writes it."""
         return f"{self.module}.{self.name}"
 
-    def __call__(self, *arguments: Any) -> Any:
-        """What its recipe makes of the arguments."""
-        if self._recipe is None:
-            raise TraceError(f"refused to call {self}: pickles are never executed; {WAY_OUT}")
-        return self._recipe(*arguments)
+    def __call__(self, *_: Any) -> Any:
+        """Refuse."""
+        raise TraceError(f"refused to call {self}: pickles are never executed; {WAY_OUT}")
 
 
 class _Machine(pickle.Unpickler):
-    """The standard library's, for which every name is a `Name`."""
+    """The standard library's, for which every name is a recipe or a `Name`."""
 
     def __init__(
         self, data: bytes, recipes: Mapping[tuple[str, str], Callable[..., Any]], stored: Callable[[Any], Any]
@@ -82,8 +98,8 @@ class _Machine(pickle.Unpickler):
         super().__init__(io.BytesIO(data), encoding="latin-1")
         self._recipes, self._stored = recipes, stored
 
-    def find_class(self, module: str, name: str) -> Name:
-        return Name(module, name, self._recipes.get((module, name)))
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        return self._recipes.get((module, name)) or Name(module, name)
 
     def persistent_load(self, identity: Any) -> Any:
         return self._stored(identity)
@@ -106,9 +122,13 @@ def unpickled(
         stored: what a persistent id stands for.
 
     Raises:
-        TraceError: an instruction that is not data, a call without a recipe, no end.
+        TraceError: an instruction that is not data, a call without a recipe, data in data without end, no end.
     """
-    at = _end(np.frombuffer(data, np.uint8), _ARGUMENTS, _IS_PUT)
+    at, deep = _end(np.frombuffer(data, np.uint8), _ARGUMENTS, _EFFECTS, _IS_PUT)
+    if deep:
+        raise TraceError(
+            f"{path}: {place}: byte {at}: expected at most {DEEPEST} containers in each other, found more; {WAY_OUT}"
+        )
     if at >= len(data):
         raise TraceError(f"{path}: {place}: expected an end, found none; was it cut off while copying?")
     if data[at] != ord("."):
@@ -127,36 +147,68 @@ def unpickled(
             gc.enable()
 
 
-@compiled(nb.int64(nb.Array(nb.uint8, 1, "C", readonly=True), nb.int64[::1], nb.boolean[::1]))
-def _end(data: np.ndarray, arguments: np.ndarray, is_put: np.ndarray) -> int:  # noqa: C901 - one pass over the bytes
+@compiled(
+    nb.Tuple((nb.int64, nb.boolean))(
+        nb.Array(nb.uint8, 1, "C", readonly=True), nb.int64[::1], nb.int64[:, ::1], nb.boolean[::1]
+    )
+)
+def _end(  # noqa: C901, PLR0912 - one pass over the bytes
+    data: np.ndarray, arguments: np.ndarray, effects: np.ndarray, is_put: np.ndarray
+) -> tuple[int, bool]:
     """The byte of the STOP or of the first instruction that is not data; at least the length where neither comes.
 
-    No data either is a memo that is not numbered in turn: the machine makes room for all numbers below.
+    No data either is a memo that is not numbered in turn: the machine makes room for all numbers below. True beside the
+    byte of the first instruction that puts more than `DEEPEST` containers in each other; a list that grows once it is
+    part of another is not noticed there, but lists are no keys.
     """
-    at = puts = 0
+    stack, memo = np.empty(len(data) + 1, np.uint8), np.empty(len(data) + 1, np.uint8)  # depths of what is there
+    at = puts = held = 0
     while at < len(data):
         begin, code = at, data[at]
         kind = arguments[code]
         if code == 46 or kind == _REFUSED:
-            return begin
+            return begin, False
         at += 1
+        number = np.uint64(0)
         if kind == _TWO_LINES:
             for _ in range(2):
                 while at < len(data) and data[at] != 10:
                     at += 1
                 at += 1
+        else:
+            width = kind - _COUNTED if kind >= _COUNTED else kind
+            for byte in range(min(width, len(data) - at)):
+                number |= np.uint64(data[at + byte]) << np.uint64(8 * byte)
+            at += width
+            if kind >= _COUNTED:
+                if at > len(data) or number > np.uint64(len(data) - at):
+                    return len(data), False
+                at += np.int64(number)
+            elif is_put[code]:
+                if not width:
+                    number = np.uint64(puts)
+                if number > np.uint64(puts):
+                    return begin, False
+                memo[number] = stack[held - 1] if held else 0
+                puts += number == np.uint64(puts)
+        into, count = effects[code]
+        if into == _NOTHING:
             continue
-        width = kind - _COUNTED if kind >= _COUNTED else kind
-        number = np.uint64(0)
-        for byte in range(min(width, len(data) - at)):
-            number |= np.uint64(data[at + byte]) << np.uint64(8 * byte)
-        at += width
-        if kind >= _COUNTED:
-            if at > len(data) or number > np.uint64(len(data) - at):
-                return len(data)
-            at += np.int64(number)
-        elif is_put[code]:
-            if width and number > np.uint64(puts):
-                return begin
-            puts += 1
-    return len(data)
+        depth = 0
+        while count != 0 and held > 0:  # where too little is there, the machine will end here
+            held, count = held - 1, count - 1
+            if stack[held] == _MARK:
+                break
+            depth = max(depth, int(stack[held]) + 1)
+        if into == _INTO and held > 0:
+            held -= 1
+            depth = max(depth, int(stack[held]))
+        elif into == _GET:
+            depth = int(memo[number]) if number < np.uint64(puts) else 0
+        elif code == 40:
+            depth = _MARK
+        if DEEPEST < depth < _MARK:
+            return begin, True
+        stack[held] = depth
+        held += 1
+    return len(data), False

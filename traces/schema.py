@@ -113,7 +113,7 @@ class TraceHeader:
         """Parse a header.
 
         Raises:
-            TraceError: not JSON, another schema version, or fields missing or of a wrong type.
+            TraceError: not JSON, nested too deep, another schema version, or fields missing or of a wrong type.
         """
         try:
             raw = json.loads(text)
@@ -125,16 +125,18 @@ class TraceHeader:
             shape = dict(raw["shape"])
             for name in ("expert_bytes", "dense_layers", "assumed"):
                 shape[name] = tuple(shape.get(name, ()))
-            return cls(
+            header = cls(
                 shape=ModelShape(**shape),
                 provenance=dict(raw.get("provenance", {})),
                 calibration=dict(raw.get("calibration", {})),
                 split=str(raw.get("split", "evaluation")),
             )
+            header.to_json()  # what nests too deep to be written again ends here
         except TraceError:
             raise
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise TraceError(
                 f"{where}: header 'moesim': {type(error).__name__}: {error}; is this a moesim trace? "
                 "`moesim trace import` makes one"
             ) from None
+        return header
