@@ -1,6 +1,8 @@
-"""`make bench`: every figure that the README and the issues quote."""
+"""`make bench`: every figure that the README and the issues quote; ``python -m benchmarks planning`` prints one report."""
 
 from __future__ import annotations
+
+import argparse
 
 from benchmarks import (
     cache_speed,
@@ -12,19 +14,23 @@ from benchmarks import (
     trace_speed,
 )
 
+REPORTS = {
+    module.__name__.rpartition(".")[2]: module.report
+    for module in (
+        replay_speed, planning, cache_speed, memory_and_start, runtime_overhead, trace_speed, import_speed,
+    )
+}  # fmt: skip
+
 
 def main() -> None:
-    """Run all reports."""
-    for report in (
-        replay_speed.report,
-        planning.report,
-        cache_speed.report,
-        memory_and_start.report,
-        runtime_overhead.report,
-        trace_speed.report,
-        import_speed.report,
-    ):
-        report()
+    """Run the reports that are named, or all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Print speed and memory as ratios.")
+    parser.add_argument("reports", nargs="*", metavar="REPORT", help=f"of {', '.join(REPORTS)}; all when none is named")
+    names = parser.parse_args().reports
+    if unknown := [name for name in names if name not in REPORTS]:
+        parser.error(f"no report {unknown[0]!r}; expected one of {', '.join(REPORTS)}")
+    for name in names or REPORTS:
+        REPORTS[name]()
         print()
 
 
