@@ -1,4 +1,4 @@
-"""`make bench`: every figure that the README and the issues quote; ``python -m benchmarks planning`` prints one report."""
+"""`make bench`: every figure that README and issues quote; ``python -m benchmarks planning`` prints one report."""
 
 from __future__ import annotations
 
