@@ -15,9 +15,10 @@ from numba import types as nb
 
 from policies.base import ABSENT, LayerWork, RunContext
 from policies.filling import fitting
-from policies.kernels import compiled, lowest, outscored, soonest
+from policies.kernels import lowest, outscored, soonest
 from policies.residency import GLOBAL, CacheSize, Residency
 from policies.tier import Tier
+from traces.compiled import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -17,8 +17,9 @@ import numba
 import numpy as np
 from numba import types as nb
 
-from policies.kernels import compiled, inlined
+from policies.kernels import inlined
 from policies.prices import LAYER, Layer
+from traces.compiled import compiled
 
 _TOLERANCE = 1e-10
 """Relative improvement that is not worth looking for."""

@@ -16,17 +16,13 @@ import numba
 import numpy as np
 from numba import types as nb
 
+from traces.compiled import compiled
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-
-def compiled(signature: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Compile for `signature` now and keep the machine code on disk; the function's Python type stays."""
-    compiler: Callable[[Callable[_P, _R]], Callable[_P, _R]] = numba.njit(signature, cache=True)
-    return compiler
 
 
 def inlined(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -14,7 +14,7 @@ import numpy as np
 from numba import types as nb
 
 from policies.base import IN_FLIGHT
-from policies.kernels import compiled
+from traces.compiled import compiled
 
 
 def _input(dtype: object, ndim: int = 1) -> nb.Array:

@@ -15,7 +15,7 @@ import numba
 import numpy as np
 from numba import types as nb
 
-from policies.kernels import compiled
+from traces.compiled import compiled
 
 _MIXES = 5
 """Shares of link and compute in a GPU's price that are tried."""

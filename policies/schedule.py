@@ -11,7 +11,7 @@ import numba
 import numpy as np
 from numba import types as nb
 
-from policies.kernels import compiled
+from traces.compiled import compiled
 
 
 def _input(dtype: object, ndim: int = 1) -> nb.Array:

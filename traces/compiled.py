@@ -1,4 +1,4 @@
-"""Machine code for counting loops that see every access of a trace."""
+"""Machine code for loops that see every access of a trace, and for every decision of a run."""
 
 from __future__ import annotations
 
