@@ -20,6 +20,7 @@ import numpy as np
 from numba import types as nb
 
 from traces.compiled import compiled
+from traces.picked import floats, whole_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,12 +87,16 @@ class Alike(NamedTuple):
         """Those lines for which bool [N] holds."""
         return self if which.all() else Alike(*(one[which] for one in self))
 
-    def integers(self, columns: Any, most: int) -> np.ndarray | None:
-        """int32 [N, …] of some values; None where one is not a whole number from 0 to `most`."""
-        found = self.number[:, columns]
-        if not self.whole[:, columns].all() or not 0 <= found.min() <= found.max() <= most:
-            return None
-        return np.asarray(found.astype(np.int32))
+    def integers(self, columns: Any, kind: type[np.int32 | np.uint16] = np.int32) -> np.ndarray | None:
+        """Some values as `kind` [N, C]; None where one is not a whole number from 0 on that fits."""
+        places = np.ascontiguousarray(columns, np.int64).reshape(-1)
+        found = np.empty((len(self.number), len(places)), kind)
+        most = np.full(len(places), float(np.iinfo(kind).max))
+        return found if whole_numbers(self.number, self.whole, places, np.zeros_like(most), most, found) else None
+
+    def floats(self, columns: Any) -> np.ndarray:
+        """Some values as float32 [N, C]."""
+        return floats(self.number, np.ascontiguousarray(columns, np.int64).reshape(-1))
 
 
 class Found(NamedTuple):

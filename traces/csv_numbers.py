@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from traces.alike import Scanner
 from traces.foreign import bad, decoding, line_chunks
+from traces.picked import whole_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -55,20 +56,22 @@ def _at_once(lines: Lines, names: Sequence[str], types: Mapping[str, str]) -> Bl
     due = [(b"%d" % column, b"%d" % ~column) for column in range(len(names))]
     if len(words) != len(due) or any(word not in two for word, two in zip(words, due, strict=True)):
         return None
-    found: Block = {}
-    by_column = np.ascontiguousarray(alike.number.T)
-    for column, name in enumerate(names):
-        if name not in types:
-            continue
-        values, dtype = by_column[column], np.dtype(types[name])
-        if dtype.kind == "i":
-            limits = np.iinfo(dtype)
-            if not alike.whole[:, column].all() or not limits.min <= values.min() <= values.max() <= limits.max:
+    wanted = {column: np.dtype(types[name]) for column, name in enumerate(names) if name in types}
+    by_column: dict[int, np.ndarray] = {}
+    for kind in set(wanted.values()):
+        columns = [column for column, dtype in wanted.items() if dtype == kind]
+        if kind.kind == "i":
+            limits = np.iinfo(kind)
+            least, most = (np.full(len(columns), float(limit)) for limit in (limits.min, limits.max))
+            values = np.empty((len(columns), len(alike.number)), kind)
+            if not whole_numbers(alike.number, alike.whole, np.array(columns), least, most, values.T):
                 return None
-        elif words[column].startswith(b"-"):
+        elif any(words[column].startswith(b"-") for column in columns):
             return None  # words such as nan
-        found[name] = values.astype(dtype)
-    return found
+        else:
+            values = alike.number.T[columns].astype(kind)
+        by_column |= zip(columns, values, strict=True)
+    return {names[column]: by_column[column] for column in wanted}
 
 
 def _by_arrow(path: Path, number: int, data: bytes, names: Sequence[str], types: Mapping[str, str]) -> Block:

@@ -34,7 +34,7 @@ DAMAGE = (
 )  # fmt: skip
 """What decoding somebody else's bytes may raise; a `RecursionError` is a `RuntimeError`."""
 
-TEXT_BYTES = 2 << 20
+TEXT_BYTES = 1 << 19
 """Of a text parsed at a time."""
 
 NO_WEIGHTS = "no combine weights in the source"

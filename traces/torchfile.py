@@ -30,15 +30,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-_STORAGES = {
+_TYPES = {
     "FloatStorage": "<f4", "DoubleStorage": "<f8", "HalfStorage": "<f2", "BFloat16Storage": "bf16",
     "LongStorage": "<i8", "IntStorage": "<i4", "ShortStorage": "<i2", "CharStorage": "i1", "ByteStorage": "u1",
     "BoolStorage": "?",
 }  # fmt: skip
+_STORAGES = {name: (dtype, np.dtype("<u2" if dtype == "bf16" else dtype)) for name, dtype in _TYPES.items()}
 _REBUILD = ("torch._utils", "_rebuild_tensor_v2")
 _ORDERED = ("collections", "OrderedDict")
 _TAIL_BYTES = 65_557 + 20  # the end of a zip with the longest comment, and what says where a large one ends
 _HEADER_BYTES = 512  # most local headers, with torch's padding
+_AHEAD_BYTES = 1 << 18
 _ENTRY = struct.Struct("<4s6xH4xLLLHHH8xL")
 _LOCAL = struct.Struct("<4s22xHH")
 _LARGE = 0xFFFFFFFF
@@ -52,7 +54,7 @@ class _Storage(NamedTuple):
     raw: np.dtype
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # there are thousands, and a frozen one takes a microsecond more
 class Stored:
     """A tensor that is still in its file: a view of a storage."""
 
@@ -152,6 +154,7 @@ class Archive:
         self.prefix = ""
         self.packed = False
         self.members: dict[str, tuple[int, int, int]] = {}  # name -> local header, bytes, crc
+        self._ahead = 0, b""  # what was read last, and where it begins
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         size = os.fstat(self._file).st_size
@@ -184,14 +187,18 @@ class Archive:
     def read(self, name: str) -> bytes:
         """A member's bytes; raises as `zipfile` does."""
         header, size, crc = self.members[self.prefix + name]
-        found = os.pread(self._file, _HEADER_BYTES + size, header)
-        mark, called, extra = _LOCAL.unpack_from(found)
+        at, held = self._ahead
+        if not at <= header <= at + len(held) - _HEADER_BYTES - size:
+            at, held = header, os.pread(self._file, max(_AHEAD_BYTES, _HEADER_BYTES + size), header)
+            self._ahead = (at, held) if len(held) <= _AHEAD_BYTES else (0, b"")  # small ones follow each other
+        start = header - at
+        mark, called, extra = _LOCAL.unpack_from(held, start)
         if mark != b"PK\x03\x04":
             raise zipfile.BadZipFile("Bad magic number for file header")
-        start = _LOCAL.size + called + extra
-        if start > _HEADER_BYTES:
-            found, start = os.pread(self._file, size, header + start), 0
-        data = found[start : start + size]
+        start += _LOCAL.size + called + extra
+        data = held[start : start + size]
+        if len(data) < size:
+            data = os.pread(self._file, size, at + start)
         if len(data) < size or zlib.crc32(data) != crc:
             raise zipfile.BadZipFile(f"Bad CRC-32 for file {name!r}")
         return data
@@ -241,10 +248,10 @@ class _Tensors:
     def storage(self, identity: Any) -> _Storage:
         """Of a persistent id."""
         kind, storage, key, *_ = identity
-        dtype = _STORAGES.get(storage.name) if isinstance(storage, Name) and storage.module == "torch" else None
-        if kind != "storage" or dtype is None:
+        known = _STORAGES.get(storage.name) if isinstance(storage, Name) and storage.module == "torch" else None
+        if kind != "storage" or known is None:
             raise TraceError(f"refused {storage}: not a storage of numbers; {WAY_OUT}")
-        return _Storage(str(key), dtype, np.dtype("<u2" if dtype == "bf16" else dtype))
+        return _Storage(str(key), *known)
 
     def rebuilt(self, storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Any:
         """A tensor."""

@@ -73,7 +73,8 @@ class Checker:
         if len(pos) > self.shape.layers and mark in self._seen:
             self.copies.append((number, self._seen[mark]))
         self._seen.setdefault(mark, number)
-        if _repeats(experts[prompt:, 0].reshape(-1, self.shape.layers)):
+        first = np.ascontiguousarray(experts[prompt:, 0], np.uint16)
+        if _repeats(first.reshape(-1, self.shape.layers)):
             self.loops.append(number)
 
     def findings(self) -> list[Finding]:
@@ -156,13 +157,21 @@ def verdict(trace: Trace) -> list[Finding]:
     return checker.findings()
 
 
+@compiled(nb.boolean(nb.Array(nb.uint16, 2, "C", readonly=True)))
 def _repeats(first: np.ndarray) -> bool:
     """Whether first choices [T, L] equal those of some fixed number of tokens before, in the second half."""
     late = first[len(first) // 2 :]
     if len(late) < LOOP_TOKENS // 2:
         return False
-    lags = range(1, min(LOOP_TOKENS, len(late) // 2) + 1)
-    return any((late[lag:] == late[:-lag]).mean() >= LOOP_LEAST for lag in lags)
+    flat = late.reshape(-1)
+    for lag in range(1, min(LOOP_TOKENS, len(late) // 2) + 1):
+        back = lag * late.shape[1]
+        equal = 0
+        for place in range(back, len(flat)):
+            equal += flat[place] == flat[place - back]
+        if equal >= LOOP_LEAST * (len(flat) - back):
+            return True
+    return False
 
 
 def _few(numbers: list[int]) -> str:

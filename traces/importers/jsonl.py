@@ -222,16 +222,13 @@ class _Alike:
 def _block(lines: Lines, alike: Alike, layout: _Layout) -> Block | None:
     """The rows of lines of one form, ``text`` in place of seq; None where a value is not what its column holds."""
     shape = len(alike.lines), *layout.experts.shape
-    experts = alike.integers(layout.experts.reshape(-1), (1 << 16) - 1)
-    layer = alike.integers(layout.layer, (1 << 31) - 1) if layout.told_layer else np.tile(layout.layer, (shape[0], 1))
+    experts = alike.integers(layout.experts, np.uint16)
+    layer = alike.integers(layout.layer) if layout.told_layer else np.tile(layout.layer, (shape[0], 1))
     if experts is None or layer is None:
         return None
-    block: Block = {
-        "layer": layer.reshape(-1).astype(np.int32),
-        "experts": experts.astype(np.uint16).reshape(-1, shape[2]),
-    }
+    block: Block = {"layer": layer.reshape(-1).astype(np.int32), "experts": experts.reshape(-1, shape[2])}
     if layout.pos is not None:
-        pos = alike.integers(layout.pos, (1 << 31) - 1)
+        pos = alike.integers(layout.pos)
         if pos is None:
             return None
         block["pos"] = pos.reshape(-1)
@@ -243,7 +240,7 @@ def _block(lines: Lines, alike: Alike, layout: _Layout) -> Block | None:
         phase = np.array([_PHASES[str(name)] for name in names], np.int8)[index]
     block["phase"] = np.repeat(phase, shape[1])
     if layout.weights is not None:
-        block["weights"] = alike.number[:, layout.weights.reshape(-1)].astype(np.float32).reshape(-1, shape[2])
+        block["weights"] = alike.floats(layout.weights).reshape(-1, shape[2])
     if layout.seq is not None:
         column = layout.seq if layout.seq >= 0 else ~layout.seq
         if layout.seq >= 0 and not alike.whole[:, column].all():

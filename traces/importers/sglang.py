@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     Block = dict[str, np.ndarray]
 
 _EXTEND, _DECODE, _MIXED = 1, 2, 3
+_PROMPT, _GENERATED = int(Phase.PREFILL), int(Phase.DECODE)  # asked for at every token: an enumeration is slow
 _RECORD_WITH = "record with --expert-distribution-recorder-mode per_token"
 _KEYS = ({"records", "last_physical_to_logical_map"}, {"logical_count"})
 
@@ -106,7 +107,7 @@ def _to_logical(path: Path, place: str, physical: np.ndarray, logical: np.ndarra
     if physical.size and (physical.max() >= logical.shape[1] or physical.min() < -1):
         outside = int(physical.max() if physical.max() >= logical.shape[1] else physical.min())
         raise bad(path, place, f"physical ids 0..{logical.shape[1] - 1} or -1", outside)
-    known = np.concatenate((logical, np.full((len(logical), 1), -1)), axis=1)  # -1 is the last
+    known = np.concatenate((logical, np.full((len(logical), 1), -1)), axis=1).astype(np.int32)  # -1 is the last
     return np.stack([np.take(of_layer, ids) for of_layer, ids in zip(known, physical, strict=True)])
 
 
@@ -121,7 +122,7 @@ class _Running:
     """
 
     def __init__(self) -> None:
-        self._phases: list[Phase] = []  # of the last token of each request
+        self._phases: list[int] = []  # of the last token of each request
         self._due: dict[int, list[int]] = {}  # next position -> ascending request numbers
 
     def add(self, path: Path, where: str, record: dict[str, Any]) -> tuple[list[int], list[int]]:
@@ -148,10 +149,10 @@ class _Running:
             number = self._continued(part[0], taken, any_phase=generated)
             if number < 0:
                 number = len(self._phases)
-                self._phases.append(Phase.PREFILL)
+                self._phases.append(_PROMPT)
                 generated = mode == _DECODE
             taken = max(taken, number + 1)
-            self._phases[number] = Phase.DECODE if generated else Phase.PREFILL
+            self._phases[number] = _GENERATED if generated else _PROMPT
             numbers += [number] * length
             phases += [self._phases[number]] * length
             insort(self._due.setdefault(part[-1] + 1, []), number)
@@ -160,11 +161,12 @@ class _Running:
 
     def _continued(self, position: int, taken: int, *, any_phase: bool) -> int:
         """The request that waits for `position`, -1 if none; it waits no longer."""
-        if not (due := self._due.get(position)):
-            return -1
+        due = self._due.get(position, [])
         behind = bisect_left(due, taken)
         for index in chain(range(behind, len(due)), range(behind)):
-            if any_phase or self._phases[due[index]] == Phase.PREFILL:
+            if any_phase or self._phases[due[index]] == _PROMPT:
+                if len(due) == 1:
+                    del self._due[position]
                 return due.pop(index)
         return -1
 
@@ -230,7 +232,8 @@ class _Widths:
             place = f"token {self._tokens + at}, layer {layer}"
             raise bad(path, place, f"{due[layer]} experts", int(counts[layer, at]))
         self._tokens += len(routed)
-        experts = whole[self._sparse][:, routed]
+        experts = whole if len(self._sparse) == len(whole) else whole[self._sparse]
+        experts = experts if routed.all() else experts[:, routed]
         if (experts[:, :, :top_k] < 0).any():
             raise bad(path, "topk_ids_of_layer", "-1 only behind the ids", "-1 between them")
         for name, column in (("input_ids: token ids", token), ("positions", pos)):
