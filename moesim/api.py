@@ -30,7 +30,7 @@ from sim.replay import Replay
 from traces.batch import compose as compose_steps
 from traces.future import RecordedFuture
 from traces.layer_steps import layer_steps
-from traces.metrics import summarise
+from traces.metrics import Summary, summarise
 from traces.perfetto import write_perfetto
 from traces.reader import Trace, open_trace
 from traces.timeline import Timeline
@@ -113,6 +113,7 @@ def replay(
     artefacts: str | Path | None = None,
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
+    keep: bool = True,
     progress: Callable[[RoutedStep], None] | None = None,
 ) -> Run:
     """Replay a trace through a policy on a machine.
@@ -131,6 +132,8 @@ def replay(
         artefacts: folder of calibration artefacts, such as the network that ``moesim train-cache`` writes.
         out: folder for ``timeline.parquet``, ``accesses.parquet``, ``steps.parquet`` and ``run.json``.
         perfetto: file for the Chrome-trace timeline.
+        keep: keep the timeline in memory where it is not written to `out`; else it is empty, and memory does not grow
+            with the length of the trace (unless `perfetto` needs it).
         progress: called after each forward pass.
 
     Raises:
@@ -144,7 +147,8 @@ def replay(
         batch=batch, steps=steps, seed=seed, warm=warm, artefacts=artefacts,
     )  # fmt: skip
     planner = setup.planner()
-    timeline = Timeline(profile.lanes, None if out is None else Path(out))
+    summary = None if keep or out is not None or perfetto is not None else Summary(profile.lanes)
+    timeline = Timeline(profile.lanes, out, sink=None if summary is None else summary.add)
     try:
         result = Replay(profile, planner.costs, planner, timeline, noise_seed=noise_seed).run(
             compose_steps(opened, batch=batch, steps=steps, columns=needed_columns(planner.policies)), progress
@@ -153,11 +157,14 @@ def replay(
     except BaseException:
         timeline.discard()
         raise
-    metrics = summarise(timeline, power=watts(profile)) | figures_of(planner)
+    figures = summarise(timeline, power=watts(profile)) if summary is None else summary.figures(watts(profile))
+    metrics = figures | figures_of(planner)
     metrics |= {"steps": result.steps, "layer_steps": result.layer_steps, "events": result.events}
     metrics["wall_s"] = time.perf_counter() - begin_s
     if perfetto is not None:
         write_perfetto(perfetto, {"simulated": timeline})
+    if not keep and out is None:
+        timeline = Timeline(profile.lanes)
     config = setup.config(opened, batch=batch, steps=steps, warm=warm) | {"noise_seed": noise_seed}
     run = Run(metrics, timeline, config, _warnings(setup, planner.costs.extrapolated, metrics, noise_seed))
     if out is not None:

@@ -63,8 +63,9 @@ def replay(
     opened = open_trace(trace)
     with replaying(policy, opened, setting.steps) as progress:
         run = api.replay(
-            opened, policy, **setting.keywords(), noise_seed=noise_seed, out=out, perfetto=perfetto, progress=progress
-        )
+            opened, policy, **setting.keywords(), noise_seed=noise_seed, out=out, perfetto=perfetto, keep=False,
+            progress=progress,
+        )  # fmt: skip
     if as_json:
         print(json.dumps(run.to_json(), indent=2))
         return

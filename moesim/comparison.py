@@ -6,7 +6,6 @@ sweep of one cell. Replays know nothing of each other, so several processes may 
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
 from itertools import product
@@ -22,7 +21,6 @@ from moesim.parallel import share_out
 from moesim.setup import Setup, profile_of
 from policies.base import PolicyError
 from traces.reader import Trace, open_trace
-from traces.timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -150,6 +148,7 @@ def sweep(
         {
             "trace": opened, "policy": policy, "hw": machines[machine], "memory": memories[size], **options,
             "out": None if out is None else _place(out, [x for x, s in zip(key, several, strict=True) if s]),
+            "keep": keep,
         }
         for key in keys
         for machine, size, policy in [key]
@@ -157,7 +156,7 @@ def sweep(
     steps = options.get("steps")
     passed = len(tasks) * (steps or max(1, opened.rows))
     found = share_out(
-        _Replay(keep, by_step=steps is not None),
+        _Replay(by_step=steps is not None),
         tasks,
         jobs=jobs,
         weight=opened.rows * len(tasks),
@@ -171,7 +170,6 @@ def sweep(
 class _Replay:
     """One replay, in this process or another one; forward passes or rows of the trace are told as they are done."""
 
-    keep: bool
     by_step: bool
 
     def __call__(self, task: dict[str, Any], tell: Callable[[int], None]) -> Run:
@@ -180,10 +178,7 @@ class _Replay:
         def after(step: RoutedStep) -> None:
             tell(1 if self.by_step else step.tokens * layers)
 
-        run = replay(**task, progress=after)
-        if self.keep or task["out"] is not None:
-            return run
-        return dataclasses.replace(run, timeline=Timeline(run.timeline.lanes))
+        return replay(**task, progress=after)
 
 
 def _machines(hw: Sequence[str | Path | HardwareProfile | None]) -> dict[str, HardwareProfile]:

@@ -30,8 +30,9 @@ class HostMemory:
 
     def wait_s(self, layer: int, experts: np.ndarray, now_s: float) -> np.ndarray:
         """Seconds until each expert is in host memory, float64 [A]."""
-        memory = self.memory
-        return look(memory.state, memory.landing_s, layer, experts, now_s, self._read_s[layer])[1][0]
+        memory, found, wait_s = self.memory, np.empty(len(experts), np.int8), np.empty(len(experts))
+        look(memory.state, memory.landing_s, layer, experts, now_s, self._read_s[layer], found, wait_s)
+        return wait_s
 
     def accessed(self, work: LayerWork, lanes: np.ndarray) -> None:
         """Tell the host cache what the GPUs do not hold or the CPU computes: only that is asked of it."""

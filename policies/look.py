@@ -10,21 +10,28 @@ from policies.base import ABSENT, IN_FLIGHT, RESIDENT
 
 @numba.njit(cache=True)
 def look(
-    state: np.ndarray, landing_s: np.ndarray, layer: int, experts: np.ndarray, now_s: float, absent_s: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """State int8 [A] of a layer's active experts, and seconds until each is present, float64 [1, A]."""
-    found = np.empty(len(experts), np.int8)
-    wait_s = np.empty((1, len(experts)))
+    state: np.ndarray,
+    landing_s: np.ndarray,
+    layer: int,
+    experts: np.ndarray,
+    now_s: float,
+    absent_s: float,
+    found: np.ndarray,
+    wait_s: np.ndarray,
+) -> None:
+    """Fill in the state, `found` int8 [A], of a layer's active experts and seconds until each is present, float64 [A].
+
+    The caller brings the arrays: to return new ones takes longer than the loop.
+    """
     for i in range(len(experts)):
         expert = experts[i]
         found[i] = state[layer, expert]
         if found[i] == RESIDENT:
-            wait_s[0, i] = 0.0
+            wait_s[i] = 0.0
         elif found[i] == ABSENT:
-            wait_s[0, i] = absent_s
+            wait_s[i] = absent_s
         else:
-            wait_s[0, i] = max(0.0, landing_s[layer, expert] - now_s)
-    return found, wait_s
+            wait_s[i] = max(0.0, landing_s[layer, expert] - now_s)
 
 
 @numba.njit(cache=True)

@@ -55,27 +55,23 @@ class Copies(NamedTuple):
 class Plan:
     """What the lanes do for one layer step.
 
-    `lanes` int8 [A]: CPU (0) or 1 + GPU index; `order`: positions in launch order; `staging_slots`: per
-    GPU, how many staging slots demand fetches may use at a time; `swaps`: replacements by GPU, carried
-    out when the layer has joined; `serial`: the CPU waits for the GPUs' fetched experts; `ahead`: experts of the next
-    layer that the CPU starts after its own, each for `ahead_s` seconds.
+    `lanes` int8 [A]: CPU (0) or 1 + GPU index; `order`: positions in launch order; `copied`: how many experts `copies`
+    bring from one memory to another; `staging_slots`: per GPU, how many staging slots demand fetches may use at a
+    time; `serial`: the CPU waits for the GPUs' fetched experts; `swaps`: replacements by GPU, carried out when the
+    layer has joined; `ahead`: experts of the next layer that the CPU starts after its own, each for `ahead_s` seconds.
     """
 
     work: LayerWork
     lanes: np.ndarray
     order: list[int]
     copies: list[Copies]
+    copied: int
     staging_slots: list[int]
     planning_s: float
-    swaps: list[tuple[int, Swap]] = field(default_factory=list)
     serial: bool = False
+    swaps: list[tuple[int, Swap]] = field(default_factory=list)
     ahead: Ahead | None = None
     ahead_s: list[float] = field(default_factory=list)
-
-    @property
-    def copied(self) -> int:
-        """How many experts it has brought from one memory to another."""
-        return sum(len(one.experts) for one in self.copies)
 
 
 @dataclass(slots=True)

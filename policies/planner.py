@@ -10,6 +10,7 @@ the same reports always give the same plans.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,7 +86,13 @@ class Planner:
         self._zeros = np.zeros(self.experts)
         self._zeros.flags.writeable = False
         self._ascending = np.arange(self.experts)
+        self._counting = np.arange(1.0, self.experts + 1.0)
+        self._planning_s = cache(partial(costs.planning_s, self.assignment_name, tiered=self.host is not None))
         self._split_layers = memory.gpu_split == LAYERS or self.gpus == 1
+        everyone = tuple(range(self.gpus))
+        self._serving = [  # GPUs that compute a layer's experts, its home first
+            (layer * self.gpus // self.layers,) if self._split_layers else everyone for layer in range(self.layers)
+        ]
         self._start(seed, future, calibration, extras or {})
 
     def _memory(self, size: CacheSize) -> Residency:
@@ -138,7 +145,7 @@ class Planner:
 
     def home(self, layer: int) -> int:
         """GPU that runs this layer's dense part (and, with split layers, all its GPU experts)."""
-        return layer * self.gpus // self.layers if self._split_layers else 0
+        return self._serving[layer][0]
 
     def resident(self, layer: int, gpu: int = 0) -> np.ndarray:
         """Bool [E]: usable on that GPU now."""
@@ -254,7 +261,7 @@ class Planner:
         work = self._look(routed, step, phase, batch)
         lanes, order, serial = self._assign(work)
         copies: list[Copies] = []
-        gpus = (self.home(work.layer),) if self._split_layers else range(self.gpus)
+        gpus = self._serving[work.layer]
         for tier in self.gpu:
             tier.memory.hold(work.layer, work.experts)
         if self.host is not None:
@@ -262,25 +269,17 @@ class Planner:
             self.host.accessed(work, lanes)
         for gpu in gpus:
             self.gpu[gpu].cache.accessed(work)
-        exposed_s = 0.0
+        planning_s = 0.0
         for gpu in gpus:
-            exposed_s = max(exposed_s, self._demand(work, gpu, lanes, order, copies))
+            planning_s = max(planning_s, self._demand(work, gpu, lanes, order, copies))
         if self.host is not None:
             self._read_for_cpu(self.host, work, lanes, order, copies)
         if self._prefetching:
             self._prefetch(work, copies)
-        plan = Plan(
-            work=work,
-            lanes=lanes,
-            order=order.tolist(),
-            copies=copies,
-            staging_slots=[self.sizes.staging - len(ahead) for ahead in self._ahead],
-            planning_s=exposed_s,
-        )
-        plan.planning_s += self.costs.planning_s(
-            self.assignment_name, len(lanes), plan.copied, tiered=self.host is not None
-        )
-        plan.serial = serial
+        copied = sum(len(one.experts) for one in copies)
+        planning_s += self._planning_s(len(lanes), copied)
+        staging_slots = [self.sizes.staging - len(ahead) for ahead in self._ahead]
+        plan = Plan(work, lanes, order.tolist(), copies, copied, staging_slots, planning_s, serial)
         if self._looks_ahead and work.layer + 1 < self.layers:
             self._ask_ahead(plan)
         for gpu in gpus:
@@ -313,14 +312,15 @@ class Planner:
         host_s = self._zeros[: len(experts)]
         if self.host is not None:
             host_s = self.host.wait_s(layer, experts, self.now_s)
-        home = self.home(layer)
-        state, arrive_s = self._wait(home, layer, experts)
-        gpu_s = self.costs.gpu_s(layer, tokens, home)[None]
-        if not self._split_layers:
-            waits = [self._wait(gpu, layer, experts) for gpu in range(self.gpus)]
-            state = np.max([wait[0] for wait in waits], axis=0)
-            arrive_s = np.concatenate([wait[1] for wait in waits])
-            gpu_s = np.stack([self.costs.gpu_s(layer, tokens, gpu) for gpu in range(self.gpus)])
+        gpus = self._serving[layer]
+        states, arrive_s = np.empty((len(gpus), len(experts)), np.int8), np.empty((len(gpus), len(experts)))
+        for row, gpu in enumerate(gpus):
+            memory, copy_s = self.gpu[gpu].memory, self._copy_s[gpu][layer]
+            look(memory.state, memory.landing_s, layer, experts, self.now_s, copy_s, states[row], arrive_s[row])
+        if len(gpus) == 1:
+            state, gpu_s = states[0], self.costs.gpu_s(layer, tokens, gpus[0])[None]
+        else:
+            state, gpu_s = states.max(axis=0), np.stack([self.costs.gpu_s(layer, tokens, gpu) for gpu in gpus])
         if self.host is not None:
             arrive_s = np.where(state == ABSENT, arrive_s + host_s, arrive_s)
         return LayerWork(
@@ -366,10 +366,6 @@ class Planner:
         self._begun[layer] = ahead.experts
         plan.ahead, plan.ahead_s = ahead, self.costs.cpu_s(layer, ahead.tokens).tolist()
 
-    def _wait(self, gpu: int, layer: int, experts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        memory = self.gpu[gpu].memory
-        return look(memory.state, memory.landing_s, layer, experts, self.now_s, self._copy_s[gpu][layer])
-
     def _assign(self, work: LayerWork) -> tuple[np.ndarray, np.ndarray, bool]:
         lanes, order, serial = self.policies.assignment.assign(work, self)
         gpus = 1 if self._split_layers else self.gpus
@@ -402,16 +398,16 @@ class Planner:
     def _copy(self, kind: int, gpu: int, layer: int, keys: np.ndarray, work: LayerWork) -> Copies:
         """Place absent experts of one layer on a GPU and put their copies on the books."""
         experts = keys - layer * self.experts
-        read = self._bring(work, layer, keys)
+        read, host_staged = self._bring(work, layer, keys)
         staged = self.gpu[gpu].admit(work, layer, keys, self._link_landings(gpu, layer, len(keys)))
-        return Copies(kind, gpu, layer, experts.tolist(), staged, *read)
+        return Copies(kind, gpu, layer, experts.tolist(), staged, read, host_staged)
 
     def _link_landings(self, gpu: int, layer: int, count: int) -> np.ndarray:
         """Expected landing times, float64 [count], of copies queued now; the link is then busy until the last."""
         each_s = self._copy_s[gpu][layer]
         start_s = max(self.now_s, self._link_free_s[gpu])
         self._link_free_s[gpu] = start_s + count * each_s
-        return start_s + each_s * np.arange(1, count + 1)
+        return start_s + each_s * self._counting[:count]
 
     def _bring(self, work: LayerWork | None, layer: int, keys: np.ndarray) -> tuple[list[bool], list[bool]]:
         """Hold experts in host memory for their copies; which are read from the SSD, and which of those staged."""

@@ -64,6 +64,11 @@ def names(kind: str) -> list[str]:
     return sorted(_files(kind).keys() | _entry_points(kind).keys() | registered)
 
 
+def knows(name: str, kind: str) -> bool:
+    """Whether a name is one of `names`; packages are searched only for what is not ours."""
+    return name in _files(kind) or (kind, name) in _registered or name in _entry_points(kind)
+
+
 def find(name: str, kind: str) -> type[Policy]:
     """The class behind a name, or the one policy in a ``.py`` file.
 

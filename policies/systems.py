@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from policies.base import PolicyError
 from policies.plan import Policies
-from policies.registry import names, resolve
+from policies.registry import knows, names, resolve
 
 if TYPE_CHECKING:
     from policies.base import AssignmentPolicy, CachePolicy, PrefetchPolicy, RoutingPolicy
@@ -207,9 +207,8 @@ def compose(
     base = SYSTEMS.get(name)
     if base is None:
         plain = name.partition(":")[0]
-        known = [*names("assignment"), *SYSTEMS]
-        if plain not in known and not name.endswith(".py"):
-            close = difflib.get_close_matches(plain, known, n=1)
+        if plain not in SYSTEMS and not name.endswith(".py") and not knows(plain, "assignment"):
+            close = difflib.get_close_matches(plain, [*names("assignment"), *SYSTEMS], n=1)
             raise PolicyError(
                 f"unknown policy {plain!r}; systems: {', '.join(sorted(SYSTEMS))}; assignment policies:"
                 f" {', '.join(names('assignment'))}" + (f" (did you mean {close[0]!r}?)" if close else "")

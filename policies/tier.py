@@ -103,7 +103,7 @@ class Tier:
         if not len(incoming):
             return incoming
         victims = self.cache.victims(incoming, candidates)
-        if victims.min() < 0:
+        if min(victims.tolist()) < 0:
             incoming, victims = incoming[victims >= 0], victims[victims >= 0]
         self._evict(victims, candidates)
         return incoming

@@ -49,6 +49,7 @@ class Operation(Event):
         staged: needs a staging slot before it starts.
         frees: gives one back when it ends.
         start_s: when it started; negative before.
+        end_s: when its work is done; known at the end only where lanes slow each other.
         end: the event that counts as its end, if that is not the operation itself (which would be a cycle).
     """
 
@@ -60,6 +61,7 @@ class Operation(Event):
     frees: Slots | None = None
     start_s = -1.0
     end: Event | None = None
+    end_s: float
     left_s: float
     rate: float
     settled_s: float
@@ -133,7 +135,8 @@ class Contention:
 
     def _start_alone(self, operation: Operation) -> None:
         """Begin an operation on a machine where nothing slows anything."""
-        operation.start_s = self._env.now
+        operation.start_s = now_s = self._env.now
+        operation.end_s = now_s + operation.work_s
         operation.callbacks = self._alone[:]
         self.events += 1
         self._schedule(operation, self._priority[operation.lane], operation.work_s)
@@ -161,6 +164,7 @@ class Contention:
         operation: Operation = end if isinstance(end, Operation) else end._value  # noqa: SLF001 - our own event
         if (operation.end or operation) is not end:
             return  # it has moved since
+        operation.end_s = self._env.now
         self._running.remove(operation)
         self._adjust()
         self._finished(operation)

@@ -11,6 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from sim.contention import Contention, Operation, Slots
+from traces.timeline import pack_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,22 +27,24 @@ DEMAND, AHEAD, REPLACING = 0, 1, 2
 
 
 class Worker:
-    """Serves the queues of its lanes in order; busy with at most one operation."""
+    """Serves the queues of its lanes in order; busy with at most one operation.
 
-    __slots__ = ("_start", "busy", "gates", "queues", "waiting")
+    `lines`: every queue, first served first, with the slots that its staged operations need.
+    """
+
+    __slots__ = ("_start", "busy", "lines", "waiting")
 
     def __init__(self, start: Callable[[Operation], None]) -> None:
         self._start = start
         self.busy = False
         self.waiting = 0
-        self.queues: list[deque[Operation]] = []
-        self.gates: list[Slots | None] = []
+        self.lines: list[tuple[deque[Operation], Slots | None]] = []
 
     def serve(self) -> None:
         """Start the next operation that may start, if idle."""
         if self.busy or not self.waiting:
             return
-        for queue, gate in zip(self.queues, self.gates, strict=True):
+        for queue, gate in self.lines:
             if not queue:
                 continue
             if gate is not None and queue[0].staged:
@@ -60,7 +63,6 @@ class Machine:
     def __init__(
         self, env: Environment, profile: HardwareProfile, timeline: Timeline, noise: Noise | None = None
     ) -> None:
-        self.env = env
         self.lanes = profile.lanes
         classes = [lane.rstrip("0123456789") for lane in self.lanes]
         self.contention = Contention(env, classes, profile.contention.slowdown, self._finished)
@@ -79,8 +81,7 @@ class Machine:
                 for priority in (DEMAND, AHEAD, REPLACING):
                     queue: deque[Operation] = deque()
                     self._queue[index].append(queue)
-                    worker.queues.append(queue)
-                    worker.gates.append(self._gate(name, priority))
+                    worker.lines.append((queue, self._gate(name, priority)))
 
     def _gate(self, lane: str, priority: int) -> Slots | None:
         if lane.startswith("h2d") and priority == DEMAND:
@@ -96,7 +97,8 @@ class Machine:
             return
         self._queue[operation.lane][priority].append(operation)
         worker.waiting += 1
-        worker.serve()
+        if not worker.busy:
+            worker.serve()
 
     def withdraw(self, operation: Operation, priority: int) -> bool:
         """Take back an operation that has not started; False if it has."""
@@ -115,9 +117,9 @@ class Machine:
     def _finished(self, operation: Operation) -> None:
         """Record the span, let the operation's consequences queue, then let its worker go on."""
         lane = operation.lane
-        self._record((
+        self._record(pack_span(
             lane, operation.kind, operation.step, operation.layer, operation.expert,
-            operation.start_s, self.env.now, operation.nbytes,
+            operation.start_s, operation.end_s, operation.nbytes,
         ))  # fmt: skip
         worker = self._worker_of[lane]
         worker.busy = False

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 from simpy.core import Environment
+from simpy.events import Event
 
 from policies.plan import FETCH, READ
 from sim.computes import Computes
@@ -18,8 +20,6 @@ from traces.timeline import ACTIVATION, DENSE, JOIN, PLAN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
-
-    from simpy.events import Event
 
     from hwprofiles.costs import Costs
     from hwprofiles.profile import HardwareProfile
@@ -40,6 +40,14 @@ class ReplayResult:
     layer_steps: int
     events: int
     makespan_s: float
+
+
+class _Turn(Event):
+    """The process's next turn: like a bell, hung up again for each wait. As `Operation`, triggered from birth."""
+
+    _ok = True
+    _value = None
+    _defused = False
 
 
 class Replay:
@@ -63,6 +71,9 @@ class Replay:
         self.transfers = Transfers(self.machine, planner, costs)
         self._planner = planner
         self._costs = costs
+        tiered = planner.host is not None
+        self._join_s = cache(lambda active, copies: costs.join_s(active, copies, tiered=tiered))
+        self._activation_s = cache(costs.activation_s)
         self._timeline = timeline
         lanes = profile.lanes
         self._control = lanes.index("control")
@@ -71,10 +82,11 @@ class Replay:
         self._lane_of = np.array(compute_lanes, np.int8)  # lane code of an assignment -> lane
         self._d2h = [lanes.index(f"d2h{gpu}") for gpu in range(profile.gpus)]
         self._moves_activations = profile.accelerator != "host"  # whose memory is shared
-        self._computes = Computes(self.machine, self.transfers, planner, costs, compute_lanes)
+        self._computes = Computes(self.machine, self.transfers, planner, costs, compute_lanes, self._wake)
         self._after_read = costs.after_read("dense") if planner.host else 1.0
         self._has_read = False  # whether the layer step before read from the SSD
-        self._waits = 0
+        self._turn = _Turn(self.env)
+        self._turns = 0
         self._layer_steps = 0
         self.machine.host_staging.free = planner.sizes.staging
 
@@ -90,7 +102,7 @@ class Replay:
         self.env.run(process)
         if self._computes.pending:
             raise SimulationError(f"{self._computes.pending} operations were never finished")
-        return ReplayResult(count[0], self._layer_steps, self.machine.contention.events + self._waits, self.env.now)
+        return ReplayResult(count[0], self._layer_steps, self.machine.contention.events + self._turns, self.env.now)
 
     def _run(
         self, steps: Iterable[RoutedStep], progress: Callable[[RoutedStep], None] | None, count: list[int]
@@ -122,13 +134,11 @@ class Replay:
         self.transfers.begin_layer(layer, routed.experts)
         plan = planner.plan(routed, step.step, step.phase, self.env.now, step.batch)
         work = plan.work
-        lanes = self._lane_of[plan.lanes]
+        lanes = self._lane_of.take(plan.lanes)
         self._timeline.access(step.step, layer, work.experts, work.tokens, lanes, work.state)
         yield self._alone(self._control, PLAN, step.step, layer, plan.planning_s)
         # 5. lanes work
         self._layer_steps += 1
-        done = self.env.event()
-        self._waits += 1
         for gpu, slots in enumerate(plan.staging_slots):
             self.machine.staging[gpu].free = slots
         for copies in plan.copies:
@@ -136,21 +146,23 @@ class Replay:
         self._has_read = self._after_read != 1.0 and any(
             copies.kind == READ or (copies.kind == FETCH and any(copies.read)) for copies in plan.copies
         )
-        cpu_used = self._computes.dispatch(plan, done)
-        yield done
+        self._turn.callbacks = []
+        cpu_used = self._computes.dispatch(plan)
+        yield self._turn
         # 6. results join
         if cpu_used and self._moves_activations:
-            yield self._alone(
-                self._d2h[home], ACTIVATION, step.step, layer, self._costs.activation_s(len(work.routing))
-            )
-        join_s = self._costs.join_s(len(work.experts), plan.copied, tiered=planner.host is not None)
-        yield self._alone(self._control, JOIN, step.step, layer, join_s)
+            yield self._alone(self._d2h[home], ACTIVATION, step.step, layer, self._activation_s(len(work.routing)))
+        yield self._alone(self._control, JOIN, step.step, layer, self._join_s(len(work.experts), plan.copied))
         for copies in planner.complete(plan, self.env.now):
             self.transfers.enqueue(copies, step.step)
 
     def _alone(self, lane: int, kind: int, step: int, layer: int, work_s: float) -> Event:
-        """Run one operation and return the event of its end."""
-        done = self.env.event()
-        self._waits += 1
-        self.machine.submit(Operation(lane, kind, step, layer, -1, work_s, 0, lambda _: done.succeed()))
-        return done
+        """Run one operation and return the process's turn after it."""
+        self._turn.callbacks = []
+        self.machine.submit(Operation(lane, kind, step, layer, -1, work_s, 0, self._wake))
+        return self._turn
+
+    def _wake(self, _: Operation | None) -> None:
+        """Give the process its turn, now."""
+        self._turns += 1
+        self.env.schedule(self._turn)

@@ -41,35 +41,30 @@ class Transfers:
 
     def enqueue(self, copies: Copies, step: int) -> None:
         """Queue copies in their order."""
-        layer = copies.layer
-        priority = DEMAND if copies.kind in {FETCH, READ} else REPLACING if copies.kind == REPLACE else AHEAD
-        for i, expert in enumerate(copies.experts):
+        kind, gpu, layer, nbytes = copies.kind, copies.gpu, copies.layer, self._bytes[copies.layer]
+        priority = DEMAND if kind in {FETCH, READ} else REPLACING if kind == REPLACE else AHEAD
+        copied = zip(copies.experts, copies.staged, copies.read, copies.host_staged, strict=True)
+        if kind == READ:
+            for expert, _, _, host_staged in copied:
+                self._read(step, layer, expert, priority, staged=host_staged)
+            return
+        lane, copy_s = self._link[gpu], self._copy_s[gpu][layer]
+        for expert, staged, read, host_staged in copied:
             key = layer * self._experts + expert
-            if copies.kind == READ:
-                self._read(step, layer, expert, priority, staged=copies.host_staged[i])
-                continue
-            link = Operation(
-                self._link[copies.gpu],
-                copies.kind,
-                step,
-                layer,
-                expert,
-                self._copy_s[copies.gpu][layer] * (self._after_read if copies.read[i] else 1.0) + self._dispatch_s,
-                self._bytes[layer],
-                self._landed,
-            )
-            link.staged = copies.kind == FETCH and copies.staged[i]
-            link.frees = self._machine.host_staging if copies.host_staged[i] else None
+            work_s = copy_s * (self._after_read if read else 1.0) + self._dispatch_s
+            link = Operation(lane, kind, step, layer, expert, work_s, nbytes, self._landed)
+            link.staged = kind == FETCH and staged
+            link.frees = self._machine.host_staging if host_staged else None
             first = link
-            if copies.read[i]:
-                first = self._read(step, layer, expert, priority, staged=copies.host_staged[i])
+            if read:
+                first = self._read(step, layer, expert, priority, staged=host_staged)
                 self._reading[key].append(Then(link, priority))
             elif key in self._reading:
                 self._reading[key].append(Then(link, priority))
             else:
                 self._machine.submit(link, priority)
             if priority == AHEAD:
-                self._waiting.setdefault(layer, {})[copies.gpu, layer, expert] = first
+                self._waiting.setdefault(layer, {})[gpu, layer, expert] = first
 
     def when_landed(self, gpu: int, key: int, compute: Operation) -> None:
         """Submit `compute` when a copy in flight lands on a GPU."""

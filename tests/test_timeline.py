@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+import moesim
+import traces
 import traces.timeline as tl
 from policies.base import ABSENT, IN_FLIGHT, RESIDENT
 from traces.errors import TraceError
@@ -97,7 +100,7 @@ def test_a_long_run_is_flushed_while_it_goes(tmp_path):
             for _ in range(10):
                 timeline.span(0, COMPUTE, step, layer, 1, float(step), step + 1.0, 0)
         timeline.step(step, 1, 0, 1, 1, float(step), step + 1.0)
-        assert len(timeline.spans) <= 8 * (tl.CHUNK_SPANS + 6_000)
+        assert len(timeline.spans) <= len(tl.pack_span(*[0] * 8)) * (tl.CHUNK_SPANS + 6_000)
         assert len(timeline._accesses) <= tl.CHUNK_ACCESSES + 600
     timeline.close()
     assert pq.read_metadata(tmp_path / "timeline.parquet").num_rows == 120_000
@@ -134,3 +137,30 @@ def test_perfetto_of_an_empty_run_is_still_json(tmp_path):
     path = tmp_path / "trace.json"
     write_perfetto(path, {"nothing": Timeline(LANES)})
     assert not [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+
+
+def test_a_replay_that_keeps_nothing_says_the_same_and_holds_one_chunk(monkeypatch):
+    """Metrics are folded as rows come: same figures to the last bit, no rows left, and never more than a chunk held."""
+    monkeypatch.setattr(tl, "CHUNK_SPANS", 400)
+    monkeypatch.setattr(tl, "CHUNK_ACCESSES", 20)
+    monkeypatch.setattr(tl, "CHUNK_STEPS", 3)
+    how = {"prefetch": "next-gate", "cache": "lru", "hw": "rtx3090-epyc7532", "batch": 4, "steps": 60}
+    trace = Path(traces.__file__).parent / "data" / "tiny_evaluation.parquet"
+    kept = moesim.replay(trace, "greedy", **how)
+    rows = len(kept.timeline.frame()) + len(kept.timeline.access_frame()) + 60
+    held, chunks = [], []
+    keep = Timeline._keep
+
+    def watched(timeline, table, chunk):
+        keep(timeline, table, chunk)
+        held.append(sum(len(kept) for kept in timeline._chunks.values()))
+        chunks.append(len(chunk["step"]))
+
+    monkeypatch.setattr(Timeline, "_keep", watched)
+    dropped = moesim.replay(trace, "greedy", **how, keep=False)
+    assert {**dropped.metrics, "wall_s": 0} == {**kept.metrics, "wall_s": 0}
+    assert kept.metrics["prefetched"] > 0
+    assert rows == sum(chunks) > 5_000
+    assert max(chunks) < 2_000
+    assert not any(held)
+    assert dropped.timeline.frame().empty

@@ -15,9 +15,9 @@ from traces.schema import Phase
 from traces.timeline import DELAYED, HIT, MISS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from traces.timeline import Timeline
+    from traces.timeline import Chunk, Timeline
 
 METRICS: dict[str, str] = {
     "steps": "forward passes",
@@ -62,53 +62,83 @@ PLATFORM = "platform"
 """Key of the power table for watts drawn whatever happens."""
 
 
-def summarise(timeline: Timeline, *, power: Mapping[str, tuple[float, float]] | None = None) -> dict[str, Any]:
-    """Compute all `METRICS` of a run in one pass.
+class Summary:
+    """All `METRICS` of a run, folded from chunks of its tables as they come.
 
     Memory does not depend on the length of the run, except for eight bytes per decode step.
 
+    Attributes:
+        seen: last step whose compute spans have come.
+        reached: last step whose accesses have come.
+    """
+
+    def __init__(self, lanes: Sequence[str]) -> None:
+        self._names = tuple(lanes)
+        self._lanes, self._layer_steps, self._copies = Lanes(lanes), LayerSteps(lanes), Copies(lanes)
+        self._accesses, self._steps = Accesses(lanes), Steps()
+        self.seen = self.reached = -1
+
+    def add(self, table: str, chunk: Chunk) -> None:
+        """Fold a chunk of `timeline`, `accesses` or `steps`: each in order, and none of the first two far ahead."""
+        if table == "timeline":
+            self._lanes.add(chunk)
+            self._layer_steps.add(chunk)
+            self.seen = max(self.seen, self._copies.add_spans(chunk))
+        elif table == "accesses":
+            self._accesses.add(chunk)
+            self._copies.add_accesses(chunk)
+            self.reached = int(chunk["step"][-1])
+            self._copies.settle(min(self.seen, self.reached) - 1)  # a prefetch ends at most one step after its issue
+        else:
+            self._steps.add(chunk)
+
+    def figures(self, power: Mapping[str, tuple[float, float]] | None = None) -> dict[str, Any]:
+        """Every one of `METRICS`, once all chunks have come.
+
+        Args:
+            power: lane -> (idle watts, busy watts), and optionally ``platform`` -> (idle watts, ignored).
+        """
+        lanes, layer_steps, copies, steps = self._lanes, self._layer_steps, self._copies, self._steps
+        layer_steps.add(None)
+        copies.settle()
+        start_s, end_s = min(lanes.start_s, steps.start_s), max(lanes.end_s, steps.end_s)
+        makespan_s = float(end_s - start_s) if end_s >= start_s else 0.0
+        figures: dict[str, Any] = {
+            **_access_figures(self._accesses),
+            **_step_figures(steps),
+            **_lane_figures(self._names, lanes, makespan_s),
+            **_copy_figures(copies, int(self._accesses.states[MISS])),
+            **_energy_figures(self._names, lanes, makespan_s, power, steps.tokens[Phase.DECODE]),
+            "layer_steps": layer_steps.layer_steps,
+            "stall_s": {
+                lane: stall_s
+                for lane, stall_s in zip(self._names, layer_steps.stall_s.tolist(), strict=True)
+                if lane.startswith(("cpu", "gpu"))
+            },
+            "imbalance": _ratio(layer_steps.imbalance, layer_steps.layer_steps),
+            "makespan_s": makespan_s,
+        }
+        return {name: figures[name] for name in METRICS}
+
+
+def summarise(timeline: Timeline, *, power: Mapping[str, tuple[float, float]] | None = None) -> dict[str, Any]:
+    """Compute all `METRICS` of a recorded run in one pass: `Summary` over its tables.
+
     Args:
         timeline: a run, in memory or loaded.
-        power: lane -> (idle watts, busy watts), and optionally ``platform`` -> (idle watts, ignored).
+        power: as `Summary.figures` takes it.
     """
-    lanes, layer_steps, copies = Lanes(timeline.lanes), LayerSteps(timeline.lanes), Copies(timeline.lanes)
-    accesses, steps = Accesses(timeline.lanes), Steps()
+    summary = Summary(timeline.lanes)
     waiting = timeline.access_chunks()
-    reached = -1
     for spans in timeline.chunks():
-        lanes.add(spans)
-        layer_steps.add(spans)
-        seen = copies.add_spans(spans)
-        while reached < seen and (chunk := next(waiting, None)) is not None:
-            accesses.add(chunk)
-            copies.add_accesses(chunk)
-            reached = int(chunk["step"][-1])
-        copies.settle(min(seen, reached) - 1)  # a prefetch ends at most one step after it was issued
-    layer_steps.add(None)
+        summary.add("timeline", spans)
+        while summary.reached < summary.seen and (chunk := next(waiting, None)) is not None:
+            summary.add("accesses", chunk)
     for chunk in waiting:
-        accesses.add(chunk)
-        copies.add_accesses(chunk)
-    copies.settle()
+        summary.add("accesses", chunk)
     for chunk in timeline.step_chunks():
-        steps.add(chunk)
-    start_s, end_s = min(lanes.start_s, steps.start_s), max(lanes.end_s, steps.end_s)
-    makespan_s = float(end_s - start_s) if end_s >= start_s else 0.0
-    figures: dict[str, Any] = {
-        **_access_figures(accesses),
-        **_step_figures(steps),
-        **_lane_figures(timeline.lanes, lanes, makespan_s),
-        **_copy_figures(copies, int(accesses.states[MISS])),
-        **_energy_figures(timeline.lanes, lanes, makespan_s, power, steps.tokens[Phase.DECODE]),
-        "layer_steps": layer_steps.layer_steps,
-        "stall_s": {
-            lane: stall_s
-            for lane, stall_s in zip(timeline.lanes, layer_steps.stall_s.tolist(), strict=True)
-            if lane.startswith(("cpu", "gpu"))
-        },
-        "imbalance": _ratio(layer_steps.imbalance, layer_steps.layer_steps),
-        "makespan_s": makespan_s,
-    }
-    return {name: figures[name] for name in METRICS}
+        summary.add("steps", chunk)
+    return summary.figures(power)
 
 
 def _ratio(part: float, whole: float) -> float | None:

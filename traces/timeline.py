@@ -4,14 +4,15 @@ Picture a Gantt chart. Each operation is a *span*; beside the spans stand two ta
 active expert of a layer step (*accesses*) and one row per forward pass (*steps*). A stranger can
 audit a run from these tables and the trace alone.
 
-Writing must cost next to nothing while a run is timed: spans go into a flat Python list, accesses
-are kept as the arrays they came in, and both become Parquet a chunk at a time.
+Writing must cost next to nothing while a run is timed: spans are packed bytes, accesses are kept as
+the arrays they came in, and both become Parquet a chunk at a time.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,7 +26,7 @@ from traces.files import part_path
 from traces.schema import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     import pandas as pd
@@ -57,6 +58,9 @@ _STEPS = {
     "step": np.int32, "phase": np.int8, "batch": np.int32, "tokens": np.int32, "sequences": np.int32,
     "start_s": np.float64, "end_s": np.float64,
 }  # fmt: skip
+_SPAN = np.dtype(list(_SPANS.items()))
+pack_span = struct.Struct("=bbihiddq").pack
+"""Eight numbers as the bytes of one span, in the order of `Timeline.span`."""
 TABLES: dict[str, dict[str, Any]] = {"timeline": _SPANS, "accesses": _ACCESSES, "steps": _STEPS}
 
 
@@ -67,21 +71,29 @@ class Timeline:
         lanes: lane names (``cpu``, ``gpu0``, ``h2d0``, ``d2h0``, ``ssd``, ``control``); spans name a lane by its index.
         out_dir: folder for ``timeline.parquet``, ``accesses.parquet`` and ``steps.parquet``. Then memory does not
             grow with the length of the run; without it chunks are kept as compact arrays.
+        sink: takes each chunk, with the name of its table, in place of memory: nothing is left to read.
 
     Attributes:
-        spans: flat list, eight numbers per span, as `span` appends them; a caller in a hurry may extend it directly.
+        spans: bytes of the spans not yet in a chunk; a caller in a hurry may extend it by `pack_span` directly.
     """
 
-    def __init__(self, lanes: Sequence[str], out_dir: Path | str | None = None) -> None:
+    def __init__(
+        self,
+        lanes: Sequence[str],
+        out_dir: Path | str | None = None,
+        *,
+        sink: Callable[[str, Chunk], object] | None = None,
+    ) -> None:
         self.lanes = tuple(lanes)
         self.out_dir = None if out_dir is None else Path(out_dir)
-        self.spans: list[float] = []
+        self.spans = bytearray()
         self._accesses: list[tuple[int, int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         self._steps: list[float] = []
         self._chunks: dict[str, list[Chunk]] = {name: [] for name in TABLES}
         self._writers: dict[str, pq.ParquetWriter] = {}
         self._names = _names(self.lanes)
         self._whole = False
+        self._sink = sink
         if self.out_dir is not None:
             self.out_dir.mkdir(parents=True, exist_ok=True)
             for name in TABLES:
@@ -106,7 +118,7 @@ class Timeline:
         self, lane: int, kind: int, step: int, layer: int, expert: int, start_s: float, end_s: float, nbytes: int
     ) -> None:
         """Note one operation; `expert` is -1 where there is none."""
-        self.spans.extend((lane, kind, step, layer, expert, start_s, end_s, nbytes))
+        self.spans.extend(pack_span(lane, kind, step, layer, expert, start_s, end_s, nbytes))
 
     def access(
         self,
@@ -134,7 +146,7 @@ class Timeline:
     ) -> None:
         """Note one finished forward pass, and flush what has become a full chunk."""
         self._steps.extend((step, phase, batch, tokens, sequences, start_s, end_s))
-        if len(self.spans) >= 8 * CHUNK_SPANS:
+        if len(self.spans) >= _SPAN.itemsize * CHUNK_SPANS:
             self._flush_spans()
         if len(self._accesses) >= CHUNK_ACCESSES:
             self._flush_accesses()
@@ -144,9 +156,9 @@ class Timeline:
     # Chunks.
 
     def _flush_spans(self) -> None:
-        rows = np.array(self.spans, dtype=np.float64).reshape(-1, 8)
+        rows = np.frombuffer(bytes(self.spans), _SPAN)
         self.spans.clear()
-        self._keep("timeline", {name: rows[:, i].astype(dtype) for i, (name, dtype) in enumerate(_SPANS.items())})
+        self._keep("timeline", {name: rows[name].copy() for name in _SPANS})
 
     def _flush_accesses(self) -> None:
         if not self._accesses:
@@ -173,7 +185,9 @@ class Timeline:
     def _keep(self, table: str, chunk: Chunk) -> None:
         if not len(chunk["step"]):
             return
-        if self.out_dir is None:
+        if self._sink is not None:
+            self._sink(table, chunk)
+        elif self.out_dir is None:
             self._chunks[table].append(chunk)
         else:
             self._writers[table].write_table(_table(table, chunk, self._names), row_group_size=CHUNK_SPANS)

@@ -21,6 +21,8 @@ class OnDemand(AssignmentPolicy):
         """Place all on GPUs, in ascending expert id."""
         del view
         if len(work.gpu_s) == 1:
-            return Assignment(np.ones(len(work.experts), np.int8))
+            lanes = np.empty(len(work.experts), np.int8)
+            lanes.fill(1)
+            return Assignment(lanes)
         never = np.full(len(work.experts), np.inf)
         return Assignment(greedy(never, never, work.gpu_s, work.arrive_s, UNLIMITED)[0])
