@@ -137,6 +137,25 @@ def test_pickles_are_never_executed(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_dump_nested_without_end_is_one_line(tmp_path):
+    """A million tuples in each other as the key of a dict: looking for its place would use up Python's stack."""
+    data = pickle.dumps({"records": [], "last_physical_to_logical_map": 1}, protocol=2)
+    with zipfile.ZipFile(tmp_path / "dump", "w") as archive:
+        archive.writestr("dump/data.pkl", data[:-1] + b"})" + b"\x85" * 1_000_000 + b"Ns\x86.")
+    refused(tmp_path / "dump", "data.pkl: byte .*: expected at most 100 containers in each other, found more; open it")
+
+
+def test_large_and_small_tensors_side_by_side(tmp_path):
+    """Small ones are read some at a time, a large one by itself."""
+    sizes = [1, 3, 40_000, 2, 70_000, 0, 5, 100_000, 4]
+    tensors = [torch.arange(size) * (place + 1) for place, size in enumerate(sizes)]
+    torch.save(tensors, tmp_path / "t.pt")
+    for order in (list(range(len(sizes))), [8, 2, 0, 7, 1, 4, 6, 3, 5]):
+        found = torchfile.load(tmp_path / "t.pt", stored=True)
+        for place in order:
+            assert (found[place].array() == tensors[place].numpy()).all()
+
+
 @pytest.mark.parametrize(
     "dtype", ["int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool"]
 )
