@@ -30,7 +30,7 @@ from runtime.lanes import Lanes, Operation, Stopped
 from runtime.places import HostPlaces, Places, cache_slots
 from runtime.transfers import Transfers
 from traces.schema import Phase
-from traces.timeline import ACTIVATION, DENSE, JOIN, PLAN, REPLACE
+from traces.timeline import ACTIVATION, DENSE, JOIN, PLAN, REPLACE, pack_span
 from traces.timeline import FETCH as FETCHED
 from traces.timeline import READ as WAS_READ
 
@@ -337,7 +337,7 @@ class Executor:
             self._note(self._d2h, ACTIVATION, layer, start_s, self.lanes.clock_s(), nbytes)
 
     def _note(self, lane: int, kind: int, layer: int, start_s: float, end_s: float, nbytes: int = 0) -> None:
-        self._timeline.spans.extend((lane, kind, self._step, layer, -1, start_s, end_s, nbytes))
+        self._timeline.span(lane, kind, self._step, layer, -1, start_s, end_s, nbytes)
 
     def _take_in(self) -> None:
         """Report landings to the planner in the order in which they happened, and write spans down."""
@@ -350,7 +350,7 @@ class Executor:
                 planner.landed(0, op.layer, op.expert)
             if op.end_s < 0.0:
                 continue  # the device tells when, later
-            spans.extend((op.lane, op.kind, op.step, op.layer, op.expert, op.start_s, op.end_s, op.nbytes))
+            spans.extend(pack_span(op.lane, op.kind, op.step, op.layer, op.expert, op.start_s, op.end_s, op.nbytes))
             if self._elsewhere[op.lane] and self._hand_off_s and op.kind != DENSE and np.isnan(self._hand_off_s[-1]):
                 self._note_hand_off(op)
 
