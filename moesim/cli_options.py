@@ -288,16 +288,16 @@ class Setting:
         return {name: getattr(self, name) for name in names}
 
 
-def with_setting(command: Callable[..., None]) -> Callable[..., None]:
+def with_setting(command: Callable[..., None], *, without: Iterable[str] = ()) -> Callable[..., None]:
     """Give a command, in the place of its parameter `setting`, one option for every field of `Setting`.
 
     In the place of a parameter `settings` the fields of `SEVERAL` take several values each, and the command gets a
-    setting for every combination of them. Typer reads a command's options off its signature, so a signature is all
-    that it needs.
+    setting for every combination of them. Fields named in `without` mean nothing there and keep their defaults. Typer
+    reads a command's options off its signature, so a signature is all that it needs.
     """
     signature = inspect.signature(command)
     several = SEVERAL if "settings" in signature.parameters else {}
-    fields = dataclasses.fields(Setting)
+    fields = [field for field in dataclasses.fields(Setting) if field.name not in without]
     options = [
         inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
@@ -312,7 +312,7 @@ def with_setting(command: Callable[..., None]) -> Callable[..., None]:
     def spread(**given: Any) -> None:
         asked = {field.name: given.pop(field.name) for field in fields}
         values = ((asked[name] if name in several and asked[name] is not None else (asked[name],)) for name in asked)
-        settings = [Setting(*one) for one in itertools.product(*values)]
+        settings = [Setting(**dict(zip(asked, one, strict=True))) for one in itertools.product(*values)]
         command(**{"settings": settings} if several else {"setting": settings[0]}, **given)
 
     spread.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

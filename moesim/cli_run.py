@@ -1,7 +1,9 @@
 """`moesim run` and `moesim store build`: real experts on this machine."""
 
 import json
+import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +12,8 @@ import typer
 from moesim import cli_options as options
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from moesim.runs import MeasuredRun
     from runtime.footprint import Footprint
 
@@ -30,7 +34,7 @@ Dtype = Annotated[
     typer.Option(
         metavar="NAME",
         parser=options.one_of("float32", "bfloat16", "float16"),
-        help="float32, bfloat16 or float16; a good one if not given.",
+        help="float32, bfloat16 or float16. Default: the model's own; float32 for tiny and TRACE, bfloat16 on CUDA.",
     ),
 ]
 Shape = Annotated[
@@ -42,12 +46,12 @@ Distinct = Annotated[
 ]
 
 
-@options.with_setting
+@partial(options.with_setting, without=("gpu_split",))
 def run(
     context: typer.Context,
     trace: Annotated[
         Path | None,
-        typer.Argument(metavar="[TRACE]", help="Routing to be forced; without it, a model runs.", show_default=False),
+        typer.Argument(metavar="TRACE", help="Routing to be forced; without it, a model runs.", show_default=False),
     ] = None,
     policy: options.Policy = "greedy",
     *,
@@ -70,7 +74,10 @@ def run(
     store: StoreDir = None,
     dtype: Dtype = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the run's tables and figures there.")] = None,
-    perfetto: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev.")] = None,
+    perfetto: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a timeline for ui.perfetto.dev, the same run simulated below it."),
+    ] = None,
     own_cores: Annotated[
         bool, typer.Option("--own-cores", help="Give the host accelerator a core of its own; for idle machines.")
     ] = False,
@@ -90,26 +97,38 @@ def run(
     options.refuse(context, _FOR_TRACES if trace is None else _FOR_MODELS, "a TRACE" if trace is None else "--model")
     if residual is not None and not residual.is_file():
         raise typer.BadParameter(f"{residual}: no such file (see: moesim record --help)", param_hint="--residual")
-    from moesim.progress import bar, only_ours
-    from moesim.report import run_files
+    from moesim import live_runs, runs
+    from moesim.progress import bars, only_ours
+    from moesim.report import run_files, save_run
+    from runtime.datasets import read_prompts
 
     options.check_places(folder=out, files=[*run_files(out), perfetto], inputs=[trace, prompt, residual])
 
     only_ours()
     names = ("cache", "prefetch", "routing", "host_cache", "hw", "memory", "batch", "seed", "artefacts")
     given: dict[str, Any] = setting.keywords(*names) | {"store": store, "dtype": dtype, "own_cores": own_cores}
-    of_trace = {"shape": shape, "distinct": distinct, "steps": setting.steps, "warm": setting.warm}
-    with bar("running") as show:
-        given["progress"] = lambda info: show(info.step + 1)
-        given["building"] = lambda done, _total: show(done)
+    with bars("store", "running") as (building, running):
+        running(0, None)
+        given |= {"building": building, "progress": lambda info: running(info.step + 1, None)}
+        begin: Callable[..., MeasuredRun]
+        least: dict[str, Any]
         if trace is not None:
-            found = _run_trace(trace, policy, given, **of_trace, out=out, perfetto=perfetto)
+            given |= {"shape": shape, "distinct": distinct, "steps": setting.steps, "warm": setting.warm}
+            begin, least = partial(runs.run_trace, trace, policy), {"steps": 1}
         else:
             assert model is not None
             assert prompt is not None
-            found = _run_live(model, prompt, policy, given, max_new_tokens=max_new_tokens, temperature=temperature,
-                              residual=residual, verify=verify, out=out, perfetto=perfetto)  # fmt: skip
-        table = _compare_startups(trace, model, prompt, policy, given, of_trace) if startup else None
+            texts = read_prompts(prompt)
+            given |= {"prompts": texts, "max_new_tokens": max_new_tokens, "temperature": temperature}
+            given |= {"residual": residual, "verify": verify}
+            begin = partial(live_runs.run_live, model, policy=policy)
+            least = {"prompts": texts[: setting.batch], "max_new_tokens": 0, "verify": False}
+        found = begin(**given, out=out, perfetto=perfetto)
+        save_run(found, out)
+        table = None
+        if startup:
+            again = lambda memory: begin(**given | least | {"memory": memory})  # noqa: E731 - ends here
+            table = runs.compare_startups(found, setting.memory, again)
     _print(found, table, out, perfetto, as_json=as_json)
     verdict = getattr(found, "verdict", None)
     if verdict is not None and not verdict.passed:
@@ -123,7 +142,8 @@ def build(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The store's folder.", show_default=False)],
     dtype: Dtype = None,
 ) -> None:
-    """Write every expert of a model into one file, aligned and checksummed. A build that was stopped continues.
+    """Write every expert of a model into one file, aligned and checksummed. A build that was stopped continues; a
+    store that is there already is read and compared with its checksums.
 
     \b
     Example:
@@ -131,17 +151,22 @@ def build(
     """
     options.check_places(folder=out)
     from moesim.progress import bar
+    from runtime.store import INDEX_NAME
     from runtime.store_build import build_store
     from runtime.tiny import tiny_dir
     from traces.sizes import format_bytes
 
-    folder = tiny_dir() if model == "tiny" else Path(model)
-    with bar("building", 1.0) as show:
-        store = build_store(folder, out, dtype=dtype, progress=lambda done: show(done.done_bytes / done.total_bytes))
+    folder, dtype = (tiny_dir(), dtype or "float32") if model == "tiny" else (Path(model), dtype)
+    was_there = (out / INDEX_NAME).is_file()
+    with bar("checking" if was_there else "building", 1.0) as show:
+        tell = lambda done: show(done.done_bytes / done.total_bytes)  # noqa: E731 - told twice
+        store = build_store(folder, out, dtype=dtype, progress=tell)
+        if was_there:
+            store.verify(tell)
     with store:
         print(f"{len(store.index.offsets):,} experts of {store.index.model}, {format_bytes(store.index.data_bytes)}")
         print(f"direct reads: {'yes' if store.direct else f'no: {store.reason}'}")
-    print(f"wrote {out}")
+    print(f"{out} was there; every checksum is right" if was_there else f"wrote {out}")
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -150,65 +175,29 @@ def add_commands(app: typer.Typer) -> None:
     app.add_typer(store_app, name="store", short_help="Build expert stores.")
 
 
-def _run_trace(trace: Path, policy: str, given: dict[str, Any], **more: Any) -> "MeasuredRun":
-    from moesim import report, runs
-
-    found = runs.run_trace(trace, policy, **given, **more)
-    report.save_run(found, more["out"])
-    return found
-
-
-def _run_live(model: str, prompt: Path, policy: str, given: dict[str, Any], **more: Any) -> "MeasuredRun":
-    from moesim import live_runs, report
-    from runtime.record import read_prompts
-
-    found = live_runs.run_live(model, read_prompts(prompt), policy, **given, **more)
-    report.save_run(found, more["out"])
-    return found
-
-
-def _compare_startups(
-    trace: Path | None,
-    model: str | None,
-    prompt: Path | None,
-    policy: str,
-    given: dict[str, Any],
-    more: dict[str, Any],
-) -> dict[str, Any]:
-    from moesim import live_runs, runs
-    from runtime.record import read_prompts
-
-    if trace is not None:
-        return runs.compare_startups(lambda **changed: runs.run_trace(trace, policy, **{**given, **more, **changed}))
-    assert model is not None
-    assert prompt is not None
-    texts = read_prompts(prompt)[:1]
-    return runs.compare_startups(
-        lambda **changed: live_runs.run_live(model, texts, policy, max_new_tokens=0, **{**given, **changed})
-    )
-
-
 def _print(
     found: "MeasuredRun", table: dict[str, Any] | None, out: Path | None, perfetto: Path | None, *, as_json: bool
 ) -> None:
     from moesim import report
+    from traces.sizes import format_bytes
 
     if as_json:
         print(json.dumps(found.to_json() | ({} if table is None else {"startups": table}), indent=2))
         return
     for one, text in enumerate(getattr(found, "texts", [])):
-        print(f"--- {one}\n{text}")
+        print(f"--- {one}\n{_harmless(text)}")
     print(report.run_text(found))
     ready = found.startup
     first = f", first token after {ready['first_token_s']:.2f} s" if "first_token_s" in ready else ""
     print(
         f"\nstart-up: non-expert weights {ready['dense_s']:.2f} s, experts {ready['experts_s']:.2f} s"
-        f" ({ready['experts_bytes'] / 2**20:,.0f} MiB read){first}"
+        f" ({format_bytes(ready['experts_bytes'])} read){first}; before that the store took {ready['store_s']:.2f} s"
     )
     if found.footprint is not None:
         print(_memory_words(found.footprint))
     for name, row in (table or {}).items():
-        print(f"start-up, {name}: ready after {row['ready_s']:.2f} s, first token after {row['first_token_s']:.2f} s")
+        when = "ready after {ready_s:.2f} s, first token after {first_token_s:.2f} s".format
+        print(f"start-up, {name}: {'impossible here' if row['ready_s'] is None else when(**row)}")
     verdict = getattr(found, "verdict", None)
     if verdict is not None:
         words = "equal" if verdict.passed else "DIFFERENT"
@@ -220,6 +209,11 @@ def _print(
         print(f"wrote {place}")
     for warning in found.warnings:
         print(f"note: {warning}", file=sys.stderr)
+
+
+def _harmless(text: str) -> str:
+    """Spell out what would control a terminal: a model may say anything."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
 
 
 def _memory_words(took: "Footprint") -> str:

@@ -112,11 +112,13 @@ def run_live(
     device = device_of(profile)
     offloaded = OffloadedModel.load(folder, device=device.device, dtype=torch_dtype(chosen))
     dense_s = time.perf_counter() - begin_s
+    local = live.reader_of(folder, offloaded, tiny=str(model) == "tiny")
+    ids = live.encode(local, prompts)
+    begin_s = time.perf_counter()
     own = open_model_store(folder, store, chosen, building)
     try:
         offloaded.check_store(own)
-        local = live.reader_of(folder, offloaded, tiny=str(model) == "tiny")
-        ids = live.encode(local, prompts)
+        store_s = time.perf_counter() - begin_s
         live.warm_up(offloaded, own)
         setup = Setup(
             live.live_shape(offloaded, folder, own), profile, system, memory or api.MemoryOptions(), host_cache, seed,
@@ -141,13 +143,16 @@ def run_live(
         if own is not store:
             own.close()
     result = runs[0].result
-    run.startup |= {"dense_s": dense_s, "dense_bytes": offloaded.dense_bytes}
-    run.config |= _live_config(setup, model, chosen, own, batch=batch, max_new_tokens=max_new_tokens, prompts=len(ids))
+    run.startup |= {"store_s": store_s, "dense_s": dense_s, "dense_bytes": offloaded.dense_bytes}
+    run.config |= _live_config(setup, model, chosen, own, prompts=len(ids)) | {
+        "batch": batch, "max_new_tokens": max_new_tokens, "temperature": temperature,
+        "residual": None if vectors is None else vectors.id,
+    }  # fmt: skip
     if run.metrics["routing"] == "altered":
         run.warnings.append("routing is altered: these are not the answers of the model")
     if run.metrics["approximate"]:
         run.warnings.append("experts computed ahead saw the layer before's input: answers approximate the model's")
-    finish(run, out, perfetto, result.steps)
+    finish(run, setup, result.steps, out, perfetto, decided=True)
     verdict = None
     if verify:
         spec = "tiny" if str(model) == "tiny" else folder
@@ -215,9 +220,7 @@ def _residual(model: str | Path, given: str | Path | Residual | None, columns: S
     return residual_vectors(load_model("tiny")) if str(model) == "tiny" else None
 
 
-def _live_config(
-    setup: Setup, model: str | Path, dtype: str, store: ExpertStore, *, batch: int, max_new_tokens: int, prompts: int
-) -> dict[str, Any]:
+def _live_config(setup: Setup, model: str | Path, dtype: str, store: ExpertStore, *, prompts: int) -> dict[str, Any]:
     shape, profile, system, plan = setup.shape, setup.profile, setup.system, setup.memory
     return {
         "world": "measured", "mode": "live", "trace": f"{prompts} prompts", "model": str(model), "dtype": dtype,
@@ -227,7 +230,7 @@ def _live_config(
         "cache_bytes": plan.gpu.total_bytes,
         "cache_ratio": plan.gpu.total_bytes / (sum(shape.expert_bytes) * shape.experts),
         "host_bytes": None if plan.host is None else plan.host.total_bytes, "staging": plan.staging,
-        "prefetch_budget_bytes": setup.options.prefetch_budget_bytes, "gpu_split": plan.gpu_split, "batch": batch,
-        "max_new_tokens": max_new_tokens, "seed": setup.seed, "store": str(store.directory), "steps": None,
+        "prefetch_budget_bytes": setup.options.prefetch_budget_bytes, "gpu_split": plan.gpu_split,
+        "seed": setup.seed, "store": str(store.directory), "steps": None,
         "artefacts": None if setup.artefacts is None else str(setup.artefacts),
     }  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,8 +31,23 @@ def bar(what: str, total: float | None = None) -> Iterator[Callable[[float], Non
         what: said beside the bar.
         total: how much there is to do; None where nobody knows.
     """
+    with bars(what) as (show,):
+        show(0, total)
+        yield lambda done: show(done, total)
+
+
+@contextmanager
+def bars(*whats: str) -> Iterator[list[Callable[[float, float | None], None]]]:
+    """Show several bars while the block runs, each from the moment it is first told something.
+
+    Args:
+        whats: said beside each.
+
+    Yields:
+        For each a function that is told how much is done so far, and how much there is to do.
+    """
     if not sys.stderr.isatty():
-        yield lambda _done: None
+        yield [lambda _done, _total: None for _ in whats]
         return
     from rich.console import Console  # noqa: PLC0415 - only people at a terminal pay for it
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415
@@ -43,8 +59,12 @@ def bar(what: str, total: float | None = None) -> Iterator[Callable[[float], Non
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda done: progress.update(task, completed=done)
+        tasks = [progress.add_task(what, total=None, visible=False) for what in whats]
+        yield [partial(_update, progress, task) for task in tasks]
+
+
+def _update(progress: Any, task: Any, done: float, total: float | None) -> None:
+    progress.update(task, completed=done, total=total, visible=True)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ from moesim import api
 from moesim.parallel import cores
 from moesim.setup import Setup, figures_of, needed_columns, watts
 from policies.journal import Journal
+from runtime.errors import RuntimeFault
+from sim.replay import Replay
 from traces.batch import compose as compose_steps
 from traces.metrics import summarise
 from traces.perfetto import write_perfetto
@@ -35,14 +37,19 @@ if TYPE_CHECKING:
 REHEARSED_STEPS = 3
 
 
+def this_machine() -> tuple[str, int]:
+    """What a profile must fit: the kind of accelerator, and how many cores this process may use."""
+    from runtime.cuda_lanes import cuda_is_there  # noqa: PLC0415 - torch
+
+    return "cuda" if cuda_is_there() else "host", cores()
+
+
 def machine_profile(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
     """A profile of this machine: the one that is named, ``hw.toml``, or one measured now in some ten seconds.
 
     Raises:
         ProfileError: the profile describes another kind of machine, more cores than there are, or several GPUs.
     """
-    from runtime.cuda_lanes import cuda_is_there  # noqa: PLC0415 - torch
-
     if hw is None:
         profile = default_profile()
         if profile.kind != "measured":
@@ -52,10 +59,10 @@ def machine_profile(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
                 profile = measure(None, Path(folder) / "this-machine.toml", quick=True)
     else:
         profile = hw if isinstance(hw, HardwareProfile) else load_profile(hw)
-    kind = "cuda" if cuda_is_there() else "host"
-    if profile.accelerator != kind or profile.cores > cores() or profile.gpus != 1:
+    kind, count = this_machine()
+    if profile.accelerator != kind or profile.cores > count or profile.gpus != 1:
         raise ProfileError(
-            f"profile {profile.name}: expected this machine (accelerator {kind}, {cores()} cores, one GPU lane), found"
+            f"profile {profile.name}: expected this machine (accelerator {kind}, {count} cores, one GPU lane), found"
             f" accelerator {profile.accelerator}, {profile.cores} cores, {profile.gpus} GPU lanes;"
             " measure it with `moesim profile --out hw.toml`"
         )
@@ -69,7 +76,8 @@ class MeasuredRun(api.Run):
     Attributes:
         result: dispatch times of every layer step.
         journal: reports to the planner and its answers (`policies.journal.repeat` checks them).
-        startup: seconds and bytes until the first forward pass could begin.
+        startup: seconds and bytes until the first forward pass could begin. ``store_s``, opening the expert store (on
+            a first run: building it), is in none of the others.
         footprint: host memory budgeted and taken; None for a live model, whose library takes what it likes.
     """
 
@@ -136,7 +144,7 @@ def run_trace(
         hw: profile of this machine; see `machine_profile`.
         own_cores: see `runtime.executor.Executor`.
         progress: called after each forward pass.
-        building: called with records done and records to do while a store is built.
+        building: called with records done and records to do while a store is built or checked.
 
     Raises:
         TraceError, ProfileError, PolicyError, StoreError: bad input, in one line.
@@ -160,9 +168,10 @@ def run_trace(
     own = open_random_store(sizes, store, chosen, distinct, seed, building)
     try:
         check_store(own, sizes)
+        opened_s = time.perf_counter()
         device, meter = device_of(profile), Meter()
         dense = DenseStack(DenseSizes.of(sizes), own.layout(0).torch_dtype, device.device, seed)
-        dense_s = time.perf_counter() - begin_s
+        dense_s = time.perf_counter() - opened_s
         run = execute(
             setup,
             own,
@@ -180,13 +189,13 @@ def run_trace(
     run.footprint = meter.footprint(dense.bytes * in_host, dense.kept_bytes * in_host)
     if run.footprint.peak > run.footprint.budget:
         run.warnings.append("memory: the run took more than its budget")
-    run.startup |= {"dense_s": dense_s, "dense_bytes": dense.bytes}
+    run.startup |= {"store_s": opened_s - begin_s, "dense_s": dense_s, "dense_bytes": dense.bytes}
     run.config |= setup.config(opened, batch=batch, steps=steps, warm=warm)
     run.config |= {"world": "measured", "mode": "trace", "shape": sizes.name, "dtype": chosen}
     run.config |= {"store": str(own.directory), "distinct_experts": own.index.distinct, "host_cache": host_cache}
     if own.index.distinct is not None:
         run.warnings.append(f"experts share {own.index.distinct} different records of the store")
-    finish(run, out, perfetto)
+    finish(run, setup, walk, out, perfetto)
     return run
 
 
@@ -206,9 +215,9 @@ def open_random_store(
         return store
     sizes = f"{shape.layers}x{shape.experts}-{shape.hidden}x{shape.expert_intermediate}"
     folder = default_store(f"{shape.name}-{sizes}-{dtype}-{distinct or 'all'}") if store is None else store
-    if (Path(folder) / "store.json").is_file():
-        return ExpertStore(folder)
     tell = None if building is None else (lambda done: building(done.records, done.total_records))
+    if (Path(folder) / "store.json").is_file():
+        return ExpertStore(folder).trusted(tell)
     return build_random_store(shape, folder, seed, dtype=dtype, distinct=distinct, progress=tell)
 
 
@@ -277,9 +286,24 @@ def execute(
 
 
 def finish(
-    run: MeasuredRun, out: str | Path | None, perfetto: str | Path | None, steps: Sequence[RoutedStep] | None = None
+    run: MeasuredRun,
+    setup: Setup,
+    steps: Sequence[RoutedStep],
+    out: str | Path | None,
+    perfetto: str | Path | None,
+    *,
+    decided: bool = False,
 ) -> None:
-    """Say how long the first token took from nothing, and write what belongs beside the tables."""
+    """Say how long the first token took from nothing, and write what belongs beside the tables.
+
+    Args:
+        run: measured.
+        setup: what it was run with.
+        steps: its routing.
+        out: folder of its tables.
+        perfetto: file for its timeline, with that of the same run simulated below it.
+        decided: `steps` are known from this run alone, so they are kept with its views.
+    """
     from runtime.views import FILE_NAME, save_views  # noqa: PLC0415
 
     ready_s = run.startup["dense_s"] + run.startup["experts_s"]
@@ -287,28 +311,41 @@ def finish(
     if run.metrics["ttft_s"] is not None:
         run.startup["first_token_s"] = ready_s + run.metrics["ttft_s"]
     if out is not None:
-        save_views(Path(out) / FILE_NAME, run.journal.entries, steps)
+        save_views(Path(out) / FILE_NAME, run.journal.entries, steps if decided else None)
     if perfetto is not None:
-        write_perfetto(perfetto, {"measured": run.timeline})
+        planner, simulated = setup.planner(), Timeline(setup.profile.lanes)
+        Replay(setup.profile, planner.costs, planner, simulated).run(steps)
+        write_perfetto(perfetto, {"measured": run.timeline, "simulated": simulated})
 
 
-def compare_startups(run: Callable[..., MeasuredRun]) -> dict[str, dict[str, float]]:
+def compare_startups(
+    first: MeasuredRun, memory: api.MemoryOptions | None, run: Callable[[api.MemoryOptions], MeasuredRun]
+) -> dict[str, dict[str, float | None]]:
     """Start twice: experts on demand from the SSD (FlashMoE), and every expert in host memory before the first token.
 
     Args:
-        run: a run with everything but ``memory`` given.
+        first: a finished run; it is told in a warning if host memory cannot hold every expert.
+        memory: its memories. Experts on demand have the host memory named there, else room for a quarter of them.
+        run: one forward pass with the same options but these memories.
 
     Returns:
         By way of starting: seconds until ready, and until the first token (the whole first step where a trace has
-        no prefill).
+        no prefill); None where that is impossible.
     """
-    table = {}
-    first = run()
-    sizes = first.config["cache_bytes"] / max(first.config["cache_ratio"], 1e-9) if first.config["cache_ratio"] else 0
-    for name, host in (("experts on demand", int(sizes // 4) or None), ("all experts first", None)):
-        found = run(memory=api.MemoryOptions(host_memory_bytes=host))
-        steps = found.timeline.step_frame()
-        first_s = float(steps["end_s"].iloc[0] - steps["start_s"].iloc[0])
-        ready_s = found.startup["ready_s"]
-        table[name] = {"ready_s": ready_s, "first_token_s": ready_s + first_s}
-    return table
+    memory, shape = memory or api.MemoryOptions(), first.journal.shape
+    fewest = (first.config["staging"] + 1) * shape.max_expert_bytes
+    demand = memory.host_memory_bytes or max(sum(shape.expert_bytes) * shape.experts // 4, fewest)
+    found = {"experts on demand": _started(run(replace(memory, host_memory_bytes=demand)))}
+    try:
+        found["all experts first"] = _started(run(replace(memory, host_memory_bytes=None)))
+    except RuntimeFault as error:
+        found["all experts first"] = {"ready_s": None, "first_token_s": None}
+        first.warnings.append(f"starting with all experts: {error}")
+    return found
+
+
+def _started(run: MeasuredRun) -> dict[str, float | None]:
+    """When a run was ready, and when it had its first token."""
+    steps = run.timeline.step_frame()
+    first_s = float(steps["end_s"].iloc[0] - steps["start_s"].iloc[0])
+    return {"ready_s": run.startup["ready_s"], "first_token_s": run.startup["ready_s"] + first_s}

@@ -87,7 +87,7 @@ class DirectFile:
             if end < wanted and offset_bytes + end >= os.fstat(self._descriptor).st_size:
                 raise StoreError(
                     f"{self.path}: expected {wanted} bytes at byte {offset_bytes}, the file ended after {end};"
-                    " it was truncated: build the store again"
+                    " it was truncated: remove the folder and build the store again"
                 )
             whole = end if end >= wanted or not self.direct else end - end % BLOCK_BYTES
             stuck = stuck + 1 if whole == done else 0

@@ -5,7 +5,8 @@ beginning on a block boundary, so that one direct read brings one expert. `store
 holds which expert, how its bytes become weights, and a checksum of each. The ledger is written last and sealed with
 its own digest; without it there is no store, so a build that was killed leaves nothing that could be mistaken for
 one. It leaves a journal instead, and the next build of the same model continues where it stopped
-(`runtime/store_build.py`).
+(`runtime/store_build.py`). A seal, `checked`, notes in which state of both files every checksum was right, so
+reads need not compare them again; where a file was touched since, all of it is read before anybody uses it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
@@ -34,6 +36,7 @@ VERSION: Final = 1
 INDEX_NAME: Final = "store.json"
 DATA_NAME: Final = "experts.bin"
 JOURNAL_NAME: Final = "experts.journal"
+SEAL_NAME: Final = "checked"
 
 
 class BuildProgress(NamedTuple):
@@ -108,11 +111,14 @@ class StoreIndex:
             raise StoreError(f"{path}: expected the index of an expert store, found something else")
         if body.get("version") != VERSION:
             raise StoreError(
-                f"{path}: store version: expected {VERSION}, found {body.get('version')}; build the store again"
+                f"{path}: store version: expected {VERSION}, found {body.get('version')}; remove the folder and build"
+                " the store again"
             )
         sealed = body.pop("digest", None)
         if sealed != digest_of(body):
-            raise StoreError(f"{path}: its digest does not match: it was altered; build the store again")
+            raise StoreError(
+                f"{path}: its digest does not match: it was altered; remove the folder and build the store again"
+            )
         try:
             return cls(
                 model=body["model"],
@@ -126,7 +132,9 @@ class StoreIndex:
                 distinct=body["distinct"],
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{path}: {type(error).__name__}: {error}; build the store again") from None
+            raise StoreError(
+                f"{path}: {type(error).__name__}: {error}; remove the folder and build the store again"
+            ) from None
 
 
 class ExpertStore:
@@ -162,7 +170,7 @@ class ExpertStore:
             self._file.close()
             raise StoreError(
                 f"{self._file.path}: expected {self.index.data_bytes} bytes, found {self._file.size_bytes};"
-                " it was truncated or altered: build the store again"
+                " it was truncated or altered: remove the folder and build the store again"
             )
         self.direct, self.reason = self._file.direct, self._file.reason
         self._strides = tuple(record_stride(layout) for layout in self.index.layouts)
@@ -210,7 +218,7 @@ class ExpertStore:
         if check and zlib.crc32(view) != self.index.checksums[record]:
             raise StoreError(
                 f"{self._file.path}: layer {layer}, expert {expert} (byte {self.index.offsets[record]}):"
-                " checksum does not match: the file was altered; build the store again"
+                " checksum does not match: the file was altered; remove the folder and build the store again"
             )
         return size
 
@@ -231,6 +239,37 @@ class ExpertStore:
                     done += self.read_into(layer, expert, tier.record(0), check=True)
                     if progress is not None:
                         progress(BuildProgress(len(seen), len(self.index.offsets), done, self.index.data_bytes))
+        self.seal()
+
+    def trusted(self, progress: Callable[[BuildProgress], None] | None = None) -> Self:
+        """Return this store, every record of it verified since its files were last touched; else close it.
+
+        Raises:
+            StoreError: a record was altered.
+        """
+        try:
+            if not self._is_sealed():
+                self.verify(progress)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def seal(self) -> None:
+        """Note that every checksum is right for the files as they are; where that cannot be written, all look again."""
+        with suppress(OSError):
+            (self.directory / SEAL_NAME).write_text(self._state(), encoding="utf-8")
+
+    def _is_sealed(self) -> bool:
+        try:
+            return (self.directory / SEAL_NAME).read_text(encoding="utf-8") == self._state()
+        except (OSError, ValueError):
+            return False
+
+    def _state(self) -> str:
+        """Which files these are, and when they were last touched."""
+        files = [(self.directory / name).stat() for name in (DATA_NAME, INDEX_NAME)]
+        return " ".join(f"{one.st_ino} {one.st_size} {one.st_mtime_ns} {one.st_ctime_ns}" for one in files) + "\n"
 
     def close(self) -> None:
         """Close the file."""
@@ -243,28 +282,6 @@ class ExpertStore:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Close on leaving."""
         self.close()
-
-
-def open_store(
-    directory: Path | str,
-    *,
-    verify: bool = False,
-    direct: bool = True,
-    progress: Callable[[BuildProgress], None] | None = None,
-) -> ExpertStore:
-    """Open a store; with `verify`, read all of it first and compare every checksum.
-
-    Raises:
-        StoreError: as in `ExpertStore` and `ExpertStore.verify`.
-    """
-    store = ExpertStore(directory, direct=direct)
-    if verify:
-        try:
-            store.verify(progress)
-        except BaseException:
-            store.close()
-            raise
-    return store
 
 
 def record_stride(layout: ExpertLayout) -> int:

@@ -51,7 +51,8 @@ def build_store(
         model: a Hugging Face directory, or a model in memory.
         out_dir: the store's directory.
         dtype: of the stored weights; the model's own when None.
-        progress: called after every record; raising in it stops the build, which can be continued.
+        progress: called after every record that is written, or compared, where a store's files were touched since that
+            was last done; raising in it stops the build, which can be continued.
 
     Raises:
         StoreError: the model has no usable experts, the directory holds another model's store, another build is at
@@ -103,14 +104,17 @@ def _build(source: ExpertSource, directory: Path, progress: Callable[[BuildProgr
     """Write what is missing, then the ledger."""
     if (directory / INDEX_NAME).is_file():
         store = ExpertStore(directory)
-        same = store.index.model_digest == source.digest and store.index.per_layer == tuple(source.layouts)
-        if not same:
+        same = store.index.model_digest == source.digest
+        if not same or store.index.per_layer != tuple(source.layouts):
             store.close()
+            expected, found = source.layouts[0].dtype, store.layout(0).dtype
+            what = f"that of {store.index.model} (or another version of it)"
+            if same and found != expected:
+                what = f"it in {found} instead of {expected}"
             raise StoreError(
-                f"{directory}: expected no store or that of {source.name}, found that of {store.index.model}"
-                " (or another version of it); choose another directory"
+                f"{directory}: expected no store or that of {source.name}, found {what}; choose another directory"
             )
-        return store
+        return store.trusted(progress)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         opened = (directory / JOURNAL_NAME).open("a+", encoding="utf-8")
@@ -127,7 +131,9 @@ def _build(source: ExpertSource, directory: Path, progress: Callable[[BuildProgr
         (directory / _PART_NAME).replace(directory / DATA_NAME)
         part.replace(directory / INDEX_NAME)
         (directory / JOURNAL_NAME).unlink()
-    return ExpertStore(directory)
+    store = ExpertStore(directory)
+    store.seal()
+    return store
 
 
 def _write_records(

@@ -158,14 +158,16 @@ class Case:
         return live, journal, timeline, planner(), result
 
 
-def mapping_flags(address: int) -> list[str]:
-    """Flags of the mapping that holds an address of this process."""
+def mapping(address: int) -> dict[str, list[str]]:
+    """What the kernel says of the mapping that holds an address of this process, by name."""
+    facts: dict[str, list[str]] = {}
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         bounds, *rest = line.split()
         if rest and "-" in bounds and not bounds.endswith(":"):
             low, high = (int(bound, 16) for bound in bounds.split("-"))
             inside = low <= address < high
-        elif inside and bounds == "VmFlags:":
-            return rest
-    raise AssertionError(f"no mapping holds {address:x}")
+        elif inside:
+            facts[bounds.removesuffix(":")] = rest
+    assert facts, f"no mapping holds {address:x}"
+    return facts

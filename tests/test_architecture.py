@@ -141,7 +141,7 @@ def modules_loaded_by(code, *arguments, cwd):
     report = "\nimport sys; print('LOADED', *sorted({name.partition('.')[0] for name in sys.modules}))"
     command = [sys.executable, "-c", code + report, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd, env=environment, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd, env=environment, timeout=300)
     return set(done.stdout.splitlines()[-1].split()[1:])
 
 

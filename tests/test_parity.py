@@ -151,7 +151,7 @@ def test_saved_views_are_checked_in_another_process_without_torch(trace, store, 
         "assert 'torch' not in sys.modules; print(len(entries))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60,
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300,
         env={"PYTHONPATH": str(Path(__file__).parents[1])},
     )  # fmt: skip
     assert int(done.stdout) == len(entries)

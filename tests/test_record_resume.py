@@ -61,7 +61,7 @@ def test_a_killed_recording_goes_on_to_the_same_bytes(tmp_path, whole):
     out = tmp_path / "t.parquet"
     paths = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests"))
     code = subprocess.run(
-        [sys.executable, "-c", KILLED, str(out)], env=os.environ | {"PYTHONPATH": paths}, check=False, timeout=120
+        [sys.executable, "-c", KILLED, str(out)], env=os.environ | {"PYTHONPATH": paths}, check=False, timeout=300
     ).returncode
     assert code == -signal.SIGKILL
     assert not out.exists()

@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -17,9 +16,9 @@ from runtime import direct_io, sources
 from runtime.direct_io import BLOCK_BYTES, DirectFile
 from runtime.errors import RuntimeFault, StoreError
 from runtime.memory import DeviceSlots, HostTier, huge_tensor
-from runtime.store import DATA_NAME, INDEX_NAME, JOURNAL_NAME, open_store
+from runtime.store import DATA_NAME, INDEX_NAME, JOURNAL_NAME, SEAL_NAME, ExpertStore
 from runtime.store_build import build_random_store, build_store
-from tests.real_machine import mapping_flags
+from tests.real_machine import mapping
 from traces.schema import ModelShape
 
 SHAPE = ModelShape(
@@ -171,12 +170,12 @@ def test_a_killed_build_continues_and_gives_the_same_bytes(tmp_path, records):
     with pytest.raises(KilledError):
         build_random_store(SHAPE, tmp_path / "s", progress=kill_after(records))
     with pytest.raises(StoreError, match="an unfinished build; run it again to continue"):
-        open_store(tmp_path / "s")
+        ExpertStore(tmp_path / "s")
     seen = []
     build_random_store(SHAPE, tmp_path / "s", progress=seen.append).close()
     assert [at.records for at in seen] == list(range(records + 1, 13))
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
-    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == [DATA_NAME, INDEX_NAME]
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == [SEAL_NAME, DATA_NAME, INDEX_NAME]
 
 
 def test_a_checkpoint_build_continues_too(checkpoint, tmp_path):
@@ -211,7 +210,8 @@ def test_a_build_killed_between_its_last_renames_continues(tmp_path):
     seen = []
     build_random_store(SHAPE, directory, progress=seen.append).close()
     assert seen == []
-    open_store(directory, verify=True).close()
+    with ExpertStore(directory) as whole:
+        whole.verify()
 
 
 def test_the_journal_of_another_model_is_not_trusted(tmp_path):
@@ -238,7 +238,8 @@ def test_two_builds_in_one_directory_are_refused(tmp_path):
     finally:
         leave.set()
         first.join()
-    open_store(tmp_path / "s", verify=True).close()
+    with ExpertStore(tmp_path / "s") as whole:
+        whole.verify()
 
 
 def test_a_full_disk_is_refused_before_the_first_byte(tmp_path, monkeypatch):
@@ -265,7 +266,7 @@ def test_a_truncated_store_is_refused(store):
     path = store.directory / DATA_NAME
     os.truncate(path, 12 * SHAPE_STRIDE - 1)
     with pytest.raises(StoreError, match=r"experts\.bin: expected 49152 bytes, found 49151; it was truncated"):
-        open_store(store.directory)
+        ExpertStore(store.directory)
 
 
 def test_a_store_truncated_while_open_is_noticed_by_the_read(store):
@@ -280,8 +281,8 @@ def test_a_flipped_bit_is_found_where_it_is(store):
     raw[6 * SHAPE_STRIDE + 17] ^= 1
     path.write_bytes(raw)
     with pytest.raises(StoreError, match=r"layer 1, expert 2 \(byte 24576\): checksum does not match"):
-        open_store(store.directory, verify=True)
-    with open_store(store.directory) as damaged, HostTier(1, store.slot_bytes) as tier:
+        ExpertStore(store.directory).trusted()
+    with ExpertStore(store.directory) as damaged, HostTier(1, store.slot_bytes) as tier:
         damaged.read_into(1, 1, tier.record(0), check=True)
         with pytest.raises(StoreError, match="layer 1, expert 2"):
             damaged.read_into(1, 2, tier.record(0), check=True)
@@ -291,28 +292,28 @@ def test_an_altered_index_is_refused(store):
     path = store.directory / INDEX_NAME
     path.write_text(path.read_text().replace('"toy (random)"', '"toy (altered)"'))
     with pytest.raises(StoreError, match="its digest does not match: it was altered"):
-        open_store(store.directory)
+        ExpertStore(store.directory)
 
 
 def test_another_version_is_refused(store):
     path = store.directory / INDEX_NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
     with pytest.raises(StoreError, match="store version: expected 1, found 99"):
-        open_store(store.directory)
+        ExpertStore(store.directory)
 
 
 def test_a_foreign_index_is_refused(store):
     (store.directory / INDEX_NAME).write_text("[1, 2]")
     with pytest.raises(StoreError, match="expected the index of an expert store"):
-        open_store(store.directory)
+        ExpertStore(store.directory)
 
 
 def test_missing_files_are_named(store, tmp_path):
     (store.directory / DATA_NAME).unlink()
     with pytest.raises(StoreError, match=r"experts\.bin: cannot open: No such file"):
-        open_store(store.directory)
+        ExpertStore(store.directory)
     with pytest.raises(StoreError, match=r"expected an expert store with store\.json, found none"):
-        open_store(tmp_path / "nowhere")
+        ExpertStore(tmp_path / "nowhere")
 
 
 # -- reads ---------------------------------------------------------------------------------------
@@ -429,10 +430,9 @@ def test_views_share_the_slot(store):
 
 def test_memory_is_there_before_the_run():
     """Untouched pages would not count: 64 MiB of slots are 64 MiB resident."""
-    before = psutil.Process().memory_info().rss
     with HostTier(16, 4 << 20) as tier:
         assert tier.total_bytes == 64 << 20
-        assert psutil.Process().memory_info().rss - before >= 60 << 20
+        assert int(mapping(tier.memory.data_ptr())["Rss"][0]) >= 64 << 10
 
 
 def test_slots_lie_in_huge_pages_where_the_system_has_them():
@@ -441,7 +441,7 @@ def test_slots_lie_in_huge_pages_where_the_system_has_them():
     if not advised.exists() or "[never]" in advised.read_text():
         pytest.skip("no transparent huge pages here")
     with HostTier(16, 4 << 20) as tier:
-        flags = mapping_flags(tier.memory.data_ptr())
+        flags = mapping(tier.memory.data_ptr())["VmFlags"]
     assert "hg" in flags, "the mapping is advised"
 
 

@@ -23,7 +23,7 @@ def run(*command, cwd, **environment):
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=600,
     ).stdout
 
 
