@@ -8,23 +8,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import time
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv, json
 
+from benchmarks.cpu_seconds import cpu_seconds
 from tests import foreign_files as files
 from traces.importers import import_trace
 from traces.models import model_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LAYERS, EXPERTS, TOP_K = 24, 64, 8
 SHAPE = f"layers={LAYERS},experts={EXPERTS},top_k={TOP_K},expert_bytes=1MiB"
@@ -72,7 +68,7 @@ def report(tokens: int = TOKENS, large_rows: int = LARGE_ROWS) -> None:
                 source = write(Path(folder) / "dump.npz", truth)
                 done = partial(import_trace, source, source.with_name("out"), shape=model_shape(SHAPE), options=options)
                 rows = done().rows
-                rate, parsed = (rows / _seconds(work) / 1e6 for work in (done, partial(_parsed, source)))
+                rate, parsed = (rows / cpu_seconds(work) / 1e6 for work in (done, partial(_parsed, source)))
                 size = source.stat().st_size / 1e6
                 print(f"  {name:<26} {rate:5.2f}, parsed alone {parsed:6.2f}, {size:4.0f} MB", flush=True)
                 source.unlink()
@@ -176,16 +172,6 @@ LARGE = {
     "vllm, npz": _large_vllm,
     "hugging face, npz": _large_logits,
 }
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """CPU seconds, the middle of three."""
-    taken = []
-    for _ in range(3):
-        begin_s = time.process_time()
-        work()
-        taken.append(time.process_time() - begin_s)
-    return float(np.median(taken))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import argparse
 import subprocess
 import sys
 import tempfile
-import time
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.cpu_seconds import cpu_seconds
 from traces.arrow import lists, named, numbers
 from traces.curves import CURVES, CurveFold
 from traces.layer_steps import joined, layer_steps, of_sequences
@@ -29,7 +29,7 @@ from traces.stats import LayerFold, stats
 from traces.writer import ROW_GROUP_ROWS, TraceWriter, arrow_schema
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from traces.layer_steps import LayerSteps
     from traces.reader import SequenceRows
@@ -114,15 +114,15 @@ def report(rows: int = ROWS, parts: Sequence[str] = (), folder: Path | None = No
 
 def _rates(small: Trace) -> None:
     print(f"statistics of a synthetic trace, {SHAPE.layers} x {SHAPE.experts} top {SHAPE.top_k}; per CPU second")
-    reading = _seconds(lambda: deque(small.sequences(), maxlen=0))
+    reading = cpu_seconds(lambda: deque(small.sequences(), maxlen=0))
     print(f"  reading alone       {small.rows / reading / MILLION:6.2f} million rows")
-    print(f"  stats               {small.rows / _seconds(lambda: stats(small)) / MILLION:6.2f} million rows")
-    print(f"  similarity and so on {small.rows / _seconds(lambda: _alike(small)) / MILLION:5.2f} million rows")
-    print(f"  all but the curves  {small.rows / _seconds(lambda: _uncurved(small)) / MILLION:6.2f} million rows")
+    print(f"  stats               {small.rows / cpu_seconds(lambda: stats(small)) / MILLION:6.2f} million rows")
+    print(f"  similarity and so on {small.rows / cpu_seconds(lambda: _alike(small)) / MILLION:5.2f} million rows")
+    print(f"  all but the curves  {small.rows / cpu_seconds(lambda: _uncurved(small)) / MILLION:6.2f} million rows")
     blocks = list(layer_steps(small))
     accesses = sum(len(block.experts) for block in blocks)
     for names in (("lru",), ("belady",), ("lru_global",), ("belady_global",), CURVES):
-        seconds = _seconds(lambda names=names: _curves(small, blocks, names))
+        seconds = cpu_seconds(lambda names=names: _curves(small, blocks, names))
         what = "all four curves" if names == CURVES else names[0].replace("_", " ")
         print(f"  {what:<19} {accesses / seconds / MILLION:6.2f} million accesses (target 1), from memory")
 
@@ -151,16 +151,6 @@ def _alike(trace: Trace) -> None:
     fold = Resemblance(trace.shape)
     for rows in trace.sequences():
         fold.add(rows)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """CPU seconds, the middle of three."""
-    taken = []
-    for _ in range(3):
-        begin_s = time.process_time()
-        work()
-        taken.append(time.process_time() - begin_s)
-    return float(np.median(taken))
 
 
 def write(path: Path, rows: int) -> Path:
