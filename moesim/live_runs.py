@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,26 +94,25 @@ def run_live(
         RuntimeFault: the machine does not give what the run needs.
     """
     from runtime import live  # noqa: PLC0415 - torch
+    from runtime.calibrate_residual import residual_for  # noqa: PLC0415
     from runtime.expert_math import torch_dtype  # noqa: PLC0415
     from runtime.hf import load_model  # noqa: PLC0415
     from runtime.model import OffloadedModel  # noqa: PLC0415
-    from runtime.sources import read_config  # noqa: PLC0415
     from runtime.tiny import tiny_dir  # noqa: PLC0415
 
     profile = machine_profile(hw)
     system = compose(policy, cache=cache, prefetch=prefetch, routing=routing)
-    folder = tiny_dir() if str(model) == "tiny" else Path(model)
-    chosen = dtype or (
-        "float32" if str(model) == "tiny" else str(read_config(folder)[0].dtype or "float32").removeprefix("torch.")
-    )
+    tiny = str(model) == "tiny"
+    folder = tiny_dir() if tiny else Path(model)
+    chosen = dtype or ("float32" if tiny else _own_dtype(folder))
     parts = system.build(gpus=1, host_cache=None)
     _refuse(parts, verify=verify)
-    vectors = _residual(model, residual, api.needed_columns(parts))
+    vectors = residual_for(api.needed_columns(parts), residual, partial(load_model, "tiny") if tiny else None)
     begin_s = time.perf_counter()
     device = device_of(profile)
     offloaded = OffloadedModel.load(folder, device=device.device, dtype=torch_dtype(chosen))
     dense_s = time.perf_counter() - begin_s
-    local = live.reader_of(folder, offloaded, tiny=str(model) == "tiny")
+    local = live.reader_of(folder, offloaded, tiny=tiny)
     ids = live.encode(local, prompts)
     begin_s = time.perf_counter()
     own = open_model_store(folder, store, chosen, building)
@@ -155,12 +155,20 @@ def run_live(
     finish(run, setup, result.steps, out, perfetto, decided=True)
     verdict = None
     if verify:
-        spec = "tiny" if str(model) == "tiny" else folder
-        verdict = live.verify(load_model(spec, dtype=chosen, device=str(device.device)).model, result.passes, chosen)
+        verdict = live.verify(
+            load_model("tiny" if tiny else folder, dtype=chosen, device=str(device.device)).model, result.passes, chosen
+        )
     return LiveMeasuredRun(
         run.metrics, run.timeline, run.config, run.warnings, run.result, run.journal, run.startup, None,
         [local.decode(tokens) for tokens in result.tokens], result.tokens, result.steps, verdict,
     )  # fmt: skip
+
+
+def _own_dtype(folder: Path) -> str:
+    """Name the type that a checkpoint's weights have."""
+    from runtime.sources import read_config  # noqa: PLC0415 - torch
+
+    return str(read_config(folder)[0].dtype or "float32").removeprefix("torch.")
 
 
 def _refuse(parts: Policies, *, verify: bool) -> None:
@@ -204,20 +212,6 @@ def open_model_store(
         store = default_store(f"{folder.resolve().name}-{checkpoint_digest(folder)[:12]}-{dtype}")
     tell = None if building is None else (lambda done: building(done.records, done.total_records))
     return build_store(folder, store, dtype=dtype, progress=tell)
-
-
-def _residual(model: str | Path, given: str | Path | Residual | None, columns: Sequence[str]) -> Residual | None:
-    """Vectors for ``pred1_res``: as given, or the shipped model's own; None where nobody asks."""
-    if "pred1_res" not in columns:
-        return None
-    from runtime.calibrate_residual import Residual, residual_vectors  # noqa: PLC0415 - torch
-    from runtime.hf import load_model  # noqa: PLC0415
-
-    if isinstance(given, Residual):
-        return given
-    if given is not None:
-        return Residual.load(given)
-    return residual_vectors(load_model("tiny")) if str(model) == "tiny" else None
 
 
 def _live_config(setup: Setup, model: str | Path, dtype: str, store: ExpertStore, *, prompts: int) -> dict[str, Any]:

@@ -149,7 +149,8 @@ def quality(
     options = _sizes(memory or MemoryOptions(), cache_ratios)
     columns = _columns([system for _, system in systems], host_cache)
 
-    from runtime.hf import find_blocks, gate_facts, load_model, model_shape  # noqa: PLC0415 - torch
+    from runtime.calibrate_residual import residual_for  # noqa: PLC0415 - torch
+    from runtime.hf import find_blocks, gate_facts, load_model, model_shape  # noqa: PLC0415
     from runtime.overrule import Trial  # noqa: PLC0415
     from runtime.quality import measure  # noqa: PLC0415
 
@@ -164,8 +165,9 @@ def quality(
         setup = Setup(shape, profile, system, option, host_cache, seed, calibration, artefacts=artefacts)
         settings.append((value, system, setup.memory))
         trials.append(Trial(setup.planner(), own_input))
+    shipped = (lambda: local) if local.name == "tiny" else None
     scored = measure(
-        local, passages, trials, columns=columns, residual=_residual(local, residual, columns), batch=batch,
+        local, passages, trials, columns=columns, residual=residual_for(columns, residual, shipped), batch=batch,
         progress=None if progress is None else lambda done: progress(done / (len(passages.tokens) * passages.scored)),
     )  # fmt: skip
     whole = sum(shape.expert_bytes) * shape.experts
@@ -320,19 +322,6 @@ def _passages(local: LocalModel, text: str | Path | None, tokens: int, prompt: i
     except UnicodeDecodeError as error:
         raise TraceError(f"{text}: expected UTF-8 text, found {error}") from None
     return Passages.cut(local.encode(words), prompt=prompt, scored=scored, most=most)
-
-
-def _residual(local: LocalModel, given: str | Path | Residual | None, columns: Sequence[str]) -> Residual | None:
-    """Vectors for ``pred1_res``: as given, or the shipped model's own; None where nobody asks."""
-    if "pred1_res" not in columns:
-        return None
-    from runtime.calibrate_residual import Residual, residual_vectors  # noqa: PLC0415 - torch
-
-    if isinstance(given, Residual):
-        return given
-    if given is not None:
-        return Residual.load(given)
-    return residual_vectors(local) if local.name == "tiny" else None
 
 
 def _counts(warm: str | Path | Trace, shape: ModelShape) -> np.ndarray:

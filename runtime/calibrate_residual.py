@@ -27,7 +27,7 @@ from runtime.hf import LocalModel, find_blocks, gate_facts, weights_digest
 from traces.errors import TraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 _TENSOR: Final = "residual"
 _METADATA: Final = "moesim"
@@ -127,3 +127,25 @@ def residual_vectors(local: LocalModel, texts: Iterable[str | bytes] | None = No
         "tokens": tokens,
     }
     return Residual((total / tokens).astype(np.float32), facts)
+
+
+def residual_for(
+    columns: Sequence[str], given: str | Path | Residual | None, shipped: Callable[[], LocalModel] | None
+) -> Residual | None:
+    """Vectors for ``pred1_res``: as given, or the shipped model's own.
+
+    Args:
+        columns: what the policies read.
+        given: vectors, or the file that holds them.
+        shipped: loads the shipped model, where that is the one that runs.
+
+    Returns:
+        None where nobody reads them, or nobody has them.
+    """
+    if "pred1_res" not in columns:
+        return None
+    if isinstance(given, Residual):
+        return given
+    if given is not None:
+        return Residual.load(given)
+    return None if shipped is None else residual_vectors(shipped())
