@@ -157,6 +157,8 @@ def facts_of(done: Recording, local: LocalModel) -> dict[str, Any]:
 
 def say(facts: dict[str, Any]) -> None:
     """Print what was done, for people."""
+    from traces.sizes import format_bytes
+
     kept = f" ({facts['resumed']} of them before)" if facts["resumed"] else ""
     print(
         f"{facts['sequences']} sequences{kept}, {facts['prompt_tokens']:,} prompt and {facts['decode_tokens']:,}"
@@ -166,7 +168,7 @@ def say(facts: dict[str, Any]) -> None:
     if "reads" in facts:
         print(
             f"{facts['host_experts']:,} experts fit in memory; {facts['reads']:,} reads in all,"
-            f" {facts['read_bytes'] / 2**30:.2f} GiB; {facts['hits']:,} times one was there"
+            f" {format_bytes(facts['read_bytes'])}; {facts['hits']:,} times one was there"
         )
     if facts["slowdown"] is not None:
         print(f"recording takes {facts['slowdown']:.2f} times as long as running the model alone")

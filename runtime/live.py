@@ -132,7 +132,7 @@ class Foresight:
         if "pred1_res" in columns and residual is None:
             raise PolicyError(
                 "prefetch by 'pred1_res' needs residual vectors of this model, found none;"
-                " calibrate with `moesim record --residual FILE`, then pass --residual FILE"
+                " calibrate with `moesim record --model DIR --prompts FILE --residual FILE`, then pass --residual FILE"
             )
         self._blocks, self._facts, self._columns, self._residual = blocks, facts, list(columns), residual
         self._extras = [_further_arguments(block) for block in blocks]
