@@ -166,6 +166,13 @@ Hardware = Annotated[
         help="Hardware profile. Default: ./hw.toml, your own moesim/hw.toml, or rtx3090-epyc7532.",
     ),
 ]
+ThisMachine = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="Profile of this machine. Default: ./hw.toml, your own moesim/hw.toml, or measured now, about 10 s.",
+    ),
+]
 CacheRatio = Annotated[
     float | None, typer.Option(metavar="R", min=0, max=1, help="Share of all experts in the GPU cache. Default: 0.25.")
 ]
@@ -288,20 +295,22 @@ class Setting:
         return {name: getattr(self, name) for name in names}
 
 
-def with_setting(command: Callable[..., None], *, without: Iterable[str] = ()) -> Callable[..., None]:
+def with_setting(command: Callable[..., None], *, without: Iterable[str] = (), **instead: Any) -> Callable[..., None]:
     """Give a command, in the place of its parameter `setting`, one option for every field of `Setting`.
 
     In the place of a parameter `settings` the fields of `SEVERAL` take several values each, and the command gets a
-    setting for every combination of them. Fields named in `without` mean nothing there and keep their defaults. Typer
-    reads a command's options off its signature, so a signature is all that it needs.
+    setting for every combination of them. Fields named in `without` mean nothing there and keep their defaults; those
+    in `instead` are declared by what they are given. Typer reads a command's options off its signature, so a
+    signature is all that it needs.
     """
     signature = inspect.signature(command)
     several = SEVERAL if "settings" in signature.parameters else {}
+    declared = several | instead
     fields = [field for field in dataclasses.fields(Setting) if field.name not in without]
     options = [
         inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
-            annotation=several.get(field.name, field.type),
+            annotation=declared.get(field.name, field.type),
         )
         for field in fields
     ]  # fmt: skip

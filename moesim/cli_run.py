@@ -46,7 +46,7 @@ Distinct = Annotated[
 ]
 
 
-@partial(options.with_setting, without=("gpu_split",))
+@partial(options.with_setting, without=("gpu_split",), hw=options.ThisMachine)
 def run(
     context: typer.Context,
     trace: Annotated[

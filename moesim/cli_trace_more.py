@@ -94,7 +94,7 @@ def export(
     from traces.reader import open_trace
 
     with bar("exporting") as show:
-        count = export_trace(open_trace(trace), target, layout.replace("-", "_"), progress=show)
+        count = export_trace(open_trace(trace), target, layout, progress=show)
     print(f"wrote {target}: {count:,} records")
 
 

@@ -94,7 +94,7 @@ def validate(
     batches: Annotated[str, typer.Option(metavar="B,…", help="Sequences that run together.")] = "1,4",
     shapes: Shapes = None,
     host_ratios: Annotated[str, typer.Option(metavar="R,…", help="Shares of experts in host memory.")] = "1",
-    hw: options.Hardware = None,
+    hw: options.ThisMachine = None,
     steps: Annotated[int, typer.Option(metavar="N", min=2, help="Forward passes of each run.")] = 16,
     repetitions: Annotated[int, typer.Option(metavar="N", min=1, help="Of each real run.")] = 5,
     stores: Stores = None,

@@ -1,6 +1,6 @@
 """What hangs on which constant: winners that change, lines where two ways cost the same, and the capacity cliff.
 
-A calibrated constant is known to an interval. If no constant, moved to either end of its own, changes which policy
+A measured constant is known to an interval. If no constant, moved to either end of its own, changes which policy
 wins, then the order does not depend on what calibration could not know.
 """
 
@@ -66,7 +66,7 @@ def sensitivity(
     steps: int | None = 64,
     progress: Callable[[str, float], None] | None = None,
 ) -> Sensitivity:
-    """Move every calibrated constant to the ends of its interval, one at a time, and see who wins.
+    """Move every constant to the ends of its interval, one at a time, and see who wins.
 
     Args:
         trace: routing.
@@ -101,7 +101,7 @@ def sensitivity(
             continue
         winners = [min(one, key=lambda name: one[name]) for one in found]
         constants.append({
-            "path": path, "interval": "assumed" if assumed else "calibrated", "effect": effect,
+            "path": path, "interval": "assumed" if assumed else "measured", "effect": effect,
             "winners": winners, "changes_winner": any(one != winner for one in winners),
         })  # fmt: skip
     constants.sort(key=lambda one: -one["effect"])

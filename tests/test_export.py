@@ -37,7 +37,7 @@ def requests(trace):
 
 def test_oracle_general_record_by_record(tmp_path, long_trace):
     """The layout of 24 bytes, and the next use of each object, by walking backwards once."""
-    written = export_trace(long_trace, tmp_path / "t.oracleGeneral", "oracle_general")
+    written = export_trace(long_trace, tmp_path / "t.oracleGeneral", "oracle-general")
     data = (tmp_path / "t.oracleGeneral").read_bytes()
     expected = list(requests(long_trace))
     assert (written, len(data)) == (len(expected), 24 * len(expected))
@@ -51,7 +51,7 @@ def test_oracle_general_record_by_record(tmp_path, long_trace):
 
 
 def test_libcachesim_reads_the_same_requests(tmp_path, long_trace):
-    export_trace(long_trace, tmp_path / "t.oracleGeneral", "oracle_general")
+    export_trace(long_trace, tmp_path / "t.oracleGeneral", "oracle-general")
     reader = libcachesim.TraceReader(str(tmp_path / "t.oracleGeneral"), libcachesim.TraceType.ORACLE_GENERAL_TRACE)
     expected = list(requests(long_trace))
     assert reader.get_num_of_req() == len(expected)
@@ -62,7 +62,7 @@ def test_libcachesim_reads_the_same_requests(tmp_path, long_trace):
 @pytest.mark.parametrize("slots", [4, 9, 16])
 def test_libcachesim_misses_what_a_list_misses(tmp_path, long_trace, slots):
     """LRU as an ordered dict; Belady by looking for the farthest next use. Both from the trace, not from the file."""
-    export_trace(long_trace, tmp_path / "t.oracleGeneral", "oracle_general")
+    export_trace(long_trace, tmp_path / "t.oracleGeneral", "oracle-general")
     keys = [layer * 8 + expert for _, layer, expert in requests(long_trace)]
     for kind, misses in (("LRU", lru_misses(keys, slots)), ("Belady", belady_misses(keys, slots))):
         reader = libcachesim.TraceReader(str(tmp_path / "t.oracleGeneral"), libcachesim.TraceType.ORACLE_GENERAL_TRACE)
@@ -122,13 +122,13 @@ def test_statistics_are_those_of_stats(tmp_path, long_trace):
 
 
 def test_layouts_and_their_limits(tmp_path, make_trace, tiny_shape):
-    assert set(exporters()) == {"csv", "oracle_general", "statistics"}
+    assert set(exporters()) == {"csv", "oracle-general", "statistics"}
     import dataclasses
 
     large = dataclasses.replace(tiny_shape, expert_bytes=(1 << 32,) * 3)
     for shape, layout, message in (
-        (tiny_shape, "pcap", "known: csv, oracle_general"),
-        (large, "oracle_general", "< 4 GiB"),
+        (tiny_shape, "pcap", "known: csv, oracle-general"),
+        (large, "oracle-general", "< 4 GiB"),
     ):
         with pytest.raises(TraceError, match=message):
             export_trace(open_trace(make_trace(shape=shape)), tmp_path / "out", layout)

@@ -182,7 +182,7 @@ def test_text_nested_without_end_is_one_line(tmp_path, text):
 def test_an_empty_file_a_folder_and_nothing(tmp_path):
     (tmp_path / "empty").touch()
     refused(tmp_path / "empty", "no importer knows this layout")
-    refused(tmp_path, "no such file")
+    refused(tmp_path, "a folder; expected one file")
     refused(tmp_path / "none", "no such file")
 
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def exporters() -> dict[str, Any]:
-    """Name -> module of every exporter in this folder, sorted by name."""
+    """Name, hyphenated as policies' are, -> module of every exporter in this folder, sorted by name."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    return {name: importlib.import_module(f"{__name__}.{name}") for name in names}
+    return {name.replace("_", "-"): importlib.import_module(f"{__name__}.{name}") for name in names}
 
 
 def export_trace(trace: Trace, out: Path | str, layout: str, *, progress: Callable[[int], None] | None = None) -> int:

@@ -85,7 +85,8 @@ def import_trace(
     """
     source, out = Path(source), Path(out)
     if not source.is_file():
-        raise TraceError(f"{source}: no such file; expected a foreign trace to import")
+        found = "a folder" if source.is_dir() else "no such file"
+        raise TraceError(f"{source}: {found}; expected one file, a foreign trace to import")
     given = dict(options or {})
     name, importer = _importer_of(source, given)
     with decoding(source, name):
