@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,13 @@ def any_machine_will_do():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "this_machine", lambda: ("host", max(2, cores())))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard():
+    """A shell makes what it starts in the background deaf to ctrl-C, and all that this starts: what tests stop, too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
