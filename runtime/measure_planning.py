@@ -47,7 +47,8 @@ def measure_planning(findings: Findings, active: Sequence[int], *, seconds: floa
         line = fit_line(by_active)
         source = f"the planner with {name} and lru, line through {', '.join(map(str, by_active))} active experts"
         findings.line(f"costs.planning.{name}", ("base_s", "per_expert_s"), line, source)
-        findings.report(f"planning-{name}", line.report)
+        if len(by_active) > 2:  # a line meets two points whatever they are
+            findings.report(f"planning-{name}", line.report)
         if name == DEFAULT:
             words = f"{source}; taken for policies that were not measured"
             findings.line("costs.planning.default", ("base_s", "per_expert_s"), line, words)
