@@ -42,8 +42,6 @@ __all__ = ["Calibration", "DesignedRun", "calibrate"]
 
 LEAST_OVERLAPPED = 40
 """Operations with an overlap of a tenth or more that a slowdown is worth being read from."""
-_LEAST_AFTER_READ = 24
-"""Operations after a read, each beside its like in the same run, that a factor is worth being read from."""
 _DRAWS = 40
 _CONTEXT_TOKENS = 16
 """Contexts are rounded up to this, so that dense parts of neighbouring steps are one point."""
@@ -156,7 +154,7 @@ class _Fit:
         for key, number in zip(("after_read", "after_read_small"), self._by_size(), strict=False):
             rows = np.flatnonzero(shapes == number)
             rows = rows[comparable(after[rows], groups[rows])]
-            if after[rows].sum() < _LEAST_AFTER_READ:
+            if after[rows].sum() < LEAST_OVERLAPPED:
                 continue
             logs = np.log(seconds)
             value = contrast(logs[rows], after[rows], groups[rows])

@@ -226,7 +226,7 @@ def real_trace(name: str, tokens: int) -> list[LayerStep]:
     """The first `tokens` decode tokens of a shared trace, as layer steps in replay order."""
     path = SHARED_TRACES / f"{name}.parquet"
     if not path.exists():
-        pytest.skip(f"needs ../shared/traces/{name}.parquet")
+        pytest.skip(f"other people's trace, no part of the project: ../shared/traces/{name}.parquet is not here")
     columns = ["seq_id", "step", "phase", "layer", "expert_ids"]
     batch = next(pq.ParquetFile(path).iter_batches(batch_size=1 << 15, columns=columns))
     rows = [row for row in batch.to_pylist() if row["phase"] == "decode"]

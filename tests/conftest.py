@@ -36,7 +36,7 @@ def shared_traces() -> Path:
     """The folder with real traces of other people; it is not part of the project."""
     folder = SHARED / "traces"
     if not folder.is_dir():
-        pytest.skip("the folder ../shared/traces with real traces does not exist here")
+        pytest.skip("other people's traces, no part of the project: ../shared/traces is not here")
     return folder
 
 

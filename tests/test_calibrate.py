@@ -35,6 +35,8 @@ CONTROL = {
 AFTER_READ = {"cpu": 0.8, "h2d": 0.9, "dense": 1.08}
 """Products and copies of an expert that was just read, and the dense part after a layer step that read."""
 WITH_SSD_S = 150e-6
+FIRST_OP_S = 31e-6
+"""Of the shipped profile's 208 us, what others slow is not told apart: 1.4 us for each expert."""
 
 
 def sized(spec):
@@ -51,7 +53,7 @@ def machine():
     shipped = load_profile("two-core-host")
     known = {path: q for path, q in shipped.numbers.items() if not any(fnmatch(path, one) for one in IN_PLACE)}
     truth = TRUTH | CONTROL | {f"costs.{part}.after_read": value for part, value in AFTER_READ.items()}
-    truth["costs.planning.default.with_ssd_s"] = WITH_SSD_S
+    truth |= {"costs.planning.default.with_ssd_s": WITH_SSD_S, "costs.dispatch.first_op_s": FIRST_OP_S}
     return replace(shipped, numbers=known | {path: Quantity(one, "assumed", "a test") for path, one in truth.items()})
 
 
@@ -71,7 +73,9 @@ def learned(machine, blank):
     runs = []
     for spec in ("olmoe-1b-7b/2", "olmoe-1b-7b/4"):
         shape = sized(spec)
-        runs += [(shape, d.trial, simulate(d.trial, shape, machine)) for d in designs(shape, quick=True)]
+        tiered = [d for d in designs(shape, quick=True, seed=1) if d.trial.memory.host_memory_bytes is not None]
+        found = designs(shape, quick=True) + tiered  # twice, or too few dense parts follow a read
+        runs += [(shape, d.trial, simulate(d.trial, shape, machine)) for d in found]
     return learn(runs, blank, date=DATE, name="learned")
 
 
@@ -82,7 +86,7 @@ def test_contention_is_found(learned, path):
 
 @pytest.mark.parametrize("path", CONTROL)
 def test_what_control_does_per_expert_and_copy_is_found(learned, path):
-    assert learned.numbers[path].value == pytest.approx(CONTROL[path], rel=0.1, abs=1.5e-6)
+    assert learned.numbers[path].value == pytest.approx(CONTROL[path], rel=0.1)
 
 
 @pytest.mark.parametrize("part", AFTER_READ)

@@ -181,7 +181,7 @@ def test_trace_stats_has_a_row_per_layer(moesim, trace):
     assert [line.split()[0] for line in lines[3:6]] == ["0", "1", "2"]
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared holds other people's traces and is not here")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="other people's traces, no part of the project: ../shared is not here")
 def test_import_then_replay_a_real_trace(moesim, tmp_path):
     """The two commands of the README, on 156 tokens of Qwen3-30B-A3B."""
     source, target = SHARED / "traces" / "qwen3_30b_a3b_top6.parquet", tmp_path / "q.parquet"
@@ -313,10 +313,11 @@ SHARED_OUT = ("compare", "--policies", "ilp,beam", "--jobs", "2")
     [(ALONE, signal.SIGINT, 130), (ALONE, signal.SIGTERM, 143), (SHARED_OUT, signal.SIGTERM, 143)],
     ids=("ctrl-C", "SIGTERM", "SIGTERM, two processes"),
 )
-def test_stopped_from_outside_it_says_so_and_leaves_nothing(tmp_path, words, number, code):
+def test_stopped_from_outside_it_says_so_and_leaves_nothing(request, tmp_path, words, number, code):
     """In the middle of replays that would take a minute or so; whoever shares the work ends too."""
     trace = write_small_trace(tmp_path / "long.parquet", sequences=40, new_tokens=2000)
     process = start(*words, trace, "--out", tmp_path / "run", cwd=tmp_path)
+    request.addfinalizer(process.kill)
     deadline_s = time.monotonic() + 300
     begun = 3 if words == ALONE else 6
     while len(list(tmp_path.glob("run/**/*.part"))) < begun and time.monotonic() < deadline_s:

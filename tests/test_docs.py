@@ -63,7 +63,7 @@ def test_every_room_of_the_architecture_page_exists():
             assert (ROOT / folder[1] / name).is_file(), f"{folder[1]}/{name}"
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared holds other people's traces and is not here")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="other people's traces, no part of the project: ../shared is not here")
 def test_commands_of_the_readme_print_what_it_says(tmp_path, monkeypatch, capsys):
     """Line by line, in order, in one folder; notes on standard error stand below the results.
 

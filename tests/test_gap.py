@@ -252,7 +252,7 @@ def test_altered_routing_has_no_future(trace):
         gap(trace, "greedy", routing="cache-prior", hw="rtx3090-epyc7532")
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared holds other people's traces and is not here")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="other people's traces, no part of the project: ../shared is not here")
 def test_the_example_of_the_page_prints_what_it_says(tmp_path, monkeypatch):
     """The second command of docs/gap.md, on the trace that its first one makes."""
     page = (Path(__file__).parents[1] / "docs" / "gap.md").read_text(encoding="utf-8")

@@ -39,7 +39,7 @@ PASSES = 28
 def whole():
     """The records of the reference."""
     if not REFERENCE.is_file():
-        pytest.skip("../shared/reference/published.yaml is not here")
+        pytest.skip("other people's figures, no part of the project: ../shared/reference/published.yaml is not here")
     return yaml.load(REFERENCE.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))["records"]
 
 

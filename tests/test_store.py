@@ -439,7 +439,7 @@ def test_slots_lie_in_huge_pages_where_the_system_has_them():
     """Over scattered small pages the same direct read took up to 2.5 times as long, differently in every run."""
     advised = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not advised.exists() or "[never]" in advised.read_text():
-        pytest.skip("no transparent huge pages here")
+        pytest.skip("this system gives no transparent huge pages")
     with HostTier(16, 4 << 20) as tier:
         flags = mapping(tier.memory.data_ptr())["VmFlags"]
     assert "hg" in flags, "the mapping is advised"
