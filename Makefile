@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
+ROOMS := hwprofiles policies runtime sim traces
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check bench validate clean
@@ -9,7 +10,7 @@ STAMP := .venv/.ready
 help: ## show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "moesim needs Python 3.11 or newer: make PYTHON=python3.11 …"; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -25,6 +26,8 @@ test: $(STAMP) ## all tests (CPU only; gpu tests add themselves where CUDA is th
 
 check: $(STAMP) ## style, types, import diagram
 	$(BIN)/ruff check .
+	@rm -rf build/types && mkdir -p build/types/moesim
+	@for part in moesim/* $(ROOMS); do ln -s "$(CURDIR)/$$part" build/types/moesim/; done
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py
 

@@ -1,1 +1,3 @@
-"""Speed and memory, printed as ratios against something independent measured in the same run."""
+"""Speed and memory, printed as ratios against something independent measured in the
+same run.
+"""

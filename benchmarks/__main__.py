@@ -1,4 +1,6 @@
-"""`make bench`: every figure that README and issues quote; ``python -m benchmarks planning`` prints one report."""
+"""`make bench`: every figure that README and issues quote; ``python -m benchmarks
+planning`` prints one report.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,28 @@ from benchmarks import (
 REPORTS = {
     module.__name__.rpartition(".")[2]: module.report
     for module in (
-        replay_speed, planning, cache_speed, memory_and_start, runtime_overhead, trace_speed, import_speed,
+        replay_speed,
+        planning,
+        cache_speed,
+        memory_and_start,
+        runtime_overhead,
+        trace_speed,
+        import_speed,
     )
-}  # fmt: skip
+}
 
 
 def main() -> None:
     """Run the reports that are named, or all."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Print speed and memory as ratios.")
-    parser.add_argument("reports", nargs="*", metavar="REPORT", help=f"of {', '.join(REPORTS)}; all when none is named")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Print speed and memory as ratios."
+    )
+    parser.add_argument(
+        "reports",
+        nargs="*",
+        metavar="REPORT",
+        help=f"of {', '.join(REPORTS)}; all when none is named",
+    )
     names = parser.parse_args().reports
     if unknown := [name for name in names if name not in REPORTS]:
         parser.error(f"no report {unknown[0]!r}; expected one of {', '.join(REPORTS)}")

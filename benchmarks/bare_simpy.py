@@ -1,4 +1,6 @@
-"""The yardsticks: what SimPy alone needs for a number of events, with no policy, trace or record."""
+"""The yardsticks: what SimPy alone needs for a number of events, with no policy, trace
+or record.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ LANES = 5
 
 
 def timeouts_s(events: int) -> float:
-    """CPU seconds for `events` timeouts, spread over as many processes as a machine has busy lanes."""
+    """CPU seconds for `events` timeouts, spread over as many processes as a machine has
+    busy lanes.
+    """
     env = simpy.Environment()
 
     def lane(count: int, pace: float) -> Generator[simpy.Event, None, None]:
@@ -27,13 +31,17 @@ def timeouts_s(events: int) -> float:
 
 
 def resources_s(events: int) -> float:
-    """CPU seconds for `events` events of operations that hold a lane: request, timeout, release.
+    """CPU seconds for `events` events of operations that hold a lane: request, timeout,
+    release.
 
-    This is how a SimPy user would write lanes; it needs three events for what our lanes do in one.
+    This is how a SimPy user would write lanes; it needs three events for what our lanes
+    do in one.
     """
     env = simpy.Environment()
 
-    def work(lane: simpy.Resource, count: int, pace: float) -> Generator[simpy.Event, None, None]:
+    def work(
+        lane: simpy.Resource, count: int, pace: float
+    ) -> Generator[simpy.Event, None, None]:
         for _ in range(count):
             with lane.request() as turn:
                 yield turn

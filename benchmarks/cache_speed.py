@@ -1,4 +1,6 @@
-"""Caches alone, in accesses per second of CPU time, beside libCacheSim on the same stream."""
+"""Caches alone, in accesses per second of CPU time, beside libCacheSim on the same
+stream.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +9,48 @@ import time
 from pathlib import Path
 
 import numpy as np
+from moesim.policies import cache_only
+from moesim.policies.planner.residency import CacheSize
+from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.layer_steps import layer_steps
+from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
 
 from benchmarks.replay_speed import SHARED, SHIPPED
-from policies import cache_only
-from policies.residency import CacheSize
-from traces.future import RecordedFuture
-from traces.importers import import_trace
-from traces.layer_steps import layer_steps
-from traces.models import model_shape
-from traces.reader import Trace, open_trace
 
 
 def report() -> None:
-    """Print our rate (trace reading and composing included) and libCacheSim's (its own reader, mapped file)."""
+    """Print our rate (trace reading and composing included) and libCacheSim's (its own
+    reader, mapped file).
+    """
     with tempfile.TemporaryDirectory() as name:
         trace = _trace(Path(name))
         shape = trace.shape
-        size = CacheSize.of(shape.expert_bytes, shape.experts, scope="global", ratio=0.25)
+        size = CacheSize.of(
+            shape.expert_bytes, shape.experts, scope="global", ratio=0.25
+        )
         per_layer = CacheSize.of(shape.expert_bytes, shape.experts, ratio=0.25)
-        print(f"caches alone on {trace.path.name}, a quarter of the experts; million accesses per second")
+        print(
+            f"caches alone on {trace.path.name}, a quarter of the experts; million"
+            " accesses per second"
+        )
         future = RecordedFuture.of(trace)
         for spec in ("lru", "belady"):
             for scope, sized in (("per layer", per_layer), ("global", size)):
                 rates = []
                 for _ in range(3):
                     begin_s = time.process_time()
-                    counts = cache_only.replay_compiled(spec, shape, sized, layer_steps(trace), future=future)
-                    rates.append(counts.accesses / (time.process_time() - begin_s) / 1e6)
-                print(f"  {spec:6} {scope:9} {np.median(rates):6.2f}  (target 1), hit rate {counts.hit_rate:.4f}")
+                    counts = cache_only.replay_compiled(
+                        spec, shape, sized, layer_steps(trace), future=future
+                    )
+                    rates.append(
+                        counts.accesses / (time.process_time() - begin_s) / 1e6
+                    )
+                print(
+                    f"  {spec:6} {scope:9} {np.median(rates):6.2f}  (target 1), hit"
+                    f" rate {counts.hit_rate:.4f}"
+                )
         _libcachesim(trace, int(size.slots[0]), Path(name))
 
 
@@ -49,16 +65,23 @@ def _trace(folder: Path) -> Trace:
 def _libcachesim(trace: Trace, capacity: int, folder: Path) -> None:
     """The yardstick's rate over the same accesses, one request each."""
     try:
-        import libcachesim as lcs  # noqa: PLC0415 - development only
+        import libcachesim as lcs
     except ImportError:
         print("  libCacheSim is not installed: not measured")
         return
-    record = np.dtype([("time", "<u4"), ("key", "<u8"), ("bytes", "<u4"), ("next", "<i8")])
+    record = np.dtype(
+        [("time", "<u4"), ("key", "<u8"), ("bytes", "<u4"), ("next", "<i8")]
+    )
     keys = np.concatenate(
-        [np.repeat(b.layer * trace.shape.experts, np.diff(b.edges)) + b.experts for b in layer_steps(trace)]
+        [
+            np.repeat(b.layer * trace.shape.experts, np.diff(b.edges)) + b.experts
+            for b in layer_steps(trace)
+        ]
     )
     rows = np.zeros(len(keys), record)
-    rows["time"], rows["key"], rows["bytes"] = np.arange(len(keys)), keys + 1, 1
+    rows["time"] = np.arange(len(keys))
+    rows["key"] = keys + 1
+    rows["bytes"] = 1
     last: dict[int, int] = {}
     following = np.full(len(keys), -1, np.int64)
     for i in range(len(keys) - 1, -1, -1):
@@ -72,9 +95,14 @@ def _libcachesim(trace: Trace, capacity: int, folder: Path) -> None:
     for name, kind in (("LRU", lcs.LRU), ("Belady", lcs.Belady)):
         rates = []
         for _ in range(3):
-            reader = lcs.TraceReader(str(path), lcs.TraceType.ORACLE_GENERAL_TRACE, params)
+            reader = lcs.TraceReader(
+                str(path), lcs.TraceType.ORACLE_GENERAL_TRACE, params
+            )
             cache = kind(cache_size=capacity)
             begin_s = time.process_time()
             miss, _ = cache.process_trace(reader)
             rates.append(len(keys) / (time.process_time() - begin_s) / 1e6)
-        print(f"  libCacheSim {name:6} global {np.median(rates):6.2f}, hit rate {1 - miss:.4f}")
+        print(
+            f"  libCacheSim {name:6} global {np.median(rates):6.2f}, hit rate"
+            f" {1 - miss:.4f}"
+        )

@@ -1,4 +1,6 @@
-"""How long something computes: on machines that others use too, the process's own time says more than the clock."""
+"""How long something computes: on machines that others use too, the process's own time
+says more than the clock.
+"""
 
 from __future__ import annotations
 

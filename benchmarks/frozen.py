@@ -1,14 +1,17 @@
-"""Freeze what moesim answers, so that a change which must not change anything can be checked to the last bit.
+"""Freeze what moesim answers, so that a change which must not change anything can be
+checked to the last bit.
 
-Everything goes through the command line, the one interface that stays the same while the code behind it moves. Inputs
-are prepared once, results are reduced to digests of their tables' columns, and two freezes are compared::
+Everything goes through the command line, the one interface that stays the same while
+the code behind it moves. Inputs are prepared once, results are reduced to digests of
+their tables' columns, and two freezes are compared::
 
-    python -m benchmarks.frozen prepare INPUTS --shared ../shared/traces   # once, before the change
-    python -m benchmarks.frozen freeze INPUTS before.json                  # before the change
-    python -m benchmarks.frozen freeze INPUTS after.json                   # after it
+    python -m benchmarks.frozen prepare INPUTS --shared DIR  # once
+    python -m benchmarks.frozen freeze INPUTS before.json      # before the change
+    python -m benchmarks.frozen freeze INPUTS after.json       # after it
     python -m benchmarks.frozen compare before.json after.json
 
-Digests depend on the machine (libraries choose their own order of summation), so they are not part of the project.
+Digests depend on the machine (libraries choose their own order of summation), so they
+are not part of the project.
 """
 
 from __future__ import annotations
@@ -23,32 +26,116 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 
 ROOT = Path(__file__).resolve().parents[1]
 
-TIMES = {"wall_s", "seconds", "date", "created", "config", "warnings", "git_commit", "git", "trace", "path", "out"}
-"""Keys of JSON results that differ from one run to the next, or say where things lie."""
+TIMES = {
+    "wall_s",
+    "seconds",
+    "date",
+    "created",
+    "config",
+    "warnings",
+    "git_commit",
+    "git",
+    "trace",
+    "path",
+    "out",
+}
+"""Keys of JSON results that differ from one run to the next, or say where things
+lie.
+"""
 
-ASSIGNMENTS = (
-    "all-cpu beam daop exact fetch-split fiddler fixed-mapping greedy hybrimoe-released hybrimoe-schedule ik-break-even"
-    " ilp layer-wise moe-lightning on-demand smoe-balancer static-threshold"
-).split()
-CACHES = (
-    "arc belady belady-cost belady-size clock fifo flashmoe least-stale-interval least-stale-layer least-stale-pass"
-    " lecar lfru lfu lifo lru moe-infinity mrs none prefill-swap random s3-fifo score-window sieve slru static"
-    " workload-window"
-).split()
-PREFETCHES = (
-    "activation-matrix clairvoyant first-missing hybrimoe-released impact next-gate noisy-oracle none partial-hidden"
-    " pre-gated random residual statistical whole-layer"
-).split()
-ROUTINGS = "adaptive-gating as-recorded cache-prior expert-cache-router graceful-degradation".split()
-SYSTEMS = (
-    "adapmoe dali daop deepspeed edgemoe fiddler flashmoe hybrimoe hybrimoe-released ktransformers llama.cpp"
-    " mixtral-offloading moe-infinity moe-lightning moe-on-demand pre-gated smoe"
-).split()
+ASSIGNMENTS = [
+    "all-cpu",
+    "beam",
+    "daop",
+    "exact",
+    "fetch-split",
+    "fiddler",
+    "fixed-mapping",
+    "greedy",
+    "hybrimoe-released",
+    "hybrimoe-schedule",
+    "ik-break-even",
+    "ilp",
+    "layer-wise",
+    "moe-lightning",
+    "on-demand",
+    "smoe-balancer",
+    "static-threshold",
+]
+CACHES = [
+    "arc",
+    "belady",
+    "belady-cost",
+    "belady-size",
+    "clock",
+    "fifo",
+    "flashmoe",
+    "least-stale-interval",
+    "least-stale-layer",
+    "least-stale-pass",
+    "lecar",
+    "lfru",
+    "lfu",
+    "lifo",
+    "lru",
+    "moe-infinity",
+    "mrs",
+    "none",
+    "prefill-swap",
+    "random",
+    "s3-fifo",
+    "score-window",
+    "sieve",
+    "slru",
+    "static",
+    "workload-window",
+]
+PREFETCHES = [
+    "activation-matrix",
+    "clairvoyant",
+    "first-missing",
+    "hybrimoe-released",
+    "impact",
+    "next-gate",
+    "noisy-oracle",
+    "none",
+    "partial-hidden",
+    "pre-gated",
+    "random",
+    "residual",
+    "statistical",
+    "whole-layer",
+]
+ROUTINGS = [
+    "adaptive-gating",
+    "as-recorded",
+    "cache-prior",
+    "expert-cache-router",
+    "graceful-degradation",
+]
+SYSTEMS = [
+    "adapmoe",
+    "dali",
+    "daop",
+    "deepspeed",
+    "edgemoe",
+    "fiddler",
+    "flashmoe",
+    "hybrimoe",
+    "hybrimoe-released",
+    "ktransformers",
+    "llama.cpp",
+    "mixtral-offloading",
+    "moe-infinity",
+    "moe-lightning",
+    "moe-on-demand",
+    "pre-gated",
+    "smoe",
+]
 NEED_SCORES = {"mrs", "score-window"}
 
 
@@ -60,7 +147,8 @@ def call(*words: object) -> str:
     """
     from moesim.cli import main
 
-    printed, said = io.StringIO(), io.StringIO()
+    printed = io.StringIO()
+    said = io.StringIO()
     code: object = 0
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
         try:
@@ -74,13 +162,17 @@ def call(*words: object) -> str:
 
 def digest(value: object) -> str:
     """Sixteen hexadecimal digits of anything that JSON can say."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, default=str).encode()
+    ).hexdigest()[:16]
 
 
 def without_times(value: object) -> object:
     """Leave out what is no result."""
     if isinstance(value, dict):
-        return {key: without_times(item) for key, item in value.items() if key not in TIMES}
+        return {
+            key: without_times(item) for key, item in value.items() if key not in TIMES
+        }
     if isinstance(value, list):
         return [without_times(item) for item in value]
     return value
@@ -101,7 +193,7 @@ def folder_digest(folder: Path) -> dict[str, str]:
     return {path.name: table_digest(path) for path in sorted(folder.glob("*.parquet"))}
 
 
-# -- what is frozen --------------------------------------------------------------------------------
+# -- what is frozen --------------------------------------------------------------------
 
 
 def replays(inputs: Path) -> dict[str, list[object]]:
@@ -109,38 +201,164 @@ def replays(inputs: Path) -> dict[str, list[object]]:
     tiny = ROOT / "traces" / "data" / "tiny_evaluation.parquet"
     warm = ROOT / "traces" / "data" / "tiny_calibration.parquet"
     art = inputs / "artefacts"
-    qwen, mixtral, deepseek = inputs / "qwen.parquet", inputs / "mixtral.parquet", inputs / "deepseek.parquet"
-    gpt, olmoe = inputs / "gpt_oss.parquet", inputs / "olmoe.parquet"
+    qwen = inputs / "qwen.parquet"
+    mixtral = inputs / "mixtral.parquet"
+    deepseek = inputs / "deepseek.parquet"
+    gpt = inputs / "gpt_oss.parquet"
+    olmoe = inputs / "olmoe.parquet"
     found: dict[str, list[object]] = {}
     few = ["--steps", 24]
     for name in ASSIGNMENTS:
-        found[f"assignment/{name}/tiny"] = [tiny, "--policy", name, "--cache", "lru", "--batch", 2, *few]
-        found[f"assignment/{name}/qwen"] = [qwen, "--policy", name, "--cache", "lru", "--steps", 8, "--hw", "rtx4060ti"]
+        found[f"assignment/{name}/tiny"] = [
+            tiny,
+            "--policy",
+            name,
+            "--cache",
+            "lru",
+            "--batch",
+            2,
+            *few,
+        ]
+        found[f"assignment/{name}/qwen"] = [
+            qwen,
+            "--policy",
+            name,
+            "--cache",
+            "lru",
+            "--steps",
+            8,
+            "--hw",
+            "rtx4060ti",
+        ]
         if name != "daop":
-            found[f"assignment/{name}/mixtral"] = [mixtral, "--policy", name, "--cache", "lfu", "--batch", 4,
-                                                   "--steps", 12, "--warm", mixtral]  # fmt: skip
+            found[f"assignment/{name}/mixtral"] = [
+                mixtral,
+                "--policy",
+                name,
+                "--cache",
+                "lfu",
+                "--batch",
+                4,
+                "--steps",
+                12,
+                "--warm",
+                mixtral,
+            ]
     for name in CACHES:
         more = ["--artefacts", art] if name == "flashmoe" else []
         if name == "belady-size":
             more = ["--cache-scope", "global"]
-        found[f"cache/{name}/tiny"] = [tiny, "--policy", "on-demand", "--cache", name, *few, *more, "--warm", warm]
-        found[f"cache/{name}/greedy"] = [tiny, "--policy", "greedy", "--cache", name, *few, *more, "--batch", 3]
-        found[f"cache/{name}/ssd"] = [tiny, "--policy", "greedy", "--cache", name, *few, *more, "--host-memory", "9MiB",
-                                      "--host-cache", "lfu", "--hw", "two-core-host"]  # fmt: skip
+        found[f"cache/{name}/tiny"] = [
+            tiny,
+            "--policy",
+            "on-demand",
+            "--cache",
+            name,
+            *few,
+            *more,
+            "--warm",
+            warm,
+        ]
+        found[f"cache/{name}/greedy"] = [
+            tiny,
+            "--policy",
+            "greedy",
+            "--cache",
+            name,
+            *few,
+            *more,
+            "--batch",
+            3,
+        ]
+        found[f"cache/{name}/ssd"] = [
+            tiny,
+            "--policy",
+            "greedy",
+            "--cache",
+            name,
+            *few,
+            *more,
+            "--host-memory",
+            "9MiB",
+            "--host-cache",
+            "lfu",
+            "--hw",
+            "two-core-host",
+        ]
         if name not in NEED_SCORES | {"flashmoe", "belady-size"}:
-            found[f"cache/{name}/mixtral"] = [mixtral, "--policy", "on-demand", "--cache", name, "--steps", 16]
-            found[f"cache/{name}/only"] = [mixtral, "--cache", name, "--cache-only", "--steps", 64]
+            found[f"cache/{name}/mixtral"] = [
+                mixtral,
+                "--policy",
+                "on-demand",
+                "--cache",
+                name,
+                "--steps",
+                16,
+            ]
+            found[f"cache/{name}/only"] = [
+                mixtral,
+                "--cache",
+                name,
+                "--cache-only",
+                "--steps",
+                64,
+            ]
     for name in PREFETCHES:
         for policy in ("greedy", "on-demand", "hybrimoe-schedule"):
-            found[f"prefetch/{name}/{policy}"] = [tiny, "--policy", policy, "--cache", "lru", "--prefetch", name, *few,
-                                                  "--warm", warm]  # fmt: skip
-        found[f"prefetch/{name}/none"] = [tiny, "--policy", "greedy", "--cache", "none", "--prefetch", name, *few,
-                                          "--staging", 6, "--warm", warm]  # fmt: skip
-        found[f"prefetch/{name}/ssd"] = [tiny, "--policy", "greedy", "--cache", "lru", "--prefetch", name, *few,
-                                         "--host-memory", "9MiB", "--hw", "two-core-host", "--warm", warm]  # fmt: skip
+            found[f"prefetch/{name}/{policy}"] = [
+                tiny,
+                "--policy",
+                policy,
+                "--cache",
+                "lru",
+                "--prefetch",
+                name,
+                *few,
+                "--warm",
+                warm,
+            ]
+        found[f"prefetch/{name}/none"] = [
+            tiny,
+            "--policy",
+            "greedy",
+            "--cache",
+            "none",
+            "--prefetch",
+            name,
+            *few,
+            "--staging",
+            6,
+            "--warm",
+            warm,
+        ]
+        found[f"prefetch/{name}/ssd"] = [
+            tiny,
+            "--policy",
+            "greedy",
+            "--cache",
+            "lru",
+            "--prefetch",
+            name,
+            *few,
+            "--host-memory",
+            "9MiB",
+            "--hw",
+            "two-core-host",
+            "--warm",
+            warm,
+        ]
     for name in ROUTINGS:
         for policy in ("greedy", "daop"):
-            found[f"routing/{name}/{policy}"] = [tiny, "--policy", policy, "--cache", "lru", "--routing", name, *few]
+            found[f"routing/{name}/{policy}"] = [
+                tiny,
+                "--policy",
+                policy,
+                "--cache",
+                "lru",
+                "--routing",
+                name,
+                *few,
+            ]
     for name in SYSTEMS:
         more = ["--artefacts", art] if name == "flashmoe" else []
         for label, words in (
@@ -150,65 +368,260 @@ def replays(inputs: Path) -> dict[str, list[object]]:
             ("noise", ["--hw", "two-core-host", "--noise-seed", 3]),
             ("other", ["--hw", "rtx4060ti", "--seed", 5, "--batch", 2]),
         ):
-            found[f"system/{name}/{label}"] = [tiny, "--policy", name, *words, *more, *few]
-    for name in ("deepspeed", "edgemoe", "fiddler", "ktransformers", "llama.cpp", "mixtral-offloading", "moe-infinity",
-                 "moe-lightning", "moe-on-demand", "pre-gated"):  # fmt: skip
-        found[f"system/{name}/deepseek"] = [deepseek, "--policy", name, "--batch", 4, "--steps", 6]
-        found[f"system/{name}/qwen"] = [qwen, "--policy", name, "--steps", 6, "--gpu-memory", "8GiB",
-                                        "--hw", "rtx5060ti-ryzen9900x"]  # fmt: skip
-    for hw in ("a6000-i9-10980xe", "a6000-xeon5220r-10c", "rtx3080ti", "rtx3090-epyc7532", "rtx5070ti-ryzen9600x"):
+            found[f"system/{name}/{label}"] = [
+                tiny,
+                "--policy",
+                name,
+                *words,
+                *more,
+                *few,
+            ]
+    for name in (
+        "deepspeed",
+        "edgemoe",
+        "fiddler",
+        "ktransformers",
+        "llama.cpp",
+        "mixtral-offloading",
+        "moe-infinity",
+        "moe-lightning",
+        "moe-on-demand",
+        "pre-gated",
+    ):
+        found[f"system/{name}/deepseek"] = [
+            deepseek,
+            "--policy",
+            name,
+            "--batch",
+            4,
+            "--steps",
+            6,
+        ]
+        found[f"system/{name}/qwen"] = [
+            qwen,
+            "--policy",
+            name,
+            "--steps",
+            6,
+            "--gpu-memory",
+            "8GiB",
+            "--hw",
+            "rtx5060ti-ryzen9900x",
+        ]
+    for hw in (
+        "a6000-i9-10980xe",
+        "a6000-xeon5220r-10c",
+        "rtx3080ti",
+        "rtx3090-epyc7532",
+        "rtx5070ti-ryzen9600x",
+    ):
         for trace in (gpt, olmoe):
-            found[f"hw/{hw}/{trace.stem}"] = [trace, "--policy", "greedy", "--cache", "lru", "--hw", hw, "--steps", 20]
+            found[f"hw/{hw}/{trace.stem}"] = [
+                trace,
+                "--policy",
+                "greedy",
+                "--cache",
+                "lru",
+                "--hw",
+                hw,
+                "--steps",
+                20,
+            ]
     for scope in ("layer", "global"):
-        found[f"scope/{scope}"] = [deepseek, "--policy", "greedy", "--cache", "lru", "--cache-scope", scope,
-                                   "--steps", 10]  # fmt: skip
+        found[f"scope/{scope}"] = [
+            deepseek,
+            "--policy",
+            "greedy",
+            "--cache",
+            "lru",
+            "--cache-scope",
+            scope,
+            "--steps",
+            10,
+        ]
     two = inputs / "two_gpus.toml"
     for split in ("layers", "experts"):
-        for policy in ("greedy", "on-demand", "ilp", "exact", "hybrimoe-schedule", "dali"):
-            found[f"gpus/{split}/{policy}"] = [tiny, "--policy", policy, "--gpu-split", split, "--hw", two, *few]
+        for policy in (
+            "greedy",
+            "on-demand",
+            "ilp",
+            "exact",
+            "hybrimoe-schedule",
+            "dali",
+        ):
+            found[f"gpus/{split}/{policy}"] = [
+                tiny,
+                "--policy",
+                policy,
+                "--gpu-split",
+                split,
+                "--hw",
+                two,
+                *few,
+            ]
     for budget in ("200KiB", "2MiB"):
-        found[f"budget/{budget}"] = [tiny, "--policy", "greedy", "--prefetch", "residual", "--prefetch-budget", budget,
-                                     *few]  # fmt: skip
+        found[f"budget/{budget}"] = [
+            tiny,
+            "--policy",
+            "greedy",
+            "--prefetch",
+            "residual",
+            "--prefetch-budget",
+            budget,
+            *few,
+        ]
     return found
 
 
 def real_runs(inputs: Path) -> dict[str, list[object]]:
-    """Name and words of runs whose decisions do not depend on how long anything took."""
+    """Name and words of runs whose decisions do not depend on how long anything
+    took.
+    """
     tiny = ROOT / "traces" / "data" / "tiny_evaluation.parquet"
     warm = ROOT / "traces" / "data" / "tiny_calibration.parquet"
     prompts = inputs / "prompts.txt"
     hw = ["--hw", "two-core-host"]
     found: dict[str, list[object]] = {}
-    for name in ("all-cpu", "fixed-mapping", "greedy", "on-demand", "ilp", "exact", "hybrimoe-schedule", "beam",
-                 "fiddler", "layer-wise", "smoe-balancer", "static-threshold", "fetch-split"):  # fmt: skip
-        found[f"run/assignment/{name}"] = [tiny, "--policy", name, "--cache", "lru", "--steps", 6, "--batch", 2, *hw]
-    for name in ("arc", "clock", "fifo", "lecar", "lfru", "lfu", "lifo", "moe-infinity", "mrs", "none", "s3-fifo",
-                 "score-window", "sieve", "slru", "random", "belady", "static"):  # fmt: skip
-        found[f"run/cache/{name}"] = [tiny, "--policy", "on-demand", "--cache", name, "--steps", 8, "--warm", warm, *hw]
-    for name in ("fiddler", "ktransformers", "llama.cpp", "mixtral-offloading", "moe-on-demand"):
-        found[f"run/system/{name}"] = [tiny, "--policy", name, "--steps", 8, "--warm", warm, *hw]
+    for name in (
+        "all-cpu",
+        "fixed-mapping",
+        "greedy",
+        "on-demand",
+        "ilp",
+        "exact",
+        "hybrimoe-schedule",
+        "beam",
+        "fiddler",
+        "layer-wise",
+        "smoe-balancer",
+        "static-threshold",
+        "fetch-split",
+    ):
+        found[f"run/assignment/{name}"] = [
+            tiny,
+            "--policy",
+            name,
+            "--cache",
+            "lru",
+            "--steps",
+            6,
+            "--batch",
+            2,
+            *hw,
+        ]
+    for name in (
+        "arc",
+        "clock",
+        "fifo",
+        "lecar",
+        "lfru",
+        "lfu",
+        "lifo",
+        "moe-infinity",
+        "mrs",
+        "none",
+        "s3-fifo",
+        "score-window",
+        "sieve",
+        "slru",
+        "random",
+        "belady",
+        "static",
+    ):
+        found[f"run/cache/{name}"] = [
+            tiny,
+            "--policy",
+            "on-demand",
+            "--cache",
+            name,
+            "--steps",
+            8,
+            "--warm",
+            warm,
+            *hw,
+        ]
+    for name in (
+        "fiddler",
+        "ktransformers",
+        "llama.cpp",
+        "mixtral-offloading",
+        "moe-on-demand",
+    ):
+        found[f"run/system/{name}"] = [
+            tiny,
+            "--policy",
+            name,
+            "--steps",
+            8,
+            "--warm",
+            warm,
+            *hw,
+        ]
     for name in ("greedy", "on-demand", "all-cpu"):
         live = ["--model", "tiny", "--prompt", prompts, "--max-new-tokens", 6]
         found[f"run/live/{name}"] = [*live, "--policy", name, "--cache", "lru", *hw]
-        found[f"run/live-batch/{name}"] = [*live, "--policy", name, "--cache", "lfu", "--batch", 2, *hw]
-        found[f"run/ssd/{name}"] = [tiny, "--policy", name, "--cache", "lru", "--steps", 6, "--host-memory", "9MiB",
-                                    *hw]  # fmt: skip
+        found[f"run/live-batch/{name}"] = [
+            *live,
+            "--policy",
+            name,
+            "--cache",
+            "lfu",
+            "--batch",
+            2,
+            *hw,
+        ]
+        found[f"run/ssd/{name}"] = [
+            tiny,
+            "--policy",
+            name,
+            "--cache",
+            "lru",
+            "--steps",
+            6,
+            "--host-memory",
+            "9MiB",
+            *hw,
+        ]
     return found
 
 
 def answers(inputs: Path) -> dict[str, list[object]]:
     """Name and words of commands that print JSON."""
     tiny = ROOT / "traces" / "data" / "tiny_evaluation.parquet"
-    traces = [tiny, *(inputs / f"{name}.parquet" for name in ("qwen", "mixtral", "deepseek", "olmoe"))]
+    traces = [
+        tiny,
+        *(
+            inputs / f"{name}.parquet"
+            for name in ("qwen", "mixtral", "deepseek", "olmoe")
+        ),
+    ]
     found: dict[str, list[object]] = {}
     for trace in traces:
         found[f"info/{trace.stem}"] = ["trace", "info", trace, "--json"]
         found[f"check/{trace.stem}"] = ["trace", "check", trace, "--json"]
         found[f"hits/{trace.stem}"] = ["hits", trace, "--json"]
-    found["compare/tiny"] = ["compare", tiny, "--policies", "greedy,on-demand+lfu,dali,fiddler", "--steps", 16,
-                             "--json"]  # fmt: skip
-    found["compare/sweep"] = ["compare", tiny, "--policies", "greedy,all-cpu", "--steps", 8, "--gpu-memory",
-                              "4GiB,8GiB", "--hw", "rtx4060ti,rtx3080ti", "--json"]  # fmt: skip
+    found["compare/tiny"] = [
+        "compare",
+        tiny,
+        "--policies",
+        "greedy,on-demand+lfu,dali,fiddler",
+        "--steps",
+        16,
+        "--json",
+    ]
+    found["compare/sweep"] = [
+        "compare",
+        tiny,
+        "--policies",
+        "greedy,all-cpu",
+        "--steps",
+        8,
+        "--gpu-memory",
+        "4GiB,8GiB",
+        "--hw",
+        "rtx4060ti,rtx3080ti",
+        "--json",
+    ]
     found["gap/tiny"] = ["gap", tiny, "--policy", "greedy", "--steps", 16, "--json"]
     return found
 
@@ -216,14 +629,19 @@ def answers(inputs: Path) -> dict[str, list[object]]:
 def imports(inputs: Path) -> dict[str, list[object]]:
     """Name and words of imports of every foreign layout."""
     wanted = json.loads((inputs / "foreign" / "imports.json").read_text())
-    return {f"import/{name}": [inputs / "foreign" / name, "DST", *words] for name, words in wanted.items()}
+    return {
+        f"import/{name}": [inputs / "foreign" / name, "DST", *words]
+        for name, words in wanted.items()
+    }
 
 
-# -- preparing -------------------------------------------------------------------------------------
+# -- preparing -------------------------------------------------------------------------
 
 
 def prepare(inputs: Path, shared: Path) -> None:
-    """Write the inputs: imported traces, foreign files, a trained network, a machine with two GPUs."""
+    """Write the inputs: imported traces, foreign files, a trained network, a machine
+    with two GPUs.
+    """
     inputs.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(ROOT / "tests"))
     import foreign_files as foreign
@@ -234,12 +652,22 @@ def prepare(inputs: Path, shared: Path) -> None:
         ("gpt_oss_20b", "gpt_oss", ("gpt-oss-20b", "mxfp4")),
         ("olmoe_1b_7b_decode299", "olmoe", ("olmoe-1b-7b", "bf16")),
     ):
-        call("trace", "import", shared / f"{source}.parquet", inputs / f"{name}.parquet", "--shape", words[0],
-             "--weights", words[1])  # fmt: skip
+        call(
+            "trace",
+            "import",
+            shared / f"{source}.parquet",
+            inputs / f"{name}.parquet",
+            "--shape",
+            words[0],
+            "--weights",
+            words[1],
+        )
     shutil.copy(shared / "mixtral_8x7b_like.parquet", inputs / "mixtral.parquet")
     shutil.copy(shared / "deepseek_v2_lite_like.parquet", inputs / "deepseek.parquet")
     learned_network.write(inputs / "artefacts", 6, 32)
-    (inputs / "prompts.txt").write_text("def add(a, b):\n    return\n\nimport os\nimport\n\nclass Point:\n")
+    (inputs / "prompts.txt").write_text(
+        "def add(a, b):\n    return\n\nimport os\nimport\n\nclass Point:\n"
+    )
     folder = inputs / "foreign"
     folder.mkdir(exist_ok=True)
     truth = foreign.routing()
@@ -271,18 +699,23 @@ def prepare(inputs: Path, shared: Path) -> None:
     for size, rows in (("", truth), ("large_", larger)):
         for name, (write, options, words) in named.items():
             write(folder / f"{size}{name}", rows, **options)
-            wanted[f"{size}{name}"] = [] if words is None else ["--shape", foreign.SHAPE, *words]
+            wanted[f"{size}{name}"] = (
+                [] if words is None else ["--shape", foreign.SHAPE, *words]
+            )
     for name, words in wanted.items():
         with contextlib.suppress(ValueError):
             words[words.index("--batch") + 1] = 4 if name.startswith("large_") else 2
     (folder / "imports.json").write_text(json.dumps(wanted))
     profile = (ROOT / "hwprofiles" / "data" / "rtx3090-epyc7532.toml").read_text()
     for lane in ("gpu", "h2d", "d2h"):
-        profile = profile.replace(f'{lane}0 = [\n    "{lane}0",\n]', f'{lane}0 = [\n    "{lane}0",\n]\n{lane}1 = [\n    "{lane}1",\n]')
+        profile = profile.replace(
+            f'{lane}0 = [\n    "{lane}0",\n]',
+            f'{lane}0 = [\n    "{lane}0",\n]\n{lane}1 = [\n    "{lane}1",\n]',
+        )
     (inputs / "two_gpus.toml").write_text(profile)
 
 
-# -- freezing --------------------------------------------------------------------------------------
+# -- freezing --------------------------------------------------------------------------
 
 
 def freeze(inputs: Path, only: str = "") -> dict[str, object]:
@@ -292,9 +725,29 @@ def freeze(inputs: Path, only: str = "") -> dict[str, object]:
         *((name, words, _replayed) for name, words in replays(inputs).items()),
         *((name, words, _answered) for name, words in answers(inputs).items()),
         *((name, words, _imported) for name, words in imports(inputs).items()),
-        *((f"stats/{name}", [inputs / f"{name}.parquet"], _surveyed) for name in ("qwen", "mixtral", "olmoe")),
-        ("stats/tiny", [ROOT / "traces" / "data" / "tiny_evaluation.parquet"], _surveyed),
-        ("synth/qwen", ["--shape", "qwen3-30b-a3b", "--tokens", 40, "--prompt", 8, "--generated", 12], _drawn),
+        *(
+            (f"stats/{name}", [inputs / f"{name}.parquet"], _surveyed)
+            for name in ("qwen", "mixtral", "olmoe")
+        ),
+        (
+            "stats/tiny",
+            [ROOT / "traces" / "data" / "tiny_evaluation.parquet"],
+            _surveyed,
+        ),
+        (
+            "synth/qwen",
+            [
+                "--shape",
+                "qwen3-30b-a3b",
+                "--tokens",
+                40,
+                "--prompt",
+                8,
+                "--generated",
+                12,
+            ],
+            _drawn,
+        ),
         ("synth/like", ["--like", inputs / "mixtral.parquet", "--tokens", 200], _drawn),
         *((name, words, _ran) for name, words in real_runs(inputs).items()),
     ]
@@ -305,7 +758,9 @@ def freeze(inputs: Path, only: str = "") -> dict[str, object]:
                 found[name] = work(words, Path(folder))
             except RuntimeError as error:
                 found[name] = f"error: {str(error).replace(str(folder), 'FOLDER')}"
-        print(f"\r{number + 1}/{len(jobs)} {name:60}", end="", file=sys.stderr, flush=True)
+        print(
+            f"\r{number + 1}/{len(jobs)} {name:60}", end="", file=sys.stderr, flush=True
+        )
     print(file=sys.stderr)
     return found
 
@@ -314,7 +769,11 @@ def _replayed(words: list[object], folder: Path) -> object:
     if "--cache-only" in words:
         return without_times(json.loads(call("replay", *words, "--json")))
     told = json.loads(call("replay", *words, "--out", folder / "run", "--json"))
-    return {"metrics": digest(without_times(told)), "events": told["events"], **folder_digest(folder / "run")}
+    return {
+        "metrics": digest(without_times(told)),
+        "events": told["events"],
+        **folder_digest(folder / "run"),
+    }
 
 
 def _answered(words: list[object], _folder: Path) -> object:
@@ -341,11 +800,25 @@ def _drawn(words: list[object], folder: Path) -> object:
 
 
 def _ran(words: list[object], folder: Path) -> object:
-    told = json.loads(call("run", *words, "--out", folder / "run", "--store", folder / "store", "--json"))
+    told = json.loads(
+        call(
+            "run",
+            *words,
+            "--out",
+            folder / "run",
+            "--store",
+            folder / "store",
+            "--json",
+        )
+    )
     columns = ["step", "layer", "expert", "tokens", "lane", "state"]
     return {
         "accesses": table_digest(folder / "run" / "accesses.parquet", columns),
-        "figures": {key: told[key] for key in ("hits", "misses", "accesses", "steps") if key in told},
+        "figures": {
+            key: told[key]
+            for key in ("hits", "misses", "accesses", "steps")
+            if key in told
+        },
     }
 
 
@@ -353,11 +826,16 @@ def compare(before: dict[str, object], after: dict[str, object]) -> list[str]:
     """One line for everything that differs."""
     lines = []
     for name in sorted(before.keys() | after.keys()):
-        old, new = before.get(name), after.get(name)
+        old = before.get(name)
+        new = after.get(name)
         if old == new:
             continue
         if isinstance(old, dict) and isinstance(new, dict):
-            parts = [part for part in sorted(old.keys() | new.keys()) if old.get(part) != new.get(part)]
+            parts = [
+                part
+                for part in sorted(old.keys() | new.keys())
+                if old.get(part) != new.get(part)
+            ]
             lines.append(f"{name}: {', '.join(parts)}")
         else:
             lines.append(f"{name}: {old} -> {new}")
@@ -366,21 +844,34 @@ def compare(before: dict[str, object], after: dict[str, object]) -> list[str]:
 
 def main() -> None:
     """Parse, and do one of the three."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=("prepare", "freeze", "compare"))
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path, nargs="?")
-    parser.add_argument("--shared", type=Path, default=ROOT / ".." / "shared" / "traces")
-    parser.add_argument("--only", default="", help="freeze only names that contain this")
+    parser.add_argument(
+        "--shared", type=Path, default=ROOT / ".." / "shared" / "traces"
+    )
+    parser.add_argument(
+        "--only", default="", help="freeze only names that contain this"
+    )
     chosen = parser.parse_args()
     if chosen.action == "prepare":
         prepare(chosen.first, chosen.shared)
     elif chosen.action == "freeze":
-        chosen.second.write_text(json.dumps(freeze(chosen.first, chosen.only), indent=1))
+        chosen.second.write_text(
+            json.dumps(freeze(chosen.first, chosen.only), indent=1)
+        )
     else:
-        before, after = json.loads(chosen.first.read_text()), json.loads(chosen.second.read_text())
+        before = json.loads(chosen.first.read_text())
+        after = json.loads(chosen.second.read_text())
         lines = compare(before, after)
-        print("\n".join([*lines, f"{len(before)} frozen, {len(after)} now, {len(lines)} differ"]))
+        print(
+            "\n".join(
+                [*lines, f"{len(before)} frozen, {len(after)} now, {len(lines)} differ"]
+            )
+        )
         sys.exit(bool(lines))
 
 

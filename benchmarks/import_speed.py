@@ -1,6 +1,8 @@
-"""How fast foreign files become traces, written as their engines write them, and how much memory large ones take.
+"""How fast foreign files become traces, written as their engines write them, and how
+much memory large ones take.
 
-``python -m benchmarks.import_speed [TOKENS [LARGE_ROWS]]``; 64 tokens or more, no large files with 0.
+``python -m benchmarks.import_speed [TOKENS [LARGE_ROWS]]``; 64 tokens or more, no large
+files with 0.
 """
 
 from __future__ import annotations
@@ -15,70 +17,132 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
 from pyarrow import csv, json
 
 from benchmarks.cpu_seconds import cpu_seconds
 from tests import foreign_files as files
-from traces.importers import import_trace
-from traces.models import model_shape
 
-LAYERS, EXPERTS, TOP_K = 24, 64, 8
+LAYERS = 24
+EXPERTS = 64
+TOP_K = 8
 SHAPE = f"layers={LAYERS},experts={EXPERTS},top_k={TOP_K},expert_bytes=1MiB"
 TOKENS = 6000
 LAYOUTS = {
     "sglang, one token a pass": (files.sglang_per_token, {}),
-    "sglang, 64 requests": (lambda path, truth: _large_sglang(path, len(truth[0][1]) * LAYERS), {}),
+    "sglang, 64 requests": (
+        lambda path, truth: _large_sglang(path, len(truth[0][1]) * LAYERS),
+        {},
+    ),
     "vllm, npz": (files.vllm_npz, {}),
     "hugging face, safetensors": (files.hf_safetensors, {}),
     "our layout, unordered": (files.moesim_unordered, {}),
     "routing rows, parquet": (files.routing_rows, {}),
     "megatron, jsonl": (files.megatron, {}),
     "llama.cpp, csv": (files.llama_cpp, {}),
-    "route trace, csv": (lambda path, truth: files.route_trace(path, truth, dense=False), {}),
+    "route trace, csv": (
+        lambda path, truth: files.route_trace(path, truth, dense=False),
+        {},
+    ),
     "jsonl by token": (files.per_token, {}),
     "jsonl by token and layer": (files.lattice, {}),
     "jsonl lists": (files.imp, {}),
-    "columns, csv": (files.columns_csv, {"map": "seq=request,pos=position,phase=stage,layer=block,experts=e*"}),
+    "columns, csv": (
+        files.columns_csv,
+        {"map": "seq=request,pos=position,phase=stage,layer=block,experts=e*"},
+    ),
 }
 
 
 LARGE_ROWS = 2_000_000
 _CHILD = """
 import sys
-from traces.importers import import_trace
-from traces.models import model_shape
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
 import_trace(sys.argv[1], sys.argv[2], shape=model_shape(sys.argv[3]))
 with open("/proc/self/status") as status:
-    print(next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024)
+    high = next(line.split()[1] for line in status if line.startswith("VmHWM"))
+    print(int(high) / 1024)
 """
 
 
 def report(tokens: int = TOKENS, large_rows: int = LARGE_ROWS) -> None:
-    """Print a line per layout: its rate, beside a library's for the same bytes; and what large files need."""
-    plain = {name: getattr(files, name) for name in ("LAYERS", "EXPERTS", "TOP_K", "PHYSICAL", "SHAPE", "physical")}
-    files.LAYERS, files.EXPERTS, files.TOP_K, files.SHAPE = LAYERS, EXPERTS, TOP_K, SHAPE
+    """Print a line per layout: its rate, beside a library's for the same bytes; and
+    what large files need.
+    """
+    plain = {
+        name: getattr(files, name)
+        for name in ("LAYERS", "EXPERTS", "TOP_K", "PHYSICAL", "SHAPE", "physical")
+    }
+    files.LAYERS = LAYERS
+    files.EXPERTS = EXPERTS
+    files.TOP_K = TOP_K
+    files.SHAPE = SHAPE
     files.physical = lambda ids, copy=0: ids  # noqa: ARG005 - as many physical as logical experts
     files.PHYSICAL = np.tile(np.arange(EXPERTS), (LAYERS, 1))
-    print(f"imports of {LAYERS} x {EXPERTS} top {TOP_K}, some {tokens * LAYERS:,} rows; million rows per CPU second")
-    print("(target 1); beside it the same bytes parsed by a library, their meaning left aside")
-    truth = files.routing(((tokens // 8, tokens - tokens // 8),), layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
+    print(
+        f"imports of {LAYERS} x {EXPERTS} top {TOP_K}, some {tokens * LAYERS:,} rows;"
+        " million rows per CPU second"
+    )
+    print(
+        "(target 1); beside it the same bytes parsed by a library, their meaning left"
+        " aside"
+    )
+    truth = files.routing(
+        ((tokens // 8, tokens - tokens // 8),),
+        layers=LAYERS,
+        experts=EXPERTS,
+        top_k=TOP_K,
+    )
     try:
         with tempfile.TemporaryDirectory() as folder:
             for name, (write, options) in LAYOUTS.items():
                 source = write(Path(folder) / "dump.npz", truth)
-                done = partial(import_trace, source, source.with_name("out"), shape=model_shape(SHAPE), options=options)
+                done = partial(
+                    import_trace,
+                    source,
+                    source.with_name("out"),
+                    shape=model_shape(SHAPE),
+                    options=options,
+                )
                 rows = done().rows
-                rate, parsed = (rows / cpu_seconds(work) / 1e6 for work in (done, partial(_parsed, source)))
+                rate, parsed = (
+                    rows / cpu_seconds(work) / 1e6
+                    for work in (done, partial(_parsed, source))
+                )
                 size = source.stat().st_size / 1e6
-                print(f"  {name:<26} {rate:5.2f}, parsed alone {parsed:6.2f}, {size:4.0f} MB", flush=True)
+                print(
+                    f"  {name:<26} {rate:5.2f}, parsed alone {parsed:6.2f},"
+                    f" {size:4.0f} MB",
+                    flush=True,
+                )
                 source.unlink()
             if large_rows:
-                print(f"peak memory of {large_rows:,} rows, each in a process of its own (target: 1 GB)")
+                print(
+                    f"peak memory of {large_rows:,} rows, each in a process of its own"
+                    " (target: 1 GB)"
+                )
             for name, write_large in LARGE.items() if large_rows else ():
                 source = write_large(Path(folder) / "dump.npz", large_rows)
-                call = [sys.executable, "-c", _CHILD, str(source), str(source.with_name("out")), SHAPE]
-                peak = float(subprocess.run(call, capture_output=True, text=True, check=True).stdout)
-                print(f"  {name:<26} {peak:5.0f} MiB of {source.stat().st_size / 2**20:5.0f} MiB", flush=True)
+                call = [
+                    sys.executable,
+                    "-c",
+                    _CHILD,
+                    str(source),
+                    str(source.with_name("out")),
+                    SHAPE,
+                ]
+                peak = float(
+                    subprocess.run(
+                        call, capture_output=True, text=True, check=True
+                    ).stdout
+                )
+                print(
+                    f"  {name:<26} {peak:5.0f} MiB of"
+                    f" {source.stat().st_size / 2**20:5.0f} MiB",
+                    flush=True,
+                )
                 source.unlink()
     finally:
         for name, value in plain.items():
@@ -95,7 +159,7 @@ def _parsed(path: Path) -> None:
             with np.load(path) as arrays:
                 deque((arrays[name] for name in arrays), maxlen=0)
         except ValueError:
-            import torch  # noqa: PLC0415 - for one layout
+            import torch
 
             torch.load(path, weights_only=True)
     elif start[:1] in (b"{", b"["):
@@ -103,11 +167,15 @@ def _parsed(path: Path) -> None:
         _, _, rest = data.partition(b"\n")
         if rest.startswith(b"["):
             data = b'{"row":' + rest.strip().replace(b"\n", b'}\n{"row":') + b"}"
-        json.read_json(pa.BufferReader(data), read_options=json.ReadOptions(use_threads=False, block_size=8 << 20))
+        json.read_json(
+            pa.BufferReader(data),
+            read_options=json.ReadOptions(use_threads=False, block_size=8 << 20),
+        )
     elif start[8:9] == b"{" or not start[:1].isascii() or b"\0" in start:
         np.fromfile(path, np.float32, offset=8 + int.from_bytes(start, "little")).sum()
     else:
-        data, at = path.read_bytes(), 0
+        data = path.read_bytes()
+        at = 0
         while data.startswith(b"#", at):
             at = data.index(b"\n", at) + 1
         mark = ";" if b";" in data[at : at + 256] else ","
@@ -120,15 +188,23 @@ def _parsed(path: Path) -> None:
 
 def _routing(rows: int, requests: int = 1) -> np.ndarray:
     """Ids [T, L, K] of rows / L tokens, drawn from a pool."""
-    pool = np.argsort(np.random.default_rng(0).random((4096, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
+    pool = np.argsort(np.random.default_rng(0).random((4096, EXPERTS)), axis=1)[
+        :, :TOP_K
+    ].astype(np.int32)
     tokens = rows // LAYERS // requests * requests
-    return pool[np.arange(tokens * LAYERS) * 2_654_435_761 % (1 << 32) % len(pool)].reshape(tokens, LAYERS, TOP_K)
+    return pool[
+        np.arange(tokens * LAYERS) * 2_654_435_761 % (1 << 32) % len(pool)
+    ].reshape(tokens, LAYERS, TOP_K)
 
 
 def _large_route_trace(path: Path, rows: int) -> Path:
     """One session of 500 tokens after the other."""
     truth = files.routing(((100, 500),), layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
-    lines = files.route_trace(path, truth, dense=False).read_bytes().splitlines(keepends=True)
+    lines = (
+        files.route_trace(path, truth, dense=False)
+        .read_bytes()
+        .splitlines(keepends=True)
+    )
     first = next(number for number, line in enumerate(lines) if line[:1].isdigit())
     body = b"".join(lines[first:])
     with path.open("wb") as file:
@@ -140,18 +216,32 @@ def _large_route_trace(path: Path, rows: int) -> Path:
 
 def _large_sglang(path: Path, rows: int) -> Path:
     """64 requests that generate side by side."""
-    import torch  # noqa: PLC0415 - for one layout
+    import torch
 
     ids = _routing(rows, 64)
     records = [
         {
-            "forward_pass_id": step, "rank": 0, "gatherer_key": "primary", "input_ids": [7] * 64,
-            "positions": [step] * 64, "extend_seq_lens": None, "forward_mode": 2, "misc_objects": [],
-            "topk_ids_of_layer": torch.from_numpy(np.ascontiguousarray(part.transpose(1, 0, 2))),
+            "forward_pass_id": step,
+            "rank": 0,
+            "gatherer_key": "primary",
+            "input_ids": [7] * 64,
+            "positions": [step] * 64,
+            "extend_seq_lens": None,
+            "forward_mode": 2,
+            "misc_objects": [],
+            "topk_ids_of_layer": torch.from_numpy(
+                np.ascontiguousarray(part.transpose(1, 0, 2))
+            ),
         }
         for step, part in enumerate(ids.reshape(-1, 64, LAYERS, TOP_K))
-    ]  # fmt: skip
-    torch.save({"records": records, "last_physical_to_logical_map": torch.from_numpy(files.PHYSICAL)}, path)
+    ]
+    torch.save(
+        {
+            "records": records,
+            "last_physical_to_logical_map": torch.from_numpy(files.PHYSICAL),
+        },
+        path,
+    )
     return path
 
 
@@ -161,7 +251,11 @@ def _large_vllm(path: Path, rows: int) -> Path:
 
 
 def _large_logits(path: Path, rows: int) -> Path:
-    logits = np.random.default_rng(0).normal(size=(rows // LAYERS, EXPERTS)).astype(np.float32)
+    logits = (
+        np.random.default_rng(0)
+        .normal(size=(rows // LAYERS, EXPERTS))
+        .astype(np.float32)
+    )
     np.savez(path, **{f"layer.{layer}": logits for layer in range(LAYERS)})
     return path
 

@@ -9,14 +9,17 @@ import tempfile
 import time
 from pathlib import Path
 
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
+
 from benchmarks.replay_speed import SHARED
-from traces.importers import import_trace
-from traces.models import model_shape
 
 PROBE = """
 import sys
-from moesim.api import replay
-run = replay(sys.argv[1], "greedy", cache="lru", hw="rtx3090-epyc7532", out=sys.argv[2], steps=int(sys.argv[3]) or None)
+from moesim.runs.replay import replay
+trace, out, steps = sys.argv[1:4]
+how = {"cache": "lru", "hw": "rtx3090-epyc7532", "steps": int(steps) or None}
+run = replay(trace, "greedy", out=out, **how)
 assert "torch" not in sys.modules
 with open("/proc/self/status") as status:  # ru_maxrss would inherit the parent's peak
     peak_kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
@@ -33,14 +36,31 @@ def report() -> None:
             trace = Path(name) / "g.parquet"
             import_trace(source, trace, shape=model_shape("gpt-oss-20b"))
             for steps in (8000, 16000, 0):
-                call = [sys.executable, "-c", PROBE, str(trace), str(Path(name) / "out"), str(steps)]
-                done, peak = subprocess.run(call, check=True, capture_output=True, text=True).stdout.split()
-                print(f"  gpt_oss_20b, {int(done):9,} layer steps: {float(peak):5.0f} MiB (target below 500 MB)")
+                call = [
+                    sys.executable,
+                    "-c",
+                    PROBE,
+                    str(trace),
+                    str(Path(name) / "out"),
+                    str(steps),
+                ]
+                done, peak = subprocess.run(
+                    call, check=True, capture_output=True, text=True
+                ).stdout.split()
+                print(
+                    f"  gpt_oss_20b, {int(done):9,} layer steps: {float(peak):5.0f} MiB"
+                    " (target below 500 MB)"
+                )
     else:
         print("  gpt_oss_20b: not beside this checkout, not measured")
     spent = []
     for _ in range(5):
         begin_s = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "moesim", "--help"], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "moesim", "--help"], check=True, capture_output=True
+        )
         spent.append(time.perf_counter() - begin_s)
-    print(f"  moesim --help: {statistics.median(spent):.2f} s, median of five (target 0.5)")
+    print(
+        f"  moesim --help: {statistics.median(spent):.2f} s, median of five (target"
+        " 0.5)"
+    )

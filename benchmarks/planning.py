@@ -1,4 +1,6 @@
-"""The decision and the whole planning of one layer step, in microseconds of CPU time."""
+"""The decision and the whole planning of one layer step, in microseconds of CPU
+time.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +8,28 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from hwprofiles.costs import Costs
-from hwprofiles.profile import load_profile
-from policies.plan import MemoryPlan
-from policies.planner import Planner
-from policies.registry import names
-from policies.residency import CacheSize
-from policies.systems import compose
-from traces.batch import RoutedLayer
-from traces.models import model_shape
-from traces.schema import Phase
+from moesim.hwprofiles.costs import Costs
+from moesim.hwprofiles.profile import load_profile
+from moesim.policies.planner.plan import MemoryPlan
+from moesim.policies.planner.planner import Planner
+from moesim.policies.planner.residency import CacheSize
+from moesim.policies.registry import names
+from moesim.policies.systems import compose
+from moesim.traces.format.batch import RoutedLayer
+from moesim.traces.format.schema import Phase
+from moesim.traces.models import model_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from policies.base import LayerWork
+    from moesim.policies.base import LayerWork
 
 REPEATS = 2000
 
 
-def best_s(function: Callable[[], object], repeats: int = REPEATS, rounds: int = 7) -> float:
+def best_s(
+    function: Callable[[], object], repeats: int = REPEATS, rounds: int = 7
+) -> float:
     """Median over rounds of the mean CPU seconds of one call."""
     means = []
     for _ in range(rounds):
@@ -42,7 +45,12 @@ def planner(assignment: str, slots: int = 32) -> Planner:
     shape = model_shape("qwen3-30b-a3b")
     size = CacheSize.of(shape.expert_bytes, shape.experts, slots_per_layer=slots)
     policies = compose(assignment, cache="lru").build(gpus=1, host_cache=None)
-    return Planner(shape, Costs(load_profile("rtx3090-epyc7532"), shape), policies, MemoryPlan(size))
+    return Planner(
+        shape,
+        Costs(load_profile("rtx3090-epyc7532"), shape),
+        policies,
+        MemoryPlan(size),
+    )
 
 
 def layer_steps(active: int, count: int, seed: int = 0) -> list[RoutedLayer]:
@@ -53,7 +61,17 @@ def layer_steps(active: int, count: int, seed: int = 0) -> list[RoutedLayer]:
         experts = np.sort(draw.choice(128, active, replace=False)).astype(np.int32)
         tokens = draw.integers(1, 2 if active == 8 else 12, active).astype(np.int32)
         predicted = {"pred1_raw": draw.random((1, 128)).astype(np.float16)}
-        found.append(RoutedLayer(i % 48, experts, tokens, experts.astype(np.uint16)[None], None, None, predicted))
+        found.append(
+            RoutedLayer(
+                i % 48,
+                experts,
+                tokens,
+                experts.astype(np.uint16)[None],
+                None,
+                None,
+                predicted,
+            )
+        )
     return found
 
 
@@ -78,7 +96,9 @@ def decision_s(assignment: str, active: int, *, slow: bool = False) -> float:
 
 
 def planning_s(assignment: str, active: int) -> float:
-    """Median CPU seconds of `Planner.plan` alone, over layer steps with misses, victims and landings."""
+    """Median CPU seconds of `Planner.plan` alone, over layer steps with misses, victims
+    and landings.
+    """
     book = planner(assignment)
     steps = layer_steps(active, 960 if active <= 8 else 240)
     spent: list[float] = []
@@ -102,9 +122,17 @@ SLOW = {"ilp"}
 
 
 def every_assignment() -> None:
-    """Print the decision of each registered assignment policy, microseconds at 8, 64 and 128 active experts."""
-    print("one decision of every assignment policy, microseconds (HiGHS and CBC: milliseconds' worth)")
-    specs = [name for name in names("assignment") if name != "ilp"] + ["ilp:solver=highs", "ilp:solver=cbc"]
+    """Print the decision of each registered assignment policy, microseconds at 8, 64
+    and 128 active experts.
+    """
+    print(
+        "one decision of every assignment policy, microseconds (HiGHS and CBC:"
+        " milliseconds' worth)"
+    )
+    specs = [name for name in names("assignment") if name != "ilp"] + [
+        "ilp:solver=highs",
+        "ilp:solver=cbc",
+    ]
     for spec in specs:
         slow = spec.partition(":")[0] in SLOW
         cells = [decision_s(spec, active, slow=slow) * 1e6 for active in (8, 64, 128)]
@@ -116,10 +144,14 @@ def report() -> None:
     print("planning (Qwen3-30B-A3B shape, 32 slots per layer; microseconds)")
     for active, limit in ((8, 3), (128, 10)):
         print(
-            f"  greedy decision alone, {active:3} active: {decision_s('greedy', active) * 1e6:6.2f}  (target {limit})"
+            f"  greedy decision alone, {active:3} active:"
+            f" {decision_s('greedy', active) * 1e6:6.2f}  (target {limit})"
         )
     for assignment in ("greedy", "on-demand"):
         for active, limit in ((8, 25), (128, 120)):
             spent_us = planning_s(assignment, active) * 1e6
-            print(f"  whole planning, {assignment:9}, {active:3} active: {spent_us:6.1f}  (target {limit})")
+            print(
+                f"  whole planning, {assignment:9}, {active:3} active: {spent_us:6.1f} "
+                f" (target {limit})"
+            )
     every_assignment()

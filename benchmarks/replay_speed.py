@@ -8,14 +8,17 @@ import tempfile
 import time
 from pathlib import Path
 
+from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
+
 from benchmarks import bare_simpy
-from moesim.api import replay
-from traces.importers import import_trace
-from traces.models import model_shape
-from traces.reader import Trace, open_trace
+from moesim.runs.replay import replay
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces"
-SHIPPED = Path(__file__).resolve().parents[1] / "traces" / "data" / "tiny_evaluation.parquet"
+SHIPPED = (
+    Path(__file__).resolve().parents[1] / "traces" / "data" / "tiny_evaluation.parquet"
+)
 MODELS = {
     "gpt_oss_20b": "gpt-oss-20b",
     "kimi_linear_48b_a3b_decode300": "kimi-linear-48b-a3b",
@@ -27,7 +30,9 @@ ROUNDS = 5
 
 
 def bench_trace(folder: Path) -> Trace:
-    """The 48-layer Qwen3 trace where it lies beside the checkout, else the shipped one."""
+    """The 48-layer Qwen3 trace where it lies beside the checkout, else the shipped
+    one.
+    """
     source = SHARED / "qwen3_30b_a3b_top6.parquet"
     if not source.is_file():
         return open_trace(SHIPPED)
@@ -39,9 +44,15 @@ def report() -> None:
     """Print layer steps per second and ratios, median of several rounds."""
     with tempfile.TemporaryDirectory() as name:
         trace = bench_trace(Path(name))
-        print(f"replay of {trace.path.name} ({trace.shape.layers} layers), timeline and metrics included")
+        print(
+            f"replay of {trace.path.name} ({trace.shape.layers} layers), timeline and"
+            " metrics included"
+        )
         for policy in ("greedy", "on-demand", "all-cpu"):
-            spent, timeouts, lanes, rates = [], [], [], []
+            spent = []
+            timeouts = []
+            lanes = []
+            rates = []
             for round_ in range(ROUNDS + 1):
                 gc.collect()
                 begin_s = time.process_time()
@@ -55,8 +66,9 @@ def report() -> None:
                 lanes.append(bare_simpy.resources_s(run.metrics["events"]))
             events = run.metrics["events"] / run.metrics["layer_steps"]
             print(
-                f"  {policy:9}{statistics.median(rates):7,.0f} layer steps/s (target 10,000), {events:.1f} events each;"
-                f" time / bare SimPy: {_ratio(spent, timeouts):.2f} of timeouts alone (target 3),"
+                f"  {policy:9}{statistics.median(rates):7,.0f} layer steps/s (target"
+                f" 10,000), {events:.1f} events each; time / bare SimPy:"
+                f" {_ratio(spent, timeouts):.2f} of timeouts alone (target 3),"
                 f" {_ratio(spent, lanes):.2f} of processes holding resources"
             )
 

@@ -1,11 +1,14 @@
-"""What the runtime itself costs: dispatch, planning, and how near its lanes come to bare copies, reads and products.
+"""What the runtime itself costs: dispatch, planning, and how near its lanes come to
+bare copies, reads and products.
 
-Trace-driven runs of a model of 8 layers x 16 experts with 4.5 MiB each (float32, top-4, made-up routing with a taste),
-and between them, in the same process, the same operations in a bare loop: the very copies of the run before, slot by
-slot, its direct reads of the same store in their order, and products with raw torch calls. Short runs and bare loops
-alternate, since a machine with neighbours is faster in one second than in the next: each run is held against the bare
-loops right before and after it, and how much those two differ is printed beside, for no comparison is better than that.
-Run it on a quiet machine: `python -m benchmarks.runtime_overhead`.
+Trace-driven runs of a model of 8 layers x 16 experts with 4.5 MiB each (float32, top-4,
+made-up routing with a taste), and between them, in the same process, the same
+operations in a bare loop: the very copies of the run before, slot by slot, its direct
+reads of the same store in their order, and products with raw torch calls. Short runs
+and bare loops alternate, since a machine with neighbours is faster in one second than
+in the next: each run is held against the bare loops right before and after it, and how
+much those two differ is printed beside, for no comparison is better than that. Run it
+on a quiet machine: `python -m benchmarks.runtime_overhead`.
 """
 
 from __future__ import annotations
@@ -19,26 +22,36 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from moesim.runtime.executor.host_device import HostDevice
+from moesim.runtime.executor.trace_driven import shape_for
+from moesim.runtime.store.memory import HostTier
+from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
+from moesim.traces.format.writer import TraceWriter
 from torch.nn import functional
 
-from moesim import api
-from moesim.runs import machine_profile, open_random_store, run_trace
-from runtime.host_lanes import HostDevice
-from runtime.memory import HostTier
-from runtime.tracedriven import shape_for
-from traces.reader import Trace, open_trace
-from traces.schema import ModelShape, Phase, TraceHeader
-from traces.writer import TraceWriter
+from moesim.runs import replay as api
+from moesim.runs.measured import machine_profile, open_random_store, run_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from runtime.store import ExpertStore
+    from moesim.runtime.store.store import ExpertStore
 
 SHAPE = ModelShape(
-    name="bench", layers=8, experts=16, top_k=4, hidden=1024, expert_intermediate=384,
-    expert_bytes=(3 * 1024 * 384 * 4,) * 8, other_bytes=1 << 20, heads=8, kv_heads=2, head_dim=64, dtype="f32",
-)  # fmt: skip
+    name="bench",
+    layers=8,
+    experts=16,
+    top_k=4,
+    hidden=1024,
+    expert_intermediate=384,
+    expert_bytes=(3 * 1024 * 384 * 4,) * 8,
+    other_bytes=1 << 20,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    dtype="f32",
+)
 TOKENS = 60
 POLICIES = ("all-cpu", "on-demand", "greedy", "beam", "ilp")
 SLOTS = 4
@@ -47,7 +60,9 @@ TURN_TOKENS = 12
 
 
 class Link(NamedTuple):
-    """One kind of operation: the run that does it, the bare loop of the same, and the share that is wanted."""
+    """One kind of operation: the run that does it, the bare loop of the same, and the
+    share that is wanted.
+    """
 
     policy: str
     lane: str
@@ -60,31 +75,50 @@ class Link(NamedTuple):
 def figures(folder: Path) -> dict[str, Any]:
     """Measure everything, on one thread, in this process."""
     profile = machine_profile(None)
-    trace, short = made_up_trace(folder / "bench.parquet", TOKENS), made_up_trace(folder / "short.parquet", TURN_TOKENS)
-    found: dict[str, Any] = {"profile": profile.name, "planning_share": {}, "planning_us": {}, "links": {}}
-    with open_random_store(shape_for(SHAPE, None), folder / "store", "float32") as store:
+    trace = made_up_trace(folder / "bench.parquet", TOKENS)
+    short = made_up_trace(folder / "short.parquet", TURN_TOKENS)
+    found: dict[str, Any] = {
+        "profile": profile.name,
+        "planning_share": {},
+        "planning_us": {},
+        "links": {},
+    }
+    with open_random_store(
+        shape_for(SHAPE, None), folder / "store", "float32"
+    ) as store:
         for policy in POLICIES:
             run = _run(trace, store, profile, policy)
             found["planning_share"][policy] = run.metrics["planning_share"]
-            found["planning_us"][policy] = 1e6 * run.metrics["planning_s"] / run.metrics["layer_steps"]
+            found["planning_us"][policy] = (
+                1e6 * run.metrics["planning_s"] / run.metrics["layer_steps"]
+            )
             if policy == "greedy":
                 found["dispatch_us"] = _spread(run.result.dispatch_s)
                 found["hand_off_us"] = _spread(run.result.hand_off_s)
-                found["layer_ms"] = 1e3 * run.metrics["makespan_s"] / run.metrics["layer_steps"]
+                found["layer_ms"] = (
+                    1e3 * run.metrics["makespan_s"] / run.metrics["layer_steps"]
+                )
         for name, link in LINKS.items():
             found["links"][name] = in_turns(link, short, store, profile)
         found["direct_reads"] = store.direct
     return found
 
 
-def in_turns(link: Link, trace: Trace, store: ExpertStore, profile: Any) -> dict[str, list[float]]:
+def in_turns(
+    link: Link, trace: Trace, store: ExpertStore, profile: Any
+) -> dict[str, list[float]]:
     """Alternate runs and bare loops.
 
     Returns:
-        By turn, ``share``: the median second of the bare loops before and after a run over the run's own; and
+        By turn, ``share``: the median second of the bare loops before and after a run
+            over the run's own; and
         ``control``: that of the second of these loops over the first.
     """
-    memory = {} if link.host_slots is None else {"host_memory_bytes": link.host_slots * store.slot_bytes}
+    memory = (
+        {}
+        if link.host_slots is None
+        else {"host_memory_bytes": link.host_slots * store.slot_bytes}
+    )
     bare_s: list[float] = []
     runs_s: list[float] = []
     for _ in range(TURNS + 1):
@@ -93,8 +127,14 @@ def in_turns(link: Link, trace: Trace, store: ExpertStore, profile: Any) -> dict
         runs_s.append(_median_s(run, link.lane, link.kind))
         bare_s.append(link.bare(store, run, copies))
     turns = zip(bare_s, runs_s[1:], bare_s[1:], strict=False)
-    shares = [(0.5 * (before_s + after_s) / run_s, after_s / before_s) for before_s, run_s, after_s in turns]
-    return {"share": [share for share, _ in shares], "control": [control for _, control in shares]}
+    shares = [
+        (0.5 * (before_s + after_s) / run_s, after_s / before_s)
+        for before_s, run_s, after_s in turns
+    ]
+    return {
+        "share": [share for share, _ in shares],
+        "control": [control for _, control in shares],
+    }
 
 
 @contextmanager
@@ -115,26 +155,52 @@ def noted_copies() -> Iterator[list[tuple[int, int]]]:
 
 
 def bare_copy_s(store: ExpertStore, _run: Any, copies: list[tuple[int, int]]) -> float:
-    """Median seconds of the same copies, one after the other: from the same places to the same places."""
+    """Median seconds of the same copies, one after the other: from the same places to
+    the same places.
+    """
     first = min(source for _, source in copies)
     places = [(slot, (source - first) // store.slot_bytes) for slot, source in copies]
     slots, records = (1 + max(column) for column in zip(*places, strict=True))
-    with HostTier(records, store.slot_bytes) as host, HostTier(slots, store.slot_bytes) as device:
-        return _bare_s([partial(device.record(slot).copy_, host.record(record)) for slot, record in places])
+    with (
+        HostTier(records, store.slot_bytes) as host,
+        HostTier(slots, store.slot_bytes) as device,
+    ):
+        return _bare_s(
+            [
+                partial(device.record(slot).copy_, host.record(record))
+                for slot, record in places
+            ]
+        )
 
 
 def bare_read_s(store: ExpertStore, run: Any, _copies: list[tuple[int, int]]) -> float:
     """Median seconds of the same reads, one after the other."""
     spans = run.timeline.frame()
-    reads = spans[spans["kind"] == "read"].sort_values("start_s")[["layer", "expert"]].to_numpy().tolist()
+    reads = (
+        spans[spans["kind"] == "read"]
+        .sort_values("start_s")[["layer", "expert"]]
+        .to_numpy()
+        .tolist()
+    )
     with HostTier(24, store.slot_bytes) as host:
-        return _bare_s([partial(store.read_into, *key, host.record(i % 24)) for i, key in enumerate(reads)])
+        return _bare_s(
+            [
+                partial(store.read_into, *key, host.record(i % 24))
+                for i, key in enumerate(reads)
+            ]
+        )
 
 
-def bare_product_s(store: ExpertStore, _run: Any, _copies: list[tuple[int, int]]) -> float:
-    """Median seconds of one expert's products for one token, from memory that no cache holds."""
-    count, rounds = 64, 3
-    layout, hidden = store.layout(0), torch.randn(1, SHAPE.hidden)
+def bare_product_s(
+    store: ExpertStore, _run: Any, _copies: list[tuple[int, int]]
+) -> float:
+    """Median seconds of one expert's products for one token, from memory that no cache
+    holds.
+    """
+    count = 64
+    rounds = 3
+    layout = store.layout(0)
+    hidden = torch.randn(1, SHAPE.hidden)
     with HostTier(count, store.slot_bytes) as device, torch.inference_mode():
         views = [layout.views(device.record(slot)) for slot in range(count)]
 
@@ -169,16 +235,23 @@ def made_up_trace(path: Path, tokens: int) -> Trace:
     rng = np.random.default_rng(0)
     rows = tokens * SHAPE.layers
     taste = np.tile(rng.normal(size=(SHAPE.layers, SHAPE.experts)), (tokens, 1))
-    experts = np.argsort(-(taste + rng.normal(size=taste.shape)), axis=1)[:, : SHAPE.top_k]
+    experts = np.argsort(-(taste + rng.normal(size=taste.shape)), axis=1)[
+        :, : SHAPE.top_k
+    ]
     with TraceWriter(path, TraceHeader(SHAPE, {"tool": "benchmark"})) as writer:
-        position, layer = np.repeat(np.arange(tokens), SHAPE.layers), np.tile(np.arange(SHAPE.layers), tokens)
+        position = np.repeat(np.arange(tokens), SHAPE.layers)
+        layer = np.tile(np.arange(SHAPE.layers), tokens)
         writer.write(0, position, np.full(rows, Phase.DECODE), layer, experts)
     return open_trace(path)
 
 
-def _run(trace: Trace, store: ExpertStore, profile: Any, policy: str, **memory: Any) -> Any:
+def _run(
+    trace: Trace, store: ExpertStore, profile: Any, policy: str, **memory: Any
+) -> Any:
     options = api.MemoryOptions(slots_per_layer=SLOTS, **memory)
-    return run_trace(trace, policy, store=store, dtype="float32", hw=profile, memory=options)
+    return run_trace(
+        trace, policy, store=store, dtype="float32", hw=profile, memory=options
+    )
 
 
 def _median_s(run: Any, lane: str, kind: str) -> float:
@@ -196,17 +269,28 @@ def report() -> None:
     """Print the figures as ratios."""
     with tempfile.TemporaryDirectory() as folder:
         found = figures(Path(folder))
-    print(f"runtime, profile {found['profile']}, one layer {found['layer_ms']:.2f} ms under greedy")
+    print(
+        f"runtime, profile {found['profile']}, one layer {found['layer_ms']:.2f} ms"
+        " under greedy"
+    )
     for name in ("dispatch_us", "hand_off_us"):
-        spread, words = found[name], name[:-3].replace("_", "-")
-        print(f"  {words} per layer: median {spread['median']:.0f} us, p99 {spread['p99']:.0f} us")
+        spread = found[name]
+        words = name[:-3].replace("_", "-")
+        print(
+            f"  {words} per layer: median {spread['median']:.0f} us, p99"
+            f" {spread['p99']:.0f} us"
+        )
     for policy, share in found["planning_share"].items():
-        print(f"  planning, {policy}: {100 * share:.1f} % of the run, {found['planning_us'][policy]:.0f} us per layer")
+        print(
+            f"  planning, {policy}: {100 * share:.1f} % of the run,"
+            f" {found['planning_us'][policy]:.0f} us per layer"
+        )
     for name, turns in found["links"].items():
         share, control = (_quartiles(turns[key]) for key in ("share", "control"))
         print(
-            f"  {name} against a bare loop: {share[1]:.0f} % (wanted: {100 * LINKS[name].wanted:.0f} %); half of"
-            f" {TURNS} turns {share[0]:.0f} to {share[2]:.0f} %, bare loop against bare loop {control[0]:.0f} to"
+            f"  {name} against a bare loop: {share[1]:.0f} % (wanted:"
+            f" {100 * LINKS[name].wanted:.0f} %); half of {TURNS} turns {share[0]:.0f}"
+            f" to {share[2]:.0f} %, bare loop against bare loop {control[0]:.0f} to"
             f" {control[2]:.0f} %"
         )
     print(f"  direct reads: {found['direct_reads']}")

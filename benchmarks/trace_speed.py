@@ -1,7 +1,8 @@
-"""What large traces cost: rows and accesses per second of CPU time, and the peak memory of import, sort and replay.
+"""What large traces cost: rows and accesses per second of CPU time, and the peak memory
+of import, sort and replay.
 
-``python -m benchmarks.trace_speed 1e8`` needs some GB of disk and a quarter of an hour; ``--folder KEPT --part import``
-and so on does the same bit by bit.
+``python -m benchmarks.trace_speed 1e8`` needs some GB of disk and a quarter of an hour;
+``--folder KEPT --part import`` and so on does the same bit by bit.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from moesim.traces.format.arrow import lists, named, numbers
+from moesim.traces.format.layer_steps import joined, layer_steps, of_sequences
+from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
+from moesim.traces.format.writer import ROW_GROUP_ROWS, TraceWriter, arrow_schema
+from moesim.traces.stats.hit_rate_curves import CURVES, CurveFold
+from moesim.traces.stats.similarity import Resemblance
+from moesim.traces.stats.statistics import LayerFold, stats
 
 from benchmarks.cpu_seconds import cpu_seconds
-from traces.arrow import lists, named, numbers
-from traces.curves import CURVES, CurveFold
-from traces.layer_steps import joined, layer_steps, of_sequences
-from traces.reader import Trace, open_trace
-from traces.schema import ModelShape, Phase, TraceHeader
-from traces.similarity import Resemblance
-from traces.stats import LayerFold, stats
-from traces.writer import ROW_GROUP_ROWS, TraceWriter, arrow_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from traces.layer_steps import LayerSteps
-    from traces.reader import SequenceRows
+    from moesim.traces.format.layer_steps import LayerSteps
+    from moesim.traces.format.reader import SequenceRows
 
-MILLION, ROWS = 1e6, 10_000_000
+MILLION = 1e6
+ROWS = 10_000_000
 SHAPE = ModelShape("bench", 24, 64, 8, 2048, 1024, (3 << 20,) * 24, 0)
 SEQUENCE_TOKENS = 1000
 _CHILD = """
@@ -50,38 +52,56 @@ print(rows, taken_s, peak_kib / 1024)
 LARGE = {
     "import": (
         "rows shuffled",
-        "from traces.importers import import_trace",
+        "from moesim.traces.importers import import_trace",
         "import_trace(sys.argv[1], sys.argv[2]).rows",
     ),
     "stats": (
         "without curves",
-        "from traces.reader import open_trace; from traces.stats import stats",
+        (
+            "from moesim.traces.format.reader import open_trace; from"
+            " moesim.traces.stats.statistics import stats"
+        ),
         "(trace := open_trace(sys.argv[2]), stats(trace))[0].rows",
     ),
     "survey": (
         "with all curves",
-        "from traces.reader import open_trace; from traces.survey import survey",
+        (
+            "from moesim.traces.format.reader import open_trace; from"
+            " moesim.traces.stats.trace_summary import survey"
+        ),
         "(trace := open_trace(sys.argv[2]), survey(trace))[0].rows",
     ),
     "cache": (
         "LRU alone",
-        "from moesim.api import replay_cache; from traces.reader import open_trace",
+        (
+            "from moesim.runs.replay import replay_cache; from"
+            " moesim.traces.format.reader import open_trace"
+        ),
         "(trace := open_trace(sys.argv[2]), replay_cache(trace, 'lru'))[0].rows",
     ),
     "replay": (
         "timed, batches of 256",
-        "from moesim.api import MemoryOptions, replay; from traces.reader import open_trace",
         (
-            "(trace := open_trace(sys.argv[2]), replay(trace, 'greedy', cache='lru', hw='rtx4060ti', batch=256,"
-            " memory=MemoryOptions(cache_ratio=0.25), out=sys.argv[3]))[0].rows"
+            "from moesim.runs.memory import MemoryOptions; from moesim.runs.replay"
+            " import replay; from moesim.traces.format.reader import open_trace"
+        ),
+        (
+            "(trace := open_trace(sys.argv[2]), replay(trace, 'greedy', cache='lru',"
+            " hw='rtx4060ti', batch=256, memory=MemoryOptions(cache_ratio=0.25),"
+            " out=sys.argv[3]))[0].rows"
         ),
     ),
 }
-"""Part -> what it is, what it imports, and an expression that does it and is worth the rows of the trace."""
+"""Part -> what it is, what it imports, and an expression that does it and is worth the
+rows of the trace.
+"""
 
 
-def report(rows: int = ROWS, parts: Sequence[str] = (), folder: Path | None = None) -> None:
-    """Print the rates at a tenth of `rows`, and the rate and peak memory of each part of `LARGE` at `rows`.
+def report(
+    rows: int = ROWS, parts: Sequence[str] = (), folder: Path | None = None
+) -> None:
+    """Print the rates at a tenth of `rows`, and the rate and peak memory of each part
+    of `LARGE` at `rows`.
 
     Args:
         rows: of the large trace.
@@ -94,7 +114,8 @@ def report(rows: int = ROWS, parts: Sequence[str] = (), folder: Path | None = No
         if not parts:
             _rates(open_trace(write(Path(name) / "small.parquet", rows // 10)))
         print(f"{rows:,} rows, each in a process of its own (target: 1 GB)", flush=True)
-        shuffled, large = place / f"shuffled-{rows}.parquet", place / f"large-{rows}.parquet"
+        shuffled = place / f"shuffled-{rows}.parquet"
+        large = place / f"large-{rows}.parquet"
         for part in parts or LARGE:
             if part == "import" and not shuffled.exists():
                 write_shuffled(shuffled, rows)
@@ -102,29 +123,56 @@ def report(rows: int = ROWS, parts: Sequence[str] = (), folder: Path | None = No
                 sys.exit(f"no {large}: run the part 'import' with this --folder first")
             what, imports, work = LARGE[part]
             code = _CHILD.format(imports=imports, work=work)
-            call = [sys.executable, "-c", code, str(shuffled), str(large), f"{name}/run"]
-            told = subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+            call = [
+                sys.executable,
+                "-c",
+                code,
+                str(shuffled),
+                str(large),
+                f"{name}/run",
+            ]
+            told = subprocess.run(
+                call, stdout=subprocess.PIPE, text=True, check=True
+            ).stdout.split()
             read, taken_s, peak = map(float, told)
             rate = read / taken_s / MILLION
             print(
-                f"  {part + ', ' + what:<29} {rate:5.2f} million rows per CPU second, {taken_s:4.0f} s,"
-                f" peak {peak:4.0f} MiB", flush=True,
-            )  # fmt: skip
+                f"  {part + ', ' + what:<29} {rate:5.2f} million rows per CPU second,"
+                f" {taken_s:4.0f} s, peak {peak:4.0f} MiB",
+                flush=True,
+            )
 
 
 def _rates(small: Trace) -> None:
-    print(f"statistics of a synthetic trace, {SHAPE.layers} x {SHAPE.experts} top {SHAPE.top_k}; per CPU second")
+    print(
+        f"statistics of a synthetic trace, {SHAPE.layers} x {SHAPE.experts} top"
+        f" {SHAPE.top_k}; per CPU second"
+    )
     reading = cpu_seconds(lambda: deque(small.sequences(), maxlen=0))
     print(f"  reading alone       {small.rows / reading / MILLION:6.2f} million rows")
-    print(f"  stats               {small.rows / cpu_seconds(lambda: stats(small)) / MILLION:6.2f} million rows")
-    print(f"  similarity and so on {small.rows / cpu_seconds(lambda: _alike(small)) / MILLION:5.2f} million rows")
-    print(f"  all but the curves  {small.rows / cpu_seconds(lambda: _uncurved(small)) / MILLION:6.2f} million rows")
+    print(
+        "  stats              "
+        f" {small.rows / cpu_seconds(lambda: stats(small)) / MILLION:6.2f} million rows"
+    )
+    print(
+        "  similarity and so on"
+        f" {small.rows / cpu_seconds(lambda: _alike(small)) / MILLION:5.2f} million"
+        " rows"
+    )
+    print(
+        "  all but the curves "
+        f" {small.rows / cpu_seconds(lambda: _uncurved(small)) / MILLION:6.2f} million"
+        " rows"
+    )
     blocks = list(layer_steps(small))
     accesses = sum(len(block.experts) for block in blocks)
     for names in (("lru",), ("belady",), ("lru_global",), ("belady_global",), CURVES):
         seconds = cpu_seconds(lambda names=names: _curves(small, blocks, names))
         what = "all four curves" if names == CURVES else names[0].replace("_", " ")
-        print(f"  {what:<19} {accesses / seconds / MILLION:6.2f} million accesses (target 1), from memory")
+        print(
+            f"  {what:<19} {accesses / seconds / MILLION:6.2f} million accesses (target"
+            " 1), from memory"
+        )
 
 
 def _curves(trace: Trace, blocks: list[LayerSteps], names: tuple[str, ...]) -> None:
@@ -136,7 +184,8 @@ def _curves(trace: Trace, blocks: list[LayerSteps], names: tuple[str, ...]) -> N
 
 
 def _uncurved(trace: Trace) -> None:
-    fold, alike = LayerFold(trace.shape.layers, trace.shape.experts, trace.shape.top_k), Resemblance(trace.shape)
+    fold = LayerFold(trace.shape.layers, trace.shape.experts, trace.shape.top_k)
+    alike = Resemblance(trace.shape)
 
     def read() -> Iterator[SequenceRows]:
         for rows in trace.sequences():
@@ -154,39 +203,60 @@ def _alike(trace: Trace) -> None:
 
 
 def write(path: Path, rows: int) -> Path:
-    """Sequences of decode tokens; each layer has its favourites, drawn without replacement (Gumbel's trick)."""
+    """Sequences of decode tokens; each layer has its favourites, drawn without
+    replacement (Gumbel's trick).
+    """
     rng = np.random.default_rng(0)
-    layers, experts, top_k = SHAPE.layers, SHAPE.experts, SHAPE.top_k
+    layers = SHAPE.layers
+    experts = SHAPE.experts
+    top_k = SHAPE.top_k
     taste = rng.normal(size=(layers, experts)).astype(np.float32)
     count = SEQUENCE_TOKENS * layers
-    noise = rng.gumbel(size=(4 * SEQUENCE_TOKENS, layers, experts)).astype(np.float32)  # drawn once: 25 MiB
-    pool = np.argpartition(-(noise + taste), top_k, axis=2)[:, :, :top_k].astype(np.uint16)
-    pos, layer = np.repeat(np.arange(SEQUENCE_TOKENS), layers), np.tile(np.arange(layers), SEQUENCE_TOKENS)
+    # Drawn once: 25 MiB.
+    noise = rng.gumbel(size=(4 * SEQUENCE_TOKENS, layers, experts)).astype(np.float32)
+    pool = np.argpartition(-(noise + taste), top_k, axis=2)[:, :, :top_k].astype(
+        np.uint16
+    )
+    pos = np.repeat(np.arange(SEQUENCE_TOKENS), layers)
+    layer = np.tile(np.arange(layers), SEQUENCE_TOKENS)
     with TraceWriter(path, TraceHeader(SHAPE, {"tool": "bench"})) as writer:
         for seq in range(-(-rows // count)):
-            routing = pool[rng.integers(0, len(pool), SEQUENCE_TOKENS)].reshape(-1, top_k)
+            routing = pool[rng.integers(0, len(pool), SEQUENCE_TOKENS)].reshape(
+                -1, top_k
+            )
             writer.write(seq, pos, Phase.DECODE, layer, routing)
     return path
 
 
 def write_shuffled(path: Path, rows: int) -> Path:
-    """Our layout with its rows far from their neighbours: row i stands where ``i * step`` modulo their number says."""
+    """Our layout with its rows far from their neighbours: row i stands where ``i *
+    step`` modulo their number says.
+    """
     rng = np.random.default_rng(0)
-    layers, experts, top_k = SHAPE.layers, SHAPE.experts, SHAPE.top_k
+    layers = SHAPE.layers
+    experts = SHAPE.experts
+    top_k = SHAPE.top_k
     per_sequence = SEQUENCE_TOKENS * layers
     rows = -(-rows // per_sequence) * per_sequence
-    pool = np.argsort(rng.random((4 * per_sequence, experts)), axis=1)[:, :top_k].astype(np.uint16)
+    pool = np.argsort(rng.random((4 * per_sequence, experts)), axis=1)[
+        :, :top_k
+    ].astype(np.uint16)
     step = round(rows * 0.618)
     while np.gcd(step, rows) != 1:
         step += 1
     header = TraceHeader(SHAPE, {"tool": "bench"})
     schema = arrow_schema(header, ())
-    with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=["phase", "layer"]) as writer:
+    with pq.ParquetWriter(
+        path, schema, compression="zstd", use_dictionary=["phase", "layer"]
+    ) as writer:
         for start in range(0, rows, ROW_GROUP_ROWS):
             place = np.arange(start, min(start + ROW_GROUP_ROWS, rows)) * step % rows
             seq, rest = np.divmod(place, per_sequence)
             pos, layer = np.divmod(rest, layers)
-            phase = named(np.full(len(place), Phase.DECODE, np.int8), [phase.label for phase in Phase])
+            phase = named(
+                np.full(len(place), Phase.DECODE, np.int8),
+                [phase.label for phase in Phase],
+            )
             keys = [
                 numbers(seq.astype(np.int32)),
                 numbers(pos.astype(np.int32)),
@@ -194,13 +264,17 @@ def write_shuffled(path: Path, rows: int) -> Path:
                 numbers(layer.astype(np.int16)),
             ]
             routing = lists(pool[place * 2_654_435_761 % (1 << 32) % len(pool)])
-            writer.write_batch(pa.RecordBatch.from_arrays([*keys, routing], schema=schema))
+            writer.write_batch(
+                pa.RecordBatch.from_arrays([*keys, routing], schema=schema)
+            )
     return path
 
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("rows", nargs="?", type=lambda text: int(float(text)), default=ROWS)
+    options.add_argument(
+        "rows", nargs="?", type=lambda text: int(float(text)), default=ROWS
+    )
     options.add_argument("--part", action="append", choices=LARGE, default=[])
     options.add_argument("--folder", type=Path)
     chosen = options.parse_args()

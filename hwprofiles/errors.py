@@ -1,4 +1,6 @@
-"""What a user can do something about, as one line: file, key, expected, found, way out."""
+"""What a user can do something about, as one line: file, key, expected, found, way
+out.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """moesim: which expert should be where, when, computed by whom.
 
-`import moesim` gives notebooks the functions that the command line calls. Each is imported when it is first
-touched, so the import itself costs nothing and never loads torch::
+`import moesim` gives notebooks the functions that the command line calls. Each is
+imported when it is first touched, so the import itself costs nothing and never loads
+torch::
 
     import moesim
     run = moesim.replay("trace.parquet", "greedy", cache="lru", hw="rtx3090-epyc7532")
@@ -14,17 +15,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hwprofiles.profile import HardwareProfile, list_profiles, load_profile, save_profile
-    from moesim.api import MemoryOptions, Run, replay, replay_cache
-    from moesim.comparison import compare, sweep
-    from moesim.hits import hit_rates, hits_figure
-    from moesim.pictures import comparison_figure, placement_figure, step_figure
-    from moesim.report import comparison_text, run_text
-    from moesim.sweep_report import sweep_figure, sweep_text
-    from policies.registry import register
-    from traces.perfetto import write_perfetto
-    from traces.reader import Trace, open_trace
-    from traces.timeline import Timeline
+    from moesim.analysis.hit_rates import hit_rates, hits_figure
+    from moesim.hwprofiles.profile import (
+        HardwareProfile,
+        list_profiles,
+        load_profile,
+        save_profile,
+    )
+    from moesim.policies.registry import register
+    from moesim.reporting.figures import (
+        comparison_figure,
+        placement_figure,
+        step_figure,
+    )
+    from moesim.reporting.sweep_page import sweep_figure, sweep_text
+    from moesim.reporting.text import comparison_text, run_text
+    from moesim.runs.memory import MemoryOptions
+    from moesim.runs.replay import replay, replay_cache
+    from moesim.runs.result import Run
+    from moesim.runs.sweep import compare, sweep
+    from moesim.traces.format.reader import Trace, open_trace
+    from moesim.traces.timeline.perfetto import write_perfetto
+    from moesim.traces.timeline.spans import Timeline
 
 __version__ = "0.1.0"
 
@@ -56,17 +68,28 @@ __all__ = [
 ]
 
 _HOMES = {
-    "moesim.api": ("MemoryOptions", "Run", "replay", "replay_cache"),
-    "moesim.comparison": ("compare", "sweep"),
-    "moesim.hits": ("hit_rates", "hits_figure"),
-    "moesim.pictures": ("comparison_figure", "placement_figure", "step_figure"),
-    "moesim.report": ("comparison_text", "run_text"),
-    "moesim.sweep_report": ("sweep_figure", "sweep_text"),
-    "hwprofiles.profile": ("HardwareProfile", "list_profiles", "load_profile", "save_profile"),
-    "policies.registry": ("register",),
-    "traces.perfetto": ("write_perfetto",),
-    "traces.reader": ("Trace", "open_trace"),
-    "traces.timeline": ("Timeline",),
+    "moesim.runs.memory": ("MemoryOptions",),
+    "moesim.runs.replay": ("replay", "replay_cache"),
+    "moesim.runs.result": ("Run",),
+    "moesim.runs.sweep": ("compare", "sweep"),
+    "moesim.analysis.hit_rates": ("hit_rates", "hits_figure"),
+    "moesim.reporting.figures": (
+        "comparison_figure",
+        "placement_figure",
+        "step_figure",
+    ),
+    "moesim.reporting.text": ("comparison_text", "run_text"),
+    "moesim.reporting.sweep_page": ("sweep_figure", "sweep_text"),
+    "moesim.hwprofiles.profile": (
+        "HardwareProfile",
+        "list_profiles",
+        "load_profile",
+        "save_profile",
+    ),
+    "moesim.policies.registry": ("register",),
+    "moesim.traces.timeline.perfetto": ("write_perfetto",),
+    "moesim.traces.format.reader": ("Trace", "open_trace"),
+    "moesim.traces.timeline.spans": ("Timeline",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -1,8 +1,10 @@
-"""`make demo`: from this very PC to a comparison of policies, in one go and on real input.
+"""`make demo`: from this very PC to a comparison of policies, in one go and on real
+input.
 
-Measures the machine, records what the shipped model's gates say while it reads and writes text it was not trained
-on, and replays that routing on the model of the machine. Nothing is downloaded; nothing is made up: where experts
-are given another model's size, the text says so.
+Measures the machine, records what the shipped model's gates say while it reads and
+writes text it was not trained on, and replays that routing on the model of the machine.
+Nothing is downloaded; nothing is made up: where experts are given another model's size,
+the text says so.
 """
 
 # ruff: noqa: T201 - a demonstration prints
@@ -16,31 +18,41 @@ from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
 
-from moesim import report
-from moesim.api import MemoryOptions
 from moesim.cli import guarded
-from moesim.cli_measure import default_residual
-from moesim.comparison import compare
-from moesim.comparison_report import write_comparison
-from moesim.pictures import comparison_figure, save
-from moesim.progress import bar, only_ours
-from traces.files import written_beside
-from traces.models import model_shape
-from traces.perfetto import write_perfetto
-from traces.reader import Trace, open_trace
-from traces.schema import METADATA_KEY
+from moesim.cli.measure import default_residual
+from moesim.cli.progress import bar, only_ours
+from moesim.reporting import text as report
+from moesim.reporting.comparison_page import write_comparison
+from moesim.reporting.figures import comparison_figure, save
+from moesim.runs.replay import MemoryOptions
+from moesim.runs.sweep import compare
+from moesim.traces.files import written_beside
+from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.format.schema import METADATA_KEY
+from moesim.traces.models import model_shape
+from moesim.traces.timeline.perfetto import write_perfetto
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from moesim.api import Run
+    from moesim.runs.result import Run
 
 POLICIES = (
-    "all-cpu", "on-demand", "static-threshold", "greedy", "greedy+lfu", "greedy+lru+residual", "greedy+belady",
-)  # fmt: skip
-PROMPTS, PROMPT_BYTES, NEW_TOKENS = 4, 192, 64
+    "all-cpu",
+    "on-demand",
+    "static-threshold",
+    "greedy",
+    "greedy+lfu",
+    "greedy+lru+residual",
+    "greedy+belady",
+)
+PROMPTS = 4
+PROMPT_BYTES = 192
+NEW_TOKENS = 64
 TEMPERATURE = 1.0
-"""Sampled, not greedy: a small model that decodes greedily falls into loops, and loops flatter every cache."""
+"""Sampled, not greedy: a small model that decodes greedily falls into loops, and loops
+flatter every cache.
+"""
 CACHE_RATIO = 0.25
 BORROWED = "qwen3-30b-a3b"
 
@@ -48,8 +60,16 @@ BORROWED = "qwen3-30b-a3b"
 def main() -> None:
     """Run the demonstration."""
     parser = argparse.ArgumentParser(prog="python -m moesim.demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where results go")
-    parser.add_argument("--hw", type=Path, metavar="FILE", help="use this profile instead of measuring")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/demo"),
+        metavar="DIR",
+        help="where results go",
+    )
+    parser.add_argument(
+        "--hw", type=Path, metavar="FILE", help="use this profile instead of measuring"
+    )
     arguments = parser.parse_args()
     guarded(lambda: demonstrate(arguments.out, arguments.hw))
 
@@ -63,26 +83,43 @@ def demonstrate(out: Path, hw: Path | None = None) -> None:
     trace = _record(out / "trace.parquet")
 
     _title(f"3. Replay it under {len(POLICIES)} policies: the tiny model as it is")
-    print("Its experts are so small that handing work over costs more than the work; caches hardly matter.\n")
+    print(
+        "Its experts are so small that handing work over costs more than the work;"
+        " caches hardly matter.\n"
+    )
     table, runs = _compare(trace, out / "tiny", hw)
     print(report.comparison_text(table, runs))
     save(comparison_figure(table, runs), out / "tiny.png")
 
-    _title(f"4. The same routing, as if its experts were as large as those of {BORROWED}")
-    print("Routing is the tiny model's, sizes are borrowed: what offloading feels like on this PC.\n")
+    _title(
+        f"4. The same routing, as if its experts were as large as those of {BORROWED}"
+    )
+    print(
+        "Routing is the tiny model's, sizes are borrowed: what offloading feels like on"
+        " this PC.\n"
+    )
     grown = _grown(trace, out / "grown.parquet")
     table, runs = _compare(grown, out / "grown", hw)
     print(report.comparison_text(table, runs))
     page = write_comparison(table, runs, out / "grown.html")
-    write_perfetto(out / "grown.json", {name: runs[name].timeline for name in ("greedy", "greedy+lru+residual")})
+    write_perfetto(
+        out / "grown.json",
+        {name: runs[name].timeline for name in ("greedy", "greedy+lru+residual")},
+    )
 
     _title(f"Done in {time.perf_counter() - begin_s:.0f} s")
     found = [
         (hw, "this machine, measured"),
         (trace.path, "the routing of the shipped model"),
-        (out / "grown", "timeline, accesses and steps of every run (Parquet), run.json beside them"),
+        (
+            out / "grown",
+            "timeline, accesses and steps of every run (Parquet), run.json beside them",
+        ),
         (out / "tiny.png", "the first comparison as a picture"),
-        (page, "the second as a page: who is fastest, which expert was where, and when"),
+        (
+            page,
+            "the second as a page: who is fastest, which expert was where, and when",
+        ),
         (out / "grown.json", "two runs as a timeline; open it in ui.perfetto.dev"),
     ]
     width = max(len(str(place)) for place, _ in found)
@@ -92,20 +129,26 @@ def demonstrate(out: Path, hw: Path | None = None) -> None:
 
 def _measure(path: Path) -> Path:
     """Measure this PC quickly."""
-    from runtime.measure import measure  # noqa: PLC0415 - torch takes seconds, and --hw can do without
+    from moesim.runtime.measure.profile import (  # noqa: PLC0415 - torch takes seconds, and --hw can do without
+        measure,
+    )
 
     _title("1. Measure this PC")
     with bar("measuring", 1.0) as show:
-        profile = measure(None, path, quick=True, progress=lambda _what, done: show(done))
+        profile = measure(
+            None, path, quick=True, progress=lambda _what, done: show(done)
+        )
     print(profile.description)
     return path
 
 
 def _record(path: Path) -> Trace:
-    """Let the shipped model read and continue text from the evaluation part of its corpus."""
-    from runtime import corpus  # noqa: PLC0415 - as above
-    from runtime.calibrate_residual import Residual  # noqa: PLC0415
-    from runtime.record import load_model, record  # noqa: PLC0415
+    """Let the shipped model read and continue text from the evaluation part of its
+    corpus.
+    """
+    from moesim.runtime.models import corpus  # noqa: PLC0415 - as above
+    from moesim.runtime.record.record import load_model, record  # noqa: PLC0415
+    from moesim.runtime.record.residual import Residual  # noqa: PLC0415
 
     _title("2. Record a routing trace from the model that ships with moesim")
     model = load_model("tiny")
@@ -113,12 +156,18 @@ def _record(path: Path) -> Trace:
     texts = corpus.prompts("evaluation", PROMPTS, PROMPT_BYTES, seed=0)
     with bar("recording", 1.0) as show:
         done = record(
-            model, texts, path, max_new_tokens=NEW_TOKENS, residual=residual, temperature=TEMPERATURE,
-            progress=lambda tokens, expected: show(tokens / expected), measure_overhead=False,
-        )  # fmt: skip
+            model,
+            texts,
+            path,
+            max_new_tokens=NEW_TOKENS,
+            residual=residual,
+            temperature=TEMPERATURE,
+            progress=lambda tokens, expected: show(tokens / expected),
+            measure_overhead=False,
+        )
     print(
-        f"{done.sequences} texts it was not trained on: {done.prompt_tokens} prompt and {done.decode_tokens} generated"
-        f" tokens, {done.tokens_per_s:.0f} tokens/s"
+        f"{done.sequences} texts it was not trained on: {done.prompt_tokens} prompt and"
+        f" {done.decode_tokens} generated tokens, {done.tokens_per_s:.0f} tokens/s"
     )
     return open_trace(path)
 
@@ -132,7 +181,8 @@ def _compare(trace: Trace, out: Path, hw: Path) -> tuple[pd.DataFrame, dict[str,
 
 def _grown(trace: Trace, path: Path) -> Trace:
     """The same rows under a header that borrows another model's sizes."""
-    own, large = trace.shape, model_shape(BORROWED)
+    own = trace.shape
+    large = model_shape(BORROWED)
     shape = dataclasses.replace(
         large,
         name=f"tiny with {BORROWED} experts",
@@ -143,7 +193,9 @@ def _grown(trace: Trace, path: Path) -> Trace:
         other_bytes=large.other_bytes * own.layers // large.layers,
     )
     header = dataclasses.replace(trace.header, shape=shape)
-    table = pq.read_table(trace.path).replace_schema_metadata({METADATA_KEY: header.to_json()})
+    table = pq.read_table(trace.path).replace_schema_metadata(
+        {METADATA_KEY: header.to_json()}
+    )
     with written_beside(path) as part:
         pq.write_table(table, part, compression="zstd")
     return open_trace(path)

@@ -1,11 +1,12 @@
 """What a policy is asked, and what it may know.
 
-Four questions, four small protocols. A policy decides; it never waits, copies, computes or counts
-bytes. It sees small dense arrays about the *active* experts of one layer step, and a view of the
-machine at that moment. The simulator and the runtime ask the same objects through the same planner.
+Four questions, four small protocols. A policy decides; it never waits, copies, computes
+or counts bytes. It sees small dense arrays about the *active* experts of one layer
+step, and a view of the machine at that moment. The simulator and the runtime ask the
+same objects through the same planner.
 
-Shape legend: A active experts, G GPUs, L MoE layers, E routed experts per layer, K experts per token,
-T tokens of the step.
+Shape legend: A active experts, G GPUs, L MoE layers, E routed experts per layer, K
+experts per token, T tokens of the step.
 """
 
 from __future__ import annotations
@@ -19,21 +20,27 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hwprofiles.costs import Costs
-    from traces.schema import ModelShape, Phase
+    from moesim.hwprofiles.costs import Costs
+    from moesim.traces.format.schema import ModelShape, Phase
 
 CPU = 0
 """Lane code of the CPU in `Assignment.lanes`; GPU *g* is ``1 + g``."""
 
-ABSENT, IN_FLIGHT, RESIDENT = 0, 1, 2
+ABSENT = 0
+IN_FLIGHT = 1
+RESIDENT = 2
 """States of an expert in one memory."""
 
 Late = Literal["keep", "drop", "active"]
-"""What becomes of a prefetch whose layer has come before its copy started: see `PrefetchPolicy`."""
+"""What becomes of a prefetch whose layer has come before its copy started: see
+`PrefetchPolicy`.
+"""
 
 
 class PolicyError(ValueError):
-    """A policy is unknown, wrongly parametrised, unsupported by the trace, or answered something illegal."""
+    """A policy is unknown, wrongly parametrised, unsupported by the trace, or answered
+    something illegal.
+    """
 
 
 class ExpertKey(NamedTuple):
@@ -44,7 +51,9 @@ class ExpertKey(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """A copy that a cache asks for by itself: `incoming` takes the place of `outgoing`."""
+    """A copy that a cache asks for by itself: `incoming` takes the place of
+    `outgoing`.
+    """
 
     outgoing: ExpertKey
     incoming: ExpertKey
@@ -60,18 +69,22 @@ class LayerWork:
         phase: ``Phase.PREFILL`` or ``Phase.DECODE``.
         experts: int32 [A], ascending.
         tokens: int32 [A], tokens routed to each (the workload).
-        state: int8 [A] on the (home) GPU: ABSENT, IN_FLIGHT or RESIDENT when the layer step is planned.
+        state: int8 [A] on the (home) GPU: ABSENT, IN_FLIGHT or RESIDENT when the layer
+            step is planned.
         cpu_s: float64 [A], compute on the CPU once the weights are in host memory.
         host_s: float64 [A], until the weights are in host memory; 0 if they are.
         gpu_s: float64 [G, A], compute on each GPU once resident.
-        arrive_s: float64 [G, A], until the weights are on that GPU (SSD read included); 0 if resident,
-            the remaining time if in flight.
+        arrive_s: float64 [G, A], until the weights are on that GPU (SSD read included);
+            0 if resident, the remaining time if in flight.
         routing: uint16 [T, K], experts of every token, best first.
         weights: float16 [T, K] combine weights, or None where the trace has none.
         scores: float16 [T, E] gate scores before top-k, or None.
-        predicted: predictor name (``pred1_raw`` …) -> float16 [T, E] scores for a coming layer.
-        batch: group of sequences, counted over the whole run; another number means that new sequences began.
-        started: bool [A], whose product the CPU has begun one layer ahead; None where nothing was. They stay there.
+        predicted: predictor name (``pred1_raw`` …) -> float16 [T, E] scores for a
+            coming layer.
+        batch: group of sequences, counted over the whole run; another number means that
+            new sequences began.
+        started: bool [A], whose product the CPU has begun one layer ahead; None where
+            nothing was. They stay there.
     """
 
     step: int
@@ -97,9 +110,11 @@ class Assignment(NamedTuple):
 
     Attributes:
         lanes: int8 [A]: CPU (0) or 1 + GPU index.
-        order: int [A] permutation of positions, first launched first; None for ascending expert id.
-            Each lane keeps this order, except that a GPU runs resident experts before arrivals.
-        serial: True if the CPU begins only when every fetched expert has been computed on its GPU.
+        order: int [A] permutation of positions, first launched first; None for
+            ascending expert id. Each lane keeps this order, except that a GPU runs
+            resident experts before arrivals.
+        serial: True if the CPU begins only when every fetched expert has been computed
+            on its GPU.
     """
 
     lanes: np.ndarray
@@ -108,12 +123,14 @@ class Assignment(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """Experts of the next layer that the CPU starts on this layer's hidden state (DAOP's pre-calculation).
+    """Experts of the next layer that the CPU starts on this layer's hidden state
+    (DAOP's pre-calculation).
 
-    `experts` int32 [B] ascending, `tokens` int32 [B] predicted for each. Those that the next layer really uses
-    are joined there; the others were in vain. `routing` uint16 [T, K], the experts predicted for each token, says
-    which tokens those are: where experts really work, what was not predicted for a token is computed in its own layer.
-    None leaves that open.
+    `experts` int32 [B] ascending, `tokens` int32 [B] predicted for each. Those that the
+    next layer really uses are joined there; the others were in vain. `routing` uint16
+    [T, K], the experts predicted for each token, says which tokens those are: where
+    experts really work, what was not predicted for a token is computed in its own
+    layer. None leaves that open.
     """
 
     experts: np.ndarray
@@ -138,26 +155,33 @@ class MachineView(Protocol):
         """Bool [E]: being copied to that GPU."""
 
     def capacity(self, layer: int, gpu: int = 0) -> int:
-        """Cache slots: of this layer (per-layer scope) or of the whole GPU (global scope)."""
+        """Cache slots: of this layer (per-layer scope) or of the whole GPU (global
+        scope).
+        """
 
     def copy_s(self, layer: int) -> float:
         """Seconds to copy one expert of this layer from host memory to a GPU."""
 
     def link_wait_s(self, gpu: int = 0) -> float:
-        """Seconds until the host-to-GPU link has served everything already queued on it."""
+        """Seconds until the host-to-GPU link has served everything already queued on
+        it.
+        """
 
     def cpu_s(self, layer: int, tokens: np.ndarray) -> np.ndarray:
         """Seconds one expert takes on the CPU, float64, same shape as `tokens`."""
 
     def gpu_s(self, layer: int, tokens: np.ndarray) -> np.ndarray:
-        """Seconds one resident expert takes on a GPU, float64, same shape as `tokens`."""
+        """Seconds one resident expert takes on a GPU, float64, same shape as
+        `tokens`.
+        """
 
 
 class Gate(NamedTuple):
     """What a layer's gate said about the tokens of this step.
 
-    `experts` uint16 [T, K] as recorded, best first; `weights` float16 [T, K] or None; `scores` float16 [T, E] or None;
-    `predicted` float16 [T, E]: this gate asked one layer earlier (``pred1_raw``), or None.
+    `experts` uint16 [T, K] as recorded, best first; `weights` float16 [T, K] or None;
+    `scores` float16 [T, E] or None; `predicted` float16 [T, E]: this gate asked one
+    layer earlier (``pred1_raw``), or None.
     """
 
     step: int
@@ -170,9 +194,11 @@ class Gate(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Which experts really serve the tokens: `experts` uint16 [T, K], `weights` float [T, K] or None.
+    """Which experts really serve the tokens: `experts` uint16 [T, K], `weights` float
+    [T, K] or None.
 
-    Fewer experts for a token: repeat none, mark unused places with weight 0 and expert 65535.
+    Fewer experts for a token: repeat none, mark unused places with weight 0 and expert
+    65535.
     """
 
     experts: np.ndarray
@@ -180,16 +206,22 @@ class Routing(NamedTuple):
 
 
 class Future(Protocol):
-    """The whole routing of a replay, given only to policies that declare ``oracle = True``."""
+    """The whole routing of a replay, given only to policies that declare ``oracle =
+    True``.
+    """
 
     def next_use(self, step: int, layer: int, expert: int) -> int:
-        """First step strictly after `step` in which this expert is active; a number past the end if never."""
+        """First step strictly after `step` in which this expert is active; a number
+        past the end if never.
+        """
 
     def next_uses(self, step: int, layer: int, experts: np.ndarray) -> np.ndarray:
         """int64, same shape as `experts`: `next_use` of each."""
 
     def active(self, step: int, layer: int) -> np.ndarray:
-        """int32 [A], ascending: the experts that layer step will use; empty past the end."""
+        """int32 [A], ascending: the experts that layer step will use; empty past the
+        end.
+        """
 
     def tokens(self, step: int, layer: int) -> np.ndarray:
         """int32 [A]: the tokens routed to each of `active`."""
@@ -202,10 +234,10 @@ class Future(Protocol):
 class Policy:
     """What all four kinds share. Subclass the kind's own base below.
 
-    A class declares its parameters as keyword arguments of `__init__` and checks them there.
-    `needs` names the optional trace columns it reads (a parameter may change it, so ask the instance); `oracle`
-    says that it must see the future.
-    One instance serves one run.
+    A class declares its parameters as keyword arguments of `__init__` and checks them
+    there. `needs` names the optional trace columns it reads (a parameter may change it,
+    so ask the instance); `oracle` says that it must see the future. One instance serves
+    one run.
     """
 
     oracle: ClassVar[bool] = False
@@ -222,14 +254,17 @@ class RunContext:
     Attributes:
         shape: the model.
         gpus: number of GPUs.
-        capacity_slots: int [L] cache slots per layer (per-layer scope), or one entry (global scope).
+        capacity_slots: int [L] cache slots per layer (per-layer scope), or one entry
+            (global scope).
         scope: ``layer`` or ``global``.
-        seed: for policies that draw: ``random.Random(seed)`` or ``numpy.random.default_rng(seed)``.
+        seed: for policies that draw: ``random.Random(seed)`` or
+            ``numpy.random.default_rng(seed)``.
         calibration: activation counts float64 [L, E] of a calibration trace, or None.
         future: only for oracles.
         extras: calibration artefacts by name (tables, trained networks).
         costs: what operations take on this machine; None where a cache is driven alone.
-        served: bool [L], layers that this memory serves: some of them where GPUs share the layers out; None for all.
+        served: bool [L], layers that this memory serves: some of them where GPUs share
+            the layers out; None for all.
     """
 
     shape: ModelShape
@@ -247,8 +282,9 @@ class RunContext:
 class AssignmentPolicy(Policy, ABC):
     """On which device is each active expert computed, in which order?
 
-    `approximates` says that experts may be computed on another input than the model's (work ahead on the layer
-    before): answers differ even with recorded routing, and reports say so.
+    `approximates` says that experts may be computed on another input than the model's
+    (work ahead on the layer before): answers differ even with recorded routing, and
+    reports say so.
     """
 
     approximates: ClassVar[bool] = False
@@ -258,7 +294,9 @@ class AssignmentPolicy(Policy, ABC):
         """Place every active expert exactly once."""
 
     def ahead(self, work: LayerWork, view: MachineView) -> Ahead | None:
-        """Name experts of layer ``work.layer + 1`` that the CPU computes ahead of their gate. Default: none."""
+        """Name experts of layer ``work.layer + 1`` that the CPU computes ahead of their
+        gate. Default: none.
+        """
         del work, view
         return None
 
@@ -266,14 +304,17 @@ class AssignmentPolicy(Policy, ABC):
 class PrefetchPolicy(Policy, ABC):
     """What should be on its way before it is asked for?
 
-    Copies wait in a queue, behind all demand, in the order in which they were named. Two rules say what becomes of
-    those that have not started; what has started is never stopped.
+    Copies wait in a queue, behind all demand, in the order in which they were named.
+    Two rules say what becomes of those that have not started; what has started is never
+    stopped.
 
     Attributes:
-        late: whose layer has come: ``keep`` makes all of them demand fetches, ``drop`` none, ``active`` those of
-            experts that the layer's gate, which has just spoken, did choose (before any routing policy).
-        requeue: whether all others are taken back as well before each layer step, so that naming them again, or not,
-            sorts the queue anew; what is taken back loses its place in the cache until then.
+        late: whose layer has come: ``keep`` makes all of them demand fetches, ``drop``
+            none, ``active`` those of experts that the layer's gate, which has just
+            spoken, did choose (before any routing policy).
+        requeue: whether all others are taken back as well before each layer step, so
+            that naming them again, or not, sorts the queue anew; what is taken back
+            loses its place in the cache until then.
     """
 
     late: Late = "keep"
@@ -281,42 +322,54 @@ class PrefetchPolicy(Policy, ABC):
 
     @abstractmethod
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
-        """Keys of coming layers, most wanted first; the planner drops what is present and trims to the budget."""
+        """Keys of coming layers, most wanted first; the planner drops what is present
+        and trims to the budget.
+        """
 
 
 class CachePolicy(Policy, ABC):
-    """Who leaves, who comes in? Asked once per layer step and memory, never about bytes.
+    """Who leaves, who comes in? Asked once per layer step and memory, never about
+    bytes.
 
-    Experts are passed as flat keys, ``layer * E + expert`` (int64), so one policy serves both scopes.
+    Experts are passed as flat keys, ``layer * E + expert`` (int64), so one policy
+    serves both scopes.
     """
 
     def accessed(self, work: LayerWork) -> None:
-        """Note the active experts of a layer step: `work.state` says which were hits. Default: nothing."""
+        """Note the active experts of a layer step: `work.state` says which were hits.
+        Default: nothing.
+        """
         del work
 
     def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
-        """Bool, same shape as `incoming`: which fetched experts may enter. Default: all."""
+        """Bool, same shape as `incoming`: which fetched experts may enter. Default:
+        all.
+        """
         del work
         return np.ones(len(incoming), dtype=np.bool_)
 
     def precedence(self, incoming: np.ndarray) -> np.ndarray:
-        """Reorder `incoming`, int64 [M], when there is no free place for all of them. Default: launch order.
+        """Reorder `incoming`, int64 [M], when there is no free place for all of them.
+        Default: launch order.
 
-        The first take the free places, as many of the next as there are candidates are shown to `victims`, and the
-        last run from staging.
+        The first take the free places, as many of the next as there are candidates are
+        shown to `victims`, and the last run from staging.
         """
         return incoming
 
     @abstractmethod
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-        """Choose one distinct victim among `candidates` for each of `incoming`, -1 to decline its admission.
+        """Choose one distinct victim among `candidates` for each of `incoming`, -1 to
+        decline its admission.
 
-        `candidates` int64 [C] ascending: residents of the scope that nobody holds. `incoming` int64 [M], M <= C, in the
-        order of `precedence`.
+        `candidates` int64 [C] ascending: residents of the scope that nobody holds.
+        `incoming` int64 [M], M <= C, in the order of `precedence`.
         """
 
     def admitted(self, keys: np.ndarray) -> None:
-        """Note keys that have entered (demand fetch, prefetch, swap or initial filling). Default: nothing."""
+        """Note keys that have entered (demand fetch, prefetch, swap or initial
+        filling). Default: nothing.
+        """
         del keys
 
     def evicted(self, keys: np.ndarray) -> None:
@@ -324,26 +377,34 @@ class CachePolicy(Policy, ABC):
         del keys
 
     def exposed_s(self, load_s: float) -> float:
-        """Seconds by which choosing victims outlasts `load_s`, the first demand load beside which it runs.
+        """Seconds by which choosing victims outlasts `load_s`, the first demand load
+        beside which it runs.
 
-        Asked once per layer step that loads something; charged to planning. Default: 0, no evaluation worth the name.
+        Asked once per layer step that loads something; charged to planning. Default: 0,
+        no evaluation worth the name.
         """
         del load_s
         return 0.0
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
-        """Flat keys that fill the cache before the run; None for the calibration's favourites, if there is one."""
+        """Flat keys that fill the cache before the run; None for the calibration's
+        favourites, if there is one.
+        """
         del capacity_slots
         return None
 
     def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
-        """Copies the cache itself asks for when its window closes (DALI Alg. 2). Default: none."""
+        """Copies the cache itself asks for when its window closes (DALI Alg. 2).
+        Default: none.
+        """
         del work, view
         return ()
 
 
 class RoutingPolicy(Policy, ABC):
-    """Which experts serve this token? Anything but ``as-recorded`` changes model output, and reports say so."""
+    """Which experts serve this token? Anything but ``as-recorded`` changes model
+    output, and reports say so.
+    """
 
     alters: ClassVar[bool] = True
 

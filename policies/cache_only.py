@@ -1,8 +1,8 @@
 """A cache alone: which accesses hit, with no machine and no time.
 
-Every miss is fetched and offered to the cache, as with on-demand assignment and nothing in flight. Any cache
-policy can be driven so; LRU and Belady also have a compiled loop over whole blocks of layer steps, which
-the tests hold equal to the policies themselves.
+Every miss is fetched and offered to the cache, as with on-demand assignment and nothing
+in flight. Any cache policy can be driven so; LRU and Belady also have a compiled loop
+over whole blocks of layer steps, which the tests hold equal to the policies themselves.
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from moesim.policies.base import ABSENT, LayerWork, RunContext
+from moesim.policies.kernels import lowest, outscored, soonest
+from moesim.policies.planner.initial_content import fitting
+from moesim.policies.planner.memory_level import Tier
+from moesim.policies.planner.residency import GLOBAL, CacheSize, Residency
+from moesim.traces.compilation import compiled
 from numba import types as nb
-
-from policies.base import ABSENT, LayerWork, RunContext
-from policies.filling import fitting
-from policies.kernels import lowest, outscored, soonest
-from policies.residency import GLOBAL, CacheSize, Residency
-from policies.tier import Tier
-from traces.compiled import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from policies.base import CachePolicy, Future
-    from traces.batch import RoutedLayer, RoutedStep
-    from traces.future import RecordedFuture
-    from traces.layer_steps import LayerSteps
-    from traces.schema import ModelShape, Phase
+    from moesim.policies.base import CachePolicy, Future
+    from moesim.traces.format.batch import RoutedLayer, RoutedStep
+    from moesim.traces.format.future import RecordedFuture
+    from moesim.traces.format.layer_steps import LayerSteps
+    from moesim.traces.format.schema import ModelShape, Phase
 
 _LRU, _BELADY, _BELADY_ADMITTING = range(3)
 
@@ -67,7 +66,8 @@ def drive(
     calibration: np.ndarray | None = None,
     extras: Mapping[str, Any] | None = None,
 ) -> CacheCounts:
-    """Drive any cache policy, step-atomic: look, note, then let misses in among unheld residents.
+    """Drive any cache policy, step-atomic: look, note, then let misses in among unheld
+    residents.
 
     Raises:
         PolicyError: the policy answered something illegal.
@@ -75,21 +75,31 @@ def drive(
     memory = Residency(shape.layers, shape.experts, shape.expert_bytes, size)
     tier = Tier(memory, cache, name)
     seen = future if cache.oracle else None
-    cache.start(RunContext(shape, 1, size.slots, size.scope, seed, calibration, seen, extras or {}))
+    cache.start(
+        RunContext(
+            shape, 1, size.slots, size.scope, seed, calibration, seen, extras or {}
+        )
+    )
     keys = cache.initial(size.slots)
     if keys is None and calibration is not None:
         keys = fitting(-calibration, size.slots, size.scope)
     if keys is not None:
         tier.fill(keys)
-    counts = CacheCounts(np.zeros(shape.layers, np.int64), np.zeros(shape.layers, np.int64))
+    counts = CacheCounts(
+        np.zeros(shape.layers, np.int64), np.zeros(shape.layers, np.int64)
+    )
     for step in steps:
         for routed in step.layers:
             _drive_layer(tier, step, routed, counts)
     return counts
 
 
-def _drive_layer(tier: Tier, step: RoutedStep, routed: RoutedLayer, counts: CacheCounts) -> None:
-    memory, layer, experts = tier.memory, routed.layer, routed.experts
+def _drive_layer(
+    tier: Tier, step: RoutedStep, routed: RoutedLayer, counts: CacheCounts
+) -> None:
+    memory = tier.memory
+    layer = routed.layer
+    experts = routed.experts
     work = _bare_work(step.step, routed, memory.state[layer][experts], step.phase)
     memory.hold(layer, experts)
     tier.cache.accessed(work)
@@ -97,7 +107,12 @@ def _drive_layer(tier: Tier, step: RoutedStep, routed: RoutedLayer, counts: Cach
     counts.hits_by_layer[layer] += len(experts) - len(missing)
     counts.accesses_by_layer[layer] += len(experts)
     if len(missing):
-        tier.admit(work, layer, missing.astype(np.int64) + layer * memory.experts, np.zeros(len(missing)))
+        tier.admit(
+            work,
+            layer,
+            missing.astype(np.int64) + layer * memory.experts,
+            np.zeros(len(missing)),
+        )
         for expert in missing.tolist():
             memory.land(layer, expert)
     memory.release(layer, experts)
@@ -105,7 +120,9 @@ def _drive_layer(tier: Tier, step: RoutedStep, routed: RoutedLayer, counts: Cach
         memory.drop_staged(memory.staged_of(layer))
 
 
-def _bare_work(step: int, routed: RoutedLayer, state: np.ndarray, phase: Phase) -> LayerWork:
+def _bare_work(
+    step: int, routed: RoutedLayer, state: np.ndarray, phase: Phase
+) -> LayerWork:
     """A layer step without costs."""
     nothing = np.zeros(len(routed.experts))
     return LayerWork(
@@ -128,16 +145,25 @@ def _bare_work(step: int, routed: RoutedLayer, state: np.ndarray, phase: Phase) 
 
 def has_compiled_loop(spec: str, shape: ModelShape, size: CacheSize) -> bool:
     """Whether `replay_compiled` knows this policy: LRU and Belady, over equal slots."""
-    return spec in _MODES and (size.scope != GLOBAL or len(set(shape.expert_bytes)) == 1)
+    return spec in _MODES and (
+        size.scope != GLOBAL or len(set(shape.expert_bytes)) == 1
+    )
 
 
 _MODES = {"lru": _LRU, "belady": _BELADY, "belady:must_admit=true": _BELADY_ADMITTING}
 
 
 def replay_compiled(
-    spec: str, shape: ModelShape, size: CacheSize, blocks: Iterable[LayerSteps], *, future: RecordedFuture | None = None
+    spec: str,
+    shape: ModelShape,
+    size: CacheSize,
+    blocks: Iterable[LayerSteps],
+    *,
+    future: RecordedFuture | None = None,
 ) -> CacheCounts:
-    """The same counts as `drive`, by the compiled loop. `future` is needed for Belady."""
+    """The same counts as `drive`, by the compiled loop. `future` is needed for
+    Belady.
+    """
     loop = _Loop(_MODES[spec], shape, size, future)
     for block in blocks:
         loop.run(block)
@@ -147,9 +173,17 @@ def replay_compiled(
 class _Loop:
     """State between blocks of the compiled loop."""
 
-    def __init__(self, mode: int, shape: ModelShape, size: CacheSize, future: RecordedFuture | None) -> None:
+    def __init__(
+        self,
+        mode: int,
+        shape: ModelShape,
+        size: CacheSize,
+        future: RecordedFuture | None,
+    ) -> None:
         keys = shape.layers * shape.experts
-        self._mode, self._experts, self._future = mode, shape.experts, future
+        self._mode = mode
+        self._experts = shape.experts
+        self._future = future
         self._layers = shape.layers
         self._slots = np.ascontiguousarray(size.slots)
         self._resident = np.zeros(keys, np.bool_)
@@ -179,21 +213,39 @@ class _Loop:
         )
 
     def _next_places(self, where: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Belady's scores, float64 [accesses of the block]: minus the place, by step and layer, of the next use."""
+        """Belady's scores, float64 [accesses of the block]: minus the place, by step
+        and layer, of the next use.
+        """
         if self._mode == _LRU:
             return np.empty(0)
         assert self._future is not None, "Belady needs the future"
-        begin, self._done = self._done, self._done + int(sizes.sum())
+        begin = self._done
+        self._done = self._done + int(sizes.sum())
         uses = self._future.following[begin : self._done].astype(np.float64)
-        return np.where(uses >= self._future.never, -np.inf, -(uses * self._layers + np.repeat(where, sizes)))
+        return np.where(
+            uses >= self._future.never,
+            -np.inf,
+            -(uses * self._layers + np.repeat(where, sizes)),
+        )
 
 
 @compiled(
     nb.void(
-        nb.int64, nb.int64, nb.int64[::1], nb.int64[::1], nb.int32[::1], nb.float64[::1], nb.int64[::1],
-        nb.boolean[::1], nb.float64[::1], nb.int64[::1], nb.float64[::1], nb.int64[::1], nb.int64[::1],
+        nb.int64,
+        nb.int64,
+        nb.int64[::1],
+        nb.int64[::1],
+        nb.int32[::1],
+        nb.float64[::1],
+        nb.int64[::1],
+        nb.boolean[::1],
+        nb.float64[::1],
+        nb.int64[::1],
+        nb.float64[::1],
+        nb.int64[::1],
+        nb.int64[::1],
     )
-)  # fmt: skip
+)
 def _loop(  # noqa: C901, PLR0912 - one loop, compiled
     mode: int,
     width: int,
@@ -209,7 +261,9 @@ def _loop(  # noqa: C901, PLR0912 - one loop, compiled
     hits: np.ndarray,
     accesses: np.ndarray,
 ) -> None:
-    """Layer steps ``where[i]`` with experts ``experts[edges[i]:edges[i + 1]]``; keys are layer * width + expert."""
+    """Layer steps ``where[i]`` with experts ``experts[edges[i]:edges[i + 1]]``; keys
+    are layer * width + expert.
+    """
     whole = len(slots) == 1 and len(hits) > 1
     active = np.zeros(len(resident), np.bool_)
     for i in range(len(where)):
@@ -234,7 +288,9 @@ def _loop(  # noqa: C901, PLR0912 - one loop, compiled
             missing = soonest(missing[:misses], score)
         late = missing[room:misses]
         if len(late):
-            first, end = (0, len(resident)) if whole else (layer * width, (layer + 1) * width)
+            first, end = (
+                (0, len(resident)) if whole else (layer * width, (layer + 1) * width)
+            )
             candidates = np.empty(end - first, np.int64)
             count = 0
             for key in range(first, end):

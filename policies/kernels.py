@@ -1,11 +1,13 @@
 """The inner loops of the decisions, compiled ahead of the first call.
 
-A decision is paid for on the critical path of every layer, so the loops over active experts are
-machine code. Each kernel takes the raw arrays of `LayerWork` and returns fresh ones; its signature is
-explicit, so nothing compiles while a replay runs, and the result is cached beside this file. All
-kernels live in this one file because that cache does not notice changes in another file's functions.
+A decision is paid for on the critical path of every layer, so the loops over active
+experts are machine code. Each kernel takes the raw arrays of `LayerWork` and returns
+fresh ones; its signature is explicit, so nothing compiles while a replay runs, and the
+result is cached beside this file. All kernels live in this one file because that cache
+does not notice changes in another file's functions.
 
-A active experts, G GPUs, C candidates, M incoming, T tokens, E experts of a layer, K experts per token.
+A active experts, G GPUs, C candidates, M incoming, T tokens, E experts of a layer, K
+experts per token.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numba
 import numpy as np
+from moesim.traces.compilation import compiled
 from numba import types as nb
-
-from traces.compiled import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +27,9 @@ _R = TypeVar("_R")
 
 
 def inlined(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Paste `function` into the kernels that call it (a compiled call here doubled greedy's time)."""
+    """Paste `function` into the kernels that call it (a compiled call here doubled
+    greedy's time).
+    """
     pasted: Callable[_P, _R] = numba.njit(inline="always")(function)
     return pasted
 
@@ -36,32 +39,51 @@ def _array(dtype: Any, ndim: int = 1) -> Any:
     return nb.Array(dtype, ndim, "C", readonly=True)
 
 
-_TIMES, _TIMES_G = _array(nb.float64), _array(nb.float64, 2)
-_LANES, _ORDER, _MUTABLE = nb.int8[::1], nb.int64[::1], nb.float64[::1]
+_TIMES = _array(nb.float64)
+_TIMES_G = _array(nb.float64, 2)
+_LANES = nb.int8[::1]
+_ORDER = nb.int64[::1]
+_MUTABLE = nb.float64[::1]
 
 UNLIMITED = 1 << 62
 """Room for any number of experts."""
 
 _INSERTION_LIMIT = 48
-"""Below this many experts an insertion sort beats NumPy's merge sort (measured: about 50)."""
+"""Below this many experts an insertion sort beats NumPy's merge sort (measured: about
+50).
+"""
 
 
 @inlined
-def cost_s(lane: int, i: int, cpu_s: np.ndarray, host_s: np.ndarray, gpu_s: np.ndarray, arrive_s: np.ndarray) -> float:
-    """Seconds expert `i` adds to a lane: computing, or the weights' arrival where that takes longer.
+def cost_s(
+    lane: int,
+    i: int,
+    cpu_s: np.ndarray,
+    host_s: np.ndarray,
+    gpu_s: np.ndarray,
+    arrive_s: np.ndarray,
+) -> float:
+    """Seconds expert `i` adds to a lane: computing, or the weights' arrival where that
+    takes longer.
 
-    Source: DALI, equation 5 (GPU); the CPU's form is the same with the time until the weights are in host memory.
+    Source: DALI, equation 5 (GPU); the CPU's form is the same with the time until the
+    weights are in host memory.
     """
     if lane == 0:
-        wait_s, compute_s = host_s[i], cpu_s[i]
+        wait_s = host_s[i]
+        compute_s = cpu_s[i]
     else:
-        wait_s, compute_s = arrive_s[lane - 1, i], gpu_s[lane - 1, i]
+        wait_s = arrive_s[lane - 1, i]
+        compute_s = gpu_s[lane - 1, i]
     return float(max(wait_s, compute_s))
 
 
 @compiled(nb.int64[::1](_TIMES, _TIMES, _TIMES_G, _TIMES_G))
-def gap_order(cpu_s: np.ndarray, host_s: np.ndarray, gpu_s: np.ndarray, arrive_s: np.ndarray) -> np.ndarray:
-    """Positions by |t_gpu - t_cpu|, largest first, ties to the lower position: int64 [A].
+def gap_order(
+    cpu_s: np.ndarray, host_s: np.ndarray, gpu_s: np.ndarray, arrive_s: np.ndarray
+) -> np.ndarray:
+    """Positions by |t_gpu - t_cpu|, largest first, ties to the lower position: int64
+    [A].
 
     t_gpu is the best GPU's. Source: DALI, Alg. 1.
     """
@@ -86,9 +108,14 @@ def gap_order(cpu_s: np.ndarray, host_s: np.ndarray, gpu_s: np.ndarray, arrive_s
 
 @compiled(nb.Tuple((_LANES, _ORDER))(_TIMES, _TIMES, _TIMES_G, _TIMES_G, nb.int64))
 def greedy(
-    cpu_s: np.ndarray, host_s: np.ndarray, gpu_s: np.ndarray, arrive_s: np.ndarray, staging: int
+    cpu_s: np.ndarray,
+    host_s: np.ndarray,
+    gpu_s: np.ndarray,
+    arrive_s: np.ndarray,
+    staging: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Give each expert, largest gap first, to the lane that would end first; ties GPU first, then lower GPU.
+    """Give each expert, largest gap first, to the lane that would end first; ties GPU
+    first, then lower GPU.
 
     At most `staging` experts that are not resident go to each GPU.
 
@@ -103,13 +130,15 @@ def greedy(
     load_s = np.zeros(gpus + 1, np.float64)
     room = np.full(gpus + 1, staging, np.int64)
     for i in order:
-        chosen, end_s = 0, load_s[0] + cost_s(0, i, cpu_s, host_s, gpu_s, arrive_s)
+        chosen = 0
+        end_s = load_s[0] + cost_s(0, i, cpu_s, host_s, gpu_s, arrive_s)
         for lane in range(gpus, 0, -1):
             if room[lane] <= 0 and arrive_s[lane - 1, i] > 0.0:
                 continue
             gpu_end_s = load_s[lane] + cost_s(lane, i, cpu_s, host_s, gpu_s, arrive_s)
             if gpu_end_s <= end_s:
-                chosen, end_s = lane, gpu_end_s
+                chosen = lane
+                end_s = gpu_end_s
         if chosen > 0 and arrive_s[chosen - 1, i] > 0.0:
             room[chosen] -= 1
         load_s[chosen] = end_s
@@ -118,22 +147,31 @@ def greedy(
 
 
 @inlined
-def _rank(end_s: np.ndarray, sum_s: np.ndarray, kept: int, makespan_s: float, total_s: float) -> int:
+def _rank(
+    end_s: np.ndarray, sum_s: np.ndarray, kept: int, makespan_s: float, total_s: float
+) -> int:
     """Place of a new beam behind the `kept` ones that are no worse."""
     at = kept
-    while at > 0 and (makespan_s < end_s[at - 1] or (makespan_s == end_s[at - 1] and total_s < sum_s[at - 1])):
+    while at > 0 and (
+        makespan_s < end_s[at - 1]
+        or (makespan_s == end_s[at - 1] and total_s < sum_s[at - 1])
+    ):
         at -= 1
     return at
 
 
 @compiled(nb.Tuple((_LANES, _ORDER))(_TIMES, _TIMES, _TIMES_G, _TIMES_G, nb.int64))
 def beam(
-    cpu_s: np.ndarray, host_s: np.ndarray, gpu_s: np.ndarray, arrive_s: np.ndarray, width: int
+    cpu_s: np.ndarray,
+    host_s: np.ndarray,
+    gpu_s: np.ndarray,
+    arrive_s: np.ndarray,
+    width: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Take experts in greedy's order and keep the `width` best partial assignments.
 
-    A child beats another by smaller makespan, then smaller sum of lane loads, then earlier generation
-    (parents in rank order, GPUs before the CPU).
+    A child beats another by smaller makespan, then smaller sum of lane loads, then
+    earlier generation (parents in rank order, GPUs before the CPU).
 
     Returns:
         lanes int8 [A] of the best complete assignment, and the order int64 [A].
@@ -144,13 +182,19 @@ def beam(
     lanes_total = gpus + 1
     order = gap_order(cpu_s, host_s, gpu_s, arrive_s)
     load_s = np.zeros((2, width, lanes_total), np.float64)
-    end_s, sum_s = np.empty(width, np.float64), np.empty(width, np.float64)
-    parent, chosen = np.empty((active, width), np.int64), np.empty((active, width), np.int8)
+    end_s = np.empty(width, np.float64)
+    sum_s = np.empty(width, np.float64)
+    parent = np.empty((active, width), np.int64)
+    chosen = np.empty((active, width), np.int8)
     beams = 1
     for n in range(active):
-        i, before, after, kept = order[n], load_s[n % 2], load_s[1 - n % 2], 0
+        i = order[n]
+        before = load_s[n % 2]
+        after = load_s[1 - n % 2]
+        kept = 0
         for child in range(beams * lanes_total):
-            p, lane = child // lanes_total, (child + 1) % lanes_total
+            p = child // lanes_total
+            lane = (child + 1) % lanes_total
             lane_s = before[p, lane] + cost_s(lane, i, cpu_s, host_s, gpu_s, arrive_s)
             makespan_s = max(before[p].max(), lane_s)
             total_s = before[p].sum() - before[p, lane] + lane_s
@@ -161,7 +205,10 @@ def beam(
             for j in range(kept - 1, at, -1):
                 end_s[j], sum_s[j] = end_s[j - 1], sum_s[j - 1]
                 parent[n, j], chosen[n, j] = parent[n, j - 1], chosen[n, j - 1]
-            end_s[at], sum_s[at], parent[n, at], chosen[n, at] = makespan_s, total_s, p, lane
+            end_s[at] = makespan_s
+            sum_s[at] = total_s
+            parent[n, at] = p
+            chosen[n, at] = lane
         beams = kept
         for j in range(beams):
             lane = chosen[n, j]
@@ -176,10 +223,14 @@ def beam(
 
 
 @compiled(nb.int64[::1](_array(nb.int64), _TIMES, _TIMES, nb.int64))
-def lowest(candidates: np.ndarray, score: np.ndarray, tie: np.ndarray, count: int) -> np.ndarray:
-    """Find the `count` candidates with the lowest score, then lowest `tie`, then lowest key, in that order.
+def lowest(
+    candidates: np.ndarray, score: np.ndarray, tie: np.ndarray, count: int
+) -> np.ndarray:
+    """Find the `count` candidates with the lowest score, then lowest `tie`, then lowest
+    key, in that order.
 
-    `candidates` int64 [C] ascending keys into `score` and `tie`. Returns int64 [count], -1 where C < count.
+    `candidates` int64 [C] ascending keys into `score` and `tie`. Returns int64 [count],
+    -1 where C < count.
     """
     best = np.full(count, -1, np.int64)
     kept = 0
@@ -187,7 +238,9 @@ def lowest(candidates: np.ndarray, score: np.ndarray, tie: np.ndarray, count: in
         at = kept
         while at > 0:
             other = best[at - 1]
-            if score[key] > score[other] or (score[key] == score[other] and tie[key] >= tie[other]):
+            if score[key] > score[other] or (
+                score[key] == score[other] and tie[key] >= tie[other]
+            ):
                 break
             at -= 1
         if at == count:
@@ -213,11 +266,15 @@ def soonest(keys: np.ndarray, score: np.ndarray) -> np.ndarray:
 
 
 @compiled(nb.int64[::1](_array(nb.int64), _array(nb.int64), _TIMES))
-def outscored(incoming: np.ndarray, candidates: np.ndarray, score: np.ndarray) -> np.ndarray:
-    """Keep the C best of `incoming` and `candidates`: a victim for each incoming key, -1 to decline it.
+def outscored(
+    incoming: np.ndarray, candidates: np.ndarray, score: np.ndarray
+) -> np.ndarray:
+    """Keep the C best of `incoming` and `candidates`: a victim for each incoming key,
+    -1 to decline it.
 
-    The best incoming key meets the worst candidate, and so on; a key that scores below its opponent is
-    declined, an equal one admitted. `incoming` int64 [M], `candidates` int64 [C] ascending. Returns int64 [M].
+    The best incoming key meets the worst candidate, and so on; a key that scores below
+    its opponent is declined, an equal one admitted. `incoming` int64 [M], `candidates`
+    int64 [C] ascending. Returns int64 [M].
     """
     worst = lowest(candidates, score, score, len(incoming))
     victims = np.full(len(incoming), -1, np.int64)
@@ -237,14 +294,23 @@ def outscored(incoming: np.ndarray, candidates: np.ndarray, score: np.ndarray) -
 
 
 @compiled(
-    nb.void(_MUTABLE, nb.boolean[::1], _array(nb.int32), nb.int64, nb.int64, nb.float64),
+    nb.void(
+        _MUTABLE, nb.boolean[::1], _array(nb.int32), nb.int64, nb.int64, nb.float64
+    ),
 )
 def count_accesses(
-    score: np.ndarray, counted: np.ndarray, experts: np.ndarray, first: int, width: int, decay: float
+    score: np.ndarray,
+    counted: np.ndarray,
+    experts: np.ndarray,
+    first: int,
+    width: int,
+    decay: float,
 ) -> None:
-    """Age the `width` scores from key `first` by `decay`, then add 1 to each of `experts` that is counted.
+    """Age the `width` scores from key `first` by `decay`, then add 1 to each of
+    `experts` that is counted.
 
-    `score` float64 [keys] and `counted` bool [keys] by flat key; `experts` int32 [A] relative to `first`.
+    `score` float64 [keys] and `counted` bool [keys] by flat key; `experts` int32 [A]
+    relative to `first`.
     """
     if decay < 1.0:
         for key in range(first, first + width):
@@ -257,26 +323,49 @@ def count_accesses(
 
 @compiled(nb.void(_MUTABLE, _array(nb.int32), nb.int64, nb.float64))
 def stamp(score: np.ndarray, experts: np.ndarray, first: int, now: float) -> None:
-    """Set the score of each of `experts`, int32 [A] relative to key `first`, to `now`."""
+    """Set the score of each of `experts`, int32 [A] relative to key `first`, to
+    `now`.
+    """
     for expert in experts:
         score[first + expert] = now
 
 
-@compiled(nb.void(_MUTABLE, _array(nb.int32), _array(nb.int64), nb.int64, nb.int64, nb.int64, nb.int64))
+@compiled(
+    nb.void(
+        _MUTABLE,
+        _array(nb.int32),
+        _array(nb.int64),
+        nb.int64,
+        nb.int64,
+        nb.int64,
+        nb.int64,
+    )
+)
 def foresee(
-    score: np.ndarray, experts: np.ndarray, uses: np.ndarray, layer: int, layers: int, width: int, never: int
+    score: np.ndarray,
+    experts: np.ndarray,
+    uses: np.ndarray,
+    layer: int,
+    layers: int,
+    width: int,
+    never: int,
 ) -> None:
-    """Score each expert by minus the place, ``step * layers + layer``, of its next use; never is minus infinity.
+    """Score each expert by minus the place, ``step * layers + layer``, of its next use;
+    never is minus infinity.
 
-    `experts` int32 [A] of one layer of `width` experts; `uses` int64 [A] their next steps, `never` or later for none.
+    `experts` int32 [A] of one layer of `width` experts; `uses` int64 [A] their next
+    steps, `never` or later for none.
     """
     for i in range(len(experts)):
-        score[layer * width + experts[i]] = -np.inf if uses[i] >= never else -float(uses[i] * layers + layer)
+        score[layer * width + experts[i]] = (
+            -np.inf if uses[i] >= never else -float(uses[i] * layers + layer)
+        )
 
 
 @compiled(nb.int64[::1](_array(nb.float32, 2), nb.int64))
 def predicted_workload(scores: np.ndarray, top_k: int) -> np.ndarray:
-    """Count how often each expert is among a token's `top_k` best scores, ties to the lower id.
+    """Count how often each expert is among a token's `top_k` best scores, ties to the
+    lower id.
 
     `scores` float32 [T, E]. Returns int64 [E].
     """

@@ -1,16 +1,26 @@
-"""What a policy can be told: text from a command line, or TOML values, become checked constructor arguments.
+"""What a policy can be told: text from a command line, or TOML values, become checked
+constructor arguments.
 
-A policy's parameters are the keyword arguments of its `__init__`, with their annotations and defaults.
-Nothing is declared twice.
+A policy's parameters are the keyword arguments of its `__init__`, with their
+annotations and defaults. Nothing is declared twice.
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from policies.base import PolicyError
+from moesim.policies.base import PolicyError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,11 +28,20 @@ if TYPE_CHECKING:
 REQUIRED = inspect.Parameter.empty
 """Stands for the default of a parameter that has none."""
 
-_WORDS: dict[str, bool] = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_WORDS: dict[str, bool] = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 
 class Parameter(NamedTuple):
-    """One constructor argument: `accepts` is its annotation, `default` may be `REQUIRED`."""
+    """One constructor argument: `accepts` is its annotation, `default` may be
+    `REQUIRED`.
+    """
 
     name: str
     accepts: Any
@@ -63,7 +82,10 @@ def parameters(cls: type) -> tuple[Parameter, ...]:
         hints = {}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     found = [p for p in inspect.signature(cls).parameters.values() if p.kind in named]
-    return tuple(Parameter(p.name, hints.get(p.name, _guess(p.default)), p.default) for p in found)
+    return tuple(
+        Parameter(p.name, hints.get(p.name, _guess(p.default)), p.default)
+        for p in found
+    )
 
 
 def split(text: str) -> dict[str, str]:
@@ -85,7 +107,8 @@ def split(text: str) -> dict[str, str]:
 
 
 def typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn `values` into arguments for `cls`: texts are parsed by annotation, other values checked.
+    """Turn `values` into arguments for `cls`: texts are parsed by annotation, other
+    values checked.
 
     Raises:
         PolicyError: a parameter is unknown or missing, or a value does not fit.
@@ -93,10 +116,14 @@ def typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     known = {parameter.name: parameter for parameter in parameters(cls)}
     for name in values:
         if name not in known:
-            raise PolicyError(f"unknown parameter {name!r}; known: {', '.join(known) or 'none'}")
+            raise PolicyError(
+                f"unknown parameter {name!r}; known: {', '.join(known) or 'none'}"
+            )
     for parameter in known.values():
         if parameter.default is REQUIRED and parameter.name not in values:
-            raise PolicyError(f"{parameter.name}: expected {parameter.type_label}, got nothing")
+            raise PolicyError(
+                f"{parameter.name}: expected {parameter.type_label}, got nothing"
+            )
     return {name: _convert(known[name], value) for name, value in values.items()}
 
 
@@ -105,11 +132,15 @@ def _convert(parameter: Parameter, value: Any) -> Any:
         fits, result = _as(option, value)
         if fits:
             return result
-    raise PolicyError(f"{parameter.name}: expected {parameter.type_label}, got {value!r}")
+    raise PolicyError(
+        f"{parameter.name}: expected {parameter.type_label}, got {value!r}"
+    )
 
 
 def _as(option: Any, value: Any) -> tuple[bool, Any]:
-    """Whether `value` is a value (or the text of a value) of type `option`, and that value."""
+    """Whether `value` is a value (or the text of a value) of type `option`, and that
+    value.
+    """
     word = value.lower() if isinstance(value, str) else value
     if option is bool:
         word = _WORDS.get(word, word) if isinstance(word, str) else word
@@ -120,11 +151,15 @@ def _as(option: Any, value: Any) -> tuple[bool, Any]:
         return word is None or word == "none", None
     if get_origin(option) is Literal:
         return value in get_args(option), value
-    return option is Any or (isinstance(option, type) and isinstance(value, option)), value
+    return option is Any or (
+        isinstance(option, type) and isinstance(value, option)
+    ), value
 
 
 def _number(option: type[int | float], value: Any) -> tuple[bool, Any]:
-    """As `_as`, for numbers: integers pass as floats, floats not as integers, truth values as neither."""
+    """As `_as`, for numbers: integers pass as floats, floats not as integers, truth
+    values as neither.
+    """
     if isinstance(value, bool) or not isinstance(value, (str, int, option)):
         return False, value
     try:
@@ -137,15 +172,25 @@ _TRY_ORDER = (type(None), bool, int, float)
 
 
 def _options(accepts: Any) -> list[Any]:
-    """The members of a union, narrow ones first, so that ``int | str`` reads "4" as a number."""
-    members = list(get_args(accepts)) if get_origin(accepts) in (Union, types.UnionType) else [accepts]
+    """The members of a union, narrow ones first, so that ``int | str`` reads "4" as a
+    number.
+    """
+    members = (
+        list(get_args(accepts))
+        if get_origin(accepts) in (Union, types.UnionType)
+        else [accepts]
+    )
     narrow = [member for member in _TRY_ORDER if member in members]
     return narrow + [member for member in members if member not in narrow]
 
 
 def _guess(default: Any) -> Any:
     """A type for a parameter without an annotation: that of its default."""
-    return type(default) if isinstance(default, (bool, int, float, str)) else int | float | bool | str | None
+    return (
+        type(default)
+        if isinstance(default, (bool, int, float, str))
+        else int | float | bool | str | None
+    )
 
 
 def _label(accepts: Any) -> str:
@@ -154,5 +199,9 @@ def _label(accepts: Any) -> str:
         if get_origin(option) is Literal:
             names.extend(str(value) for value in get_args(option))
         else:
-            names.append({type(None): "none", bool: "true or false"}.get(option, getattr(option, "__name__", "any")))
+            names.append(
+                {type(None): "none", bool: "true or false"}.get(
+                    option, getattr(option, "__name__", "any")
+                )
+            )
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -1,10 +1,11 @@
 """Names become policies.
 
-A policy is one file in one of the folders `routing`, `assignment`, `prefetch`, `cache`; the file's name,
-underscores as hyphens, is the policy's name. Listing the names imports nothing; asking for a policy
-imports its file only. Other people's packages add theirs under the entry-point group `moesim.policies`
-as ``kind.name`` (``"cache.mine" = "package.module:Class"``), notebooks call `register`, and a path such
-as ``./mine.py`` works wherever a name does. Names in our own folders come first.
+A policy is one file in one of the folders `routing`, `assignment`, `prefetch`, `cache`;
+the file's name, underscores as hyphens, is the policy's name. Listing the names imports
+nothing; asking for a policy imports its file only. Other people's packages add theirs
+under the entry-point group `moesim.policies` as ``kind.name`` (``"cache.mine" =
+"package.module:Class"``), notebooks call `register`, and a path such as ``./mine.py``
+works wherever a name does. Names in our own folders come first.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from policies.base import AssignmentPolicy, CachePolicy, Policy, PolicyError, PrefetchPolicy, RoutingPolicy
-from policies.parameters import REQUIRED, Parameter, parameters, split, typed
+from moesim.policies.base import (
+    AssignmentPolicy,
+    CachePolicy,
+    Policy,
+    PolicyError,
+    PrefetchPolicy,
+    RoutingPolicy,
+)
+from moesim.policies.parameters import REQUIRED, Parameter, parameters, split, typed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,20 +68,29 @@ def names(kind: str) -> list[str]:
     Raises:
         PolicyError: there is no such kind.
     """
-    registered = {name for registered_kind, name in _registered if registered_kind == kind}
+    registered = {
+        name for registered_kind, name in _registered if registered_kind == kind
+    }
     return sorted(_files(kind).keys() | _entry_points(kind).keys() | registered)
 
 
 def knows(name: str, kind: str) -> bool:
-    """Whether a name is one of `names`; packages are searched only for what is not ours."""
-    return name in _files(kind) or (kind, name) in _registered or name in _entry_points(kind)
+    """Whether a name is one of `names`; packages are searched only for what is not
+    ours.
+    """
+    return (
+        name in _files(kind)
+        or (kind, name) in _registered
+        or name in _entry_points(kind)
+    )
 
 
 def find(name: str, kind: str) -> type[Policy]:
     """The class behind a name, or the one policy in a ``.py`` file.
 
     Raises:
-        PolicyError: unknown name, or a file that does not hold exactly one policy of this kind.
+        PolicyError: unknown name, or a file that does not hold exactly one policy of
+            this kind.
     """
     files = _files(kind)
     if name in files:
@@ -87,7 +104,9 @@ def find(name: str, kind: str) -> type[Policy]:
     known = names(kind)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise PolicyError(f"unknown {kind} policy {name!r}; known: {', '.join(known)}{hint}")
+    raise PolicyError(
+        f"unknown {kind} policy {name!r}; known: {', '.join(known)}{hint}"
+    )
 
 
 def resolve(spec: str, kind: str, values: Mapping[str, Any] | None = None) -> Policy:
@@ -99,7 +118,8 @@ def resolve(spec: str, kind: str, values: Mapping[str, Any] | None = None) -> Po
         values: more parameters, already typed (from TOML); those in `spec` win.
 
     Raises:
-        PolicyError: unknown policy or parameter, or a value that does not fit; one line that names the policy.
+        PolicyError: unknown policy or parameter, or a value that does not fit; one line
+            that names the policy.
     """
     name, cls, arguments = _read(spec, kind, values)
     try:
@@ -108,14 +128,19 @@ def resolve(spec: str, kind: str, values: Mapping[str, Any] | None = None) -> Po
         raise PolicyError(f"{kind} policy {name!r}: {error}") from None
 
 
-def settings(spec: str, kind: str, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The effective configuration of a spec: ``name`` and every parameter, defaults included.
+def settings(
+    spec: str, kind: str, values: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The effective configuration of a spec: ``name`` and every parameter, defaults
+    included.
 
     Raises:
         PolicyError: as `resolve`, except for what only the constructor checks.
     """
     name, cls, arguments = _read(spec, kind, values)
-    return {"name": name} | {p.name: arguments.get(p.name, p.default) for p in parameters(cls)}
+    return {"name": name} | {
+        p.name: arguments.get(p.name, p.default) for p in parameters(cls)
+    }
 
 
 def describe(kind: str) -> list[PolicyInfo]:
@@ -124,24 +149,35 @@ def describe(kind: str) -> list[PolicyInfo]:
 
 
 def register(kind: str, name: str, cls: type[Policy]) -> None:
-    """Make `cls` known under `name` in this process, as a notebook cell does; a second call replaces the first.
+    """Make `cls` known under `name` in this process, as a notebook cell does; a second
+    call replaces the first.
 
     Raises:
-        PolicyError: no such kind, not a policy of that kind, or the name of a policy of ours.
+        PolicyError: no such kind, not a policy of that kind, or the name of a policy of
+            ours.
     """
     if name in _files(kind):
         raise PolicyError(f"{kind} policy {name!r} exists already; choose another name")
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or name.endswith(".py"):
-        raise PolicyError(f"policy name: expected lower-case letters, digits, hyphens and dots, got {name!r}")
+        raise PolicyError(
+            "policy name: expected lower-case letters, digits, hyphens and dots, got"
+            f" {name!r}"
+        )
     _registered[kind, name] = _checked(cls, kind, f"{kind} policy {name!r}")
 
 
-def _read(spec: str, kind: str, values: Mapping[str, Any] | None) -> tuple[str, type[Policy], dict[str, Any]]:
+def _read(
+    spec: str, kind: str, values: Mapping[str, Any] | None
+) -> tuple[str, type[Policy], dict[str, Any]]:
     match = _SPEC.fullmatch(spec.strip())
     name, text = (match["name"], match["parameters"]) if match else (spec, None)
     cls = find(name, kind)
     try:
-        return name, cls, typed(cls, {**(values or {}), **(split(text) if text else {})})
+        return (
+            name,
+            cls,
+            typed(cls, {**(values or {}), **(split(text) if text else {})}),
+        )
     except PolicyError as error:
         raise PolicyError(f"{kind} policy {name!r}: {error}") from None
 
@@ -154,17 +190,27 @@ def _info(kind: str, name: str, cls: type[Policy]) -> PolicyInfo:
 
 
 def _files(kind: str) -> dict[str, str]:
-    """Name -> module of every file in the kind's folder; names with a leading underscore are helpers."""
+    """Name -> module of every file in the kind's folder; names with a leading
+    underscore are helpers.
+    """
     if kind not in KINDS:
         raise PolicyError(f"unknown kind of policy {kind!r}; known: {', '.join(KINDS)}")
-    folder = importlib.import_module(f"policies.{kind}")
+    folder = importlib.import_module(f"moesim.policies.{kind}")
     modules = (module.name for module in pkgutil.iter_modules(folder.__path__))
-    return {name.replace("_", "-"): f"policies.{kind}.{name}" for name in modules if not name.startswith("_")}
+    return {
+        name.replace("_", "-"): f"moesim.policies.{kind}.{name}"
+        for name in modules
+        if not name.startswith("_")
+    }
 
 
 def _entry_points(kind: str) -> dict[str, EntryPoint]:
     prefix = f"{kind}."
-    return {e.name.removeprefix(prefix): e for e in entry_points(group=GROUP) if e.name.startswith(prefix)}
+    return {
+        e.name.removeprefix(prefix): e
+        for e in entry_points(group=GROUP)
+        if e.name.startswith(prefix)
+    }
 
 
 def _load(point: EntryPoint, kind: str) -> type[Policy]:
@@ -178,7 +224,9 @@ def _load(point: EntryPoint, kind: str) -> type[Policy]:
 
 def _from_file(path: Path, kind: str) -> type[Policy]:
     if not path.is_file():
-        raise PolicyError(f"{path}: no such file; expected a Python file with one {kind} policy")
+        raise PolicyError(
+            f"{path}: no such file; expected a Python file with one {kind} policy"
+        )
     name = f"moesim_policy_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None
@@ -204,7 +252,9 @@ def _only_policy(module: ModuleType, kind: str, where: str) -> type[Policy]:
     ]
     if len(found) != 1:
         listed = ", ".join(cls.__name__ for cls in found) or "none"
-        raise PolicyError(f"{where}: expected one public subclass of {base.__name__}, found {listed}")
+        raise PolicyError(
+            f"{where}: expected one public subclass of {base.__name__}, found {listed}"
+        )
     return found[0]
 
 
@@ -212,5 +262,7 @@ def _checked(cls: Any, kind: str, where: str) -> type[Policy]:
     if kind not in KINDS:
         raise PolicyError(f"unknown kind of policy {kind!r}; known: {', '.join(KINDS)}")
     if not (isinstance(cls, type) and issubclass(cls, KINDS[kind])):
-        raise PolicyError(f"{where}: expected a subclass of {KINDS[kind].__name__}, got {cls!r}")
+        raise PolicyError(
+            f"{where}: expected a subclass of {KINDS[kind].__name__}, got {cls!r}"
+        )
     return cls

@@ -1,4 +1,6 @@
-"""Named compositions of the four kinds of policy: what a paper or a program is made of."""
+"""Named compositions of the four kinds of policy: what a paper or a program is made
+of.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +8,35 @@ import difflib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from policies.base import PolicyError
-from policies.plan import Policies
-from policies.registry import knows, names, resolve
+from moesim.policies.base import PolicyError
+from moesim.policies.planner.plan import Policies
+from moesim.policies.registry import knows, names, resolve
 
 if TYPE_CHECKING:
-    from policies.base import AssignmentPolicy, CachePolicy, PrefetchPolicy, RoutingPolicy
-    from traces.schema import ModelShape
+    from moesim.policies.base import (
+        AssignmentPolicy,
+        CachePolicy,
+        PrefetchPolicy,
+        RoutingPolicy,
+    )
+    from moesim.traces.format.schema import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
 class System:
     """Four policy specifications, and where they depart from their source.
 
-    Each is a registered name with parameters, as on the command line: ``lfu:variant=perfect``.
+    Each is a registered name with parameters, as on the command line:
+    ``lfu:variant=perfect``.
 
     Attributes:
         staging: slots beside the cache; None takes the profile's.
-        staging_layers: the same in whole layers, for systems that buffer layers; `staging` wins.
-        scope: ``layer`` or ``global`` where the source says so; None leaves it to the user.
-        divides_slots: whether layers get slots by their use, where a calibration says how (`policies.slot_shares`).
+        staging_layers: the same in whole layers, for systems that buffer layers;
+            `staging` wins.
+        scope: ``layer`` or ``global`` where the source says so; None leaves it to the
+            user.
+        divides_slots: whether layers get slots by their use, where a calibration says
+            how (`moesim.policies.cache._slot_shares`).
         note: where the composition departs from its source, and what it needs.
     """
 
@@ -44,7 +55,8 @@ class System:
         return self.staging or self.staging_layers * shape.experts or None
 
     def build(self, *, gpus: int, host_cache: str | None) -> Policies:
-        """Make fresh instances: one cache policy per GPU, and one for host memory if it is limited.
+        """Make fresh instances: one cache policy per GPU, and one for host memory if it
+        is limited.
 
         Raises:
             PolicyError: an unknown name or parameter.
@@ -52,10 +64,19 @@ class System:
         return Policies(
             assignment=cast("AssignmentPolicy", resolve(self.assignment, "assignment")),
             prefetch=cast("PrefetchPolicy", resolve(self.prefetch, "prefetch")),
-            caches=[cast("CachePolicy", resolve(self.cache, "cache")) for _ in range(gpus)],
+            caches=[
+                cast("CachePolicy", resolve(self.cache, "cache")) for _ in range(gpus)
+            ],
             routing=cast("RoutingPolicy", resolve(self.routing, "routing")),
-            host_cache=None if host_cache is None else cast("CachePolicy", resolve(host_cache, "cache")),
-            names={kind: getattr(self, kind) for kind in ("assignment", "prefetch", "cache", "routing")},
+            host_cache=(
+                None
+                if host_cache is None
+                else cast("CachePolicy", resolve(host_cache, "cache"))
+            ),
+            names={
+                kind: getattr(self, kind)
+                for kind in ("assignment", "prefetch", "cache", "routing")
+            },
         )
 
 
@@ -67,26 +88,37 @@ SYSTEMS = {
         cache="workload-window:window=4,swaps=8",
         prefetch="residual:size=4",
         staging=8,
-        note="published for DeepSeek and Qwen; Mixtral has swaps=1, size=1. Prefetched experts wait in staging",
+        note=(
+            "published for DeepSeek and Qwen; Mixtral has swaps=1, size=1. Prefetched"
+            " experts wait in staging"
+        ),
     ),
     "hybrimoe": System(
         assignment="hybrimoe-schedule",
         cache="mrs:fill=lowest",
         prefetch="impact",
-        note="as the paper describes it, the operation that ends first next; prefetches that have not started are"
-        " chosen anew at every layer; starts with the lowest ids, as the code",
+        note=(
+            "as the paper describes it, the operation that ends first next; prefetches"
+            " that have not started are chosen anew at every layer; starts with the"
+            " lowest ids, as the code"
+        ),
     ),
     "hybrimoe-released": System(
         assignment="hybrimoe-released",
         cache="mrs:first-row=true,tie=touched,fill=lowest",
-        note="as the code does it, its prefetch off as in its own example; --prefetch hybrimoe-released turns it on",
+        note=(
+            "as the code does it, its prefetch off as in its own example; --prefetch"
+            " hybrimoe-released turns it on"
+        ),
     ),
     "daop": System(
         assignment="daop",
         cache="prefill-swap",
         routing="graceful-degradation",
-        note="swaps take effect after the layer step, not before it; later layers keep the recorded routing."
-        " --warm gives the calibrated placement",
+        note=(
+            "swaps take effect after the layer step, not before it; later layers keep"
+            " the recorded routing. --warm gives the calibrated placement"
+        ),
     ),
     "smoe": System(
         assignment="smoe-balancer",
@@ -94,47 +126,67 @@ SYSTEMS = {
         prefetch="partial-hidden",
         routing="expert-cache-router:alpha=0.3",
         staging=4,
-        note="alpha is 0.35, 0.30, 0.25 in settings S1, S2, S3. The next gate on this layer's input stands in for the"
-        " partial hidden state; prefill loads what it needs, without its layer-wide buffer",
+        note=(
+            "alpha is 0.35, 0.30, 0.25 in settings S1, S2, S3. The next gate on this"
+            " layer's input stands in for the partial hidden state; prefill loads what"
+            " it needs, without its layer-wide buffer"
+        ),
     ),
     "flashmoe": System(
         assignment="on-demand",
         cache="flashmoe",
-        note="its network must be trained first: moesim train-cache TRACE --out DIR, then --artefacts DIR. Experts live"
-        " on the SSD: limit --host-memory to see it",
+        note=(
+            "its network must be trained first: moesim train-cache TRACE --out DIR,"
+            " then --artefacts DIR. Experts live on the SSD: limit --host-memory to"
+            " see it"
+        ),
     ),
     "fiddler": System(
         assignment="fiddler",
         cache="static",
         scope="global",
-        note="its constants are replaced by this machine's costs. --warm gives the popular experts",
+        note=(
+            "its constants are replaced by this machine's costs. --warm gives the"
+            " popular experts"
+        ),
     ),
     "mixtral-offloading": System(
         assignment="on-demand",
         cache="lru",
         staging=4,
         scope="layer",
-        note="as released, without speculative loading (--prefetch next-gate adds the paper's); evicted experts are not"
-        " copied back, as weights never change",
+        note=(
+            "as released, without speculative loading (--prefetch next-gate adds the"
+            " paper's); evicted experts are not copied back, as weights never change"
+        ),
     ),
     "moe-on-demand": System(
         assignment="on-demand",
         cache="static",
-        note="DAOP's baseline: static residents, every miss is copied to staging and dropped",
+        note=(
+            "DAOP's baseline: static residents, every miss is copied to staging and"
+            " dropped"
+        ),
     ),
     "pre-gated": System(
         assignment="on-demand",
         cache="none",
         prefetch="pre-gated",
         staging_layers=2,
-        note="an oracle, as its gate was retrained to decide one layer early; no cache, buffers for two layers",
+        note=(
+            "an oracle, as its gate was retrained to decide one layer early; no cache,"
+            " buffers for two layers"
+        ),
     ),
     "moe-infinity": System(
         assignment="on-demand",
         cache="moe-infinity",
         prefetch="activation-matrix",
         scope="global",
-        note="the head of its prefetch queue only, sorted anew at every layer; a batch counts as one sequence",
+        note=(
+            "the head of its prefetch queue only, sorted anew at every layer; a batch"
+            " counts as one sequence"
+        ),
     ),
     "adapmoe": System(
         assignment="on-demand",
@@ -143,54 +195,74 @@ SYSTEMS = {
         routing="adaptive-gating",
         scope="layer",
         divides_slots=True,
-        note="slots are divided by what prefetching and gating leave to each layer where --artefacts holds"
-        " prefetch_accuracy and single_share (moesim record --calibration counts them); layers differ in sensitivity"
-        " only where it holds that too",
+        note=(
+            "slots are divided by what prefetching and gating leave to each layer where"
+            " --artefacts holds prefetch_accuracy and single_share (moesim record"
+            " --calibration counts them); layers differ in sensitivity only where it"
+            " holds that too"
+        ),
     ),
     "edgemoe": System(
         assignment="on-demand",
         cache="lfu",
         prefetch="statistical",
-        note="one preceding layer predicts instead of two; eviction by frequency alone, not also by layer; no"
-        " bit-widths by expert",
+        note=(
+            "one preceding layer predicts instead of two; eviction by frequency alone,"
+            " not also by layer; no bit-widths by expert"
+        ),
     ),
     "moe-lightning": System(
         assignment="moe-lightning",
         cache="static",
-        note="the split of experts only: batch, micro-batch and the place of attention are the replay's",
+        note=(
+            "the split of experts only: batch, micro-batch and the place of attention"
+            " are the replay's"
+        ),
     ),
     "llama.cpp": System(
         assignment="layer-wise",
         cache="static:fill=last",
         scope="global",
-        note="the last layers that fit, whole and from the start, as -ngl; CPU and GPU layers never overlap; prefill"
-        " does not stream the other layers",
+        note=(
+            "the last layers that fit, whole and from the start, as -ngl; CPU and GPU"
+            " layers never overlap; prefill does not stream the other layers"
+        ),
     ),
     "ktransformers": System(
         assignment="fixed-mapping",
         cache="static",
         scope="layer",
-        note="kt-kernel's masks with as many experts on the GPU in each layer, the popular ones with --warm; its"
-        " faster CPU kernels belong in the hardware profile. DALI models it as layer-wise",
+        note=(
+            "kt-kernel's masks with as many experts on the GPU in each layer, the"
+            " popular ones with --warm; its faster CPU kernels belong in the hardware"
+            " profile. DALI models it as layer-wise"
+        ),
     ),
     "deepspeed": System(
         assignment="on-demand",
         cache="none",
         prefetch="whole-layer",
         staging_layers=2,
-        note="every layer is moved complete while the one before computes, but waits for its active experts only; of a"
-        " step's first layer only these are moved",
+        note=(
+            "every layer is moved complete while the one before computes, but waits for"
+            " its active experts only; of a step's first layer only these are moved"
+        ),
     ),
 }
 
 
 def compose(
-    policy: str, *, cache: str | None = None, prefetch: str | None = None, routing: str | None = None
+    policy: str,
+    *,
+    cache: str | None = None,
+    prefetch: str | None = None,
+    routing: str | None = None,
 ) -> System:
     """Take a system or an assignment policy by name, and replace parts of it.
 
     Args:
-        policy: the name; ``greedy+lru+residual`` says cache and prefetch in the same breath.
+        policy: the name; ``greedy+lru+residual`` says cache and prefetch in the same
+            breath.
         cache, prefetch, routing: what replaces the system's own, where given.
 
     Raises:
@@ -199,19 +271,31 @@ def compose(
     name, *said = policy.split("+")
     given = {"cache": cache, "prefetch": prefetch, "routing": routing}
     if len(said) > len(PARTS):
-        raise PolicyError(f"policy {policy!r}: expected at most assignment+{'+'.join(PARTS)}")
+        raise PolicyError(
+            f"policy {policy!r}: expected at most assignment+{'+'.join(PARTS)}"
+        )
     for part, value in zip(PARTS, said, strict=False):
         if value and given[part] not in {None, value}:
-            raise PolicyError(f"policy {policy!r}: expected its {part} said once, got {given[part]!r} too; drop one")
+            raise PolicyError(
+                f"policy {policy!r}: expected its {part} said once, got {given[part]!r}"
+                " too; drop one"
+            )
         given[part] = value or given[part]
     base = SYSTEMS.get(name)
     if base is None:
         plain = name.partition(":")[0]
-        if plain not in SYSTEMS and not name.endswith(".py") and not knows(plain, "assignment"):
-            close = difflib.get_close_matches(plain, [*names("assignment"), *SYSTEMS], n=1)
+        if (
+            plain not in SYSTEMS
+            and not name.endswith(".py")
+            and not knows(plain, "assignment")
+        ):
+            close = difflib.get_close_matches(
+                plain, [*names("assignment"), *SYSTEMS], n=1
+            )
             raise PolicyError(
-                f"unknown policy {plain!r}; systems: {', '.join(sorted(SYSTEMS))}; assignment policies:"
-                f" {', '.join(names('assignment'))}" + (f" (did you mean {close[0]!r}?)" if close else "")
+                f"unknown policy {plain!r}; systems: {', '.join(sorted(SYSTEMS))};"
+                f" assignment policies: {', '.join(names('assignment'))}"
+                + (f" (did you mean {close[0]!r}?)" if close else "")
             )
         base = System(assignment=name)
     return replace(

@@ -1,1 +1,3 @@
-"""The real world: expert weights in memory, lanes that compute and copy, and models that run. PyTorch lives here."""
+"""The real world: expert weights in memory, lanes that compute and copy, and models
+that run. PyTorch lives here.
+"""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 
 class StoreError(ValueError):
-    """An expert store, or the checkpoint it is built from, cannot be trusted or cannot be used."""
+    """An expert store, or the checkpoint it is built from, cannot be trusted or cannot
+    be used.
+    """
 
 
 class RuntimeFault(RuntimeError):  # noqa: N818 - the machine's fault, not a mistake in the input
-    """The machine did not give what a run needs: memory, page-locking, or a disk that answers."""
+    """The machine did not give what a run needs: memory, page-locking, or a disk that
+    answers.
+    """

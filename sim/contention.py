@@ -1,10 +1,11 @@
 """Operations that slow each other while they overlap. SimPy has no such thing.
 
-Picture people sharing a narrow bench: each works at full speed alone; while another works beside him,
-each slows by a known factor. An operation has an amount of work in seconds-when-alone, and a rate: one
-over the product of the slowdowns that the others running now impose on its class. Whenever somebody
-starts or stops, work done so far is settled and the expected end moves. Two operations that slow each
-other by 2 are processor sharing.
+Picture people sharing a narrow bench: each works at full speed alone; while another
+works beside him, each slows by a known factor. An operation has an amount of work in
+seconds-when-alone, and a rate: one over the product of the slowdowns that the others
+running now impose on its class. Whenever somebody starts or stops, work done so far is
+settled and the expected end moves. Two operations that slow each other by 2 are
+processor sharing.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ if TYPE_CHECKING:
     from simpy.core import Environment
 
 CLASSES = ("ssd", "h2d", "d2h", "gpu", "cpu", "control")
-"""Classes of work. Also the order of events at the same instant: reads and copies land first, then GPU and CPU
-results, then control; within a class the operation that was scheduled first ends first."""
+"""Classes of work. Also the order of events at the same instant: reads and copies land
+first, then GPU and CPU results, then control; within a class the operation that was
+scheduled first ends first.
+"""
 
 PRIORITY = {name: 2 + rank for rank, name in enumerate(CLASSES)}
 """The same order as SimPy priorities, after its own URGENT and NORMAL."""
 
 
 class Slots:
-    """Staging slots that a copy must win before it starts; `lane` is who waits for them."""
+    """Staging slots that a copy must win before it starts; `lane` is who waits for
+    them.
+    """
 
     __slots__ = ("free", "lane")
 
@@ -39,7 +44,8 @@ class Slots:
 class Operation(Event):
     """Something one lane does without interruption: a product, a copy, a read, a plan.
 
-    It is the SimPy event of its own expected end; if that moves, an `_End` stands in for it.
+    It is the SimPy event of its own expected end; if that moves, an `_End` stands in
+    for it.
 
     Attributes:
         lane: index of the lane.
@@ -50,10 +56,12 @@ class Operation(Event):
         frees: gives one back when it ends.
         start_s: when it started; negative before.
         end_s: when its work is done; known at the end only where lanes slow each other.
-        end: the event that counts as its end, if that is not the operation itself (which would be a cycle).
+        end: the event that counts as its end, if that is not the operation itself
+            (which would be a cycle).
     """
 
-    # As simpy.Timeout: triggered from birth, processed when its time comes. Class attributes, as most never change.
+    # As simpy.Timeout: triggered from birth, processed when its time comes. Class
+    # attributes, as most never change.
     _ok = True
     _value = None
     _defused = False
@@ -118,11 +126,16 @@ class Contention:
         self._finished = finished
         self._alone = [finished]
         self._priority = [PRIORITY[name] for name in lane_classes]
-        self._slowdown = [[slowdown(victim, other) for other in lane_classes] for victim in lane_classes]
+        self._slowdown = [
+            [slowdown(victim, other) for other in lane_classes]
+            for victim in lane_classes
+        ]
         self._running: list[Operation] = []
         self.events = 0
         alone = all(factor == 1.0 for row in self._slowdown for factor in row)
-        self.start: Callable[[Operation], None] = self._start_alone if alone else self._start
+        self.start: Callable[[Operation], None] = (
+            self._start_alone if alone else self._start
+        )
         """Begin an operation now."""
 
     def _start(self, operation: Operation) -> None:
@@ -151,14 +164,19 @@ class Contention:
                 if other is not operation:
                     rate /= factors[other.lane]
             if rate != operation.rate:
-                operation.left_s = max(0.0, operation.left_s - (now_s - operation.settled_s) * operation.rate)
+                operation.left_s = max(
+                    0.0,
+                    operation.left_s - (now_s - operation.settled_s) * operation.rate,
+                )
                 end: Event = operation if operation.rate == 0.0 else _End(operation)
                 operation.end = None if end is operation else end
                 operation.settled_s = now_s
                 operation.rate = rate
                 end.callbacks = [self._ended]
                 self.events += 1
-                self._schedule(end, self._priority[operation.lane], operation.left_s / rate)
+                self._schedule(
+                    end, self._priority[operation.lane], operation.left_s / rate
+                )
 
     def _ended(self, end: Event) -> None:
         operation: Operation = end if isinstance(end, Operation) else end._value  # noqa: SLF001 - our own event

@@ -1,8 +1,10 @@
-"""The machine: workers that serve lanes, one operation at a time, as a hardware profile says.
+"""The machine: workers that serve lanes, one operation at a time, as a hardware profile
+says.
 
-A lane is a kind of work (GPU compute, host-to-GPU copies, …); a worker is who does it. Where lanes share
-a worker, they take turns in the profile's order. Inside a lane, demand goes before prefetches, prefetches
-before replacements, and otherwise first come, first served. Nothing is preempted.
+A lane is a kind of work (GPU compute, host-to-GPU copies, …); a worker is who does it.
+Where lanes share a worker, they take turns in the profile's order. Inside a lane,
+demand goes before prefetches, prefetches before replacements, and otherwise first come,
+first served. Nothing is preempted.
 """
 
 from __future__ import annotations
@@ -10,26 +12,28 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from sim.contention import Contention, Operation, Slots
-from traces.timeline import pack_span
+from moesim.sim.contention import Contention, Operation, Slots
+from moesim.traces.timeline.spans import pack_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.sim.noise import Noise
+    from moesim.traces.timeline.spans import Timeline
     from simpy.core import Environment
 
-    from hwprofiles.profile import HardwareProfile
-    from sim.noise import Noise
-    from traces.timeline import Timeline
-
-DEMAND, AHEAD, REPLACING = 0, 1, 2
+DEMAND = 0
+AHEAD = 1
+REPLACING = 2
 """Priorities inside a lane."""
 
 
 class Worker:
     """Serves the queues of its lanes in order; busy with at most one operation.
 
-    `lines`: every queue, first served first, with the slots that its staged operations need.
+    `lines`: every queue, first served first, with the slots that its staged operations
+    need.
     """
 
     __slots__ = ("_start", "busy", "lines", "waiting")
@@ -58,21 +62,33 @@ class Worker:
 
 
 class Machine:
-    """Lanes of one hardware profile in virtual time; every finished operation becomes a span."""
+    """Lanes of one hardware profile in virtual time; every finished operation becomes a
+    span.
+    """
 
     def __init__(
-        self, env: Environment, profile: HardwareProfile, timeline: Timeline, noise: Noise | None = None
+        self,
+        env: Environment,
+        profile: HardwareProfile,
+        timeline: Timeline,
+        noise: Noise | None = None,
     ) -> None:
         self.lanes = profile.lanes
         classes = [lane.rstrip("0123456789") for lane in self.lanes]
-        self.contention = Contention(env, classes, profile.contention.slowdown, self._finished)
+        self.contention = Contention(
+            env, classes, profile.contention.slowdown, self._finished
+        )
         self._record = timeline.spans.extend
         self._noise = noise
         self._start = self.contention.start if noise is None else self._start_scattered
         self._worker_of: list[Worker] = [Worker(self._start)] * len(self.lanes)
         self._queue: list[list[deque[Operation]]] = [[] for _ in self.lanes]
-        self.staging = [Slots(self.lanes.index(f"h2d{gpu}")) for gpu in range(profile.gpus)]
-        self.host_staging = Slots(self.lanes.index("ssd") if "ssd" in self.lanes else -1)
+        self.staging = [
+            Slots(self.lanes.index(f"h2d{gpu}")) for gpu in range(profile.gpus)
+        ]
+        self.host_staging = Slots(
+            self.lanes.index("ssd") if "ssd" in self.lanes else -1
+        )
         for lanes in profile.workers.values():
             worker = Worker(self._start)
             for name in lanes:
@@ -115,12 +131,22 @@ class Machine:
         self.contention.start(operation)
 
     def _finished(self, operation: Operation) -> None:
-        """Record the span, let the operation's consequences queue, then let its worker go on."""
+        """Record the span, let the operation's consequences queue, then let its worker
+        go on.
+        """
         lane = operation.lane
-        self._record(pack_span(
-            lane, operation.kind, operation.step, operation.layer, operation.expert,
-            operation.start_s, operation.end_s, operation.nbytes,
-        ))  # fmt: skip
+        self._record(
+            pack_span(
+                lane,
+                operation.kind,
+                operation.step,
+                operation.layer,
+                operation.expert,
+                operation.start_s,
+                operation.end_s,
+                operation.nbytes,
+            )
+        )
         worker = self._worker_of[lane]
         worker.busy = False
         if operation.frees is not None:

@@ -1,7 +1,9 @@
-"""Operation times as they really scatter: draws from the distributions that calibration measured.
+"""Operation times as they really scatter: draws from the distributions that calibration
+measured.
 
-A mean hides that the latest of several noisy lanes comes later than the latest of their means. With
-draws, every operation takes its expected time times a factor from its lane's measured distribution.
+A mean hides that the latest of several noisy lanes comes later than the latest of their
+means. With draws, every operation takes its expected time times a factor from its
+lane's measured distribution.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hwprofiles.profile import HardwareProfile
-    from sim.contention import Operation
+    from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.sim.contention import Operation
 
 SOURCES = {
     "cpu": ("costs.cpu.points", "costs.cpu.overhead_s"),
@@ -24,13 +26,16 @@ SOURCES = {
     "ssd": ("costs.ssd.points", "costs.ssd.bytes_per_s"),
     "control": ("costs.planning.default.base_s",),
 }
-"""Where each class of lane finds its quantiles: the first of these entries that has some."""
+"""Where each class of lane finds its quantiles: the first of these entries that has
+some.
+"""
 
 BLOCK = 4096
 
 
 class Noise:
-    """Factors on operation times, one stream per lane, seeded: the same seed gives the same run.
+    """Factors on operation times, one stream per lane, seeded: the same seed gives the
+    same run.
 
     Args:
         profile: the machine; lanes without measured quantiles are not scattered.
@@ -41,7 +46,9 @@ class Noise:
         self._streams: list[Iterator[float] | None] = []
         for index, lane in enumerate(profile.lanes):
             quantiles = _quantiles(profile, lane.rstrip("0123456789"))
-            self._streams.append(_factors(quantiles, seed, index) if len(quantiles) else None)
+            self._streams.append(
+                _factors(quantiles, seed, index) if len(quantiles) else None
+            )
 
     def scatter(self, operation: Operation) -> None:
         """Multiply the operation's work by the next factor of its lane."""
@@ -59,7 +66,9 @@ def _quantiles(profile: HardwareProfile, lane_class: str) -> tuple[float, ...]:
 
 
 def _factors(quantiles: tuple[float, ...], seed: int, lane: int) -> Iterator[float]:
-    """Draw without end by inverting the quantile function, linear between its points."""
+    """Draw without end by inverting the quantile function, linear between its
+    points.
+    """
     draw = np.random.default_rng((seed, lane))
     at = np.linspace(0.0, 1.0, len(quantiles))
     while True:

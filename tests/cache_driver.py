@@ -1,9 +1,11 @@
-"""Drives a cache policy through layer steps, and holds what every policy test needs: views, works, a future.
+"""Drives a cache policy through layer steps, and holds what every policy test needs:
+views, works, a future.
 
-The driver is the step-atomic definition written down once: look at all active experts of a layer step,
-tell the policy, then let the misses in, with nothing that is active among the candidates. One expert per step
-makes it sequential.
+The driver is the step-atomic definition written down once: look at all active experts
+of a layer step, tell the policy, then let the misses in, with nothing that is active
+among the candidates. One expert per step makes it sequential.
 """
+
 # ruff: noqa: D101 - the protocols in policies/base.py document these names
 
 from __future__ import annotations
@@ -16,10 +18,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from learned_network import Artefacts
-
-from policies.base import ABSENT, RESIDENT, CachePolicy, LayerWork, RunContext
-from policies.network import sizes
-from traces.schema import ModelShape, Phase
+from moesim.policies.base import ABSENT, RESIDENT, CachePolicy, LayerWork, RunContext
+from moesim.policies.cache._learned_network import sizes
+from moesim.traces.format.schema import ModelShape, Phase
 
 SHARED_TRACES = Path(__file__).parents[2] / "shared" / "traces"
 
@@ -48,7 +49,9 @@ def work(
     predicted=None,
     state=None,
 ) -> LayerWork:
-    """A `LayerWork` with read-only arrays; flat `gpu_s` and `arrive_s` are one GPU's."""
+    """A `LayerWork` with read-only arrays; flat `gpu_s` and `arrive_s` are one
+    GPU's.
+    """
     experts = np.arange(len(cpu_s)) if experts is None else experts
     active = len(experts)
     zeros = np.zeros(active)
@@ -63,11 +66,27 @@ def work(
         cpu_s=np.array(cpu_s if len(cpu_s) else zeros, np.float64),
         host_s=np.array(zeros if host_s is None else host_s, np.float64),
         gpu_s=gpu_s,
-        arrive_s=np.array(np.broadcast_to(0.0 if arrive_s is None else arrive_s, gpu_s.shape), np.float64, order="C"),
+        arrive_s=np.array(
+            np.broadcast_to(0.0 if arrive_s is None else arrive_s, gpu_s.shape),
+            np.float64,
+            order="C",
+        ),
         routing=np.array([[0]] if routing is None else routing, np.uint16),
-        predicted={name: np.array(values, np.float16) for name, values in (predicted or {}).items()},
+        predicted={
+            name: np.array(values, np.float16)
+            for name, values in (predicted or {}).items()
+        },
     )
-    for name in ("experts", "tokens", "state", "cpu_s", "host_s", "gpu_s", "arrive_s", "routing"):
+    for name in (
+        "experts",
+        "tokens",
+        "state",
+        "cpu_s",
+        "host_s",
+        "gpu_s",
+        "arrive_s",
+        "routing",
+    ):
         getattr(made, name).flags.writeable = False
     return made
 
@@ -77,11 +96,16 @@ class View:
 
     def __init__(self, layers=1, experts=8, gpus=1, resident=(), in_flight=()):
         self.shape = shape(layers, experts)
-        self.layers, self.experts, self.gpus = layers, experts, gpus
-        self._resident, self._in_flight = set(resident), set(in_flight)
+        self.layers = layers
+        self.experts = experts
+        self.gpus = gpus
+        self._resident = set(resident)
+        self._in_flight = set(in_flight)
 
     def _mask(self, keys, layer, gpu):
-        return np.array([(gpu, layer, expert) in keys for expert in range(self.experts)])
+        return np.array(
+            [(gpu, layer, expert) in keys for expert in range(self.experts)]
+        )
 
     def resident(self, layer, gpu=0):
         return self._mask(self._resident, layer, gpu)
@@ -109,7 +133,9 @@ class ListFuture:
     """The future as lists of uses, searched one by one: slow and obvious."""
 
     def __init__(self, steps, tokens=None):
-        """`tokens` maps (step, layer) to those of each expert, ascending; one each where it has nothing."""
+        """`tokens` maps (step, layer) to those of each expert, ascending; one each
+        where it has nothing.
+        """
         self.never = 1 + max((s.step for s in steps), default=0)
         self._active = {(s.step, s.layer): sorted(s.experts) for s in steps}
         self._tokens = tokens or {}
@@ -119,7 +145,10 @@ class ListFuture:
                 self._uses.setdefault((s.layer, expert), []).append(s.step)
 
     def next_use(self, step, layer, expert):
-        return next((use for use in self._uses.get((layer, expert), []) if use > step), self.never)
+        return next(
+            (use for use in self._uses.get((layer, expert), []) if use > step),
+            self.never,
+        )
 
     def next_uses(self, step, layer, experts):
         return np.array([self.next_use(step, layer, int(e)) for e in experts], np.int64)
@@ -128,7 +157,10 @@ class ListFuture:
         return np.array(self._active.get((step, layer), []), np.int32)
 
     def tokens(self, step, layer):
-        return np.array(self._tokens.get((step, layer), [1] * len(self.active(step, layer))), np.int32)
+        return np.array(
+            self._tokens.get((step, layer), [1] * len(self.active(step, layer))),
+            np.int32,
+        )
 
 
 @dataclass
@@ -143,26 +175,47 @@ class Run:
     resident: list[int] = field(default_factory=list)
 
 
-def context(steps, capacity, *, layers=1, experts=8, scope="layer", seed=0, calibration=None) -> RunContext:
+def context(
+    steps, capacity, *, layers=1, experts=8, scope="layer", seed=0, calibration=None
+) -> RunContext:
     slots = np.full(layers if scope == "layer" else 1, capacity)
     return RunContext(
-        shape(layers, experts), 1, slots, scope, seed=seed, calibration=calibration, future=ListFuture(steps),
+        shape(layers, experts),
+        1,
+        slots,
+        scope,
+        seed=seed,
+        calibration=calibration,
+        future=ListFuture(steps),
         extras=Artefacts(layers, experts),
-    )  # fmt: skip
+    )
 
 
-def untrained(layers: int, experts: int, hidden: int = 4, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights where a learned policy expects trained ones: enough for what does not depend on them."""
-    draw = np.random.default_rng(seed).normal
-    return {name: draw(size=size).astype(np.float32) for name, size in sizes(layers, experts, hidden).items()}
-
-
-def drive(policy: CachePolicy, steps, capacity, *, layers=1, experts=8, scope="layer", seed=0) -> Run:
-    """Run `steps` through a cache of `capacity` slots per layer, or in all with the global scope.
-
-    Checks on the way that victims are distinct candidates, one answer for each incoming expert.
+def untrained(
+    layers: int, experts: int, hidden: int = 4, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Random weights where a learned policy expects trained ones: enough for what does
+    not depend on them.
     """
-    ctx = context(steps, capacity, layers=layers, experts=experts, scope=scope, seed=seed)
+    draw = np.random.default_rng(seed).normal
+    return {
+        name: draw(size=size).astype(np.float32)
+        for name, size in sizes(layers, experts, hidden).items()
+    }
+
+
+def drive(
+    policy: CachePolicy, steps, capacity, *, layers=1, experts=8, scope="layer", seed=0
+) -> Run:
+    """Run `steps` through a cache of `capacity` slots per layer, or in all with the
+    global scope.
+
+    Checks on the way that victims are distinct candidates, one answer for each incoming
+    expert.
+    """
+    ctx = context(
+        steps, capacity, layers=layers, experts=experts, scope=scope, seed=seed
+    )
     policy.start(ctx)
     resident = np.zeros(layers * experts, bool)
     filling = policy.initial(ctx.capacity_slots)
@@ -173,11 +226,19 @@ def drive(policy: CachePolicy, steps, capacity, *, layers=1, experts=8, scope="l
     run = Run()
     for step, layer, active in steps:
         keys = np.array(sorted(active), np.int64) + layer * experts
-        scoped = slice(layer * experts, (layer + 1) * experts) if scope == "layer" else slice(None)
+        scoped = (
+            slice(layer * experts, (layer + 1) * experts)
+            if scope == "layer"
+            else slice(None)
+        )
         assert resident[scoped].sum() <= capacity
         hit = resident[keys]
         now = work(
-            experts=sorted(active), step=step, layer=layer, state=np.where(hit, RESIDENT, ABSENT), routing=[active]
+            experts=sorted(active),
+            step=step,
+            layer=layer,
+            state=np.where(hit, RESIDENT, ABSENT),
+            routing=[active],
         )
         policy.accessed(now)
         run.hits += int(hit.sum())
@@ -188,7 +249,8 @@ def drive(policy: CachePolicy, steps, capacity, *, layers=1, experts=8, scope="l
         free = capacity - int(resident[scoped].sum())
         if len(incoming) > free:
             incoming = policy.precedence(incoming)
-        entering, incoming = incoming[:free], incoming[free:]
+        entering = incoming[:free]
+        incoming = incoming[free:]
         candidates = np.flatnonzero(resident[scoped]) + (scoped.start or 0)
         candidates = candidates[~np.isin(candidates, keys)]
         incoming = incoming[: len(candidates)]
@@ -197,7 +259,8 @@ def drive(policy: CachePolicy, steps, capacity, *, layers=1, experts=8, scope="l
             assert len(victims) == len(incoming)
             declined = victims < 0
             run.declined += incoming[declined].tolist()
-            victims, incoming = victims[~declined], incoming[~declined]
+            victims = victims[~declined]
+            incoming = incoming[~declined]
             assert len(set(victims.tolist())) == len(victims)
             assert set(victims.tolist()) <= set(candidates.tolist())
             if len(victims):
@@ -223,14 +286,20 @@ def atomic(*steps):
 
 
 def real_trace(name: str, tokens: int) -> list[LayerStep]:
-    """The first `tokens` decode tokens of a shared trace, as layer steps in replay order."""
+    """The first `tokens` decode tokens of a shared trace, as layer steps in replay
+    order.
+    """
     path = SHARED_TRACES / f"{name}.parquet"
     if not path.exists():
-        pytest.skip(f"other people's trace, no part of the project: ../shared/traces/{name}.parquet is not here")
+        pytest.skip(
+            "other people's trace, no part of the project:"
+            f" ../shared/traces/{name}.parquet is not here"
+        )
     columns = ["seq_id", "step", "phase", "layer", "expert_ids"]
     batch = next(pq.ParquetFile(path).iter_batches(batch_size=1 << 15, columns=columns))
     rows = [row for row in batch.to_pylist() if row["phase"] == "decode"]
-    steps, seen = [], {}
+    steps = []
+    seen = {}
     for row in rows:
         step = seen.setdefault((row["seq_id"], row["step"]), len(seen))
         if step >= tokens:
@@ -240,5 +309,9 @@ def real_trace(name: str, tokens: int) -> list[LayerStep]:
 
 
 def flattened(steps, experts):
-    """Layer steps as single accesses in ascending id, flat keys on one layer: sequential semantics."""
-    return one_by_one([layer * experts + expert for _, layer, active in steps for expert in active])
+    """Layer steps as single accesses in ascending id, flat keys on one layer:
+    sequential semantics.
+    """
+    return one_by_one(
+        [layer * experts + expert for _, layer, active in steps for expert in active]
+    )

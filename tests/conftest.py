@@ -1,4 +1,6 @@
-"""Shared fixtures: a small model shape, small traces, and the folder of other people's traces."""
+"""Shared fixtures: a small model shape, small traces, and the folder of other people's
+traces.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
+from moesim.traces.format.writer import TraceWriter
 
-from moesim import runs
-from moesim.parallel import cores
-from traces.schema import ModelShape, Phase, TraceHeader
-from traces.writer import TraceWriter
+from moesim.runs import measured as runs
+from moesim.runs.parallel import cores
 
 SHARED = Path(__file__).parents[2] / "shared"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def any_machine_will_do():
-    """Real runs take a profile of two cores and no GPU wherever the tests are: on one core, and beside a GPU."""
+    """Real runs take a profile of two cores and no GPU wherever the tests are: on one
+    core, and beside a GPU.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "this_machine", lambda: ("host", max(2, cores())))
         yield
@@ -26,7 +30,9 @@ def any_machine_will_do():
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_is_heard():
-    """A shell makes what it starts in the background deaf to ctrl-C, and all that this starts: what tests stop, too."""
+    """A shell makes what it starts in the background deaf to ctrl-C, and all that this
+    starts: what tests stop, too.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -36,7 +42,10 @@ def shared_traces() -> Path:
     """The folder with real traces of other people; it is not part of the project."""
     folder = SHARED / "traces"
     if not folder.is_dir():
-        pytest.skip("other people's traces, no part of the project: ../shared/traces is not here")
+        pytest.skip(
+            "other people's traces, no part of the project: ../shared/traces is not"
+            " here"
+        )
     return folder
 
 
@@ -55,21 +64,32 @@ def tiny_shape() -> ModelShape:
     )
 
 
-def write_trace(path, shape, sequences=((4, 6),), *, columns=(), seed=0, header=None, ragged=False):
-    """Write a synthetic trace: one (prompt tokens, decode tokens) pair per sequence, experts drawn from `seed`.
+def write_trace(
+    path, shape, sequences=((4, 6),), *, columns=(), seed=0, header=None, ragged=False
+):
+    """Write a synthetic trace: one (prompt tokens, decode tokens) pair per sequence,
+    experts drawn from `seed`.
 
     With `ragged`, the last layer of a prefill holds the final prompt token only.
     """
     rng = np.random.default_rng(seed)
-    with TraceWriter(path, header or TraceHeader(shape, {"tool": "test"}), columns) as writer:
+    with TraceWriter(
+        path, header or TraceHeader(shape, {"tool": "test"}), columns
+    ) as writer:
         for seq, (prompt, decode) in enumerate(sequences):
             count = prompt + decode
             pos = np.repeat(np.arange(count), shape.layers)
             layer = np.tile(np.arange(shape.layers), count)
-            keep = (pos >= prompt - 1) | (layer < shape.layers - 1) if ragged else np.ones(len(pos), bool)
-            pos, layer = pos[keep], layer[keep]
+            keep = (
+                (pos >= prompt - 1) | (layer < shape.layers - 1)
+                if ragged
+                else np.ones(len(pos), bool)
+            )
+            pos = pos[keep]
+            layer = layer[keep]
             scores = rng.random((len(pos), shape.experts)).astype(np.float16)
-            scores += np.arange(shape.experts, dtype=np.float16) / 64  # some experts are busier than others
+            # Some experts are busier than others.
+            scores += np.arange(shape.experts, dtype=np.float16) / 64
             experts = np.argsort(-scores, axis=1, kind="stable")[:, : shape.top_k]
             optional = {}
             for name in columns:
@@ -78,7 +98,9 @@ def write_trace(path, shape, sequences=((4, 6),), *, columns=(), seed=0, header=
                 elif name == "weights":
                     optional[name] = np.take_along_axis(scores, experts, axis=1)
                 else:
-                    optional[name] = scores if name == "scores" else rng.random(scores.shape)
+                    optional[name] = (
+                        scores if name == "scores" else rng.random(scores.shape)
+                    )
             phase = np.where(pos < prompt, Phase.PREFILL, Phase.DECODE)
             writer.write(seq, pos, phase, layer, experts, **optional)
     return Path(path)
@@ -86,7 +108,9 @@ def write_trace(path, shape, sequences=((4, 6),), *, columns=(), seed=0, header=
 
 @pytest.fixture
 def make_trace(tmp_path, tiny_shape):
-    """Write a synthetic trace into `tmp_path`: ``make_trace(sequences=((prompt, decode), …), shape=…, columns=…)``."""
+    """Write a synthetic trace into `tmp_path`: ``make_trace(sequences=((prompt,
+    decode), …), shape=…, columns=…)``.
+    """
 
     def make(name="trace.parquet", *, shape=None, sequences=((4, 6),), **options):
         return write_trace(tmp_path / name, shape or tiny_shape, sequences, **options)

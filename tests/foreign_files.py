@@ -1,7 +1,8 @@
-"""Foreign routing dumps as their real writers lay them out, all of the same small routing.
+"""Foreign routing dumps as their real writers lay them out, all of the same small
+routing.
 
-Three layers, eight experts, top-2; sequences of (prompt, generated) tokens. `routing` is the truth that every importer
-must give back; a writer takes a path and that truth.
+Three layers, eight experts, top-2; sequences of (prompt, generated) tokens. `routing`
+is the truth that every importer must give back; a writer takes a path and that truth.
 """
 
 from __future__ import annotations
@@ -13,26 +14,47 @@ import struct
 
 import numpy as np
 
-LAYERS, EXPERTS, TOP_K = 3, 8, 2
+LAYERS = 3
+EXPERTS = 8
+TOP_K = 2
 SHAPE = "layers=3,experts=8,top_k=2,expert_bytes=1KiB"
 LENGTHS = ((5, 7), (4, 6))
 
 
 def routing(lengths=LENGTHS, *, seed=0, layers=LAYERS, experts=EXPERTS, top_k=TOP_K):
-    """(prompt, experts [T, L, K], weights [T, L, K], logits [T, L, E]) per sequence; some experts are busier."""
+    """(prompt, experts [T, L, K], weights [T, L, K], logits [T, L, E]) per sequence;
+    some experts are busier.
+    """
     rng = np.random.default_rng(seed)
     found = []
     for prompt, generated in lengths:
-        logits = rng.normal(size=(prompt + generated, layers, experts)) - np.linspace(0, 2, experts)
+        logits = rng.normal(size=(prompt + generated, layers, experts)) - np.linspace(
+            0, 2, experts
+        )
         ids = np.argsort(-logits, axis=2)[:, :, :top_k]
         scores = np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)
         weights = np.take_along_axis(scores, ids, axis=2)
-        found.append((prompt, ids, weights / weights.sum(axis=2, keepdims=True), logits.astype(np.float32)))
+        found.append(
+            (
+                prompt,
+                ids,
+                weights / weights.sum(axis=2, keepdims=True),
+                logits.astype(np.float32),
+            )
+        )
     return found
 
 
-PHYSICAL = np.array([[7, 6, 5, 4, 3, 2, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7, 2, 3], [1, 0, 3, 2, 5, 4, 7, 6, 4, 5]])
-"""Logical expert of each of ten physical ones, by layer: every logical expert at least once, some twice."""
+PHYSICAL = np.array(
+    [
+        [7, 6, 5, 4, 3, 2, 1, 0, 0, 1],
+        [0, 1, 2, 3, 4, 5, 6, 7, 2, 3],
+        [1, 0, 3, 2, 5, 4, 7, 6, 4, 5],
+    ]
+)
+"""Logical expert of each of ten physical ones, by layer: every logical expert at least
+once, some twice.
+"""
 
 
 def physical(ids, copy=0):
@@ -46,7 +68,9 @@ def physical(ids, copy=0):
 
 
 def sglang_per_token(path, truth, *, dense_before=0, **options):
-    """One extend pass with all prompts, then decode passes of whoever still runs, finished requests leaving."""
+    """One extend pass with all prompts, then decode passes of whoever still runs,
+    finished requests leaving.
+    """
     import torch
 
     records = []
@@ -55,25 +79,43 @@ def sglang_per_token(path, truth, *, dense_before=0, **options):
     def record(tokens, mode, lengths):
         ids = np.full((layers, len(tokens), 8), -1, np.int32)
         for column, (number, position) in enumerate(tokens):
-            ids[dense_before:, column, :TOP_K] = physical(truth[number][1], copy=position % 2)[position]
+            ids[dense_before:, column, :TOP_K] = physical(
+                truth[number][1], copy=position % 2
+            )[position]
         records.append(
             {
-                "forward_pass_id": len(records), "rank": 0, "gatherer_key": "primary",
-                "input_ids": [100 + 10 * number + position for number, position in tokens],
-                "positions": [position for _, position in tokens], "extend_seq_lens": lengths, "forward_mode": mode,
-                "topk_ids_of_layer": torch.from_numpy(ids), "misc_objects": [],
+                "forward_pass_id": len(records),
+                "rank": 0,
+                "gatherer_key": "primary",
+                "input_ids": [
+                    100 + 10 * number + position for number, position in tokens
+                ],
+                "positions": [position for _, position in tokens],
+                "extend_seq_lens": lengths,
+                "forward_mode": mode,
+                "topk_ids_of_layer": torch.from_numpy(ids),
+                "misc_objects": [],
             }
-        )  # fmt: skip
+        )
 
-    prompts = [[(number, position) for position in range(one[0])] for number, one in enumerate(truth)]
-    record([place for one in prompts for place in one], 1, [len(one) for one in prompts])
+    prompts = [
+        [(number, position) for position in range(one[0])]
+        for number, one in enumerate(truth)
+    ]
+    record(
+        [place for one in prompts for place in one], 1, [len(one) for one in prompts]
+    )
     for step in range(max(len(one[1]) - one[0] for one in truth)):
         running = [n for n, one in enumerate(truth) if one[0] + step < len(one[1])]
         record([(n, truth[n][0] + step) for n in running], 2, None)
-    table = np.concatenate([np.tile(np.arange(PHYSICAL.shape[1]) % EXPERTS, (dense_before, 1)), PHYSICAL]).astype(
-        np.int64
+    table = np.concatenate(
+        [np.tile(np.arange(PHYSICAL.shape[1]) % EXPERTS, (dense_before, 1)), PHYSICAL]
+    ).astype(np.int64)
+    torch.save(
+        {"records": records, "last_physical_to_logical_map": torch.from_numpy(table)},
+        path,
+        **options,
     )
-    torch.save({"records": records, "last_physical_to_logical_map": torch.from_numpy(table)}, path, **options)
     return path
 
 
@@ -85,19 +127,36 @@ def sglang_per_pass(path, truth, *, batch=1):
     ids = physical(truth[0][1])
     for start in range(0, len(ids) - batch + 1, batch):
         counts = np.stack(
-            [np.bincount(ids[start : start + batch, layer].ravel(), minlength=10) for layer in range(LAYERS)]
+            [
+                np.bincount(ids[start : start + batch, layer].ravel(), minlength=10)
+                for layer in range(LAYERS)
+            ]
         )
         records.append(
-            {"forward_pass_id": start, "rank": 0, "gatherer_key": "primary",
-             "global_physical_count": torch.from_numpy(counts.astype(np.int32))}
-        )  # fmt: skip
-    torch.save({"records": records, "last_physical_to_logical_map": torch.from_numpy(PHYSICAL)}, path)
+            {
+                "forward_pass_id": start,
+                "rank": 0,
+                "gatherer_key": "primary",
+                "global_physical_count": torch.from_numpy(counts.astype(np.int32)),
+            }
+        )
+    torch.save(
+        {
+            "records": records,
+            "last_physical_to_logical_map": torch.from_numpy(PHYSICAL),
+        },
+        path,
+    )
     return path
 
 
 def vllm_npz(path, truth):
     prompt, ids, *_ = truth[0]
-    np.savez(path, prompt_routed_experts=ids[:prompt].astype(np.int16), routed_experts=ids[prompt:].astype(np.int16))
+    np.savez(
+        path,
+        prompt_routed_experts=ids[:prompt].astype(np.int16),
+        routed_experts=ids[prompt:].astype(np.int16),
+    )
     return path
 
 
@@ -107,30 +166,56 @@ def vllm_npy(path, truth):
 
 
 def vllm_json(path, truth, *, encoded=False, unrouted_last=True):
-    """One response per line; the last generated token has a row of zeros, since it was never computed."""
+    """One response per line; the last generated token has a row of zeros, since it was
+    never computed.
+    """
     lines = []
     for prompt, ids, *_ in truth:
         parts = {"prompt": ids[:prompt], "generated": ids[prompt:]}
         if unrouted_last:
-            parts["generated"] = np.concatenate([parts["generated"], np.zeros_like(ids[:1])])
+            parts["generated"] = np.concatenate(
+                [parts["generated"], np.zeros_like(ids[:1])]
+            )
         told = {name: part.tolist() for name, part in parts.items()}
         if encoded:
             for name, part in parts.items():
                 file = io.BytesIO()
                 np.save(file, part.astype(np.int16))
                 told[name] = base64.b64encode(file.getvalue()).decode()
-        choice = {"index": 0, "message": {"role": "assistant"}, "routed_experts": told["generated"]}
-        lines.append({"id": "x", "model": "m", "choices": [choice], "prompt_routed_experts": told["prompt"]})
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant"},
+            "routed_experts": told["generated"],
+        }
+        lines.append(
+            {
+                "id": "x",
+                "model": "m",
+                "choices": [choice],
+                "prompt_routed_experts": told["prompt"],
+            }
+        )
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     return path
 
 
 def safetensors(path, arrays, dtype="F32"):
-    """The layout of safetensors, written by hand; BF16 keeps the upper half of each float."""
-    header, data = {"__metadata__": {"format": "pt"}}, b""
+    """The layout of safetensors, written by hand; BF16 keeps the upper half of each
+    float.
+    """
+    header = {"__metadata__": {"format": "pt"}}
+    data = b""
     for name, array in arrays.items():
-        raw = (array.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes() if dtype == "BF16" else array.tobytes()
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        raw = (
+            (array.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
+            if dtype == "BF16"
+            else array.tobytes()
+        )
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
         data += raw
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
@@ -143,7 +228,10 @@ def hf_arrays(truth, *, probabilities=False):
     values = np.concatenate([one[3][:tokens] for one in truth])
     if probabilities:
         values = np.exp(values) / np.exp(values).sum(axis=2, keepdims=True)
-    return {f"router_logits.{layer}": np.ascontiguousarray(values[:, layer]) for layer in range(LAYERS)}
+    return {
+        f"router_logits.{layer}": np.ascontiguousarray(values[:, layer])
+        for layer in range(LAYERS)
+    }
 
 
 def hf_safetensors(path, truth, **options):
@@ -158,53 +246,104 @@ def hf_npz(path, truth):
 def hf_torch(path, truth):
     import torch
 
-    torch.save(tuple(torch.from_numpy(array) for array in hf_arrays(truth).values()), path)
+    torch.save(
+        tuple(torch.from_numpy(array) for array in hf_arrays(truth).values()), path
+    )
     return path
 
 
 def passes(truth):
-    """(tokens, layer, ids) of every layer run: a prompt in one pass, its last layer for the last token only."""
+    """(tokens, layer, ids) of every layer run: a prompt in one pass, its last layer for
+    the last token only.
+    """
     for prompt, ids, *_ in truth:
         for layer in range(LAYERS):
-            yield 0, layer, ids[prompt - 1 : prompt, layer] if layer == LAYERS - 1 else ids[:prompt, layer]
+            yield (
+                0,
+                layer,
+                (
+                    ids[prompt - 1 : prompt, layer]
+                    if layer == LAYERS - 1
+                    else ids[:prompt, layer]
+                ),
+            )
         for token in range(prompt, len(ids)):
             for layer in range(LAYERS):
                 yield token, layer, ids[token : token + 1, layer]
 
 
 def llama_cpp(path, truth):
-    path.write_text("".join(f"{layer},{expert}\n" for _, layer, ids in passes(truth) for expert in ids.reshape(-1)))
+    path.write_text(
+        "".join(
+            f"{layer},{expert}\n"
+            for _, layer, ids in passes(truth)
+            for expert in ids.reshape(-1)
+        )
+    )
     return path
 
 
 def megatron(path, truth):
-    lines, step, before = [], 0, -1
+    lines = []
+    step = 0
+    before = -1
     for _, layer, ids in passes(truth):
         step += layer <= before
         before = layer
-        record = {"step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer, "rank": 0}
-        lines.append({**record, "num_tokens": len(ids), "topk": TOP_K, "top_indices": ids.tolist()})
+        record = {
+            "step": step,
+            "stage": "pre_dispatch",
+            "block": "decoder",
+            "layer": layer,
+            "rank": 0,
+        }
+        lines.append(
+            {
+                **record,
+                "num_tokens": len(ids),
+                "topk": TOP_K,
+                "top_indices": ids.tolist(),
+            }
+        )
     lines.append({**lines[-1], "block": "mtp", "mtp_idx": 0})
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     return path
 
 
 def route_trace(path, truth, *, residency=None, dropped=True, dense=True, turns=True):
-    """With `dense`, layer 0 of four has no experts. Prefill rows by layer, then decode rows by token, as staged."""
+    """With `dense`, layer 0 of four has no experts. Prefill rows by layer, then decode
+    rows by token, as staged.
+    """
     offset = int(dense)
     facts = f"n_layer={LAYERS + offset} n_expert={EXPERTS} n_expert_used={TOP_K}"
     lines = ["# route_trace v1", f"# model=/models/x.gguf arch=tiny {facts}"]
     sizes = [0] * offset + [1000 * (layer + 1) for layer in range(LAYERS)]
-    lines += [f"# layer={layer} expert_bytes={size} dense_bytes=500" for layer, size in enumerate(sizes)]
-    lines.append("turn,phase,step,layer,slot,expert,weight,residency,expert_bytes" + ",dropped" * dropped)
+    lines += [
+        f"# layer={layer} expert_bytes={size} dense_bytes=500"
+        for layer, size in enumerate(sizes)
+    ]
+    lines.append(
+        "turn,phase,step,layer,slot,expert,weight,residency,expert_bytes"
+        + ",dropped" * dropped
+    )
     for turn, (prompt, ids, weights, _) in enumerate(truth):
-        pre = [(0, t, n) for n in range(LAYERS) for t in range(prompt) if n < LAYERS - 1 or t == prompt - 1]
-        for phase, token, layer in pre + [(1, t, n) for t in range(prompt, len(ids)) for n in range(LAYERS)]:
+        pre = [
+            (0, t, n)
+            for n in range(LAYERS)
+            for t in range(prompt)
+            if n < LAYERS - 1 or t == prompt - 1
+        ]
+        for phase, token, layer in pre + [
+            (1, t, n) for t in range(prompt, len(ids)) for n in range(LAYERS)
+        ]:
             for slot in range(ids.shape[2]):
                 met = 0 if residency is None else residency[turn][token, layer, slot]
                 size = 0 if met else sizes[layer + offset]
                 row = f"{turn if turns else 0},{phase},{token},{layer + offset},{slot},{ids[token, layer, slot]}"
-                lines.append(f"{row},{weights[token, layer, slot]:.6g},{met},{size}" + ",0" * dropped)
+                lines.append(
+                    f"{row},{weights[token, layer, slot]:.6g},{met},{size}"
+                    + ",0" * dropped
+                )
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -212,29 +351,53 @@ def route_trace(path, truth, *, residency=None, dropped=True, dense=True, turns=
 def lattice(path, truth):
     _, ids, weights, _ = truth[0]
     rows = [
-        {"layer_idx": layer, "token_idx": token, "selected_ids": ids[token, layer].tolist(),
-         "gate_weights": weights[token, layer].tolist()}
-        for token in range(len(ids)) for layer in range(LAYERS)
-    ]  # fmt: skip
+        {
+            "layer_idx": layer,
+            "token_idx": token,
+            "selected_ids": ids[token, layer].tolist(),
+            "gate_weights": weights[token, layer].tolist(),
+        }
+        for token in range(len(ids))
+        for layer in range(LAYERS)
+    ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return path
 
 
 def per_token(path, truth):
     rows = [
-        {"seq": f"s{number}", "token": token, "phase": "prefill" if token < prompt else "decode",
-         "layers": [{"experts": ids[token, n].tolist(), "weights": weights[token, n].tolist()} for n in range(LAYERS)]}
-        for number, (prompt, ids, weights, _) in enumerate(truth) for token in range(len(ids))
-    ]  # fmt: skip
+        {
+            "seq": f"s{number}",
+            "token": token,
+            "phase": "prefill" if token < prompt else "decode",
+            "layers": [
+                {
+                    "experts": ids[token, n].tolist(),
+                    "weights": weights[token, n].tolist(),
+                }
+                for n in range(LAYERS)
+            ],
+        }
+        for number, (prompt, ids, weights, _) in enumerate(truth)
+        for token in range(len(ids))
+    ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return path
 
 
 def imp(path, truth, *, lines=True):
     ids = truth[0][1]
-    rows = [[layer, *ids[token, layer].tolist()] for token in range(len(ids)) for layer in range(LAYERS)]
+    rows = [
+        [layer, *ids[token, layer].tolist()]
+        for token in range(len(ids))
+        for layer in range(LAYERS)
+    ]
     head = {"model": "m", "top_k": TOP_K}
-    text = "\n".join(map(json.dumps, [head, *rows])) if lines else json.dumps({**head, "trace": rows}, indent=1)
+    text = (
+        "\n".join(map(json.dumps, [head, *rows]))
+        if lines
+        else json.dumps({**head, "trace": rows}, indent=1)
+    )
     path.write_text(text + "\n")
     return path
 
@@ -246,13 +409,22 @@ def columns_csv(path, truth):
         for token in range(len(ids)):
             for layer in range(LAYERS):
                 stage = "prefill" if token < prompt else "decode"
-                cells = [number, token, stage, layer, *ids[token, layer], *weights[token, layer].round(5)]
+                cells = [
+                    number,
+                    token,
+                    stage,
+                    layer,
+                    *ids[token, layer],
+                    *weights[token, layer].round(5),
+                ]
                 lines.append(";".join(map(str, cells)))
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
-COLUMNS_MAP = {"map": "seq=request,pos=position,phase=stage,layer=block,experts=e*,weights=w*"}
+COLUMNS_MAP = {
+    "map": "seq=request,pos=position,phase=stage,layer=block,experts=e*,weights=w*"
+}
 
 
 def columns_long(path, truth):
@@ -261,14 +433,27 @@ def columns_long(path, truth):
     import pyarrow.parquet as pq
 
     rows = [
-        (number, token, int(token >= prompt), layer, rank, ids[token, layer, rank], weights[token, layer, rank])
+        (
+            number,
+            token,
+            int(token >= prompt),
+            layer,
+            rank,
+            ids[token, layer, rank],
+            weights[token, layer, rank],
+        )
         for number, (prompt, ids, weights, _) in enumerate(truth)
-        for token in range(len(ids)) for layer in range(LAYERS) for rank in range(TOP_K)
-    ]  # fmt: skip
+        for token in range(len(ids))
+        for layer in range(LAYERS)
+        for rank in range(TOP_K)
+    ]
     order = np.random.default_rng(0).permutation(len(rows) - 1) + 1
     rows = [rows[0], *(rows[index] for index in order)]
     names = ("seq", "pos", "phase", "layer", "rank", "expert", "weight")
-    pq.write_table(pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), path)
+    pq.write_table(
+        pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))),
+        path,
+    )
     return path
 
 
@@ -278,13 +463,24 @@ def routing_rows(path, truth):
     import pyarrow.parquet as pq
 
     rows = [
-        (f"s{number}", max(0, token - prompt + 1), "prefill" if token < prompt else "decode", layer, token,
-         ids[token, layer].tolist(), weights[token, layer].tolist())
-        for number, (prompt, ids, weights, _) in enumerate(truth) for token in range(len(ids))
+        (
+            f"s{number}",
+            max(0, token - prompt + 1),
+            "prefill" if token < prompt else "decode",
+            layer,
+            token,
+            ids[token, layer].tolist(),
+            weights[token, layer].tolist(),
+        )
+        for number, (prompt, ids, weights, _) in enumerate(truth)
+        for token in range(len(ids))
         for layer in range(LAYERS)
-    ]  # fmt: skip
+    ]
     names = ("seq_id", "step", "phase", "layer", "token", "expert_ids", "scores")
-    pq.write_table(pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), path)
+    pq.write_table(
+        pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))),
+        path,
+    )
     return path
 
 
@@ -292,20 +488,28 @@ def moesim_unordered(path, truth):
     """Our own layout by another hand, which appended the rows of whoever was ready."""
     import pyarrow as pa
     import pyarrow.parquet as pq
-
-    from traces.models import model_shape
-    from traces.schema import METADATA_KEY, TraceHeader
+    from moesim.traces.format.schema import METADATA_KEY, TraceHeader
+    from moesim.traces.models import model_shape
 
     rows = [
-        (number, token, "prefill" if token < prompt else "decode", layer, ids[token, layer].tolist(),
-         weights[token, layer].astype(np.float16).tolist())
-        for number, (prompt, ids, weights, _) in enumerate(truth) for token in range(len(ids))
+        (
+            number,
+            token,
+            "prefill" if token < prompt else "decode",
+            layer,
+            ids[token, layer].tolist(),
+            weights[token, layer].astype(np.float16).tolist(),
+        )
+        for number, (prompt, ids, weights, _) in enumerate(truth)
+        for token in range(len(ids))
         for layer in range(LAYERS)
-    ]  # fmt: skip
+    ]
     order = [0, *(np.random.default_rng(0).permutation(len(rows) - 1) + 1)]
     columns = zip(*(rows[index] for index in order), strict=True)
     names = ("seq", "pos", "phase", "layer", "experts", "weights")
-    header = TraceHeader(model_shape(SHAPE), {"model": "m"}, {"vectors": "x"}, "calibration")
+    header = TraceHeader(
+        model_shape(SHAPE), {"model": "m"}, {"vectors": "x"}, "calibration"
+    )
     metadata = {METADATA_KEY: header.to_json()}
     table = pa.table(dict(zip(names, map(list, columns), strict=True)))
     schema = table.schema.set(5, pa.field("weights", pa.list_(pa.float16())))

@@ -1,4 +1,6 @@
-"""A machine and a model small enough to compute by hand: every cost is a round number."""
+"""A machine and a model small enough to compute by hand: every cost is a round
+number.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +9,42 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
+from moesim.policies import registry
+from moesim.policies.planner.plan import MemoryPlan
+from moesim.policies.planner.planner import Planner
+from moesim.policies.planner.residency import CacheSize
+from moesim.policies.registry import register
+from moesim.sim.replay import Replay
+from moesim.traces.format.batch import RoutedLayer, RoutedStep
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
+from moesim.traces.format.writer import TraceWriter
+from moesim.traces.timeline.spans import Timeline
 
-from policies import registry
-from policies.plan import MemoryPlan
-from policies.planner import Planner
-from policies.registry import register
-from policies.residency import CacheSize
-from sim.replay import Replay
-from traces.batch import RoutedLayer, RoutedStep
-from traces.reader import open_trace
-from traces.schema import ModelShape, Phase, TraceHeader
-from traces.timeline import Timeline
-from traces.writer import TraceWriter
 
-
-def shape(layers: int = 1, experts: int = 4, top_k: int = 1, expert_bytes=100) -> ModelShape:
+def shape(
+    layers: int = 1, experts: int = 4, top_k: int = 1, expert_bytes=100
+) -> ModelShape:
     """A model whose experts have `expert_bytes` (one number, or one per layer)."""
-    sizes = tuple(expert_bytes) if isinstance(expert_bytes, (list, tuple)) else (expert_bytes,) * layers
+    sizes = (
+        tuple(expert_bytes)
+        if isinstance(expert_bytes, (list, tuple))
+        else (expert_bytes,) * layers
+    )
     return ModelShape("hand", layers, experts, top_k, 4, 4, sizes, 1)
 
 
-def hand_trace(path, routing, *, experts: int = 8, prompt: int = 0, expert_bytes: int = 100, **columns):
-    """Write one sequence and open it: `routing` [T][L][K] says who was chosen, the first `prompt` tokens are prompt.
+def hand_trace(
+    path,
+    routing,
+    *,
+    experts: int = 8,
+    prompt: int = 0,
+    expert_bytes: int = 100,
+    **columns,
+):
+    """Write one sequence and open it: `routing` [T][L][K] says who was chosen, the
+    first `prompt` tokens are prompt.
 
     `columns`: optional ones [T][L][...], by name.
     """
@@ -37,9 +53,19 @@ def hand_trace(path, routing, *, experts: int = 8, prompt: int = 0, expert_bytes
     header = TraceHeader(shape(layers, experts, top_k, expert_bytes), {"tool": "test"})
     pos = np.repeat(np.arange(tokens), layers)
     phase = np.where(pos < prompt, Phase.PREFILL, Phase.DECODE)
-    rows = {name: np.array(values).reshape(tokens * layers, -1) for name, values in columns.items()}
+    rows = {
+        name: np.array(values).reshape(tokens * layers, -1)
+        for name, values in columns.items()
+    }
     with TraceWriter(path, header, tuple(rows)) as writer:
-        writer.write(0, pos, phase, np.tile(np.arange(layers), tokens), chosen.reshape(-1, top_k), **rows)
+        writer.write(
+            0,
+            pos,
+            phase,
+            np.tile(np.arange(layers), tokens),
+            chosen.reshape(-1, top_k),
+            **rows,
+        )
     return open_trace(path)
 
 
@@ -103,7 +129,9 @@ class HandCosts:
 
 @dataclass
 class HandProfile:
-    """Lanes and workers like a real profile's; `slow` maps (victim class, other class) to a factor."""
+    """Lanes and workers like a real profile's; `slow` maps (victim class, other class)
+    to a factor.
+    """
 
     gpus: int = 1
     slow: dict = field(default_factory=dict)
@@ -112,7 +140,9 @@ class HandProfile:
 
     @property
     def lanes(self):
-        devices = [f"{kind}{g}" for kind in ("gpu", "h2d", "d2h") for g in range(self.gpus)]
+        devices = [
+            f"{kind}{g}" for kind in ("gpu", "h2d", "d2h") for g in range(self.gpus)
+        ]
         return ("control", "cpu", *devices, "ssd")
 
     @property
@@ -122,13 +152,21 @@ class HandProfile:
 
     @property
     def contention(self):
-        return SimpleNamespace(slowdown=lambda victim, other: self.slow.get((victim, other), 1.0))
+        return SimpleNamespace(
+            slowdown=lambda victim, other: self.slow.get((victim, other), 1.0)
+        )
 
 
-def routed(layer: int, *experts: int, tokens=None, top_k: int | None = None, **optional) -> RoutedLayer:
+def routed(
+    layer: int, *experts: int, tokens=None, top_k: int | None = None, **optional
+) -> RoutedLayer:
     """One token that chose `experts` (or the given tokens per expert)."""
     chosen = np.array(sorted(experts), np.int32)
-    counts = np.ones(len(experts), np.int32) if tokens is None else np.array(tokens, np.int32)
+    counts = (
+        np.ones(len(experts), np.int32)
+        if tokens is None
+        else np.array(tokens, np.int32)
+    )
     return RoutedLayer(
         layer=layer,
         experts=chosen,
@@ -140,9 +178,14 @@ def routed(layer: int, *experts: int, tokens=None, top_k: int | None = None, **o
     )
 
 
-def steps(*layer_lists: list[RoutedLayer], phase: Phase = Phase.DECODE) -> list[RoutedStep]:
+def steps(
+    *layer_lists: list[RoutedLayer], phase: Phase = Phase.DECODE
+) -> list[RoutedStep]:
     """Forward passes of one sequence."""
-    return [RoutedStep(i, phase, 0, 1, i + 1, 1, layers) for i, layers in enumerate(layer_lists)]
+    return [
+        RoutedStep(i, phase, 0, 1, i + 1, 1, layers)
+        for i, layers in enumerate(layer_lists)
+    ]
 
 
 def plan_of(
@@ -159,18 +202,29 @@ def plan_of(
     **more,
 ) -> Planner:
     """A planner with `slots` per layer (global scope: their bytes together)."""
-    size = CacheSize.of(model.expert_bytes, model.experts, scope=scope, slots_per_layer=slots)
+    size = CacheSize.of(
+        model.expert_bytes, model.experts, scope=scope, slots_per_layer=slots
+    )
     host = None
     if host_slots is not None:
         host = CacheSize.of(
-            model.expert_bytes, model.experts, scope="global", total_bytes=host_slots * model.max_expert_bytes
+            model.expert_bytes,
+            model.experts,
+            scope="global",
+            total_bytes=host_slots * model.max_expert_bytes,
         )
     policies = system.build(gpus=gpus, host_cache=None if host is None else "lru")
-    memory = MemoryPlan(size, host, staging, more.pop("budget", None), more.pop("split", "layers"))
+    memory = MemoryPlan(
+        size, host, staging, more.pop("budget", None), more.pop("split", "layers")
+    )
     return Planner(model, costs or HandCosts(), policies, memory, future=future, **more)
 
 
-def run(planner: Planner, forward_passes: list[RoutedStep], profile: HandProfile | None = None):
+def run(
+    planner: Planner,
+    forward_passes: list[RoutedStep],
+    profile: HandProfile | None = None,
+):
     """Replay and return (result, spans as a frame)."""
     profile = profile or HandProfile(gpus=planner.gpus)
     timeline = Timeline(profile.lanes)
@@ -197,4 +251,12 @@ def spans(timeline: Timeline, kind: str | None = None) -> list[tuple]:
     frame = timeline.frame()
     if kind is not None:
         frame = frame[frame["kind"] == kind]
-    return list(zip(frame["lane"], frame["expert"], frame["start_s"], frame["end_s"], strict=True))
+    return list(
+        zip(
+            frame["lane"],
+            frame["expert"],
+            frame["start_s"],
+            frame["end_s"],
+            strict=True,
+        )
+    )

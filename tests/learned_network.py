@@ -1,7 +1,9 @@
-"""A network for FlashMoE's learned cache, really trained: on the shipped calibration trace, in a tenth of a second.
+"""A network for FlashMoE's learned cache, really trained: on the shipped calibration
+trace, in a tenth of a second.
 
-It was trained for the shipped model; other shapes get its first layers and experts, or these again and again. What
-every policy promises must hold for it there too; what it learned is judged in `test_flashmoe`, on its own model only.
+It was trained for the shipped model; other shapes get its first layers and experts, or
+these again and again. What every policy promises must hold for it there too; what it
+learned is judged in `test_flashmoe`, on its own model only.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ DATA = Path(__file__).parents[1] / "traces" / "data"
 
 
 class Artefacts(Mapping[str, dict[str, np.ndarray]]):
-    """What policies find among their artefacts; the network is trained when it is first asked for."""
+    """What policies find among their artefacts; the network is trained when it is first
+    asked for.
+    """
 
     def __init__(self, layers: int, experts: int) -> None:
-        self.layers, self.experts = layers, experts
+        self.layers = layers
+        self.experts = experts
 
     def __getitem__(self, name: str) -> dict[str, np.ndarray]:
         """Train, if need be."""
@@ -39,12 +44,15 @@ class Artefacts(Mapping[str, dict[str, np.ndarray]]):
 @cache
 def trained():
     """The network of the shipped model."""
-    from moesim import learned
-    from runtime.train_cache import Recipe, train
-    from traces.reader import open_trace
+    from moesim.runtime.models.train_cache import Recipe, train
+    from moesim.traces.format.reader import open_trace
+
+    from moesim.analysis import learned_cache as learned
 
     calibration = open_trace(DATA / "tiny_calibration.parquet")
-    found = train(learned.whole(calibration), calibration.shape, Recipe(hidden=16, epochs=8))
+    found = train(
+        learned.whole(calibration), calibration.shape, Recipe(hidden=16, epochs=8)
+    )
     assert found.facts["validation_loss_best"] < found.facts["validation_loss_first"]
     return found.network
 
@@ -53,7 +61,8 @@ def trained():
 def network(layers: int, experts: int) -> dict[str, np.ndarray]:
     """Its arrays for a model of `layers` x `experts`."""
     whole = trained()
-    layer, expert = np.arange(layers) % whole.layers, np.arange(experts) % whole.experts
+    layer = np.arange(layers) % whole.layers
+    expert = np.arange(experts) % whole.experts
     inputs = np.concatenate((expert, whole.experts + expert))
     return {
         "w1": whole.w1[layer][:, :, inputs],
@@ -70,6 +79,9 @@ def write(folder: Path, layers: int, experts: int) -> Path:
     from safetensors.numpy import save_file
 
     folder.mkdir(exist_ok=True)
-    arrays = {name: np.ascontiguousarray(array) for name, array in network(layers, experts).items()}
+    arrays = {
+        name: np.ascontiguousarray(array)
+        for name, array in network(layers, experts).items()
+    }
     save_file(arrays, folder / "flashmoe.safetensors")
     return folder

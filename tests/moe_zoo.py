@@ -1,4 +1,6 @@
-"""Tiny random models of many architectures: 3 decoder layers of a few hundred thousand bytes each, reading bytes."""
+"""Tiny random models of many architectures: 3 decoder layers of a few hundred thousand
+bytes each, reading bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,9 @@ from typing import NamedTuple
 
 import torch
 import transformers
+from moesim.runtime.models.hf import LocalModel, find_blocks
 from torch import nn
 from transformers import AutoModelForCausalLM
-
-from runtime.hf import LocalModel, find_blocks
 
 _COMMON = {
     "vocab_size": 256,
@@ -59,64 +60,118 @@ KINDS = {
     "qwen3": Kind(
         "Qwen3MoeConfig",
         {
-            "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "head_dim": 8,
             "norm_topk_prob": True,
         },
-        "softmax", True, 2,
+        "softmax",
+        True,
+        2,
     ),
     "qwen2": Kind(
         "Qwen2MoeConfig",
         {
-            "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": False,
-            "shared_expert_intermediate_size": 24, "mlp_only_layers": [1],
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [1],
         },
-        "softmax", False, 3, dense_layers=(1,), shared_experts=1, shared_intermediate=24,
+        "softmax",
+        False,
+        3,
+        dense_layers=(1,),
+        shared_experts=1,
+        shared_intermediate=24,
     ),
     "mixtral": Kind("MixtralConfig", _EIGHT, "softmax", True, 2),
     "olmoe": Kind(
         "OlmoeConfig",
-        {"num_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 16, "norm_topk_prob": False},
-        "softmax", False, 4,
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "intermediate_size": 16,
+            "norm_topk_prob": False,
+        },
+        "softmax",
+        False,
+        4,
     ),
     "deepseek-v2": Kind(
         "DeepseekV2Config",
-        _MLA | {
-            "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "group_limited_greedy",
+        _MLA
+        | {
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "topk_method": "group_limited_greedy",
             "routed_scaling_factor": 2.0,
         },
-        "softmax", False, 3, dense_layers=(0,), shared_experts=2, shared_intermediate=32,
+        "softmax",
+        False,
+        3,
+        dense_layers=(0,),
+        shared_experts=2,
+        shared_intermediate=32,
     ),
     "deepseek-v3": Kind(
         "DeepseekV3Config",
         _MLA | {"q_lora_rank": 16, "n_shared_experts": 1},
-        "sigmoid", True, 3, dense_layers=(0,), shared_experts=1, shared_intermediate=16,
+        "sigmoid",
+        True,
+        3,
+        dense_layers=(0,),
+        shared_experts=1,
+        shared_intermediate=16,
     ),
     "phimoe": Kind("PhimoeConfig", _EIGHT, None, False, 2, gate="router"),
     "gpt-oss": Kind(
         "GptOssConfig",
-        _EIGHT | {
-            "head_dim": 8, "sliding_window": 8,
+        _EIGHT
+        | {
+            "head_dim": 8,
+            "sliding_window": 8,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
-        "softmax", True, 2, gate="router", expert_parameters=3 * 32 * 16 + 2 * 16 + 32,
+        "softmax",
+        True,
+        2,
+        gate="router",
+        expert_parameters=3 * 32 * 16 + 2 * 16 + 32,
     ),
     "glm4": Kind(
         "Glm4MoeConfig",
         {
-            "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
-            "first_k_dense_replace": 1, "intermediate_size": 48, "head_dim": 8, "n_group": 1, "topk_group": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "intermediate_size": 48,
+            "head_dim": 8,
+            "n_group": 1,
+            "topk_group": 1,
         },
-        "sigmoid", True, 2, dense_layers=(0,), shared_experts=1, shared_intermediate=16,
+        "sigmoid",
+        True,
+        2,
+        dense_layers=(0,),
+        shared_experts=1,
+        shared_intermediate=16,
     ),
     "minimax-m2": Kind("MiniMaxM2Config", _EIGHT | {"head_dim": 8}, "sigmoid", True, 2),
-}  # fmt: skip
+}
 
 
 @cache
 def zoo(name: str) -> LocalModel:
-    """Build a model once per test run; its gates and its head are decisive, so that rounding breaks no tie.
+    """Build a model once per test run; its gates and its head are decisive, so that
+    rounding breaks no tie.
 
-    Correction biases, where an architecture has them, are far from zero: ids are then not those of the largest scores.
+    Correction biases, where an architecture has them, are far from zero: ids are then
+    not those of the largest scores.
     """
     kind = KINDS[name]
     with torch.random.fork_rng(devices=[]):
@@ -127,14 +182,21 @@ def zoo(name: str) -> LocalModel:
             for parameter in block.gate.parameters():
                 nn.init.normal_(parameter, std=0.4)
             for owner in (block.gate, block.owner):
-                if isinstance(bias := getattr(owner, "e_score_correction_bias", None), torch.Tensor):
+                if isinstance(
+                    bias := getattr(owner, "e_score_correction_bias", None),
+                    torch.Tensor,
+                ):
                     nn.init.normal_(bias, std=0.5)
         nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
     return LocalModel(name, model)
 
 
 def by_hand(name: str, gate: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Score hidden states [T, H] with a gate's own weights, without calling the gate."""
+    """Score hidden states [T, H] with a gate's own weights, without calling the
+    gate.
+    """
     with torch.no_grad():
-        logits = torch.nn.functional.linear(hidden.float(), gate.weight, getattr(gate, "bias", None))
+        logits = torch.nn.functional.linear(
+            hidden.float(), gate.weight, getattr(gate, "bias", None)
+        )
     return logits.sigmoid() if KINDS[name].scoring == "sigmoid" else logits.softmax(-1)

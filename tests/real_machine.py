@@ -1,4 +1,6 @@
-"""A profile for runs on whatever machine the tests are on: two workers beside the SSD, costs of round numbers."""
+"""A profile for runs on whatever machine the tests are on: two workers beside the SSD,
+costs of round numbers.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +9,27 @@ from pathlib import Path
 
 import numpy as np
 from learned_network import Artefacts
+from moesim.hwprofiles.costs import Costs
+from moesim.hwprofiles.profile import HardwareProfile
+from moesim.hwprofiles.schema import Quantity
+from moesim.policies.base import AssignmentPolicy, RoutingPolicy
+from moesim.policies.planner.decision_log import Journal
+from moesim.policies.planner.planner import Planner
+from moesim.policies.registry import find, names
+from moesim.policies.systems import System
+from moesim.runtime.executor.executor import Executor
+from moesim.runtime.executor.host_device import HostDevice
+from moesim.runtime.executor.live import LiveModel, LiveRun, live_shape
+from moesim.runtime.models.offloaded import OffloadedModel
+from moesim.runtime.store.build import build_store
+from moesim.traces.timeline.spans import Timeline
 from transformers import AutoModelForCausalLM
 
-from hwprofiles.costs import Costs
-from hwprofiles.profile import HardwareProfile
-from hwprofiles.schema import Quantity
-from policies.base import AssignmentPolicy, RoutingPolicy
-from policies.journal import Journal
-from policies.planner import Planner
-from policies.registry import find, names
-from policies.systems import System
-from runtime.executor import Executor
-from runtime.host_lanes import HostDevice
-from runtime.live import LiveModel, LiveRun, live_shape
-from runtime.model import OffloadedModel
-from runtime.store_build import build_store
-from traces.timeline import Timeline
-
-TWO_WORKERS = {"cpu": ("control", "cpu"), "accelerator": ("gpu0", "h2d0", "d2h0"), "ssd": ("ssd",)}
+TWO_WORKERS = {
+    "cpu": ("control", "cpu"),
+    "accelerator": ("gpu0", "h2d0", "d2h0"),
+    "ssd": ("ssd",),
+}
 ONE_WORKER = {"cpu": ("control", "cpu", "gpu0", "h2d0", "d2h0"), "ssd": ("ssd",)}
 LAUNCHED = {lane: (lane,) for lane in ("control", "cpu", "gpu0", "h2d0", "d2h0", "ssd")}
 """As beside CUDA: a worker for each lane."""
@@ -36,10 +41,16 @@ _NUMBERS = {
     "memory.gpu_bytes": 1 << 30,
     "memory.host_bytes": 1 << 30,
     "memory.staging_experts": 2,
-    **{f"costs.{lane}.{key}": value for lane in ("cpu", "gpu", "dense") for key, value in _ROOFS.items()},
+    **{
+        f"costs.{lane}.{key}": value
+        for lane in ("cpu", "gpu", "dense")
+        for key, value in _ROOFS.items()
+    },
     "costs.cpu.first_s": 1e-5,
     **{f"costs.{link}.latency_s": 1e-5 for link in ("h2d", "d2h", "ssd", "activation")},
-    **{f"costs.{link}.bytes_per_s": 1e9 for link in ("h2d", "d2h", "ssd", "activation")},
+    **{
+        f"costs.{link}.bytes_per_s": 1e9 for link in ("h2d", "d2h", "ssd", "activation")
+    },
     "costs.planning.default.base_s": 1e-5,
     "costs.planning.default.per_expert_s": 1e-6,
     "costs.dispatch.per_op_s": 1e-6,
@@ -57,12 +68,17 @@ def host_profile(workers=None, accelerator="host", **numbers):
         date="2026-01-01",
         accelerator=accelerator,
         workers=workers or TWO_WORKERS,
-        numbers={path: Quantity(value, "assumed", "a test") for path, value in (_NUMBERS | numbers).items()},
+        numbers={
+            path: Quantity(value, "assumed", "a test")
+            for path, value in (_NUMBERS | numbers).items()
+        },
     )
 
 
 def usable(kind, *, oracles, approximate=False):
-    """Registered names of a kind that keep routing; oracles and approximations if wanted."""
+    """Registered names of a kind that keep routing; oracles and approximations if
+    wanted.
+    """
     found = []
     for name in names(kind):
         cls = find(name, kind)
@@ -77,11 +93,21 @@ def usable(kind, *, oracles, approximate=False):
 
 
 def combinations(*, oracles, approximate=False):
-    """Every assignment, cache and prefetch policy at least once, and no two of a kind always together."""
-    kinds = [usable(kind, oracles=oracles, approximate=approximate) for kind in ("assignment", "cache", "prefetch")]
+    """Every assignment, cache and prefetch policy at least once, and no two of a kind
+    always together.
+    """
+    kinds = [
+        usable(kind, oracles=oracles, approximate=approximate)
+        for kind in ("assignment", "cache", "prefetch")
+    ]
     longest = max(map(len, kinds))
-    return ["+".join(kind[(i * (k + 1)) % len(kind)] if k else kind[i % len(kind)] for k, kind in enumerate(kinds))
-            for i in range(longest * 2)]  # fmt: skip
+    return [
+        "+".join(
+            kind[(i * (k + 1)) % len(kind)] if k else kind[i % len(kind)]
+            for k, kind in enumerate(kinds)
+        )
+        for i in range(longest * 2)
+    ]
 
 
 def system_of(combination, routing="as-recorded"):
@@ -90,7 +116,9 @@ def system_of(combination, routing="as-recorded"):
 
 @dataclass
 class Case:
-    """One architecture: the library's model, its store, and the model whose experts are ours."""
+    """One architecture: the library's model, its store, and the model whose experts are
+    ours.
+    """
 
     plain: object
     store: object
@@ -102,10 +130,22 @@ class Case:
     def make(cls, model_dir, store_dir, dtype="float32", name="m", device="cpu"):
         import torch
 
-        plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval().to(device)
+        plain = (
+            AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
+            .eval()
+            .to(device)
+        )
         store = build_store(model_dir, store_dir, dtype=dtype)
-        offloaded = OffloadedModel.load(model_dir, dtype=getattr(torch, dtype), device=device)
-        return cls(plain, store, offloaded, live_shape(offloaded, model_dir, store), LiveModel(name, offloaded.model))
+        offloaded = OffloadedModel.load(
+            model_dir, dtype=getattr(torch, dtype), device=device
+        )
+        return cls(
+            plain,
+            store,
+            offloaded,
+            live_shape(offloaded, model_dir, store),
+            LiveModel(name, offloaded.model),
+        )
 
     def run(
         self,
@@ -123,16 +163,23 @@ class Case:
         device=None,
         own_cores=False,
     ):
-        """Generate; return the `LiveRun`, its journal, its timeline, a planner like the one used, and the result."""
+        """Generate; return the `LiveRun`, its journal, its timeline, a planner like the
+        one used, and the result.
+        """
         profile = profile or host_profile()
         costs = Costs(profile, self.shape)
 
         def planner():
-            policies = system.build(gpus=1, host_cache="lru" if memory.host is not None else None)
+            policies = system.build(
+                gpus=1, host_cache="lru" if memory.host is not None else None
+            )
             extras = Artefacts(self.shape.layers, self.shape.experts)
-            return Planner(self.shape, costs, policies, memory, seed=seed, extras=extras)
+            return Planner(
+                self.shape, costs, policies, memory, seed=seed, extras=extras
+            )
 
-        journal, timeline = Journal(planner()), Timeline(profile.lanes)
+        journal = Journal(planner())
+        timeline = Timeline(profile.lanes)
         executor = Executor(
             profile,
             journal,
@@ -144,14 +191,26 @@ class Case:
         )
         try:
             executor.fill()
-            needed = tuple(dict.fromkeys(c for p in planner().policies.all() for c in p.needs))
+            needed = tuple(
+                dict.fromkeys(c for p in planner().policies.all() for c in p.needs)
+            )
             vocabulary = self.shape.vocab
             draws = np.random.default_rng(batch)
-            ids = prompts or [draws.integers(1, vocabulary, 4 + 3 * one).tolist() for one in range(batch)]
+            ids = prompts or [
+                draws.integers(1, vocabulary, 4 + 3 * one).tolist()
+                for one in range(batch)
+            ]
             live = LiveRun(
-                self.offloaded, self.local, executor, ids, max_new_tokens=new, batch=batch,
-                columns=tuple(columns) or needed, residual=residual, keep_passes=keep,
-            )  # fmt: skip
+                self.offloaded,
+                self.local,
+                executor,
+                ids,
+                max_new_tokens=new,
+                batch=batch,
+                columns=tuple(columns) or needed,
+                residual=residual,
+                keep_passes=keep,
+            )
             result = executor.run(live)
         finally:
             executor.close()
@@ -159,7 +218,9 @@ class Case:
 
 
 def mapping(address: int) -> dict[str, list[str]]:
-    """What the kernel says of the mapping that holds an address of this process, by name."""
+    """What the kernel says of the mapping that holds an address of this process, by
+    name.
+    """
     facts: dict[str, list[str]] = {}
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
-
-from traces.schema import ModelShape, Phase, TraceHeader
-from traces.writer import TraceWriter
+from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
+from moesim.traces.format.writer import TraceWriter
 
 
 @st.composite
@@ -23,14 +22,24 @@ def shapes(draw, max_layers=3, max_experts=8):
         top_k=draw(st.integers(1, min(3, experts))),
         hidden=64,
         expert_intermediate=32,
-        expert_bytes=tuple(draw(st.lists(st.sampled_from([1 << 18, 1 << 20]), min_size=layers, max_size=layers))),
+        expert_bytes=tuple(
+            draw(
+                st.lists(
+                    st.sampled_from([1 << 18, 1 << 20]),
+                    min_size=layers,
+                    max_size=layers,
+                )
+            )
+        ),
         other_bytes=1 << 20,
     )
 
 
 @dataclass(frozen=True)
 class DrawnTrace:
-    """Routing by token: `sequences` holds (prompt tokens, experts int [tokens, L, K]) pairs."""
+    """Routing by token: `sequences` holds (prompt tokens, experts int [tokens, L, K])
+    pairs.
+    """
 
     shape: ModelShape
     sequences: tuple[tuple[int, np.ndarray], ...]
@@ -43,13 +52,21 @@ class DrawnTrace:
                 tokens = len(experts)
                 pos = np.repeat(np.arange(tokens), layers)
                 phase = np.where(pos < prompt, Phase.PREFILL, Phase.DECODE)
-                writer.write(seq, pos, phase, np.tile(np.arange(layers), tokens), experts.reshape(-1, self.shape.top_k))
+                writer.write(
+                    seq,
+                    pos,
+                    phase,
+                    np.tile(np.arange(layers), tokens),
+                    experts.reshape(-1, self.shape.top_k),
+                )
         return path
 
 
 @st.composite
 def traces(draw, max_sequences=3, max_prompt=3, max_decode=6, **options):
-    """Traces of up to `max_sequences` sequences, each with at least one token; prompts may be empty."""
+    """Traces of up to `max_sequences` sequences, each with at least one token; prompts
+    may be empty.
+    """
     shape = draw(shapes(**options))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sequences = []

@@ -8,12 +8,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cache_driver import View, work
+from moesim.policies.assignment.daop import DAOP
+from moesim.policies.base import Ahead, Assignment, AssignmentPolicy, PolicyError
+from moesim.policies.systems import System
+from moesim.traces.format.schema import Phase
 
-from policies.assignment.daop import DAOP
-from policies.base import Ahead, Assignment, AssignmentPolicy, PolicyError
-from policies.systems import System
-from tests.handmade import HandCosts, HandProfile, plan_of, registered, routed, run, shape, spans, steps
-from traces.schema import Phase
+from tests.handmade import (
+    HandCosts,
+    HandProfile,
+    plan_of,
+    registered,
+    routed,
+    run,
+    shape,
+    spans,
+    steps,
+)
 
 
 class Foreseeing(AssignmentPolicy):
@@ -50,7 +60,9 @@ def ahead(guess="1"):
 
 
 def test_section_2_3_a_precalculated_expert_is_awaited_for_the_remainder_only():
-    """Layer 0: dense 0-2, CPU expert 0 2-12, then (1,1) ahead 12-22; layer 1: dense 12-14, waits to 22."""
+    """Layer 0: dense 0-2, CPU expert 0 2-12, then (1,1) ahead 12-22; layer 1: dense
+    12-14, waits to 22.
+    """
     planner = plan_of(shape(layers=2), ahead())
     result, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
     assert spans(timeline, "compute") == [("cpu", 0, 2, 12), ("cpu", 1, 12, 22)]
@@ -81,8 +93,14 @@ def test_the_access_of_a_precalculated_expert_is_on_the_cpu_and_nothing_is_fetch
 
 def test_with_limited_host_memory_only_what_is_there_is_computed_ahead():
     planner = plan_of(shape(layers=2), ahead(), host_slots=4)
-    _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)], [routed(0, 0), routed(1, 1)]))
-    assert [s[1] for s in spans(timeline, "read")] == [0, 1]  # the second pass starts (1, 1) from host memory
+    _, timeline = run(
+        planner, steps([routed(0, 0), routed(1, 1)], [routed(0, 0), routed(1, 1)])
+    )
+    # The second pass starts (1, 1) from host memory.
+    assert [s[1] for s in spans(timeline, "read")] == [
+        0,
+        1,
+    ]
     assert not planner.host.memory.holds.any()
 
 
@@ -98,7 +116,9 @@ def test_serial_issue_lets_the_cpu_wait_for_fetched_experts(serial, cpu_starts):
     """Copy 2-6, GPU 6-7; only then does a serial CPU begin."""
     planner = plan_of(shape(), System(f"turns:serial={serial}", cache="lru"), slots=2)
     _, timeline = run(planner, steps([routed(0, 0, 1)]))
-    assert [s for s in spans(timeline, "compute") if s[0] == "cpu"] == [("cpu", 0, cpu_starts, cpu_starts + 10)]
+    assert [s for s in spans(timeline, "compute") if s[0] == "cpu"] == [
+        ("cpu", 0, cpu_starts, cpu_starts + 10)
+    ]
 
 
 def test_residents_overlap_a_serial_cpu():
@@ -120,9 +140,14 @@ def test_section_2_3_daop_predicts_from_layer_four_on_and_starts_what_no_gpu_hol
 
 
 def test_section_2_3_on_demand_layers_are_parallel_as_drawn_or_serial_as_coded():
-    """Experts 0 resident, 1 absent; layer 0 is below the first predicted one, layer 1 is not."""
+    """Experts 0 resident, 1 absent; layer 0 is below the first predicted one, layer 1
+    is not.
+    """
     now = work(cpu_s=[5, 5], gpu_s=[1, 1], arrive_s=[0, 4], state=[2, 0])
-    for before_first, serial in (("parallel", [False, False]), ("serial", [True, False])):
+    for before_first, serial in (
+        ("parallel", [False, False]),
+        ("serial", [True, False]),
+    ):
         policy = DAOP(first_layer=1, before_first=before_first)
         answers = [policy.assign(replace(now, layer=layer), View()) for layer in (0, 1)]
         assert [answer.lanes.tolist() for answer in answers] == [[1, 0], [1, 0]]
@@ -130,24 +155,47 @@ def test_section_2_3_on_demand_layers_are_parallel_as_drawn_or_serial_as_coded()
 
 
 def test_section_2_2_prompts_run_in_place_or_where_the_sum_of_latencies_is_least():
-    """A6000: 8.5 ms a token on the CPU, 210 ms a load. 24 tokens stay (204), 25 load (212.5), a tie loads too."""
+    """A6000: 8.5 ms a token on the CPU, 210 ms a load. 24 tokens stay (204), 25 load
+    (212.5), a tie loads too.
+    """
     cpu_ms = [8.5 * 24, 8.5 * 25, 8.5, 210.0]
-    now = work(cpu_s=cpu_ms, gpu_s=[0] * 4, arrive_s=[210, 210, 0, 210], tokens=[24, 25, 1, 24], state=[0, 0, 2, 0])
+    now = work(
+        cpu_s=cpu_ms,
+        gpu_s=[0] * 4,
+        arrive_s=[210, 210, 0, 210],
+        tokens=[24, 25, 1, 24],
+        state=[0, 0, 2, 0],
+    )
     prompt = replace(now, phase=Phase.PREFILL)
     assert DAOP().assign(prompt, View()).lanes.tolist() == [0, 0, 1, 0]
-    assert DAOP(prefill="cheapest").assign(prompt, View()).lanes.tolist() == [0, 1, 1, 1]
-    assert DAOP(prefill="cheapest").assign(now, View()).lanes.tolist() == [0, 0, 1, 0]  # decode stays as it is
+    assert DAOP(prefill="cheapest").assign(prompt, View()).lanes.tolist() == [
+        0,
+        1,
+        1,
+        1,
+    ]
+    # Decode stays as it is.
+    assert DAOP(prefill="cheapest").assign(now, View()).lanes.tolist() == [
+        0,
+        0,
+        1,
+        0,
+    ]
 
     def latency_ms(lanes):
-        return sum(prompt.arrive_s[0, i] if lane else cpu_ms[i] for i, lane in enumerate(lanes))
+        return sum(
+            prompt.arrive_s[0, i] if lane else cpu_ms[i] for i, lane in enumerate(lanes)
+        )
 
-    assert latency_ms([0, 1, 1, 1]) == min(map(latency_ms, itertools.product((0, 1), repeat=4)))
+    assert latency_ms([0, 1, 1, 1]) == min(
+        map(latency_ms, itertools.product((0, 1), repeat=4))
+    )
 
 
 def test_daop_replays_the_shipped_trace():
     from pathlib import Path
 
-    from moesim.api import replay
+    from moesim.runs.replay import replay
 
     trace = Path(__file__).parents[1] / "traces" / "data" / "tiny_evaluation.parquet"
     run_ = replay(trace, "daop", hw="rtx3090-epyc7532", steps=20)
@@ -156,9 +204,12 @@ def test_daop_replays_the_shipped_trace():
 
 
 def test_parity_of_journals_covers_work_ahead():
-    from policies.journal import Journal, repeat
+    from moesim.policies.planner.decision_log import Journal, repeat
 
     passes = steps([routed(0, 0), routed(1, 1)], [routed(0, 2), routed(1, 3)])
     journal = Journal(plan_of(shape(layers=2), ahead("1/3")))
     run(journal, passes, HandProfile())
-    assert len(repeat(journal.entries, plan_of(shape(layers=2), ahead("1/3")), passes)) == 4
+    assert (
+        len(repeat(journal.entries, plan_of(shape(layers=2), ahead("1/3")), passes))
+        == 4
+    )

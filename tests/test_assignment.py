@@ -1,4 +1,6 @@
-"""Assignment policies against the worked examples of the reference, brute force and each other."""
+"""Assignment policies against the worked examples of the reference, brute force and
+each other.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,15 @@ import pytest
 from cache_driver import View, work
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moesim.policies.assignment.beam import Beam
+from moesim.policies.assignment.greedy import Greedy
+from moesim.policies.assignment.ilp import ILP
+from moesim.policies.assignment.static_threshold import StaticThreshold
+from moesim.policies.base import PolicyError
+from moesim.policies.registry import resolve
 
-from policies.assignment.beam import Beam
-from policies.assignment.greedy import Greedy
-from policies.assignment.ilp import ILP
-from policies.assignment.static_threshold import StaticThreshold
-from policies.base import PolicyError
-from policies.registry import resolve
-
-EXAMPLES = {  # algorithms §1.4: workloads, transfer, GPU compute, CPU a and b, residents
+# algorithms §1.4: workloads, transfer, GPU compute, CPU a and b, residents
+EXAMPLES = {
     "A": ([6, 1, 3, 1, 0, 2], 4, 1, 2, 0, {1}),
     "B": ([5, 4, 3, 3, 3], 6, 1, 2, 0, set()),
     "D": ([3, 3, 2, 2, 2], 3, 1, 1, 0, set()),
@@ -39,17 +41,27 @@ def example(name):
 
 def loads_s(now, lanes):
     """Summed cost of each lane, CPU first: list of 1 + G."""
-    costs = np.vstack([np.maximum(now.host_s, now.cpu_s), np.maximum(now.arrive_s, now.gpu_s)])
-    return [float(sum(costs[d, i] for i, lane in enumerate(lanes) if lane == d)) for d in range(len(costs))]
+    costs = np.vstack(
+        [np.maximum(now.host_s, now.cpu_s), np.maximum(now.arrive_s, now.gpu_s)]
+    )
+    return [
+        float(sum(costs[d, i] for i, lane in enumerate(lanes) if lane == d))
+        for d in range(len(costs))
+    ]
 
 
 def on_gpu(now, answer):
-    return {int(e) for e, lane in zip(now.experts, answer.lanes, strict=True) if lane == 1}
+    return {
+        int(e) for e, lane in zip(now.experts, answer.lanes, strict=True) if lane == 1
+    }
 
 
 def brute_force_s(now):
     lanes = range(len(now.gpu_s) + 1)
-    return min(max(loads_s(now, choice)) for choice in itertools.product(lanes, repeat=len(now.experts)))
+    return min(
+        max(loads_s(now, choice))
+        for choice in itertools.product(lanes, repeat=len(now.experts))
+    )
 
 
 def assigned(policy, now):
@@ -57,16 +69,28 @@ def assigned(policy, now):
 
 
 def test_section_1_1_a1_counting_alone_would_fill_the_quota_with_inactive_experts():
-    """Equations 7 and 8 as printed fix how many experts are assigned, not which: the idle expert 4 stands in for 0.
+    """Equations 7 and 8 as printed fix how many experts are assigned, not which: the
+    idle expert 4 stands in for 0.
 
-    What is left of example A then takes 6 (1 and 2 on the GPU, 3 and 5 on the CPU) instead of the true 8.
+    What is left of example A then takes 6 (1 and 2 on the GPU, 3 and 5 on the CPU)
+    instead of the true 8.
     """
     tokens, transfer, compute, slope, _, resident = EXAMPLES["A"]
     cpu_s = [slope * w for w in tokens]
-    gpu_s = [0 if not w else compute if e in resident else max(transfer, compute) for e, w in enumerate(tokens)]
-    choices = (c for c in itertools.product((0, 1, None), repeat=6) if sum(lane is not None for lane in c) == 5)
+    gpu_s = [
+        0 if not w else compute if e in resident else max(transfer, compute)
+        for e, w in enumerate(tokens)
+    ]
+    choices = (
+        c
+        for c in itertools.product((0, 1, None), repeat=6)
+        if sum(lane is not None for lane in c) == 5
+    )
     literal = min(
-        max(sum(costs[e] for e in range(6) if choice[e] == lane) for lane, costs in enumerate((cpu_s, gpu_s)))
+        max(
+            sum(costs[e] for e in range(6) if choice[e] == lane)
+            for lane, costs in enumerate((cpu_s, gpu_s))
+        )
         for choice in choices
     )
     now = example("A")
@@ -77,7 +101,9 @@ def test_section_1_1_a1_counting_alone_would_fill_the_quota_with_inactive_expert
 def test_section_1_4_b_has_eleven_optimal_assignments():
     """So tests compare the objective, never the lanes."""
     now = example("B")
-    found = [max(loads_s(now, choice)) for choice in itertools.product((0, 1), repeat=5)]
+    found = [
+        max(loads_s(now, choice)) for choice in itertools.product((0, 1), repeat=5)
+    ]
     assert (min(found), found.count(min(found))) == (18, 11)
 
 
@@ -93,8 +119,11 @@ def test_section_1_4_greedy(name, gpu, gpu_s, cpu_s):
 
 
 def test_section_1_4_greedy_decides_in_order_of_the_gap():
-    """A: gaps 8, 2, 2, 1, 0 for experts 0, 2, 3, 1, 5; D: all but the first two experts tie at 1."""
-    a, d = example("A"), example("D")
+    """A: gaps 8, 2, 2, 1, 0 for experts 0, 2, 3, 1, 5; D: all but the first two experts
+    tie at 1.
+    """
+    a = example("A")
+    d = example("D")
     assert a.experts[assigned(Greedy(), a).order].tolist() == [0, 2, 3, 1, 5]
     assert d.experts[assigned(Greedy(), d).order].tolist() == [2, 3, 4, 0, 1]
 
@@ -131,14 +160,27 @@ def test_section_1_4_static_threshold(name, gpu, gpu_s, cpu_s):
 
 
 def test_section_6_3_fiddler_threshold_ties_go_to_the_gpu():
-    """7 per token against 70 to load: 9 tokens cost 63, 10 tie at 70, 11 cost 77; a resident costs nothing."""
-    now = work(tokens=[9, 10, 11, 1], cpu_s=[63, 70, 77, 7], gpu_s=[0, 0, 0, 0], arrive_s=[70, 70, 70, 0])
-    for policy in (StaticThreshold(rule="max"), StaticThreshold(rule="sum"), StaticThreshold(tokens=10)):
+    """7 per token against 70 to load: 9 tokens cost 63, 10 tie at 70, 11 cost 77; a
+    resident costs nothing.
+    """
+    now = work(
+        tokens=[9, 10, 11, 1],
+        cpu_s=[63, 70, 77, 7],
+        gpu_s=[0, 0, 0, 0],
+        arrive_s=[70, 70, 70, 0],
+    )
+    for policy in (
+        StaticThreshold(rule="max"),
+        StaticThreshold(rule="sum"),
+        StaticThreshold(tokens=10),
+    ):
         assert assigned(policy, now).lanes.tolist() == [0, 1, 1, 1]
 
 
 def test_static_threshold_variants_differ_where_compute_adds_to_the_copy():
-    """Copy 4 and compute 3 against 5 on the CPU: overlapped 4, one after the other 7."""
+    """Copy 4 and compute 3 against 5 on the CPU: overlapped 4, one after the other
+    7.
+    """
     now = work(cpu_s=[5], gpu_s=[3], arrive_s=[4])
     assert assigned(StaticThreshold(rule="max"), now).lanes.tolist() == [1]
     assert assigned(StaticThreshold(rule="sum"), now).lanes.tolist() == [0]
@@ -149,14 +191,20 @@ def test_section_1_2_a_tie_between_lanes_goes_to_the_gpu():
 
 
 def test_greedy_waits_for_the_ssd_on_the_cpu_too():
-    """CPU 1 behind a read of 5, GPU 4.5 with the same read included: computing is cheap, but the wait decides."""
+    """CPU 1 behind a read of 5, GPU 4.5 with the same read included: computing is
+    cheap, but the wait decides.
+    """
     now = work(cpu_s=[1], host_s=[5], gpu_s=[1], arrive_s=[4.5])
     assert assigned(Greedy(), now).lanes.tolist() == [1]
-    assert assigned(Greedy(), work(cpu_s=[1], gpu_s=[1], arrive_s=[4.5])).lanes.tolist() == [0]
+    assert assigned(
+        Greedy(), work(cpu_s=[1], gpu_s=[1], arrive_s=[4.5])
+    ).lanes.tolist() == [0]
 
 
 def test_section_1_1_a2_greedy_falls_back_to_the_cpu_when_staging_is_full():
-    """Three absent experts that all want the GPU, room to stage one: the largest gap gets it; residents need none."""
+    """Three absent experts that all want the GPU, room to stage one: the largest gap
+    gets it; residents need none.
+    """
     now = work(cpu_s=[9, 30, 20, 8], gpu_s=[1, 1, 1, 1], arrive_s=[2, 2, 2, 0])
     assert assigned(Greedy(), now).lanes.tolist() == [1, 1, 1, 1]
     assert assigned(Greedy(staging=1), now).lanes.tolist() == [0, 1, 0, 1]
@@ -165,7 +213,9 @@ def test_section_1_1_a2_greedy_falls_back_to_the_cpu_when_staging_is_full():
 
 
 def test_section_1_8_two_gpus_share_and_ties_go_to_the_lower_one():
-    """Equal experts of 3 on a GPU and 4 on the CPU: GPU 0, GPU 1, then the CPU (4 < 6)."""
+    """Equal experts of 3 on a GPU and 4 on the CPU: GPU 0, GPU 1, then the CPU (4 <
+    6).
+    """
     now = work(cpu_s=[4, 4, 4], gpu_s=[[3, 3, 3], [3, 3, 3]])
     assert assigned(Greedy(), now).lanes.tolist() == [1, 2, 0]
     assert assigned(resolve("on-demand", "assignment"), now).lanes.tolist() == [1, 2, 1]
@@ -184,7 +234,8 @@ SECONDS = st.integers(1, 40).map(lambda n: n * 1e-4)
 @st.composite
 def works(draw, active, gpus):
     """Costs of the size a real machine has, a third of the experts resident."""
-    a, g = draw(active), draw(gpus)
+    a = draw(active)
+    g = draw(gpus)
     times = st.lists(SECONDS, min_size=a, max_size=a)
     arrive = st.lists(st.one_of(st.just(0.0), SECONDS, SECONDS), min_size=a, max_size=a)
     return work(
@@ -199,7 +250,9 @@ def works(draw, active, gpus):
 @given(works(gpus=st.integers(1, 2), active=st.integers(1, 6)))
 def test_ilp_equals_brute_force_and_nobody_beats_it(now):
     best_s = brute_force_s(now)
-    assert max(loads_s(now, assigned(ILP(), now).lanes)) == pytest.approx(best_s, rel=1e-6)
+    assert max(loads_s(now, assigned(ILP(), now).lanes)) == pytest.approx(
+        best_s, rel=1e-6
+    )
     for policy in (Greedy(), Beam(width=2), StaticThreshold()):
         assert max(loads_s(now, assigned(policy, now).lanes)) >= best_s * (1 - 1e-9)
 
@@ -207,7 +260,9 @@ def test_ilp_equals_brute_force_and_nobody_beats_it(now):
 @settings(max_examples=40, deadline=None)
 @given(works(gpus=st.integers(1, 2), active=st.integers(1, 6)))
 def test_a_wide_beam_is_exhaustive(now):
-    assert max(loads_s(now, assigned(Beam(width=3**6), now).lanes)) == pytest.approx(brute_force_s(now))
+    assert max(loads_s(now, assigned(Beam(width=3**6), now).lanes)) == pytest.approx(
+        brute_force_s(now)
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -217,9 +272,12 @@ def test_greedy_equals_its_definition_in_plain_python(now):
     cpu = np.maximum(now.cpu_s, now.host_s).tolist()
     gpu = np.maximum(now.gpu_s, now.arrive_s).T.tolist()
     order = sorted(range(len(cpu)), key=lambda i: -abs(min(gpu[i]) - cpu[i]))
-    load, lanes = [0.0] * (len(gpu[0]) + 1), [-1] * len(cpu)
+    load = [0.0] * (len(gpu[0]) + 1)
+    lanes = [-1] * len(cpu)
     for i in order:
-        ends = [(load[1 + g] + gpu[i][g], g + 1) for g in range(len(gpu[i]))] + [(load[0] + cpu[i], len(load))]
+        ends = [(load[1 + g] + gpu[i][g], g + 1) for g in range(len(gpu[i]))] + [
+            (load[0] + cpu[i], len(load))
+        ]
         end, lane = min(ends)
         lanes[i] = lane % len(load)
         load[lanes[i]] = end
@@ -229,13 +287,19 @@ def test_greedy_equals_its_definition_in_plain_python(now):
 
 
 def test_section_1_4_beam_of_two_beats_greedy_on_average():
-    """500 random instances as in the reference (whose own draw gave greedy 1.095 and beam 1.036 of the optimum)."""
+    """500 random instances as in the reference (whose own draw gave greedy 1.095 and
+    beam 1.036 of the optimum).
+    """
     rng = np.random.default_rng(0)
     ratio = {1: [], 2: []}
     for _ in range(500):
         active = int(rng.integers(4, 10))
         arrive = np.where(rng.random(active) < 0.3, 0.0, 4.0)
-        now = work(cpu_s=0.5 + 2 * rng.integers(1, 7, active), gpu_s=np.ones(active), arrive_s=arrive)
+        now = work(
+            cpu_s=0.5 + 2 * rng.integers(1, 7, active),
+            gpu_s=np.ones(active),
+            arrive_s=arrive,
+        )
         best = max(loads_s(now, assigned(Beam(width=2**active), now).lanes))
         ratio[1].append(max(loads_s(now, assigned(Greedy(), now).lanes)) / best)
         ratio[2].append(max(loads_s(now, assigned(Beam(width=2), now).lanes)) / best)
@@ -246,7 +310,9 @@ def test_section_1_4_beam_of_two_beats_greedy_on_average():
 def test_parameters_out_of_range_are_named():
     with pytest.raises(PolicyError, match="width: expected a number >= 1, got 0"):
         Beam(width=0)
-    with pytest.raises(PolicyError, match="solver: expected auto, highs or cbc, got 'gurobi'"):
+    with pytest.raises(
+        PolicyError, match="solver: expected auto, highs or cbc, got 'gurobi'"
+    ):
         ILP(solver="gurobi")
     with pytest.raises(PolicyError, match="rule: expected max or sum, got 'min'"):
         StaticThreshold(rule="min")

@@ -11,29 +11,42 @@ from cache_driver import ListFuture, atomic, context, drive, one_by_one, real_tr
 from handmade import HandCosts, plan_of, routed, run, shape, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from policies import planned
-from policies.base import PolicyError
-from policies.bounds import Uses, best_stays, least_cost_fast, miss_costs, plan_cost
-from policies.cache.belady import Belady
-from policies.cache.belady_cost import BeladyCost
-from policies.cache.belady_size import BeladySize
-from policies.systems import System
-from traces.future import RecordedFuture
+from moesim.policies.base import PolicyError
+from moesim.policies.cache import _offline_optimal as planned
+from moesim.policies.cache._offline_bounds import (
+    Uses,
+    best_stays,
+    least_cost_fast,
+    miss_costs,
+    plan_cost,
+)
+from moesim.policies.cache.belady import Belady
+from moesim.policies.cache.belady_cost import BeladyCost
+from moesim.policies.cache.belady_size import BeladySize
+from moesim.policies.systems import System
+from moesim.traces.format.future import RecordedFuture
 
 EXPERTS = 6
 
 
 def uses_of(layer_steps, experts=8, *, size=None, cost=None, entry=None):
-    """Uses of layer steps; `size`, `cost` and `entry` are looked up by expert, 1, 1 and 0 if not given."""
-    place = np.repeat(np.arange(len(layer_steps)), [len(s.experts) for s in layer_steps])
+    """Uses of layer steps; `size`, `cost` and `entry` are looked up by expert, 1, 1 and
+    0 if not given.
+    """
+    place = np.repeat(
+        np.arange(len(layer_steps)), [len(s.experts) for s in layer_steps]
+    )
     ids = np.array([e for s in layer_steps for e in sorted(s.experts)], np.int64)
     layer = np.array([s.layer for s in layer_steps for _ in s.experts], np.int64)
 
     def look(table, other):
-        return np.full(len(ids), other) if table is None else np.array(table, float)[ids]
+        return (
+            np.full(len(ids), other) if table is None else np.array(table, float)[ids]
+        )
 
-    return Uses(place, layer * experts + ids, look(size, 1.0), look(cost, 1.0), look(entry, 0.0))
+    return Uses(
+        place, layer * experts + ids, look(size, 1.0), look(cost, 1.0), look(entry, 0.0)
+    )
 
 
 def exhaustive_cost(layer_steps, room, size, cost, entry):
@@ -56,14 +69,16 @@ def exhaustive_cost(layer_steps, room, size, cost, entry):
     return min(states.values())
 
 
-STEPS = st.lists(st.sets(st.integers(0, 4), min_size=1, max_size=2), min_size=1, max_size=8).map(
-    lambda lists: atomic(*(sorted(step) for step in lists))
-)
+STEPS = st.lists(
+    st.sets(st.integers(0, 4), min_size=1, max_size=2), min_size=1, max_size=8
+).map(lambda lists: atomic(*(sorted(step) for step in lists)))
 TABLE = st.lists(st.integers(1, 4), min_size=5, max_size=5)
 
 
 @settings(max_examples=40, deadline=None)
-@given(STEPS, st.integers(0, 3), TABLE, st.lists(st.integers(0, 3), min_size=5, max_size=5))
+@given(
+    STEPS, st.integers(0, 3), TABLE, st.lists(st.integers(0, 3), min_size=5, max_size=5)
+)
 def test_with_equal_sizes_the_bound_is_reached(layer_steps, room, cost, entry):
     solved = best_stays(uses_of(layer_steps, cost=cost, entry=entry), room)
     expected = exhaustive_cost(layer_steps, room, [1] * 5, cost, entry)
@@ -73,7 +88,9 @@ def test_with_equal_sizes_the_bound_is_reached(layer_steps, room, cost, entry):
 
 @settings(max_examples=40, deadline=None)
 @given(STEPS, st.integers(0, 6), TABLE, TABLE)
-def test_with_unequal_sizes_the_optimum_lies_between_bound_and_plan(layer_steps, room, size, cost):
+def test_with_unequal_sizes_the_optimum_lies_between_bound_and_plan(
+    layer_steps, room, size, cost
+):
     uses = uses_of(layer_steps, size=size, cost=cost)
     solved = best_stays(uses, room)
     optimum = exhaustive_cost(layer_steps, room, size, cost, [0] * 5)
@@ -83,7 +100,9 @@ def test_with_unequal_sizes_the_optimum_lies_between_bound_and_plan(layer_steps,
 
 
 def test_half_a_stay_can_be_granted_when_sizes_differ():
-    """Room for 2: expert 0 needs 2, expert 1 needs 1, their stays cross. The relaxation keeps 1 and half of 0."""
+    """Room for 2: expert 0 needs 2, expert 1 needs 1, their stays cross. The relaxation
+    keeps 1 and half of 0.
+    """
     uses = uses_of(one_by_one([0, 1, 0, 1]), size=[2, 1])
     solved = best_stays(uses, 2)
     assert solved.granted.tolist() == pytest.approx([0.5, 1, 0, 0])
@@ -91,38 +110,61 @@ def test_half_a_stay_can_be_granted_when_sizes_differ():
 
 
 def test_a_miss_costs_the_shorter_way_and_a_stay_the_fetch():
-    """Fetch 3, CPU 1: keeping one expert for its next use alone costs 2 to save 1; for three more uses it pays."""
+    """Fetch 3, CPU 1: keeping one expert for its next use alone costs 2 to save 1; for
+    three more uses it pays.
+    """
     cost, entry = miss_costs(np.array([3.0, 1.0]), np.array([1.0, 2.0]))
     assert (cost.tolist(), entry.tolist()) == ([1, 1], [2, 0])
-    twice, often = (best_stays(uses_of(one_by_one([0] * n), cost=[1], entry=[2]), 1) for n in (2, 4))
+    twice, often = (
+        best_stays(uses_of(one_by_one([0] * n), cost=[1], entry=[2]), 1) for n in (2, 4)
+    )
     assert (twice.least_cost, twice.kept.any()) == (2, False)
     assert (often.least_cost, often.kept.tolist()) == (3, [True] * 3 + [False])
-    assert plan_cost(uses_of(one_by_one([0, 0]), cost=[1], entry=[2]), np.array([True, False])) == 3
+    assert (
+        plan_cost(
+            uses_of(one_by_one([0, 0]), cost=[1], entry=[2]), np.array([True, False])
+        )
+        == 3
+    )
 
 
 def test_the_fast_bound_is_close_on_a_real_trace():
-    """OLMoE, 100 tokens, a quarter of the model: 3148 against 3557 misses that any cache must pay."""
+    """OLMoE, 100 tokens, a quarter of the model: 3148 against 3557 misses that any
+    cache must pay.
+    """
     uses = uses_of(real_trace("olmoe_1b_7b_decode299", 100), 64)
     exact = best_stays(uses, 256)
     assert exact.least_cost == exact.plan_cost
     assert 0.85 * exact.least_cost < least_cost_fast(uses, 256) <= exact.least_cost
 
 
-# -- the oracles that follow a plan ----------------------------------------------------------------------
+# -- the oracles that follow a plan ----------------------------------------------------
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=20), st.integers(0, 4))
-def test_planned_oracles_equal_belady_where_costs_and_sizes_are_equal(accesses, capacity):
+def test_planned_oracles_equal_belady_where_costs_and_sizes_are_equal(
+    accesses, capacity
+):
     layer_steps = one_by_one(accesses)
     expected = drive(Belady(), layer_steps, capacity).hits
-    for policy in (BeladyCost(), BeladyCost(cpu=4.0), BeladySize(), BeladySize(value="bytes")):
+    for policy in (
+        BeladyCost(),
+        BeladyCost(cpu=4.0),
+        BeladySize(),
+        BeladySize(value="bytes"),
+    ):
         assert drive(policy, layer_steps, capacity).hits == expected
-    assert drive(policy := BeladySize(), layer_steps, capacity).hits == len(accesses) - policy.stays[0].least_cost
+    assert (
+        drive(policy := BeladySize(), layer_steps, capacity).hits
+        == len(accesses) - policy.stays[0].least_cost
+    )
 
 
 def test_belady_cost_leaves_to_the_cpu_what_is_not_worth_a_fetch():
-    """CPU at a third of a fetch: 0 comes four times and pays for its fetch, 1 comes twice and does not."""
+    """CPU at a third of a fetch: 0 comes four times and pays for its fetch, 1 comes
+    twice and does not.
+    """
     accesses = one_by_one([0, 1, 0, 1, 0, 0])
     assert drive(BeladyCost(), accesses, 2).hits == 4
     frugal = BeladyCost(cpu=1 / 3)
@@ -131,7 +173,9 @@ def test_belady_cost_leaves_to_the_cpu_what_is_not_worth_a_fetch():
 
 
 def test_belady_cost_prices_the_tokens_of_every_use():
-    """CPU at a third of a fetch for one token. 1 comes twice, the second time with 9 tokens: now its fetch pays."""
+    """CPU at a third of a fetch for one token. 1 comes twice, the second time with 9
+    tokens: now its fetch pays.
+    """
     layer_steps = one_by_one([0, 1, 0, 1, 0, 0])
     plain = context(layer_steps, 2)
     busy = replace(plain, future=ListFuture(layer_steps, {(3, 0): [9]}))
@@ -147,10 +191,12 @@ def test_belady_cost_prices_the_tokens_of_every_use():
 
 
 def test_belady_cost_takes_the_seconds_of_the_machine_it_runs_on():
-    """A copy takes 4 s, an expert 3 s plus 3 for each further token on the CPU and 1 and 1 on the GPU.
+    """A copy takes 4 s, an expert 3 s plus 3 for each further token on the CPU and 1
+    and 1 on the GPU.
 
-    Beyond a hit that is 4 fetched, 2 for one token and 6 for three on the CPU. 0 comes with one token each time: 2 + 2
-    on the CPU, as much as fetching it once; 1 comes with three tokens: 4 once, then a hit.
+    Beyond a hit that is 4 fetched, 2 for one token and 6 for three on the CPU. 0 comes
+    with one token each time: 2 + 2 on the CPU, as much as fetching it once; 1 comes
+    with three tokens: 4 once, then a hit.
     """
     passes = steps(*[[routed(0, e, tokens=[1 + 2 * e])] for e in (0, 1, 0, 1)])
     costs = HandCosts(cpu=3.0, gpu=1.0, copy=4.0, per_token=1.0)
@@ -165,18 +211,32 @@ def test_belady_cost_takes_the_seconds_of_the_machine_it_runs_on():
 @settings(max_examples=30, deadline=None)
 @given(STEPS, st.integers(0, 3), st.data())
 def test_with_workloads_belady_cost_still_bounds_every_cache(layer_steps, room, data):
-    """The least cost over every content that may survive every step, with a price of its own for each use."""
-    tokens = {(s.step, 0): [data.draw(st.integers(1, 9)) for _ in s.experts] for s in layer_steps}
+    """The least cost over every content that may survive every step, with a price of
+    its own for each use.
+    """
+    tokens = {
+        (s.step, 0): [data.draw(st.integers(1, 9)) for _ in s.experts]
+        for s in layer_steps
+    }
     policy = BeladyCost(cpu=0.3)
-    policy.start(replace(context(layer_steps, room), future=ListFuture(layer_steps, tokens)))
+    policy.start(
+        replace(context(layer_steps, room), future=ListFuture(layer_steps, tokens))
+    )
     states = {frozenset(): 0.0}
     for s in layer_steps:
-        cpu = {e: 0.3 * n for e, n in zip(sorted(s.experts), tokens[s.step, 0], strict=True)}
+        cpu = {
+            e: 0.3 * n
+            for e, n in zip(sorted(s.experts), tokens[s.step, 0], strict=True)
+        }
         reached = {}
         for inside, paid in states.items():
             for kept in subsets(inside | set(s.experts), room):
                 fetched = {e for e in s.experts if e not in inside and e in kept}
-                rest = [min(1.0, cpu[e]) for e in s.experts if e not in inside and e not in fetched]
+                rest = [
+                    min(1.0, cpu[e])
+                    for e in s.experts
+                    if e not in inside and e not in fetched
+                ]
                 total = paid + len(fetched) + sum(rest)
                 reached[kept] = min(total, reached.get(kept, np.inf))
         states = reached
@@ -186,29 +246,54 @@ def test_with_workloads_belady_cost_still_bounds_every_cache(layer_steps, room, 
 def subsets(pool, room):
     """All contents of at most `room` experts."""
     ordered = sorted(pool)
-    return [frozenset(c) for n in range(min(room, len(ordered)) + 1) for c in itertools.combinations(ordered, n)]
+    return [
+        frozenset(c)
+        for n in range(min(room, len(ordered)) + 1)
+        for c in itertools.combinations(ordered, n)
+    ]
 
 
 def test_belady_size_keeps_two_small_ones_instead_of_a_large_one():
-    """Layer 0 has experts of 200 bytes, layer 1 of 100; room for 200. All come twice, crossing: two hits beat one."""
+    """Layer 0 has experts of 200 bytes, layer 1 of 100; room for 200. All come twice,
+    crossing: two hits beat one.
+    """
     model = shape(layers=2, expert_bytes=[200, 100])
     passes = steps(*[[routed(0, expert), routed(1, expert)] for expert in (0, 1, 0, 1)])
     policy = BeladySize()
     base = context([], 1, layers=2, experts=4, scope="global")
     policy.start(replace(base, shape=model, future=RecordedFuture(passes)))
-    assert policy.stays[0].kept.reshape(4, 2).tolist() == [[False, True], [False, True], [False, False], [False, False]]
+    assert policy.stays[0].kept.reshape(4, 2).tolist() == [
+        [False, True],
+        [False, True],
+        [False, False],
+        [False, False],
+    ]
     assert policy.stays[0].least_cost == policy.stays[0].plan_cost == 6
 
 
 def test_belady_size_runs_in_a_pool_of_unequal_experts():
-    """Room for 300 bytes: with both layers' experts returning each step, everything after step 0 is a hit."""
+    """Room for 300 bytes: with both layers' experts returning each step, everything
+    after step 0 is a hit.
+    """
     model = shape(layers=2, expert_bytes=[200, 100])
     passes = steps(*[[routed(0, 0), routed(1, 0)]] * 3)
     system = System(assignment="on-demand", cache="belady-size")
-    planner = plan_of(model, system, HandCosts(), slots=1, scope="global", future=RecordedFuture(passes))
+    planner = plan_of(
+        model,
+        system,
+        HandCosts(),
+        slots=1,
+        scope="global",
+        future=RecordedFuture(passes),
+    )
     _, timeline = run(planner, passes)
     fetched = timeline.frame().query("kind == 'fetch'")
-    assert sorted(zip(fetched["step"], fetched["layer"], strict=True)) == [(0, 0), (0, 1), (1, 0), (2, 0)]
+    assert sorted(zip(fetched["step"], fetched["layer"], strict=True)) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (2, 0),
+    ]
 
 
 def test_planned_oracles_need_the_future_and_a_sequence_of_bearable_length(monkeypatch):

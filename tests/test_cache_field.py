@@ -7,21 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cache_driver import LayerStep, atomic, context, drive, one_by_one, work
+from moesim.policies.base import PolicyError
+from moesim.policies.cache.fifo import FIFO
+from moesim.policies.cache.least_stale_interval import LeastStaleInterval
+from moesim.policies.cache.least_stale_layer import LeastStaleLayer
+from moesim.policies.cache.least_stale_pass import LeastStalePass
+from moesim.policies.cache.lfru import LFRU
+from moesim.policies.cache.lifo import LIFO
+from moesim.policies.cache.moe_infinity import MoEInfinity
+from moesim.policies.cache.mrs import MRS
+from moesim.policies.cache.random import Random
+from moesim.policies.cache.score_window import ScoreWindow
+from moesim.traces.format.schema import Phase
 
-from policies.base import PolicyError
-from policies.cache.fifo import FIFO
-from policies.cache.least_stale_interval import LeastStaleInterval
-from policies.cache.least_stale_layer import LeastStaleLayer
-from policies.cache.least_stale_pass import LeastStalePass
-from policies.cache.lfru import LFRU
-from policies.cache.lifo import LIFO
-from policies.cache.moe_infinity import MoEInfinity
-from policies.cache.mrs import MRS
-from policies.cache.random import Random
-from policies.cache.score_window import ScoreWindow
-from traces.schema import Phase
-
-# -- caches by score -------------------------------------------------------------------------------------
+# -- caches by score -------------------------------------------------------------------
 
 
 def scored(policy, *rows, experts=4, top_k=1):
@@ -30,11 +29,15 @@ def scored(policy, *rows, experts=4, top_k=1):
     policy.start(replace(base, shape=replace(base.shape, top_k=top_k)))
     for step, row in enumerate(rows):
         values = np.atleast_2d(np.array(row, np.float16))
-        policy.accessed(replace(work(experts=[int(values[0].argmax())], step=step), scores=values))
+        policy.accessed(
+            replace(work(experts=[int(values[0].argmax())], step=step), scores=values)
+        )
     return policy
 
 
-S1, S2, S3 = [0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.6, 0.1], [0.05, 0.45, 0.1, 0.4]
+S1 = [0.5, 0.3, 0.15, 0.05]
+S2 = [0.1, 0.2, 0.6, 0.1]
+S3 = [0.05, 0.45, 0.1, 0.4]
 
 
 def test_section_4_5():
@@ -45,15 +48,21 @@ def test_section_4_5():
         ([S1, S2, S3], [0.0625, 0.3125, 0.15, 0.2]),
     ]:
         policy = scored(MRS(), *rows)
-        assert policy.score.tolist() == pytest.approx(expected, abs=1e-3)  # scores are float16
+        # Scores are float16.
+        assert policy.score.tolist() == pytest.approx(expected, abs=1e-3)
     assert policy.victims(np.array([1]), np.array([0, 2])).tolist() == [0]
 
 
 def test_section_4_5_batch_by_mean_or_by_first_row():
     rows = [[0.9, 0.1, 0, 0], [0, 0.1, 0.9, 0]]
-    assert scored(MRS(alpha=1.0, p=1), rows).score.argmax() == 0  # .45 and .45: the lower id
-    assert scored(MRS(alpha=1.0, p=4), rows).score.tolist() == pytest.approx([0.45, 0.1, 0.45, 0], abs=1e-3)
-    assert scored(MRS(alpha=1.0, p=4, first_row=True), rows).score.tolist() == pytest.approx([0.9, 0.1, 0, 0], abs=1e-3)
+    # .45 and .45: the lower id.
+    assert scored(MRS(alpha=1.0, p=1), rows).score.argmax() == 0
+    assert scored(MRS(alpha=1.0, p=4), rows).score.tolist() == pytest.approx(
+        [0.45, 0.1, 0.45, 0], abs=1e-3
+    )
+    assert scored(
+        MRS(alpha=1.0, p=4, first_row=True), rows
+    ).score.tolist() == pytest.approx([0.9, 0.1, 0, 0], abs=1e-3)
 
 
 def test_section_4_5_ties_go_to_the_lower_id_or_to_the_least_recently_touched():
@@ -63,21 +72,32 @@ def test_section_4_5_ties_go_to_the_lower_id_or_to_the_least_recently_touched():
         policy.start(context([], 2, experts=4))
         for step, expert in enumerate([2, 0, 1]):
             policy.accessed(work(experts=[expert], step=step))
-        assert policy.victims(np.array([3]), np.array([0, 1, 2])).tolist() == [victim], tie
+        assert policy.victims(np.array([3]), np.array([0, 1, 2])).tolist() == [
+            victim
+        ], tie
 
 
 def test_section_4_5_starts_empty_or_with_the_lowest_ids():
     assert drive(MRS(), [], 2).resident == []
-    assert drive(MRS(fill="lowest"), [], 2, layers=2, experts=4).resident == [0, 1, 4, 5]
+    assert drive(MRS(fill="lowest"), [], 2, layers=2, experts=4).resident == [
+        0,
+        1,
+        4,
+        5,
+    ]
 
 
 def test_section_3_3_the_window_forgets_what_is_older():
     """Expert 0 leads over both steps, expert 2 over the last one alone."""
     rows = [[0.9, 0, 0.1, 0], [0.3, 0, 0.6, 0]]
-    assert scored(ScoreWindow(window=2), *rows).score.tolist() == pytest.approx([0.6, 0, 0.35, 0], abs=1e-3)
+    assert scored(ScoreWindow(window=2), *rows).score.tolist() == pytest.approx(
+        [0.6, 0, 0.35, 0], abs=1e-3
+    )
     policy = scored(ScoreWindow(window=1), *rows)
     assert policy.victims(np.array([1]), np.array([0, 2])).tolist() == [0]
-    assert scored(ScoreWindow(window=8), *rows).victims(np.array([1]), np.array([0, 2])).tolist() == [2]
+    assert scored(ScoreWindow(window=8), *rows).victims(
+        np.array([1]), np.array([0, 2])
+    ).tolist() == [2]
 
 
 def test_section_3_3_ties_go_to_the_last_use_then_id():
@@ -90,17 +110,21 @@ def test_caches_by_score_say_what_they_read():
     assert MRS().needs == ScoreWindow().needs == ("scores",)
 
 
-# -- frequency and age -----------------------------------------------------------------------------------
+# -- frequency and age -----------------------------------------------------------------
 
 
 def test_lfru_discounts_frequency_by_age():
-    """At step 5: 0 has 3 uses, aged 3 + 1 → .75; 1 has one, aged 2 + 1 → .33; 2 has one, aged 1 + 1 → .5."""
+    """At step 5: 0 has 3 uses, aged 3 + 1 → .75; 1 has one, aged 2 + 1 → .33; 2 has
+    one, aged 1 + 1 → .5.
+    """
     assert drive(LFRU(), one_by_one([0, 0, 0, 1, 2, 3]), 3).evicted == [1]
     assert drive(LFRU(), one_by_one([0, 0, 1, 1, 2, 2, 2, 3]), 3).evicted == [0]
 
 
 def test_lfru_remembers_evicted_experts_or_not():
-    """0 left after four uses. Back again, it has 5 / 2 against 5 / 3 of expert 2, or only 1 / 2."""
+    """0 left after four uses. Back again, it has 5 / 2 against 5 / 3 of expert 2, or
+    only 1 / 2.
+    """
     accesses = one_by_one([0, 0, 0, 0, *[1] * 9, *[2] * 5, 0, 3])
     assert drive(LFRU(variant="perfect"), accesses, 2).evicted == [0, 1, 2]
     assert drive(LFRU(variant="in-cache"), accesses, 2).evicted == [0, 1, 0]
@@ -121,7 +145,7 @@ def test_random_follows_the_seed_and_spares_nobody():
     assert set(runs[0]) == set(range(8))
 
 
-# -- the three that are called Least-Stale ---------------------------------------------------------------
+# -- the three that are called Least-Stale ---------------------------------------------
 
 
 def places(*pairs):
@@ -129,19 +153,27 @@ def places(*pairs):
 
 
 def test_least_stale_pass_spares_what_this_pass_touched():
-    """(0, 0) and (1, 0) were used again in pass 1; (2, 0) was not yet, so it leaves, highest layer or not."""
+    """(0, 0) and (1, 0) were used again in pass 1; (2, 0) was not yet, so it leaves,
+    highest layer or not.
+    """
     accesses = places((0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 0, 0), (1, 1, 0), (1, 1, 5))
-    assert drive(LeastStalePass(), accesses, 3, layers=3, scope="global").evicted == [2 * 8]
+    assert drive(LeastStalePass(), accesses, 3, layers=3, scope="global").evicted == [
+        2 * 8
+    ]
 
 
 def test_least_stale_layer_looks_at_nothing_else():
     accesses = places((0, 2, 0), (0, 1, 0), (0, 0, 0), (1, 0, 0), (1, 2, 3))
-    assert drive(LeastStaleLayer(), accesses, 3, layers=3, scope="global").evicted == [0]
+    assert drive(LeastStaleLayer(), accesses, 3, layers=3, scope="global").evicted == [
+        0
+    ]
 
 
 @pytest.mark.parametrize("cls", [LeastStalePass, LeastStaleLayer])
 def test_lowest_and_cyclic_differ_at_the_start_of_a_pass(cls):
-    """Layer 1 of 4 runs; 0, 2 and 3 are stale. Lowest: 0, 2, 3. Farthest turn first: 0, then 3, then 2."""
+    """Layer 1 of 4 runs; 0, 2 and 3 are stale. Lowest: 0, 2, 3. Farthest turn first: 0,
+    then 3, then 2.
+    """
     for order, victims in (("lowest", [0, 2, 3]), ("cyclic", [0, 3, 2])):
         policy = cls(order=order)
         policy.start(context([], 4, layers=4, scope="global"))
@@ -163,22 +195,30 @@ def test_least_stale_pass_does_not_evict_a_fresh_prefetch():
 
 
 def test_least_stale_interval_equals_the_hand_traced_public_example():
-    """Capacity 3; A B C return every 3: A leaves for D (7 + 3 is last), then D (tie with C, later use), then C."""
+    """Capacity 3; A B C return every 3: A leaves for D (7 + 3 is last), then D (tie
+    with C, later use), then C.
+    """
     a, b, c, d = range(4)
-    run = drive(LeastStaleInterval(), one_by_one([a, b, c, a, b, c, a, d, a, b, c, d]), 3)
+    run = drive(
+        LeastStaleInterval(), one_by_one([a, b, c, a, b, c, a, d, a, b, c, d]), 3
+    )
     assert np.cumsum(run.hit_log).tolist() == [0, 0, 0, 1, 2, 3, 4, 4, 4, 5, 6, 6]
     assert run.evicted == [a, d, c]
 
 
 def test_least_stale_interval_averages_gaps():
-    """Gaps 2 then 6: .75 · 2 + .25 · 6 = 3, so expert 0, last used at 9, is expected at 12."""
+    """Gaps 2 then 6: .75 · 2 + .25 · 6 = 3, so expert 0, last used at 9, is expected at
+    12.
+    """
     policy = LeastStaleInterval()
     drive(policy, one_by_one([0, 1, 0, 1, 1, 1, 1, 1, 0]), 3)
     assert policy.score[0] == -12.0
 
 
 def test_least_stale_interval_memory():
-    """0 comes every 2, leaves, and returns: with a memory its interval is an average, without it is 0."""
+    """0 comes every 2, leaves, and returns: with a memory its interval is an average,
+    without it is 0.
+    """
     accesses = one_by_one([0, 1, 0, 2, 3, 1, 0])
     for memory, known in (("in-cache", False), ("perfect", True)):
         policy = LeastStaleInterval(memory=memory)
@@ -187,11 +227,13 @@ def test_least_stale_interval_memory():
         assert (policy.score[0] < -8.0) == known, memory
 
 
-# -- MoE-Infinity ----------------------------------------------------------------------------------------
+# -- MoE-Infinity ----------------------------------------------------------------------
 
 
 def infinity(**parameters):
-    """Three layers of four; layer 0 used expert 0 three times and 1 once, layer 1 expert 0, layer 2 nothing."""
+    """Three layers of four; layer 0 used expert 0 three times and 1 once, layer 1
+    expert 0, layer 2 nothing.
+    """
     policy = MoEInfinity(**parameters)
     policy.start(context([], 6, layers=3, experts=4, scope="global"))
     policy.admitted(np.array([0, 1, 4, 5, 8]))
@@ -203,15 +245,21 @@ def infinity(**parameters):
 
 
 def test_section_6_9_the_priority_multiplies_place_ratio_and_visits():
-    """Visits 4, 2, 4, 1, 1; ratios 3/4, 1/4, 1, 0, 1/4; decay 1, 1, 2/3, 2/3, 1/3, each as shares plus 1e-6."""
+    """Visits 4, 2, 4, 1, 1; ratios 3/4, 1/4, 1, 0, 1/4; decay 1, 1, 2/3, 2/3, 1/3, each
+    as shares plus 1e-6.
+    """
     policy = infinity()
-    decay, ratio, visits = np.array([1, 1, 2 / 3, 2 / 3, 1 / 3]), np.array([3 / 4, 1 / 4, 1, 0, 1 / 4]), [4, 2, 4, 1, 1]
+    decay = np.array([1, 1, 2 / 3, 2 / 3, 1 / 3])
+    ratio = np.array([3 / 4, 1 / 4, 1, 0, 1 / 4])
+    visits = [4, 2, 4, 1, 1]
     product = (decay / 8 + 1e-6) * (ratio / 3 + 1e-6) * (np.array(visits) / 12 + 1e-6)
     assert policy._priority()[[0, 1, 4, 5, 8]] == pytest.approx(product)
 
 
 def test_section_6_9_the_current_layer_and_unused_prefetches_are_protected():
-    """Layer 0 runs. 5 and 8 were never used; 4 was, so it leaves first although its priority is the highest."""
+    """Layer 0 runs. 5 and 8 were never used; 4 was, so it leaves first although its
+    priority is the highest.
+    """
     order = infinity().victims(np.arange(5), np.array([0, 1, 4, 5, 8])).tolist()
     assert order[0] == 4
     assert order[1:] == [5, 8, 1, 0]
@@ -231,7 +279,9 @@ def test_section_6_9_released_topology_takes_half_the_layers_for_an_encoder():
 def test_moe_infinity_forgets_the_sequence_at_the_next_prompt():
     for reset, left in ((True, 0.0), (False, 3.0)):
         policy = infinity(reset=reset)
-        policy.accessed(replace(work(experts=[3], layer=0, step=4), phase=Phase.PREFILL))
+        policy.accessed(
+            replace(work(experts=[3], layer=0, step=4), phase=Phase.PREFILL)
+        )
         assert policy._tokens[0, 0] == left
 
 
@@ -255,5 +305,19 @@ def test_parameters_out_of_range_are_refused():
 
 def test_held_experts_never_leave():
     """One slot, two experts a step: whoever is active stays."""
-    for policy in (FIFO(), LIFO(), Random(), LFRU(), LeastStaleInterval(), LeastStalePass(), MoEInfinity()):
-        assert drive(policy, atomic([0, 1], [0, 2], [0]), 1).hit_log == [False, False, True, False, True]
+    for policy in (
+        FIFO(),
+        LIFO(),
+        Random(),
+        LFRU(),
+        LeastStaleInterval(),
+        LeastStalePass(),
+        MoEInfinity(),
+    ):
+        assert drive(policy, atomic([0, 1], [0, 2], [0]), 1).hit_log == [
+            False,
+            False,
+            True,
+            False,
+            True,
+        ]

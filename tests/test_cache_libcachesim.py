@@ -1,4 +1,6 @@
-"""libCacheSim judges the caches that it has too: one expert at a time, on real traces."""
+"""libCacheSim judges the caches that it has too: one expert at a time, on real
+traces.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,23 @@ from functools import cache
 import numpy as np
 import pytest
 from cache_driver import context, flattened, real_trace, work
+from moesim.policies.cache.arc import ARC
+from moesim.policies.cache.clock import Clock
+from moesim.policies.cache.fifo import FIFO
+from moesim.policies.cache.lecar import LeCaR
+from moesim.policies.cache.s3_fifo import S3FIFO
+from moesim.policies.cache.sieve import SIEVE
+from moesim.policies.cache.slru import SLRU
 
-from policies.cache.arc import ARC
-from policies.cache.clock import Clock
-from policies.cache.fifo import FIFO
-from policies.cache.lecar import LeCaR
-from policies.cache.s3_fifo import S3FIFO
-from policies.cache.sieve import SIEVE
-from policies.cache.slru import SLRU
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="libcachesim is published for Linux only"
+)
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libcachesim is published for Linux only")
-
-TRACES = [("qwen3_30b_a3b_top6", 48, 128, 36), ("olmoe_1b_7b_decode299", 16, 64, 80), ("gpt_oss_20b", 24, 32, 110)]
+TRACES = [
+    ("qwen3_30b_a3b_top6", 48, 128, 36),
+    ("olmoe_1b_7b_decode299", 16, 64, 80),
+    ("gpt_oss_20b", 24, 32, 110),
+]
 
 
 @cache
@@ -40,15 +47,19 @@ def judged(keys, judge):
     hits = []
     for key in keys:
         request = libcachesim.Request()
-        request.obj_id, request.obj_size = key, 1
+        request.obj_id = key
+        request.obj_size = 1
         hits.append(bool(judge.get(request)))
     return hits
 
 
 def played(policy, keys, capacity, experts, seed=0):
-    """Hits of ours, as the driver finds them for one expert a step, without its checks."""
+    """Hits of ours, as the driver finds them for one expert a step, without its
+    checks.
+    """
     policy.start(context([], capacity, experts=experts, seed=seed))
-    inside, hits = np.zeros(experts, bool), []
+    inside = np.zeros(experts, bool)
+    hits = []
     for key in keys:
         hits.append(bool(inside[key]))
         policy.accessed(requests(experts)[key])
@@ -80,19 +91,25 @@ def test_equal_hit_for_hit(name, layers, experts, tokens, ours, theirs):
     """Keys of all layers in one cache of an eighth of the model."""
     import libcachesim
 
-    keys, capacity = accesses(name, experts, tokens), layers * experts // 8
+    keys = accesses(name, experts, tokens)
+    capacity = layers * experts // 8
     assert len(keys) > 10_000
     found = played(ours, keys, capacity, layers * experts)
     assert found == judged(keys, getattr(libcachesim, theirs)(cache_size=capacity))
 
 
 @pytest.mark.parametrize(("name", "layers", "experts", "tokens"), TRACES)
-@pytest.mark.parametrize(("ours", "theirs"), [(ARC(), "ARC"), (S3FIFO(), "S3FIFO")], ids=["arc", "s3-fifo"])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(ARC(), "ARC"), (S3FIFO(), "S3FIFO")], ids=["arc", "s3-fifo"]
+)
 def test_other_by_default_but_close(name, layers, experts, tokens, ours, theirs):
-    """Whole shifts in ARC, the paper's rules in S3-FIFO: measured 0.1 to 1.1 points of hit rate."""
+    """Whole shifts in ARC, the paper's rules in S3-FIFO: measured 0.1 to 1.1 points of
+    hit rate.
+    """
     import libcachesim
 
-    keys, capacity = accesses(name, experts, tokens), layers * experts // 8
+    keys = accesses(name, experts, tokens)
+    capacity = layers * experts // 8
     found = played(ours, keys, capacity, layers * experts)
     expected = judged(keys, getattr(libcachesim, theirs)(cache_size=capacity))
     assert found != expected
@@ -100,10 +117,22 @@ def test_other_by_default_but_close(name, layers, experts, tokens, ours, theirs)
 
 
 @pytest.mark.parametrize(("name", "layers", "experts", "tokens"), TRACES)
-def test_lecar_is_close_though_draws_ghosts_and_ties_differ(name, layers, experts, tokens):
-    """Hit rates of ours by seed: .600-.606, .309-.343, .300-.377; of theirs by run: .594-.609, .309-.311, .305-.308."""
+def test_lecar_is_close_though_draws_ghosts_and_ties_differ(
+    name, layers, experts, tokens
+):
+    """Hit rates of ours by seed: .600-.606, .309-.343, .300-.377; of theirs by run:
+    .594-.609, .309-.311, .305-.308.
+    """
     import libcachesim
 
-    keys, capacity = accesses(name, experts, tokens), layers * experts // 8
-    ours = np.mean([played(LeCaR(), keys, capacity, layers * experts, seed=seed) for seed in range(3)])
-    assert abs(ours - np.mean(judged(keys, libcachesim.LeCaR(cache_size=capacity)))) < 0.03
+    keys = accesses(name, experts, tokens)
+    capacity = layers * experts // 8
+    ours = np.mean(
+        [
+            played(LeCaR(), keys, capacity, layers * experts, seed=seed)
+            for seed in range(3)
+        ]
+    )
+    assert (
+        abs(ours - np.mean(judged(keys, libcachesim.LeCaR(cache_size=capacity)))) < 0.03
+    )

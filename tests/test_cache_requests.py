@@ -1,4 +1,6 @@
-"""Caches defined one request at a time: worked examples, plain-list models, and what layer steps add."""
+"""Caches defined one request at a time: worked examples, plain-list models, and what
+layer steps add.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,15 @@ import pytest
 from cache_driver import atomic, context, drive, one_by_one, work
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from policies.base import PolicyError
-from policies.cache.arc import ARC
-from policies.cache.clock import Clock
-from policies.cache.fifo import FIFO
-from policies.cache.lecar import LeCaR
-from policies.cache.lifo import LIFO
-from policies.cache.s3_fifo import S3FIFO
-from policies.cache.sieve import SIEVE
-from policies.cache.slru import SLRU
+from moesim.policies.base import PolicyError
+from moesim.policies.cache.arc import ARC
+from moesim.policies.cache.clock import Clock
+from moesim.policies.cache.fifo import FIFO
+from moesim.policies.cache.lecar import LeCaR
+from moesim.policies.cache.lifo import LIFO
+from moesim.policies.cache.s3_fifo import S3FIFO
+from moesim.policies.cache.sieve import SIEVE
+from moesim.policies.cache.slru import SLRU
 
 UNIT_STRING = [5, 2, 4, 2, 1, 3, 1, 5, 3, 5, 1, 3, 1, 4, 3, 5, 1, 4]
 REQUEST_CACHES = [ARC, Clock, LeCaR, SIEVE, S3FIFO, SLRU]
@@ -48,7 +49,8 @@ def test_section_5_5_unit_string(policy, hits, evicted):
 
 
 def test_section_5_5_final_state_of_arc_and_lecar():
-    arc, lecar = ARC(), AlternatingLeCaR()
+    arc = ARC()
+    lecar = AlternatingLeCaR()
     drive(arc, one_by_one(UNIT_STRING), 3)
     drive(lecar, one_by_one(UNIT_STRING), 3)
     assert arc._pools[0].target == 0
@@ -58,7 +60,12 @@ def test_section_5_5_final_state_of_arc_and_lecar():
 
 def scan_arc(accesses, capacity):
     """Megiddo and Modha's figure 4 on plain lists, cases I to IV."""
-    t1, t2, b1, b2, p, hits = [], [], [], [], 0, []
+    t1 = []
+    t2 = []
+    b1 = []
+    b2 = []
+    p = 0
+    hits = []
 
     def replace(in_b2):
         if t1 and (len(t1) > p or (in_b2 and len(t1) == p)):
@@ -92,7 +99,10 @@ def scan_arc(accesses, capacity):
 
 def scan_sieve(accesses, capacity):
     """The queue newest first, the hand an element of it."""
-    queue, used, hand, hits = [], set(), None, []
+    queue = []
+    used = set()
+    hand = None
+    hits = []
     for x in accesses:
         hits.append(x in queue)
         if x in queue:
@@ -110,8 +120,14 @@ def scan_sieve(accesses, capacity):
 
 
 def scan_s3fifo(accesses, capacity):
-    """The paper's algorithm 1: while full, the small queue pays if it holds its tenth, else the main one."""
-    small, main, ghost, uses, hits = [], [], [], {}, []
+    """The paper's algorithm 1: while full, the small queue pays if it holds its tenth,
+    else the main one.
+    """
+    small = []
+    main = []
+    ghost = []
+    uses = {}
+    hits = []
     for x in accesses:
         hits.append(x in small or x in main)
         if hits[-1]:
@@ -125,7 +141,9 @@ def scan_s3fifo(accesses, capacity):
                 while small:
                     y = small.pop(0)
                     if uses[y] <= 1:
-                        ghost = [*ghost, y][-(capacity * 9 // 10) :] if capacity > 1 else []
+                        ghost = (
+                            [*ghost, y][-(capacity * 9 // 10) :] if capacity > 1 else []
+                        )
                         break
                     main.append(y)
                     uses[y] = 0
@@ -141,7 +159,9 @@ def scan_s3fifo(accesses, capacity):
 
 def scan_slru(accesses, capacity):
     """Probation and protected, both least recent first."""
-    probation, protected, hits = [], [], []
+    probation = []
+    protected = []
+    hits = []
     for x in accesses:
         hits.append(x in probation or x in protected)
         if hits[-1]:
@@ -158,7 +178,10 @@ def scan_slru(accesses, capacity):
 
 def scan_clock(accesses, capacity, rounds=1):
     """A dial of fixed places and a hand: whoever was used is spared, place by place."""
-    dial, uses, hand, hits = [], {}, 0, []
+    dial = []
+    uses = {}
+    hand = 0
+    hits = []
     for x in accesses:
         hits.append(x in dial)
         if hits[-1]:
@@ -179,33 +202,55 @@ def scan_clock(accesses, capacity, rounds=1):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 7), max_size=60), st.integers(1, 6), st.integers(1, 3))
 def test_clock_equals_a_dial_with_a_hand(accesses, capacity, rounds):
-    assert drive(Clock(rounds=rounds), one_by_one(accesses), capacity).hit_log == scan_clock(accesses, capacity, rounds)
+    assert drive(
+        Clock(rounds=rounds), one_by_one(accesses), capacity
+    ).hit_log == scan_clock(accesses, capacity, rounds)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 7), max_size=60), st.integers(1, 6))
 def test_each_cache_equals_a_model_of_plain_lists(accesses, capacity):
-    for policy, model in ((ARC(), scan_arc), (SIEVE(), scan_sieve), (S3FIFO(), scan_s3fifo), (SLRU(), scan_slru)):
-        assert drive(policy, one_by_one(accesses), capacity).hit_log == model(accesses, capacity), type(policy)
+    for policy, model in (
+        (ARC(), scan_arc),
+        (SIEVE(), scan_sieve),
+        (S3FIFO(), scan_s3fifo),
+        (SLRU(), scan_slru),
+    ):
+        assert drive(policy, one_by_one(accesses), capacity).hit_log == model(
+            accesses, capacity
+        ), type(policy)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_each_cache_equals_its_model_on_long_skewed_streams(seed):
-    """800 requests for 64 experts, 30 slots: every queue and ghost list fills and overflows."""
+    """800 requests for 64 experts, 30 slots: every queue and ghost list fills and
+    overflows.
+    """
     accesses = (64 * np.random.default_rng(seed).random(800) ** 3).astype(int).tolist()
-    for policy, model in ((ARC(), scan_arc), (SIEVE(), scan_sieve), (S3FIFO(), scan_s3fifo), (SLRU(), scan_slru)):
-        assert drive(policy, one_by_one(accesses), 30, experts=64).hit_log == model(accesses, 30), type(policy)
+    for policy, model in (
+        (ARC(), scan_arc),
+        (SIEVE(), scan_sieve),
+        (S3FIFO(), scan_s3fifo),
+        (SLRU(), scan_slru),
+    ):
+        assert drive(policy, one_by_one(accesses), 30, experts=64).hit_log == model(
+            accesses, 30
+        ), type(policy)
 
 
 def test_slru_spares_what_was_hit_once():
-    """0 was used twice and is protected; a scan of newcomers passes through probation."""
+    """0 was used twice and is protected; a scan of newcomers passes through
+    probation.
+    """
     run = drive(SLRU(), one_by_one([0, 0, 1, 2, 3, 4, 0]), 2)
     assert run.evicted == [1, 2, 3]
     assert run.hit_log[-1]
 
 
 def test_a_layer_step_is_its_hits_in_ascending_id_then_its_misses_in_launch_order():
-    """Hits 1 then 0 are noted as 0, 1, so 0 is the older of T2; 5 is launched before 4, so 5 leaves T1 first."""
+    """Hits 1 then 0 are noted as 0, 1, so 0 is the older of T2; 5 is launched before 4,
+    so 5 leaves T1 first.
+    """
     policy = ARC()
     policy.start(context([], 4))
     policy.accessed(work(experts=[0, 1]))
@@ -214,14 +259,21 @@ def test_a_layer_step_is_its_hits_in_ascending_id_then_its_misses_in_launch_orde
     policy.admitted(np.array([5, 4]))
     pool = policy._pools[0]
     assert (list(pool.often), list(pool.once)) == ([0, 1], [5, 4])
-    assert policy.victims(np.array([7, 6]), np.arange(6)[[0, 1, 4, 5]]).tolist() == [5, 4]
+    assert policy.victims(np.array([7, 6]), np.arange(6)[[0, 1, 4, 5]]).tolist() == [
+        5,
+        4,
+    ]
 
 
 @pytest.mark.parametrize("cls", REQUEST_CACHES)
 def test_every_layer_has_queues_of_its_own_or_one_is_shared(cls):
     """Two layers of the same requests: each alone as if the other did not exist."""
     alone = drive(cls(), one_by_one([0, 1, 2, 0, 3, 0, 1] * 3), 2)
-    both = [step for s in one_by_one([0, 1, 2, 0, 3, 0, 1] * 3) for step in (s, s._replace(layer=1))]
+    both = [
+        step
+        for s in one_by_one([0, 1, 2, 0, 3, 0, 1] * 3)
+        for step in (s, s._replace(layer=1))
+    ]
     if cls is not LeCaR:  # pools share one generator: the draws interleave
         assert drive(cls(), both, 2, layers=2).hits == 2 * alone.hits
     assert len(drive(cls(), both, 3, layers=2, scope="global").resident) == 3
@@ -264,7 +316,14 @@ def test_a_cancelled_copy_leaves_no_trace(cls):
 def test_only_free_experts_leave_however_few_they_are(cls, data):
     """Everything else is held."""
     policy = cls()
-    steps = atomic(*data.draw(st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3, unique=True), max_size=12)))
+    steps = atomic(
+        *data.draw(
+            st.lists(
+                st.lists(st.integers(0, 7), min_size=1, max_size=3, unique=True),
+                max_size=12,
+            )
+        )
+    )
     drive(policy, steps, 4)
     inside = [key for key in range(8) if key in policy._pools[0]]
     if not inside:

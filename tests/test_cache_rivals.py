@@ -10,27 +10,41 @@ import pytest
 from cache_driver import LayerStep, drive, flattened, real_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moesim.policies.cache._offline_bounds import best_stays
+from moesim.policies.cache.belady import Belady
+from moesim.policies.registry import find, names, resolve
 from test_cache_bounds import uses_of
-
-from policies.bounds import best_stays
-from policies.cache.belady import Belady
-from policies.registry import find, names, resolve
 
 EXPERTS = 6
 
 
 def told(name, experts, seed=0):
-    """A policy that is given random scores, so that those which rank by score have something to rank."""
-    policy, rng = resolve(name, "cache"), np.random.default_rng(seed)
+    """A policy that is given random scores, so that those which rank by score have
+    something to rank.
+    """
+    policy = resolve(name, "cache")
+    rng = np.random.default_rng(seed)
     note = policy.accessed
-    policy.accessed = lambda now: note(replace(now, scores=rng.random((1, experts)).astype(np.float16)))
+    policy.accessed = lambda now: note(
+        replace(now, scores=rng.random((1, experts)).astype(np.float16))
+    )
     return policy
 
 
 def most_hits(layer_steps, rooms, experts, *, filled):
-    """Hits that no demand-filled cache can exceed; `filled` lets any content be there at the start."""
-    layers = len(rooms) if len(rooms) > 1 else 1 + max((s.layer for s in layer_steps), default=0)
-    first = [LayerStep(-1, layer, range(experts)) for layer in range(layers)] if filled else []
+    """Hits that no demand-filled cache can exceed; `filled` lets any content be there
+    at the start.
+    """
+    layers = (
+        len(rooms)
+        if len(rooms) > 1
+        else 1 + max((s.layer for s in layer_steps), default=0)
+    )
+    first = (
+        [LayerStep(-1, layer, range(experts)) for layer in range(layers)]
+        if filled
+        else []
+    )
     total = 0
     for pool, room in enumerate(rooms):
         mine = [s for s in [*first, *layer_steps] if len(rooms) == 1 or s.layer == pool]
@@ -58,8 +72,17 @@ def streams(draw):
 @given(layer_steps=streams(), capacity=st.integers(0, 5))
 def test_no_policy_beats_the_step_atomic_bound(name, layer_steps, capacity):
     for scope, rooms in (("layer", [capacity] * 2), ("global", [capacity])):
-        found = drive(told(name, EXPERTS), layer_steps, capacity, layers=2, experts=EXPERTS, scope=scope)
-        assert found.hits <= most_hits(layer_steps, rooms, EXPERTS, filled=starts_full(name))
+        found = drive(
+            told(name, EXPERTS),
+            layer_steps,
+            capacity,
+            layers=2,
+            experts=EXPERTS,
+            scope=scope,
+        )
+        assert found.hits <= most_hits(
+            layer_steps, rooms, EXPERTS, filled=starts_full(name)
+        )
 
 
 REAL = [("olmoe_1b_7b_decode299", 16, 64, 20), ("gpt_oss_20b", 24, 32, 24)]
@@ -67,29 +90,60 @@ REAL = [("olmoe_1b_7b_decode299", 16, 64, 20), ("gpt_oss_20b", 24, 32, 24)]
 
 @cache
 def belady_hits(name, layers, experts, tokens, scope, capacity):
-    return drive(Belady(), real_trace(name, tokens), capacity, layers=layers, experts=experts, scope=scope).hits
+    return drive(
+        Belady(),
+        real_trace(name, tokens),
+        capacity,
+        layers=layers,
+        experts=experts,
+        scope=scope,
+    ).hits
 
 
 @pytest.mark.parametrize("scope", ["layer", "global"])
 @pytest.mark.parametrize(("trace", "layers", "experts", "tokens"), REAL)
 @pytest.mark.parametrize("name", names("cache"))
-def test_no_policy_beats_belady_on_real_streams(name, trace, layers, experts, tokens, scope):
-    """Step-atomic, a quarter of the model. A cache that starts full may have that many hits more."""
+def test_no_policy_beats_belady_on_real_streams(
+    name, trace, layers, experts, tokens, scope
+):
+    """Step-atomic, a quarter of the model. A cache that starts full may have that many
+    hits more.
+    """
     capacity = experts // 4 if scope == "layer" else layers * experts // 4
     layer_steps = real_trace(trace, tokens)
-    found = drive(told(name, experts), layer_steps, capacity, layers=layers, experts=experts, scope=scope)
+    found = drive(
+        told(name, experts),
+        layer_steps,
+        capacity,
+        layers=layers,
+        experts=experts,
+        scope=scope,
+    )
     head_start = layers * experts // 4 if starts_full(name) else 0
-    assert found.hits <= belady_hits(trace, layers, experts, tokens, scope, capacity) + head_start
+    assert (
+        found.hits
+        <= belady_hits(trace, layers, experts, tokens, scope, capacity) + head_start
+    )
 
 
 @pytest.mark.parametrize("scope", ["layer", "global"])
 def test_belady_variants_bound_each_other_on_a_real_stream(scope):
-    """Declining can only help; holds cost Belady 1.5 % of the hits per layer, 0.1 % in global scope (measured)."""
-    layers, experts = 16, 64
+    """Declining can only help; holds cost Belady 1.5 % of the hits per layer, 0.1 % in
+    global scope (measured).
+    """
+    layers = 16
+    experts = 64
     capacity, rooms = (16, [16] * layers) if scope == "layer" else (256, [256])
     layer_steps = real_trace("olmoe_1b_7b_decode299", 60)
     free, forced = (
-        drive(Belady(must_admit=must), layer_steps, capacity, layers=layers, experts=experts, scope=scope).hits
+        drive(
+            Belady(must_admit=must),
+            layer_steps,
+            capacity,
+            layers=layers,
+            experts=experts,
+            scope=scope,
+        ).hits
         for must in (False, True)
     )
     bound = most_hits(layer_steps, rooms, experts, filled=False)
@@ -97,8 +151,17 @@ def test_belady_variants_bound_each_other_on_a_real_stream(scope):
 
 
 def test_sequential_belady_may_exceed_the_step_atomic_one():
-    """The same accesses one at a time, with nothing held: 577 hits against 572 (measured)."""
+    """The same accesses one at a time, with nothing held: 577 hits against 572
+    (measured).
+    """
     layer_steps = [s for s in real_trace("olmoe_1b_7b_decode299", 100) if s.layer == 8]
-    at_once = drive(Belady(), [s._replace(layer=0) for s in layer_steps], 16, experts=64).hits
-    one_at_a_time = drive(Belady(), flattened([s._replace(layer=0) for s in layer_steps], 64), 16, experts=64).hits
+    at_once = drive(
+        Belady(), [s._replace(layer=0) for s in layer_steps], 16, experts=64
+    ).hits
+    one_at_a_time = drive(
+        Belady(),
+        flattened([s._replace(layer=0) for s in layer_steps], 64),
+        16,
+        experts=64,
+    ).hits
     assert at_once < one_at_a_time

@@ -15,8 +15,9 @@ import pytest
 from command_line import refused, runner
 from small_trace import NEW_TOKENS, PROMPT_TOKENS, SEQUENCES, SHAPE, write_small_trace
 
-from moesim import cli, report
-from moesim.cli_options import split_names
+from moesim import cli
+from moesim.cli.options import split_names
+from moesim.reporting import text as report
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
@@ -37,12 +38,20 @@ def moesim(capsys, monkeypatch, tmp_path):
 
 def test_replay_prints_json_with_every_promised_key(moesim, trace):
     code, out, err = moesim(
-        "replay", trace, "--policy", "greedy", "--cache", "lru", "--hw", "rtx3090-epyc7532", "--json"
+        "replay",
+        trace,
+        "--policy",
+        "greedy",
+        "--cache",
+        "lru",
+        "--hw",
+        "rtx3090-epyc7532",
+        "--json",
     )
     found = json.loads(out)
     promised = (
-        "accesses hits delayed_hits misses hit_rate_active hit_rate_gpu hit_rate_token ttft_s tpot_s"
-        " decode_tokens_per_s prefill_tokens_per_s bytes busy_s"
+        "accesses hits delayed_hits misses hit_rate_active hit_rate_gpu hit_rate_token"
+        " ttft_s tpot_s decode_tokens_per_s prefill_tokens_per_s bytes busy_s"
         " planning_s makespan_s energy_j tokens_per_kj routing events wall_s config"
     )
     assert code == 0
@@ -57,7 +66,12 @@ def test_replay_prints_json_with_every_promised_key(moesim, trace):
 
 def test_same_seed_prints_the_same_figures(moesim, trace):
     runs = [
-        json.loads(moesim("replay", trace, "--cache", "static:fill=random", "--seed", 3, "--json")[1]) for _ in "ab"
+        json.loads(
+            moesim(
+                "replay", trace, "--cache", "static:fill=random", "--seed", 3, "--json"
+            )[1]
+        )
+        for _ in "ab"
     ]
     assert runs[0].pop("wall_s") > 0
     del runs[1]["wall_s"]
@@ -74,14 +88,20 @@ def test_defaults_are_printed(moesim, trace):
 
 
 def test_a_profile_in_the_folder_is_the_default(moesim, trace):
-    source = (ROOT / "hwprofiles" / "data" / "rtx4060ti.toml").read_text(encoding="utf-8")
+    source = (ROOT / "hwprofiles" / "data" / "rtx4060ti.toml").read_text(
+        encoding="utf-8"
+    )
     Path("hw.toml").write_text(source, encoding="utf-8")
-    assert json.loads(moesim("replay", trace, "--json")[1])["config"]["hw"] == "rtx4060ti"
+    assert (
+        json.loads(moesim("replay", trace, "--json")[1])["config"]["hw"] == "rtx4060ti"
+    )
 
 
 def test_replay_writes_tables_figures_and_perfetto(moesim, trace, tmp_path):
     out = tmp_path / "run"
-    code, printed, _ = moesim("replay", trace, "--out", out, "--perfetto", tmp_path / "p.json")
+    code, printed, _ = moesim(
+        "replay", trace, "--out", out, "--perfetto", tmp_path / "p.json"
+    )
     assert code == 0
     names = {"timeline.parquet", "accesses.parquet", "steps.parquet", "run.json"}
     assert {path.name for path in out.iterdir()} == names
@@ -90,7 +110,10 @@ def test_replay_writes_tables_figures_and_perfetto(moesim, trace, tmp_path):
     figures = json.loads((out / "run.json").read_text())
     assert pq.read_metadata(out / "accesses.parquet").num_rows == figures["accesses"]
     events = json.loads((tmp_path / "p.json").read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == pq.read_metadata(out / "timeline.parquet").num_rows
+    assert (
+        sum(event["ph"] == "X" for event in events)
+        == pq.read_metadata(out / "timeline.parquet").num_rows
+    )
 
 
 def test_steps_keeps_the_first_forward_passes(moesim, trace):
@@ -98,23 +121,41 @@ def test_steps_keeps_the_first_forward_passes(moesim, trace):
 
 
 def test_batch_joins_sequences(moesim, trace):
-    """Both sequences together: one prefill and as many decode steps as one of them has tokens."""
-    assert json.loads(moesim("replay", trace, "--batch", 2, "--json")[1])["steps"] == 1 + NEW_TOKENS
+    """Both sequences together: one prefill and as many decode steps as one of them has
+    tokens.
+    """
+    assert (
+        json.loads(moesim("replay", trace, "--batch", 2, "--json")[1])["steps"]
+        == 1 + NEW_TOKENS
+    )
 
 
 @pytest.mark.parametrize(
     ("option", "slots"),
-    [(("--slots-per-layer", 3), [3, 3, 3]), (("--cache-ratio", 0.5), [4, 4, 4]), (("--cache-ratio", 0), [0, 0, 0])],
+    [
+        (("--slots-per-layer", 3), [3, 3, 3]),
+        (("--cache-ratio", 0.5), [4, 4, 4]),
+        (("--cache-ratio", 0), [0, 0, 0]),
+    ],
 )
 def test_cache_sizes(moesim, trace, option, slots):
-    assert json.loads(moesim("replay", trace, *option, "--json")[1])["config"]["cache_slots"] == slots
+    assert (
+        json.loads(moesim("replay", trace, *option, "--json")[1])["config"][
+            "cache_slots"
+        ]
+        == slots
+    )
 
 
 def test_gpu_memory_leaves_the_rest_to_experts(moesim, trace):
-    """Other weights and two staging slots are set aside; the remaining 3.5 experts per layer hold 3."""
+    """Other weights and two staging slots are set aside; the remaining 3.5 experts per
+    layer hold 3.
+    """
     expert = SHAPE.max_expert_bytes
     size = SHAPE.other_bytes + 2 * expert + 3 * 3 * expert + expert
-    found = json.loads(moesim("replay", trace, "--gpu-memory", size, "--staging", 2, "--json")[1])
+    found = json.loads(
+        moesim("replay", trace, "--gpu-memory", size, "--staging", 2, "--json")[1]
+    )
     assert found["config"]["cache_slots"] == [3, 3, 3]
 
 
@@ -124,16 +165,22 @@ def test_gpu_memory_leaves_the_rest_to_experts(moesim, trace):
 def test_cache_only_counts_what_on_demand_would(moesim, trace):
     code, out, _ = moesim("replay", trace, "--cache", "lru", "--cache-only", "--json")
     alone = json.loads(out)
-    _, out, _ = moesim("replay", trace, "--policy", "on-demand", "--cache", "lru", "--json")
+    _, out, _ = moesim(
+        "replay", trace, "--policy", "on-demand", "--cache", "lru", "--json"
+    )
     timed = json.loads(out)
     assert code == 0
     assert (alone["hits"], alone["misses"]) == (timed["hits"], timed["misses"])
-    assert moesim("replay", trace, "--cache", "lfu", "--cache-only")[1].startswith("cache     lfu")
+    assert moesim("replay", trace, "--cache", "lfu", "--cache-only")[1].startswith(
+        "cache     lfu"
+    )
 
 
 def test_compare_equals_replay(moesim, trace):
     """A row of the table is the run that `replay` makes."""
-    found = json.loads(moesim("compare", trace, "--policies", "greedy,on-demand", "--json")[1])
+    found = json.loads(
+        moesim("compare", trace, "--policies", "greedy,on-demand", "--json")[1]
+    )
     both = {run["policy"]: run for run in found["runs"]}
     alone = json.loads(moesim("replay", trace, "--policy", "on-demand", "--json")[1])
     assert set(both) == {"greedy", "on-demand"}
@@ -172,7 +219,10 @@ def test_list_names_what_can_be_named(moesim, kind, words):
 
 def test_trace_info_counts_tokens(moesim, trace):
     found = json.loads(moesim("trace", "info", trace, "--json")[1])
-    assert (found["prefill_tokens"], found["decode_tokens"]) == (SEQUENCES * PROMPT_TOKENS, SEQUENCES * NEW_TOKENS)
+    assert (found["prefill_tokens"], found["decode_tokens"]) == (
+        SEQUENCES * PROMPT_TOKENS,
+        SEQUENCES * NEW_TOKENS,
+    )
     assert "small: 3 MoE layers x 8 experts, top 2" in moesim("trace", "info", trace)[1]
 
 
@@ -181,14 +231,22 @@ def test_trace_stats_has_a_row_per_layer(moesim, trace):
     assert [line.split()[0] for line in lines[3:6]] == ["0", "1", "2"]
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="other people's traces, no part of the project: ../shared is not here")
+@pytest.mark.skipif(
+    not SHARED.is_dir(),
+    reason="other people's traces, no part of the project: ../shared is not here",
+)
 def test_import_then_replay_a_real_trace(moesim, tmp_path):
     """The two commands of the README, on 156 tokens of Qwen3-30B-A3B."""
-    source, target = SHARED / "traces" / "qwen3_30b_a3b_top6.parquet", tmp_path / "q.parquet"
-    code, out, err = moesim("trace", "import", source, target, "--shape", "qwen3-30b-a3b")
+    source = SHARED / "traces" / "qwen3_30b_a3b_top6.parquet"
+    target = tmp_path / "q.parquet"
+    code, out, err = moesim(
+        "trace", "import", source, target, "--shape", "qwen3-30b-a3b"
+    )
     assert (code, "top-k is 6 in the trace, 8 in the model" in err) == (0, True)
     assert "7,461 rows of 1 sequence" in out
-    found = json.loads(moesim("replay", target, "--hw", "rtx3090-epyc7532", "--json")[1])
+    found = json.loads(
+        moesim("replay", target, "--hw", "rtx3090-epyc7532", "--json")[1]
+    )
     assert (found["prefill_tokens"], found["decode_tokens"]) == (28, 128)
 
 
@@ -246,7 +304,12 @@ def test_a_failed_run_leaves_no_half_written_tables(moesim, trace, tmp_path):
     broken = table.slice(0, table.num_rows - 1).replace_schema_metadata(metadata)
     path = tmp_path / "broken.parquet"
     pq.write_table(broken, path, row_group_size=16)
-    assert refused(moesim("replay", path, "--out", tmp_path / "run", "--perfetto", tmp_path / "p.json"), str(path))
+    assert refused(
+        moesim(
+            "replay", path, "--out", tmp_path / "run", "--perfetto", tmp_path / "p.json"
+        ),
+        str(path),
+    )
     assert not (tmp_path / "p.json").exists()
     assert not (tmp_path / "run").exists() or list((tmp_path / "run").iterdir()) == []
 
@@ -254,8 +317,12 @@ def test_a_failed_run_leaves_no_half_written_tables(moesim, trace, tmp_path):
 def test_a_missing_extra_names_itself(monkeypatch, moesim, tmp_path):
     """Without torch, what needs it says what to install; nothing else changes."""
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "runtime.measure", raising=False)
-    assert refused(moesim("profile", "--out", tmp_path / "hw.toml"), "torch", "pip install 'moesim[runtime]'")
+    monkeypatch.delitem(sys.modules, "moesim.runtime.measure.profile", raising=False)
+    assert refused(
+        moesim("profile", "--out", tmp_path / "hw.toml"),
+        "torch",
+        "pip install 'moesim[runtime]'",
+    )
 
 
 def test_a_bug_of_ours_is_not_dressed_up():
@@ -273,24 +340,57 @@ def start(*words, cwd, **options):
     command = [sys.executable, "-m", "moesim", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
     )
 
 
 def test_help_comes_at_once(tmp_path):
-    """Nothing that takes long to import is imported. Seconds would say who else is busy."""
-    code = "import sys; from moesim.cli import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    """Nothing that takes long to import is imported. Seconds would say who else is
+    busy.
+    """
+    code = (
+        "import sys; from moesim.cli import main\ntry: main(['--help'])\nfinally:"
+        " print(*sys.modules)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    out = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True)
+    out = subprocess.check_output(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True
+    )
     assert "replay" in out
-    slow = {"numpy", "pandas", "pyarrow", "numba", "simpy", "matplotlib", "torch", "transformers", "duckdb"}
+    slow = {
+        "numpy",
+        "pandas",
+        "pyarrow",
+        "numba",
+        "simpy",
+        "matplotlib",
+        "torch",
+        "transformers",
+        "duckdb",
+    }
     assert slow.isdisjoint(out.splitlines()[-1].split())
 
 
 def commands():
     """Every command with the words that call it."""
-    groups = [("", cli.app), *((f"{group.name} ", group.typer_instance) for group in cli.app.registered_groups)]
-    return [f"{prefix}{command.name}" for prefix, app in groups for command in app.registered_commands]
+    groups = [
+        ("", cli.app),
+        *(
+            (f"{group.name} ", group.typer_instance)
+            for group in cli.app.registered_groups
+        ),
+    ]
+    return [
+        f"{prefix}{command.name}"
+        for prefix, app in groups
+        for command in app.registered_commands
+    ]
 
 
 @pytest.mark.parametrize("command", commands())
@@ -301,7 +401,9 @@ def test_every_command_helps_with_an_example(moesim, command):
 
 
 def test_version_is_that_of_the_distribution(moesim):
-    assert f'version = "{moesim("--version")[1].split()[1]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'version = "{moesim("--version")[1].split()[1]}"' in (
+        ROOT / "pyproject.toml"
+    ).read_text(encoding="utf-8")
 
 
 ALONE = ("replay", "--policy", "ilp")
@@ -310,17 +412,28 @@ SHARED_OUT = ("compare", "--policies", "ilp,beam", "--jobs", "2")
 
 @pytest.mark.parametrize(
     ("words", "number", "code"),
-    [(ALONE, signal.SIGINT, 130), (ALONE, signal.SIGTERM, 143), (SHARED_OUT, signal.SIGTERM, 143)],
+    [
+        (ALONE, signal.SIGINT, 130),
+        (ALONE, signal.SIGTERM, 143),
+        (SHARED_OUT, signal.SIGTERM, 143),
+    ],
     ids=("ctrl-C", "SIGTERM", "SIGTERM, two processes"),
 )
-def test_stopped_from_outside_it_says_so_and_leaves_nothing(request, tmp_path, words, number, code):
-    """In the middle of replays that would take a minute or so; whoever shares the work ends too."""
+def test_stopped_from_outside_it_says_so_and_leaves_nothing(
+    request, tmp_path, words, number, code
+):
+    """In the middle of replays that would take a minute or so; whoever shares the work
+    ends too.
+    """
     trace = write_small_trace(tmp_path / "long.parquet", sequences=40, new_tokens=2000)
     process = start(*words, trace, "--out", tmp_path / "run", cwd=tmp_path)
     request.addfinalizer(process.kill)
     deadline_s = time.monotonic() + 300
     begun = 3 if words == ALONE else 6
-    while len(list(tmp_path.glob("run/**/*.part"))) < begun and time.monotonic() < deadline_s:
+    while (
+        len(list(tmp_path.glob("run/**/*.part"))) < begun
+        and time.monotonic() < deadline_s
+    ):
         time.sleep(0.05)
     time.sleep(0.3)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -351,7 +464,14 @@ def test_an_empty_word_is_refused_by_name(moesim, words, name):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0"), (0.012345, "0.0123"), (1.5, "1.50"), (71.44, "71.4"), (7395.2, "7,395"), (None, "-")],
+    [
+        (0.0, "0"),
+        (0.012345, "0.0123"),
+        (1.5, "1.50"),
+        (71.44, "71.4"),
+        (7395.2, "7,395"),
+        (None, "-"),
+    ],
 )
 def test_numbers_keep_three_digits(value, text):
     assert report.number(value) == text

@@ -1,4 +1,6 @@
-"""Whatever a user gets wrong: one line that says what and where, exit code 2, and nothing left behind."""
+"""Whatever a user gets wrong: one line that says what and where, exit code 2, and
+nothing left behind.
+"""
 
 import os
 import shlex
@@ -33,7 +35,8 @@ def moesim(capsys, monkeypatch, tmp_path):
     return runner(capsys, monkeypatch, tmp_path)
 
 
-# Each line: a command line, in which @ stands for the folder of `material`, then words that its error must have.
+# Each line: a command line, in which @ stands for the folder of `material`, then words
+# that its error must have.
 WRONG = """
 replay                                                    | TRACE; moesim replay --help
 replay @none.parquet                                      | none.parquet; No such file
@@ -161,7 +164,10 @@ quality --cache-ratios 2                                  | shares between 0 and
 train-cache @t.parquet                                    | --out
 train-tiny --out m --minutes 0                            | --minutes
 """
-ROWS = [tuple(part.strip() for part in line.split("|")) for line in WRONG.strip().splitlines()]
+ROWS = [
+    tuple(part.strip() for part in line.split("|"))
+    for line in WRONG.strip().splitlines()
+]
 
 
 @pytest.mark.parametrize(("line", "words"), ROWS, ids=[line for line, _ in ROWS])
@@ -187,16 +193,29 @@ def test_a_group_without_a_command_answers_with_its_help(moesim, group):
 
 
 def start(words, folder, **surroundings):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": str(folder), **surroundings}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "XDG_CONFIG_HOME": str(folder),
+        **surroundings,
+    }
     return subprocess.Popen(
-        [sys.executable, "-m", "moesim", *map(str, words)], cwd=folder, env=environment, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        [sys.executable, "-m", "moesim", *map(str, words)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+    )
 
 
-@pytest.mark.parametrize("words", [("list", "--json"), ("list", "hardware")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [("list", "--json"), ("list", "hardware")], ids=" ".join
+)
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, words):
-    """``moesim list | head``, whether the output fills the pipe or still waits to be flushed."""
+    """``moesim list | head``, whether the output fills the pipe or still waits to be
+    flushed.
+    """
     process = start(words, tmp_path)
     process.stdout.close()
     assert process.stderr.read() == b""
@@ -212,9 +231,15 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, words):
     ids=["ascii", "dumb"],
 )
 def test_a_poor_terminal_gets_everything(tmp_path, surroundings):
-    """No character is lost to a traceback where the terminal knows ASCII only, or is narrow and without colour."""
+    """No character is lost to a traceback where the terminal knows ASCII only, or is
+    narrow and without colour.
+    """
     write_small_trace(tmp_path / "t.parquet")
-    for words in (("compare", "t.parquet", "--policies", "all-cpu,greedy"), ("validate", "--help"), ("list",)):
+    for words in (
+        ("compare", "t.parquet", "--policies", "all-cpu,greedy"),
+        ("validate", "--help"),
+        ("list",),
+    ):
         out, err = start(words, tmp_path, **surroundings).communicate(timeout=300)
         assert out
         assert b"Traceback" not in err

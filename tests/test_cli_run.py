@@ -1,4 +1,6 @@
-"""`moesim run` and `moesim store`: what they say of their start, what they refuse, and what a model may not do."""
+"""`moesim run` and `moesim store`: what they say of their start, what they refuse, and
+what a model may not do.
+"""
 
 import dataclasses
 import json
@@ -6,19 +8,24 @@ import shutil
 
 import pytest
 from conftest import write_trace
+from moesim.runtime.errors import RuntimeFault
+from moesim.runtime.executor.live import LiveModel
+from moesim.traces.format.schema import ModelShape
 from real_machine import host_profile
 
-from moesim import cli, runs
-from runtime.errors import RuntimeFault
-from runtime.live import LiveModel
-from traces.schema import ModelShape
+from moesim import cli
+from moesim.runs import measured as runs
 
 SHAPE = ModelShape("f", 2, 8, 2, 32, 16, (8192,) * 2, 1, dtype="f32")
 
 
 @pytest.fixture(autouse=True)
 def measured_machine(monkeypatch):
-    monkeypatch.setattr(runs, "default_profile", lambda: dataclasses.replace(host_profile(), kind="measured"))
+    monkeypatch.setattr(
+        runs,
+        "default_profile",
+        lambda: dataclasses.replace(host_profile(), kind="measured"),
+    )
 
 
 @pytest.fixture
@@ -36,8 +43,12 @@ def moesim(capsys):
     return run
 
 
-def test_building_a_store_is_told_apart_from_loading(moesim, trace, tmp_path, monkeypatch):
-    """A first run takes 100 s longer before it begins; what it then says of itself is what the second one says."""
+def test_building_a_store_is_told_apart_from_loading(
+    moesim, trace, tmp_path, monkeypatch
+):
+    """A first run takes 100 s longer before it begins; what it then says of itself is
+    what the second one says.
+    """
     built = runs.open_random_store
     clock = [0.0]
 
@@ -56,17 +67,35 @@ def test_building_a_store_is_told_apart_from_loading(moesim, trace, tmp_path, mo
     assert startup["ready_s"] < startup["first_token_s"] < 100
 
 
-def test_two_ways_to_start_keep_the_memories_that_were_asked_for(moesim, trace, tmp_path, monkeypatch):
-    """All else equal: three slots per layer; one forward pass each; a quarter of 16 experts, or all, in host memory."""
+def test_two_ways_to_start_keep_the_memories_that_were_asked_for(
+    moesim, trace, tmp_path, monkeypatch
+):
+    """All else equal: three slots per layer; one forward pass each; a quarter of 16
+    experts, or all, in host memory.
+    """
     asked = []
     straight = runs.run_trace
 
     def noted(*given, **more):
-        asked.append((more["memory"].slots_per_layer, more["memory"].host_memory_bytes, more["steps"]))
+        asked.append(
+            (
+                more["memory"].slots_per_layer,
+                more["memory"].host_memory_bytes,
+                more["steps"],
+            )
+        )
         return straight(*given, **more)
 
     monkeypatch.setattr(runs, "run_trace", noted)
-    words = ("run", trace, "--store", tmp_path / "s", "--slots-per-layer", 3, "--startup")
+    words = (
+        "run",
+        trace,
+        "--store",
+        tmp_path / "s",
+        "--slots-per-layer",
+        3,
+        "--startup",
+    )
     code, out, _ = moesim(*words, "--json")
     assert code == 0
     assert asked == [(3, None, None), (3, 4 * 8192, 1), (3, None, 1)]
@@ -77,7 +106,9 @@ def test_two_ways_to_start_keep_the_memories_that_were_asked_for(moesim, trace, 
     assert "start-up, experts on demand: ready after " in out
 
 
-def test_experts_that_do_not_fit_are_said_after_the_run_that_did(moesim, trace, tmp_path, monkeypatch):
+def test_experts_that_do_not_fit_are_said_after_the_run_that_did(
+    moesim, trace, tmp_path, monkeypatch
+):
     straight = runs.run_trace
 
     def small(*given, **more):
@@ -86,7 +117,9 @@ def test_experts_that_do_not_fit_are_said_after_the_run_that_did(moesim, trace, 
         return straight(*given, **more)
 
     monkeypatch.setattr(runs, "run_trace", small)
-    code, out, err = moesim("run", trace, "--store", tmp_path / "s", "--host-memory", 5 * 8192, "--startup")
+    code, out, err = moesim(
+        "run", trace, "--store", tmp_path / "s", "--host-memory", 5 * 8192, "--startup"
+    )
     assert code == 0
     assert "first token" in out
     assert "start-up, all experts first: impossible here" in out
@@ -94,9 +127,14 @@ def test_experts_that_do_not_fit_are_said_after_the_run_that_did(moesim, trace, 
 
 
 def test_perfetto_shows_lanes_of_both_worlds(moesim, trace, tmp_path):
-    """A dense span for every layer and forward pass, and one for the head, in either world; live runs too."""
+    """A dense span for every layer and forward pass, and one for the head, in either
+    world; live runs too.
+    """
     (tmp_path / "p.txt").write_text("x")
-    for words, layers in (((trace,), 2), (("--model", "tiny", "--prompt", tmp_path / "p.txt"), 6)):
+    for words, layers in (
+        ((trace,), 2),
+        (("--model", "tiny", "--prompt", tmp_path / "p.txt"), 6),
+    ):
         place = tmp_path / f"{layers}.json"
         more = (
             "--store",
@@ -108,8 +146,17 @@ def test_perfetto_shows_lanes_of_both_worlds(moesim, trace, tmp_path):
         code, out, _ = moesim("run", *words, *more, "--json")
         assert code == 0
         events = json.loads(place.read_text())["traceEvents"]
-        assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["measured", "simulated"]
-        dense = [sum(e["ph"] == "X" and e["pid"] == world and e["cat"] == "dense" for e in events) for world in (1, 2)]
+        assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
+            "measured",
+            "simulated",
+        ]
+        dense = [
+            sum(
+                e["ph"] == "X" and e["pid"] == world and e["cat"] == "dense"
+                for e in events
+            )
+            for world in (1, 2)
+        ]
         assert dense == [json.loads(out)["steps"] * (layers + 1)] * 2
 
 
@@ -119,11 +166,23 @@ def test_one_accelerator_is_not_split(moesim, trace):
     assert err == "error: No such option: --gpu-split (see: moesim run --help)\n"
 
 
-def test_a_model_may_say_anything_and_the_screen_stays_whole(moesim, tmp_path, monkeypatch):
-    """Bytes that clear a screen are spelt out; line breaks and letters are what they are; JSON has all of it."""
+def test_a_model_may_say_anything_and_the_screen_stays_whole(
+    moesim, tmp_path, monkeypatch
+):
+    """Bytes that clear a screen are spelt out; line breaks and letters are what they
+    are; JSON has all of it.
+    """
     monkeypatch.setattr(LiveModel, "decode", lambda *_: "a\x1b[2J\0\r\x9bé\n\tb")
     (tmp_path / "p.txt").write_text("x")
-    words = ("run", "--model", "tiny", "--prompt", tmp_path / "p.txt", "--store", tmp_path / "s")
+    words = (
+        "run",
+        "--model",
+        "tiny",
+        "--prompt",
+        tmp_path / "p.txt",
+        "--store",
+        tmp_path / "s",
+    )
     code, out, _ = moesim(*words, "--max-new-tokens", 1)
     assert code == 0
     assert out.startswith("--- 0\na\\x1b[2J\\x00\\r\\x9bé\n\tb\n")
@@ -139,8 +198,13 @@ def test_a_store_that_is_there_is_read_and_judged(moesim, tmp_path):
     assert built[0] == again[0] == 0
     assert built[1].endswith(f"wrote {tmp_path / 's'}\n")
     assert again[1].endswith("s was there; every checksum is right\n")
-    other = moesim("store", "build", "tiny", "--out", tmp_path / "s", "--dtype", "bfloat16")
-    assert "expected no store or that of tiny, found it in float32 instead of bfloat16; choose" in other[2]
+    other = moesim(
+        "store", "build", "tiny", "--out", tmp_path / "s", "--dtype", "bfloat16"
+    )
+    assert (
+        "expected no store or that of tiny, found it in float32 instead of bfloat16;"
+        " choose" in other[2]
+    )
     shutil.copytree(tmp_path / "s", tmp_path / "copy")
     with (tmp_path / "copy" / "experts.bin").open("r+b") as data:
         data.seek(100_000)
@@ -150,11 +214,17 @@ def test_a_store_that_is_there_is_read_and_judged(moesim, tmp_path):
     for words in (("store", "build", "tiny", "--out"), run):
         code, out, err = moesim(*words, tmp_path / "copy")
         assert (code, out, err.count("error: ")) == (2, "", 1)
-        assert "checksum does not match: the file was altered; remove the folder and build the store again" in err
+        assert (
+            "checksum does not match: the file was altered; remove the folder and build"
+            " the store again" in err
+        )
 
 
 def test_a_profile_of_another_machine_is_refused(moesim, trace, monkeypatch):
     monkeypatch.setattr(runs, "this_machine", lambda: ("host", 1))
     code, _, err = moesim("run", trace)
     assert (code, err.count("\n")) == (2, 1)
-    assert "expected this machine (accelerator host, 1 cores, one GPU lane), found accelerator host, 2 cores" in err
+    assert (
+        "expected this machine (accelerator host, 1 cores, one GPU lane), found"
+        " accelerator host, 2 cores" in err
+    )

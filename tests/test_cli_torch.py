@@ -5,10 +5,10 @@ import json
 
 import numpy as np
 import pytest
+from moesim.runtime.models import tiny
+from moesim.traces.format.reader import open_trace
 
 from moesim import cli, demo
-from runtime import tiny
-from traces.reader import open_trace
 
 TEXTS = ("import os\nimport sys", "def main():\n    return 0")
 
@@ -25,7 +25,15 @@ def recorded(tmp_path_factory):
     """A trace of two short texts, recorded through the command line."""
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "prompts.txt").write_text("\n\n".join(TEXTS))
-    words = ("--prompts", folder / "prompts.txt", "--out", folder / "t.parquet", "--max-new-tokens", 6, "--json")
+    words = (
+        "--prompts",
+        folder / "prompts.txt",
+        "--out",
+        folder / "t.parquet",
+        "--max-new-tokens",
+        6,
+        "--json",
+    )
     with pytest.raises(SystemExit) as end:
         cli.main(["record", *(str(word) for word in words)])
     assert not end.value.code
@@ -35,29 +43,66 @@ def recorded(tmp_path_factory):
 def test_record_writes_every_column_a_policy_may_ask_for(recorded):
     """Bytes are tokens, and each text is continued by six."""
     trace = open_trace(recorded)
-    columns = {"weights", "scores", "pred1_raw", "pred2_raw", "pred3_raw", "pred1_res", "token"}
+    columns = {
+        "weights",
+        "scores",
+        "pred1_raw",
+        "pred2_raw",
+        "pred3_raw",
+        "pred1_res",
+        "token",
+    }
     assert trace.columns == columns
     rows = list(trace.sequences())
-    assert [len(sequence.pos) // trace.shape.layers for sequence in rows] == [len(text) + 6 for text in TEXTS]
+    assert [len(sequence.pos) // trace.shape.layers for sequence in rows] == [
+        len(text) + 6 for text in TEXTS
+    ]
     assert trace.header.calibration["residual"]["tokens"] > 0
 
 
 def test_what_was_recorded_replays_with_prediction(capsys, recorded):
-    words = ("replay", recorded, "--policy", "greedy", "--prefetch", "residual", "--hw", "rtx3090-epyc7532", "--json")
+    words = (
+        "replay",
+        recorded,
+        "--policy",
+        "greedy",
+        "--prefetch",
+        "residual",
+        "--hw",
+        "rtx3090-epyc7532",
+        "--json",
+    )
     code, out, _ = run(capsys, *words)
     assert code == 0
     assert json.loads(out)["prefetched"] > 0
 
 
 def test_a_run_hands_artefacts_to_its_planner(capsys, recorded, tmp_path, monkeypatch):
-    """A folder that is none is refused before anything runs; a cache that needs none is told what lies there."""
+    """A folder that is none is refused before anything runs; a cache that needs none is
+    told what lies there.
+    """
     from real_machine import host_profile
     from safetensors.numpy import save_file
 
-    from moesim import runs, setup
+    from moesim.runs import measured as runs
+    from moesim.runs import setup
 
-    monkeypatch.setattr(runs, "default_profile", lambda: dataclasses.replace(host_profile(), kind="measured"))
-    words = ("run", recorded, "--store", tmp_path / "s", "--steps", 1, "--json", "--artefacts", tmp_path / "a")
+    monkeypatch.setattr(
+        runs,
+        "default_profile",
+        lambda: dataclasses.replace(host_profile(), kind="measured"),
+    )
+    words = (
+        "run",
+        recorded,
+        "--store",
+        tmp_path / "s",
+        "--steps",
+        1,
+        "--json",
+        "--artefacts",
+        tmp_path / "a",
+    )
     code, _, err = run(capsys, *words)
     assert (code, err.count("\n")) == (2, 1)
     assert "--artefacts" in err
@@ -65,7 +110,11 @@ def test_a_run_hands_artefacts_to_its_planner(capsys, recorded, tmp_path, monkey
     save_file({"w": np.zeros(1, np.float32)}, tmp_path / "a" / "notes.safetensors")
     given = []
     planner = setup.Planner
-    monkeypatch.setattr(setup, "Planner", lambda *a, **named: (given.append(named["extras"]), planner(*a, **named))[1])
+    monkeypatch.setattr(
+        setup,
+        "Planner",
+        lambda *a, **named: (given.append(named["extras"]), planner(*a, **named))[1],
+    )
     code, out, _ = run(capsys, *words)
     assert code == 0
     assert json.loads(out)["config"]["artefacts"] == str(tmp_path / "a")
@@ -74,7 +123,14 @@ def test_a_run_hands_artefacts_to_its_planner(capsys, recorded, tmp_path, monkey
 
 
 def test_a_missing_prompt_file_is_one_line(capsys, tmp_path):
-    code, out, err = run(capsys, "record", "--prompts", tmp_path / "none.txt", "--out", tmp_path / "t.parquet")
+    code, out, err = run(
+        capsys,
+        "record",
+        "--prompts",
+        tmp_path / "none.txt",
+        "--out",
+        tmp_path / "t.parquet",
+    )
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
@@ -83,8 +139,17 @@ def test_a_missing_prompt_file_is_one_line(capsys, tmp_path):
 
 def test_a_device_that_is_not_there_is_one_line(capsys, tmp_path, monkeypatch):
     (tmp_path / "p.txt").write_text("x")
-    monkeypatch.setattr("runtime.cuda_lanes.cuda_is_there", lambda: False)
-    words = ("--prompts", tmp_path / "p.txt", "--out", tmp_path / "t.parquet", "--device", "cuda")
+    monkeypatch.setattr(
+        "moesim.runtime.executor.cuda_device.cuda_is_there", lambda: False
+    )
+    words = (
+        "--prompts",
+        tmp_path / "p.txt",
+        "--out",
+        tmp_path / "t.parquet",
+        "--device",
+        "cuda",
+    )
     code, out, err = run(capsys, "record", *words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "torch finds no 'cuda'" in err
@@ -94,7 +159,14 @@ def test_a_device_that_is_not_there_is_one_line(capsys, tmp_path, monkeypatch):
 def test_a_folder_that_is_no_model_is_one_line(capsys, tmp_path):
     (tmp_path / "p.txt").write_text("x")
     code, _, err = run(
-        capsys, "record", "--model", tmp_path, "--prompts", tmp_path / "p.txt", "--out", tmp_path / "t.parquet"
+        capsys,
+        "record",
+        "--model",
+        tmp_path,
+        "--prompts",
+        tmp_path / "p.txt",
+        "--out",
+        tmp_path / "t.parquet",
     )
     assert code == 2
     assert "config.json" in err
@@ -108,7 +180,9 @@ def test_train_tiny_passes_on_what_it_was_told(capsys, monkeypatch, tmp_path):
         return {"steps": 7, "seconds_s": 90.0, "held_out": {"nats_per_byte": 1.5}}
 
     monkeypatch.setattr(tiny, "train_tiny", train)
-    code, out, _ = run(capsys, "train-tiny", "--out", tmp_path / "m", "--minutes", 1.5, "--seed", 4)
+    code, out, _ = run(
+        capsys, "train-tiny", "--out", tmp_path / "m", "--minutes", 1.5, "--seed", 4
+    )
     assert (code, asked) == (0, [tmp_path / "m", 1.5, 4])
     assert "7 steps in 1.5 minutes" in out
     assert "1.500 nats per byte" in out
@@ -121,9 +195,13 @@ def test_grown_experts_keep_their_routing(recorded, tmp_path):
     assert after.shape.hidden == 2048
     assert (after.shape.layers, after.shape.experts, after.shape.top_k) == (6, 32, 4)
     assert after.header.provenance == before.header.provenance
-    for old, new in zip(before.sequences(("scores",)), after.sequences(("scores",)), strict=True):
+    for old, new in zip(
+        before.sequences(("scores",)), after.sequences(("scores",)), strict=True
+    ):
         for field in dataclasses.fields(old):
-            mine, theirs = getattr(old, field.name), getattr(new, field.name)
+            mine = getattr(old, field.name)
+            theirs = getattr(new, field.name)
             if field.name == "columns":
-                mine, theirs = mine["scores"], theirs["scores"]
+                mine = mine["scores"]
+                theirs = theirs["scores"]
             assert np.array_equal(mine, theirs)

@@ -1,4 +1,6 @@
-"""Policies beside each other: who is fastest and why, which expert was where, and a page that shows it."""
+"""Policies beside each other: who is fastest and why, which expert was where, and a
+page that shows it.
+"""
 
 import dataclasses
 import json
@@ -8,14 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from command_line import runner
+from moesim.policies.base import PolicyError
+from moesim.traces.timeline.metrics import summarise
 from small_trace import SHAPE, write_small_trace
 
 import moesim
-from moesim.comparison_report import write_comparison
-from moesim.pictures import SUFFIXES, save
-from moesim.report import busy_shares, comparison_text
-from policies.base import PolicyError
-from traces.metrics import summarise
+from moesim.reporting.comparison_page import write_comparison
+from moesim.reporting.figures import SUFFIXES, save
+from moesim.reporting.text import busy_shares, comparison_text
 
 POLICIES = ("all-cpu", "on-demand", "greedy", "on-demand+belady")
 
@@ -27,7 +29,9 @@ def trace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compared(trace):
-    return moesim.compare(trace, POLICIES, hw="rtx4060ti", memory=moesim.MemoryOptions(slots_per_layer=3))
+    return moesim.compare(
+        trace, POLICIES, hw="rtx4060ti", memory=moesim.MemoryOptions(slots_per_layer=3)
+    )
 
 
 @pytest.fixture
@@ -66,12 +70,16 @@ def test_who_sees_the_future_does_not_win(compared):
 
 
 def test_other_answers_are_said(trace):
-    found = moesim.compare(trace, ["on-demand+lru", "all-cpu"], routing="expert-cache-router:alpha=0.9")
+    found = moesim.compare(
+        trace, ["on-demand+lru", "all-cpu"], routing="expert-cache-router:alpha=0.9"
+    )
     assert "on-demand+lru, all-cpu: changes the routing" in comparison_text(*found)
 
 
 def test_a_part_is_said_once(trace):
-    """``greedy+lfu`` and --cache lfu agree; with --cache lru nobody could tell which was meant."""
+    """``greedy+lfu`` and --cache lfu agree; with --cache lru nobody could tell which
+    was meant.
+    """
     _, runs = moesim.compare(trace, ["greedy+lfu"], cache="lfu", steps=3)
     assert runs["greedy+lfu"].config["cache"] == "lfu"
     with pytest.raises(PolicyError, match="cache said once"):
@@ -88,13 +96,18 @@ def test_nothing_runs_if_one_cannot(trace, tmp_path):
 
 
 def test_placement_counts_every_access_once(compared):
-    """Summed over experts it gives the run's own figures; single cells by a plain count of the log."""
+    """Summed over experts it gives the run's own figures; single cells by a plain count
+    of the log.
+    """
     _, runs = compared
     for run in runs.values():
-        placed, log = run.placement(), run.timeline.access_frame()
+        placed = run.placement()
+        log = run.timeline.access_frame()
         assert placed["uses"].sum() == run.metrics["accesses"]
         assert placed["tokens"].sum() == log["tokens"].sum()
-        assert (placed["uses"] * placed["resident"]).sum() == pytest.approx(run.metrics["hits"])
+        assert (placed["uses"] * placed["resident"]).sum() == pytest.approx(
+            run.metrics["hits"]
+        )
         one = placed.loc[placed["uses"].idxmax()]
         mine = log[(log["layer"] == one["layer"]) & (log["expert"] == one["expert"])]
         assert one["uses"] == len(mine)
@@ -111,11 +124,17 @@ class Reader(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.tags, self.links, self.text = [], [], []
+        self.tags = []
+        self.links = []
+        self.text = []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
-        self.links += [value for name, value in attrs if name in {"src", "href"} and not value.startswith("#")]
+        self.links += [
+            value
+            for name, value in attrs
+            if name in {"src", "href"} and not value.startswith("#")
+        ]
 
     def handle_data(self, data):
         self.text.append(data)
@@ -124,12 +143,20 @@ class Reader(HTMLParser):
 def test_the_page_shows_everything_and_loads_nothing(compared, tmp_path):
     table, runs = compared
     reader = Reader()
-    reader.feed(write_comparison(table, runs, tmp_path / "c.html").read_text(encoding="utf-8"))
+    reader.feed(
+        write_comparison(table, runs, tmp_path / "c.html").read_text(encoding="utf-8")
+    )
     text = " ".join(reader.text)
     assert reader.tags.count("svg") == 3
     assert [link for link in reader.links if "://" in link] == []
     assert {"script", "link", "img"}.isdisjoint(reader.tags)
-    for words in (*POLICIES, "fastest over the whole trace", "Which expert where", "sees the future", "slots"):
+    for words in (
+        *POLICIES,
+        "fastest over the whole trace",
+        "Which expert where",
+        "sees the future",
+        "slots",
+    ):
         assert words in text
     shares = busy_shares(runs["all-cpu"])
     assert f"{100 * shares['cpu']:.0f} %" in text
@@ -139,21 +166,39 @@ def test_the_page_warns_where_there_is_something_to_warn_of(compared, tmp_path):
     """A heading stands above each warning, once, and above nothing else."""
     table, runs = compared
     calm = {name: dataclasses.replace(run, warnings=[]) for name, run in runs.items()}
-    alarmed = {name: dataclasses.replace(run, warnings=["beware", "of it"]) for name, run in runs.items()}
-    quiet, loud = (write_comparison(table, some, tmp_path / "c.html").read_text() for some in (calm, alarmed))
+    alarmed = {
+        name: dataclasses.replace(run, warnings=["beware", "of it"])
+        for name, run in runs.items()
+    }
+    quiet, loud = (
+        write_comparison(table, some, tmp_path / "c.html").read_text()
+        for some in (calm, alarmed)
+    )
     assert "What to know" not in quiet
-    assert loud.count("What to know") == loud.count("<p>beware</p>") == loud.count("<p>of it</p>") == 1
+    assert (
+        loud.count("What to know")
+        == loud.count("<p>beware</p>")
+        == loud.count("<p>of it</p>")
+        == 1
+    )
 
 
 def test_the_page_is_the_same_every_time(compared, tmp_path):
-    first, second = (write_comparison(*compared, tmp_path / name).read_bytes() for name in ("a.html", "b.html"))
+    first, second = (
+        write_comparison(*compared, tmp_path / name).read_bytes()
+        for name in ("a.html", "b.html")
+    )
     assert first == second
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_pictures_are_what_their_names_say(compared, tmp_path, suffix):
     start = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
-    assert save(moesim.comparison_figure(*compared), tmp_path / f"c{suffix}").read_bytes().startswith(start)
+    assert (
+        save(moesim.comparison_figure(*compared), tmp_path / f"c{suffix}")
+        .read_bytes()
+        .startswith(start)
+    )
 
 
 def test_a_step_shows_each_lane_that_worked_in_it(compared):
@@ -162,7 +207,9 @@ def test_a_step_shows_each_lane_that_worked_in_it(compared):
     mine = spans[(spans["step"] == 7) & (spans["layer"] >= 0) & (spans["layer"] < 2)]
     (axis,) = moesim.step_figure(run, 7, layers=2).axes
     assert {label.get_text() for label in axis.get_yticklabels()} == set(mine["lane"])
-    assert {text.get_text() for text in axis.texts} == {str(expert) for expert in mine["expert"] if expert >= 0}
+    assert {text.get_text() for text in axis.texts} == {
+        str(expert) for expert in mine["expert"] if expert >= 0
+    }
     with pytest.raises(PolicyError, match="99999"):
         moesim.step_figure(run, 99999)
 
@@ -173,7 +220,12 @@ def test_a_step_shows_each_lane_that_worked_in_it(compared):
 def test_out_holds_page_picture_table_and_every_run(command, trace, tmp_path):
     out = tmp_path / "c"
     code, printed, _ = command(
-        "compare", trace, "--policies", "all-cpu,greedy+lfu:variant=perfect,tie=fifo", "--out", out
+        "compare",
+        trace,
+        "--policies",
+        "all-cpu,greedy+lfu:variant=perfect,tie=fifo",
+        "--out",
+        out,
     )
     assert code == 0
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
@@ -185,10 +237,22 @@ def test_out_holds_page_picture_table_and_every_run(command, trace, tmp_path):
 
 
 def test_one_timeline_holds_every_run(command, trace, tmp_path):
-    words = ("compare", trace, "--policies", "all-cpu,greedy", "--steps", 3, "--perfetto", tmp_path / "p.json")
+    words = (
+        "compare",
+        trace,
+        "--policies",
+        "all-cpu,greedy",
+        "--steps",
+        3,
+        "--perfetto",
+        tmp_path / "p.json",
+    )
     assert command(*words)[0] == 0
     events = json.loads((tmp_path / "p.json").read_text())["traceEvents"]
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"all-cpu", "greedy"}
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "all-cpu",
+        "greedy",
+    }
 
 
 def test_without_out_nothing_is_written(command, trace, tmp_path):
@@ -198,14 +262,27 @@ def test_without_out_nothing_is_written(command, trace, tmp_path):
 
 def test_a_table_is_parquet_if_its_name_says_so(command, trace, tmp_path):
     for name in ("t.csv", "t.parquet"):
-        assert command("compare", trace, "--policies", "all-cpu,greedy", "--table", tmp_path / name)[0] == 0
-    csv, parquet = pd.read_csv(tmp_path / "t.csv"), pd.read_parquet(tmp_path / "t.parquet")
+        assert (
+            command(
+                "compare",
+                trace,
+                "--policies",
+                "all-cpu,greedy",
+                "--table",
+                tmp_path / name,
+            )[0]
+            == 0
+        )
+    csv = pd.read_csv(tmp_path / "t.csv")
+    parquet = pd.read_parquet(tmp_path / "t.parquet")
     assert csv.columns.tolist() == parquet.columns.tolist()
     assert csv["makespan_s"].tolist() == pytest.approx(parquet["makespan_s"].tolist())
 
 
 def test_systems_are_those_that_the_trace_can_serve(command, trace):
-    """Without predictions in the trace DALI and DAOP are left out and say why; llama.cpp needs none."""
+    """Without predictions in the trace DALI and DAOP are left out and say why;
+    llama.cpp needs none.
+    """
     code, out, err = command("compare", trace, "--policies", "systems", "--steps", 2)
     assert code == 0
     assert "left out dali: " in err

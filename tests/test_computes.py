@@ -1,4 +1,6 @@
-"""What real lanes compute beside the plain layer step: ahead of the gate (DAOP), after the GPU (Fiddler)."""
+"""What real lanes compute beside the plain layer step: ahead of the gate (DAOP), after
+the GPU (Fiddler).
+"""
 
 import threading
 from contextlib import contextmanager
@@ -8,36 +10,42 @@ import pytest
 import torch
 from conftest import write_trace
 from handmade import registered
+from moesim.hwprofiles.costs import Costs
+from moesim.policies.base import Ahead, Assignment, AssignmentPolicy
+from moesim.policies.planner.decision_log import Journal
+from moesim.policies.planner.plan import MemoryPlan
+from moesim.policies.planner.planner import Planner
+from moesim.policies.planner.residency import CacheSize
+from moesim.policies.systems import System
+from moesim.runtime.executor.dispatch import Computes
+from moesim.runtime.executor.executor import Executor
+from moesim.runtime.executor.host_device import HostDevice
+from moesim.runtime.executor.operations import Early
+from moesim.runtime.models.expert_math import expert_forward, group_tokens
+from moesim.runtime.store.build import build_random_store
+from moesim.runtime.store.memory import HostTier
+from moesim.traces.format.batch import RoutedLayer
+from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape, Phase
+from moesim.traces.timeline.spans import Timeline
 from real_machine import LAUNCHED, ONE_WORKER, TWO_WORKERS, host_profile
 
-from hwprofiles.costs import Costs
-from moesim import api
-from moesim.runs import run_trace
-from policies.base import Ahead, Assignment, AssignmentPolicy
-from policies.journal import Journal
-from policies.plan import MemoryPlan
-from policies.planner import Planner
-from policies.residency import CacheSize
-from policies.systems import System
-from runtime.computes import Computes
-from runtime.executor import Executor
-from runtime.expert_math import expert_forward, group_tokens
-from runtime.host_lanes import HostDevice
-from runtime.jobs import Early
-from runtime.memory import HostTier
-from runtime.store_build import build_random_store
-from traces.batch import RoutedLayer
-from traces.schema import PREDICTION_COLUMNS, ModelShape, Phase
-from traces.timeline import Timeline
+from moesim.runs import replay as api
+from moesim.runs.measured import run_trace
 
 torch.set_num_threads(1)
-WORKERS = {"one core": (ONE_WORKER, 1), "two cores": (TWO_WORKERS, 2), "a thread per lane": (LAUNCHED, 8)}
+WORKERS = {
+    "one core": (ONE_WORKER, 1),
+    "two cores": (TWO_WORKERS, 2),
+    "a thread per lane": (LAUNCHED, 8),
+}
 SAID = np.array([[1], [2], [1]], np.uint16)
 """Layer 1's expert as predicted for each of three tokens."""
 
 
 class Foretelling(AssignmentPolicy):
-    """All on the CPU; starts expert 1 for tokens 0 and 2, and 2 for token 1; or expert 1 for three tokens, unnamed."""
+    """All on the CPU; starts expert 1 for tokens 0 and 2, and 2 for token 1; or expert
+    1 for three tokens, unnamed.
+    """
 
     def __init__(self, *, tokens: str = "named"):
         self.named = tokens == "named"
@@ -69,7 +77,15 @@ def policies_of_this_module():
 
 def shape(layers=2):
     return ModelShape(
-        "s", layers, 6, 2, hidden=32, expert_intermediate=16, expert_bytes=(6144,) * layers, other_bytes=1, dtype="f32"
+        "s",
+        layers,
+        6,
+        2,
+        hidden=32,
+        expert_intermediate=16,
+        expert_bytes=(6144,) * layers,
+        other_bytes=1,
+        dtype="f32",
     )
 
 
@@ -81,9 +97,13 @@ def executor(store, policy, workers, *, slots=0, host=None):
     size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=slots)
     limited = None
     if host is not None:
-        limited = CacheSize.of(model.expert_bytes, model.experts, scope="global", total_bytes=host * 6144)
+        limited = CacheSize.of(
+            model.expert_bytes, model.experts, scope="global", total_bytes=host * 6144
+        )
     policies = System(policy, "lru").build(gpus=1, host_cache="lru" if host else None)
-    journal = Journal(Planner(model, Costs(profile, model), policies, MemoryPlan(size, limited)))
+    journal = Journal(
+        Planner(model, Costs(profile, model), policies, MemoryPlan(size, limited))
+    )
     timeline = Timeline(profile.lanes)
     made = Executor(profile, journal, timeline, store, HostDevice())
     try:
@@ -104,32 +124,54 @@ def ask(made, layer, routing, hidden):
 def computed(timeline, lane="cpu"):
     """Computations of a lane, in the order in which they started."""
     spans = timeline.frame()
-    return spans[(spans["kind"] == "compute") & (spans["lane"] == lane)].sort_values("start_s")
+    return spans[(spans["kind"] == "compute") & (spans["lane"] == lane)].sort_values(
+        "start_s"
+    )
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("asked", [3, 2])
 @pytest.mark.parametrize("tokens", ["named", "any"])
-def test_a_token_is_served_ahead_only_where_that_was_predicted_for_it(tmp_path, workers, asked, tokens):
-    """Token 0: expert 2, said of token 1. Token 1: expert 1, not said. Token 2: expert 1, said: on layer 0's input.
+def test_a_token_is_served_ahead_only_where_that_was_predicted_for_it(
+    tmp_path, workers, asked, tokens
+):
+    """Token 0: expert 2, said of token 1. Token 1: expert 1, not said. Token 2: expert
+    1, said: on layer 0's input.
 
-    Where the last two tokens alone are asked about (a ragged prefill), positions are counted from the end.
+    Where the last two tokens alone are asked about (a ragged prefill), positions are
+    counted from the end.
     """
     routing = np.array([[2, 0], [1, 3], [1, 0]], np.uint16)
     draw = torch.Generator().manual_seed(1)
-    first, second = torch.randn(3, 32, generator=draw), torch.randn(3, 32, generator=draw)
-    with build_random_store(shape(), tmp_path / "s", dtype="float32") as store, HostTier(1, store.slot_bytes) as tier:
+    first = torch.randn(3, 32, generator=draw)
+    second = torch.randn(3, 32, generator=draw)
+    with (
+        build_random_store(shape(), tmp_path / "s", dtype="float32") as store,
+        HostTier(1, store.slot_bytes) as tier,
+    ):
 
         def answer(expert, row):
             store.read_into(1, expert, tier.record(0))
-            return expert_forward(store.layout(1).views(tier.record(0)), row[None], store.layout(1))[0]
+            return expert_forward(
+                store.layout(1).views(tier.record(0)), row[None], store.layout(1)
+            )[0]
 
-        expected = torch.stack([
-            (answer(2, second[0]) + answer(0, second[0])) / 2,
-            (answer(1, (second if tokens == "named" else first)[1]) + answer(3, second[1])) / 2,
-            (answer(1, first[2]) + answer(0, second[2])) / 2,
-        ])  # fmt: skip
-        with executor(store, f"foretelling:tokens={tokens}", workers) as (made, _, timeline):
+        expected = torch.stack(
+            [
+                (answer(2, second[0]) + answer(0, second[0])) / 2,
+                (
+                    answer(1, (second if tokens == "named" else first)[1])
+                    + answer(3, second[1])
+                )
+                / 2,
+                (answer(1, first[2]) + answer(0, second[2])) / 2,
+            ]
+        )
+        with executor(store, f"foretelling:tokens={tokens}", workers) as (
+            made,
+            _,
+            timeline,
+        ):
             got = []
 
             def forward():
@@ -145,16 +187,22 @@ def test_a_token_is_served_ahead_only_where_that_was_predicted_for_it(tmp_path, 
     if asked == 2:
         products.remove(2)  # token 0's: its layer does not ask about it
     assert sorted(spans.loc[spans["layer"] == 1, "expert"]) == products
-    assert spans["expert"].tolist()[:3] == [4, 5, 1], "this layer's own experts come first"
+    assert spans["expert"].tolist()[:3] == [4, 5, 1], (
+        "this layer's own experts come first"
+    )
 
 
 def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeypatch):
-    """Host memory of three. Expert (1, 1) is started in vain, then least recently used when (0, 3) must be read.
+    """Host memory of three. Expert (1, 1) is started in vain, then least recently used
+    when (0, 3) must be read.
 
     The product waits inside until the planner has given its weights' place away.
     """
-    gone, go, seen = [], threading.Event(), []
-    run, make_way = Early.run, Computes.make_way
+    gone = []
+    go = threading.Event()
+    seen = []
+    run = Early.run
+    make_way = Computes.make_way
 
     def slow(self):
         record = self.owner.host.record(self.key)
@@ -176,7 +224,11 @@ def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeyp
     hidden = torch.randn(1, 32)
     with (
         build_random_store(shape(), tmp_path / "s", dtype="float32") as store,
-        executor(store, "guessing", "a thread per lane", host=3) as (made, journal, timeline),
+        executor(store, "guessing", "a thread per lane", host=3) as (
+            made,
+            journal,
+            timeline,
+        ),
     ):
 
         def forward():
@@ -191,13 +243,23 @@ def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeyp
         assert not any(made.host._users)
     assert gone == [True], "the place was given away once, after the product had ended"
     assert seen == [True]
-    assert [tuple(row) for row in computed(timeline)[["step", "layer", "expert"]].to_numpy()] == [(1, 1, 1)]
+    assert [
+        tuple(row) for row in computed(timeline)[["step", "layer", "expert"]].to_numpy()
+    ] == [(1, 1, 1)]
 
 
 SMALL = ModelShape(
-    name="small", layers=3, experts=8, top_k=2, hidden=32, expert_intermediate=16,
-    expert_bytes=(3 * 32 * 16 * 4,) * 3, other_bytes=1 << 12, dtype="f32", vocab=50,
-)  # fmt: skip
+    name="small",
+    layers=3,
+    experts=8,
+    top_k=2,
+    hidden=32,
+    expert_intermediate=16,
+    expert_bytes=(3 * 32 * 16 * 4,) * 3,
+    other_bytes=1 << 12,
+    dtype="f32",
+    vocab=50,
+)
 
 
 @pytest.fixture(scope="module")
@@ -209,17 +271,30 @@ def trace(tmp_path_factory):
 
 @pytest.mark.parametrize("workers", ["one core", "two cores"])
 @pytest.mark.parametrize("host_experts", [None, 12])
-def test_daop_computes_each_foreseen_expert_once_and_begins_before_its_gate(trace, tmp_path, workers, host_experts):
-    """One sequence: no expert is computed twice in its layer, and products begun early are those the plan named."""
+def test_daop_computes_each_foreseen_expert_once_and_begins_before_its_gate(
+    trace, tmp_path, workers, host_experts
+):
+    """One sequence: no expert is computed twice in its layer, and products begun early
+    are those the plan named.
+    """
     lanes, cores = WORKERS[workers]
     run = run_trace(
-        trace, "daop:first_layer=1", store=tmp_path / "s", dtype="float32", hw=host_profile(lanes, cores=cores),
-        memory=api.MemoryOptions(slots_per_layer=2, host_memory_bytes=host_experts and host_experts * 8192),
-    )  # fmt: skip
+        trace,
+        "daop:first_layer=1",
+        store=tmp_path / "s",
+        dtype="float32",
+        hw=host_profile(lanes, cores=cores),
+        memory=api.MemoryOptions(
+            slots_per_layer=2, host_memory_bytes=host_experts and host_experts * 8192
+        ),
+    )
     assert run.metrics["approximate"] is True
     plans = [entry.answer for entry in run.journal.entries if entry.call == "plan"]
-    named = {(plan[0], plan[1] + 1, expert) for plan in plans for expert in plan[-1] or ()}
-    spans, accesses = run.timeline.frame(), run.timeline.access_frame()
+    named = {
+        (plan[0], plan[1] + 1, expert) for plan in plans for expert in plan[-1] or ()
+    }
+    spans = run.timeline.frame()
+    accesses = run.timeline.access_frame()
     key = ["step", "layer", "expert"]
     products = list(map(tuple, spans.loc[spans["kind"] == "compute", key].to_numpy()))
     assert len(set(products)) == len(products)
@@ -228,39 +303,65 @@ def test_daop_computes_each_foreseen_expert_once_and_begins_before_its_gate(trac
     assert set(products) - wanted <= named
     planned_s = spans[spans["kind"] == "plan"].set_index(["step", "layer"])["start_s"]
     early = {
-        tuple(row[key]) for _, row in computed(run.timeline).iterrows() if row.start_s < planned_s[row.step, row.layer]
+        tuple(row[key])
+        for _, row in computed(run.timeline).iterrows()
+        if row.start_s < planned_s[row.step, row.layer]
     }
     assert early <= named
-    assert early or workers == "one core"  # which has something else to do, unless it waits for the SSD
+    # Which has something else to do, unless it waits for the SSD.
+    assert early or workers == "one core"
     assert wanted & named, "some were foreseen rightly"
 
 
 def test_little_host_memory_is_enough_for_work_ahead_and_prefetches(tmp_path):
-    """Two experts and two staging slots: some leave host memory in the very plan that reads them again."""
+    """Two experts and two staging slots: some leave host memory in the very plan that
+    reads them again.
+    """
     columns = ("weights", "scores", *PREDICTION_COLUMNS)
-    longer = write_trace(tmp_path / "t.parquet", SMALL, ((5, 20), (3, 16), (7, 18), (2, 9)), columns=columns)
+    longer = write_trace(
+        tmp_path / "t.parquet",
+        SMALL,
+        ((5, 20), (3, 16), (7, 18), (2, 9)),
+        columns=columns,
+    )
     lanes, cores = WORKERS["one core"]
     run = run_trace(
-        longer, "daop:first_layer=1,before_first=serial", cache="lru", prefetch="next-gate", routing="as-recorded",
-        batch=2, store=tmp_path / "s", dtype="float32", hw=host_profile(lanes, cores=cores),
+        longer,
+        "daop:first_layer=1,before_first=serial",
+        cache="lru",
+        prefetch="next-gate",
+        routing="as-recorded",
+        batch=2,
+        store=tmp_path / "s",
+        dtype="float32",
+        hw=host_profile(lanes, cores=cores),
         memory=api.MemoryOptions(slots_per_layer=3, host_memory_bytes=4 * 8192),
-    )  # fmt: skip
+    )
     assert run.metrics["bytes"]["ssd"] > 0
     assert run.metrics["memory_high_bytes"]["host"] <= 2 * 8192
 
 
 def test_fiddlers_cpu_begins_after_the_last_fetched_expert(trace, tmp_path):
-    """Loading takes 18 us, the CPU 10 us and 3 us per token: from three tokens on, experts are fetched."""
+    """Loading takes 18 us, the CPU 10 us and 3 us per token: from three tokens on,
+    experts are fetched.
+    """
     profile = host_profile(**{"costs.cpu.flops_per_s": 1e9})
     overlapping = {}
     for issue in ("serial", "parallel"):
         run = run_trace(
-            trace, f"fiddler:issue={issue}", store=tmp_path / "s", dtype="float32", hw=profile, batch=2,
+            trace,
+            f"fiddler:issue={issue}",
+            store=tmp_path / "s",
+            dtype="float32",
+            hw=profile,
+            batch=2,
             memory=api.MemoryOptions(slots_per_layer=2),
-        )  # fmt: skip
+        )
         accesses = run.timeline.access_frame()
         fetched = accesses[(accesses["lane"] == "gpu0") & (accesses["state"] != "hit")]
-        on_gpu = computed(run.timeline, "gpu0").merge(fetched[["step", "layer", "expert"]])
+        on_gpu = computed(run.timeline, "gpu0").merge(
+            fetched[["step", "layer", "expert"]]
+        )
         ended_s = on_gpu.groupby(["step", "layer"])["end_s"].max()
         started_s = computed(run.timeline).groupby(["step", "layer"])["start_s"].min()
         both = ended_s.index.intersection(started_s.index)

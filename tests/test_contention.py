@@ -1,4 +1,6 @@
-"""Contending lanes against processor sharing, one link against M/D/1, and the order of simultaneous events."""
+"""Contending lanes against processor sharing, one link against M/D/1, and the order of
+simultaneous events.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,19 @@ import random
 import statistics
 
 import pytest
+from moesim.sim.contention import CLASSES, Contention, Operation
 from simpy.core import Environment
 
-from sim.contention import CLASSES, Contention, Operation
-from tests.handmade import HandCosts, HandProfile, plan_of, routed, run, shape, spans, steps
+from tests.handmade import (
+    HandCosts,
+    HandProfile,
+    plan_of,
+    routed,
+    run,
+    shape,
+    spans,
+    steps,
+)
 
 
 class Bench:
@@ -20,7 +31,12 @@ class Bench:
         self.env = Environment()
         slow = slow or {}
         self.ends = {}
-        self.contention = Contention(self.env, classes, lambda v, o: slow.get((v, o), 1.0), finished or self._finished)
+        self.contention = Contention(
+            self.env,
+            classes,
+            lambda v, o: slow.get((v, o), 1.0),
+            finished or self._finished,
+        )
 
     def _finished(self, operation):
         self.ends[operation.expert] = self.env.now
@@ -41,7 +57,9 @@ BOTH = {("cpu", "gpu"): 2.0, ("gpu", "cpu"): 2.0}
 
 
 def test_two_lanes_that_halve_each_other_share_the_processor():
-    """0 s: A needs 4. 1 s: B needs 2. Shared from 1: B done at 5, when A has 1 s left -> 6."""
+    """0 s: A needs 4. 1 s: B needs 2. Shared from 1: B done at 5, when A has 1 s left
+    -> 6.
+    """
     bench = Bench(["cpu", "gpu"], BOTH)
     bench.start_at(0, 0, 0, 4)
     bench.start_at(1, 1, 1, 2)
@@ -66,14 +84,17 @@ def test_slowdowns_of_several_lanes_multiply():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_overlaps_agree_with_egalitarian_processor_sharing(seed):
-    """Two lanes that slow each other by 2 give each of n <= 2 running jobs 1/n: the reference integrates just that."""
+    """Two lanes that slow each other by 2 give each of n <= 2 running jobs 1/n: the
+    reference integrates just that.
+    """
     draw = random.Random(seed)
     jobs = []
     for lane in (0, 1):
         at = 0.0
         for _ in range(20):
             at += draw.expovariate(0.3)
-            jobs.append((at, lane, draw.uniform(0.1, 1.0)))  # arrivals far apart enough not to queue in a lane
+            # Arrivals far apart enough not to queue in a lane.
+            jobs.append((at, lane, draw.uniform(0.1, 1.0)))
     by_lane = {lane: sorted(j for j in jobs if j[1] == lane) for lane in (0, 1)}
     kept = []
     for lane, lane_jobs in by_lane.items():
@@ -89,9 +110,13 @@ def test_random_overlaps_agree_with_egalitarian_processor_sharing(seed):
 
 
 def _sharing(jobs):
-    """Processor sharing by direct integration: each of n running jobs progresses at rate 1/n."""
+    """Processor sharing by direct integration: each of n running jobs progresses at
+    rate 1/n.
+    """
     arrivals = sorted((at, name, work_s) for name, (at, _, work_s) in enumerate(jobs))
-    now, running, ends = 0.0, {}, {}
+    now = 0.0
+    running = {}
+    ends = {}
     while arrivals or running:
         rate = 1 / len(running) if running else 0.0
         next_end = now + min(running.values()) / rate if running else math.inf
@@ -110,14 +135,19 @@ def _sharing(jobs):
 
 
 def test_one_link_under_random_arrivals_is_an_m_d_1_queue():
-    """Mean wait = rho s / (2 (1 - rho)), Pollaczek-Khinchine; 95 % interval over 20 independent runs."""
-    from sim.machine import Machine
-    from traces.timeline import Timeline
+    """Mean wait = rho s / (2 (1 - rho)), Pollaczek-Khinchine; 95 % interval over 20
+    independent runs.
+    """
+    from moesim.sim.machine import Machine
+    from moesim.traces.timeline.spans import Timeline
 
-    service_s, rho, count = 1.0, 0.6, 4000
+    service_s = 1.0
+    rho = 0.6
+    count = 4000
     means = []
     for seed in range(20):
-        env, profile = Environment(), HandProfile()
+        env = Environment()
+        profile = HandProfile()
         machine = Machine(env, profile, timeline := Timeline(profile.lanes))
         draw = random.Random(seed)
         arrived = []
@@ -133,15 +163,20 @@ def test_one_link_under_random_arrivals_is_an_m_d_1_queue():
         started = timeline.frame()["start_s"].to_numpy()
         means.append(statistics.fmean(started - arrived))
     expected = rho * service_s / (2 * (1 - rho))
-    half = 2.093 * statistics.stdev(means) / math.sqrt(len(means))  # Student t, 19 degrees of freedom
+    # Student t, 19 degrees of freedom.
+    half = 2.093 * statistics.stdev(means) / math.sqrt(len(means))
     assert half < 0.05 * expected
     assert abs(statistics.fmean(means) - expected) < half
 
 
 def test_at_the_same_instant_reads_and_copies_land_before_results_and_control():
-    """All five end at 1 s, started in the opposite order; the documented order decides."""
+    """All five end at 1 s, started in the opposite order; the documented order
+    decides.
+    """
     order = []
-    bench = Bench(list(CLASSES), finished=lambda operation: order.append(CLASSES[operation.lane]))
+    bench = Bench(
+        list(CLASSES), finished=lambda operation: order.append(CLASSES[operation.lane])
+    )
     for lane in reversed(range(len(CLASSES))):
         bench.contention.start(Operation(lane, 2, 0, 0, lane, 1.0))
     bench.run()
@@ -149,20 +184,30 @@ def test_at_the_same_instant_reads_and_copies_land_before_results_and_control():
 
 
 def test_a_copy_that_lands_when_the_cpu_ends_is_seen_first():
-    """CPU and copy both end at 2 + 10: the GPU result still comes 1 s later, and nothing is lost."""
-    from policies.systems import System
+    """CPU and copy both end at 2 + 10: the GPU result still comes 1 s later, and
+    nothing is lost.
+    """
+    from moesim.policies.systems import System
 
-    planner = plan_of(shape(), System("greedy", cache="lru"), HandCosts(cpu=10.0, copy=10.0), slots=2)
+    planner = plan_of(
+        shape(), System("greedy", cache="lru"), HandCosts(cpu=10.0, copy=10.0), slots=2
+    )
     result, timeline = run(planner, steps([routed(0, 0, 1)]))
     assert result.makespan_s == 13
     assert {s[0] for s in spans(timeline, "compute")} == {"cpu", "gpu0"}
 
 
 def test_contention_in_a_replay_stretches_what_overlaps():
-    """CPU 6 s beside a copy of 4 s that costs it a quarter: 4 s do 3.2 s of work, 2.8 s are left: 2 + 4 + 2.8."""
-    from policies.systems import System
+    """CPU 6 s beside a copy of 4 s that costs it a quarter: 4 s do 3.2 s of work, 2.8 s
+    are left: 2 + 4 + 2.8.
+    """
+    from moesim.policies.systems import System
 
-    planner = plan_of(shape(), System("greedy", cache="lru"), HandCosts(cpu=6.0), slots=2)
+    planner = plan_of(
+        shape(), System("greedy", cache="lru"), HandCosts(cpu=6.0), slots=2
+    )
     profile = HandProfile(slow={("cpu", "h2d"): 1.25})
     _, timeline = run(planner, steps([routed(0, 0, 1)]), profile)
-    assert [s[3] for s in spans(timeline, "compute") if s[0] == "cpu"] == pytest.approx([8.8])
+    assert [s[3] for s in spans(timeline, "compute") if s[0] == "cpu"] == pytest.approx(
+        [8.8]
+    )

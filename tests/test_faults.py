@@ -1,4 +1,6 @@
-"""What breaks, breaks clearly: one line that says what, threads gone, nothing half-written, the next run starts."""
+"""What breaks, breaks clearly: one line that says what, threads gone, nothing
+half-written, the next run starts.
+"""
 
 import dataclasses
 import errno
@@ -13,18 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_trace
+from moesim.policies.base import PolicyError
+from moesim.policies.registry import find
+from moesim.runtime.errors import RuntimeFault, StoreError
+from moesim.runtime.executor.host_device import HostDevice
+from moesim.runtime.executor.trace_driven import ForcedRouting, shape_for
+from moesim.runtime.store import direct_io
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import ModelShape
 from real_machine import host_profile
 
-from moesim import api
-from moesim.runs import open_random_store, run_trace
-from policies.base import PolicyError
-from policies.registry import find
-from runtime import direct_io
-from runtime.errors import RuntimeFault, StoreError
-from runtime.host_lanes import HostDevice
-from runtime.tracedriven import ForcedRouting, shape_for
-from traces.reader import open_trace
-from traces.schema import ModelShape
+from moesim.runs import replay as api
+from moesim.runs.measured import open_random_store, run_trace
 
 torch.set_num_threads(1)
 
@@ -39,24 +41,42 @@ def trace(tmp_path):
 
 @pytest.fixture
 def store(trace, tmp_path):
-    with open_random_store(shape_for(trace.shape, None), tmp_path / "store", "float32") as opened:
+    with open_random_store(
+        shape_for(trace.shape, None), tmp_path / "store", "float32"
+    ) as opened:
         yield opened
 
 
 def run(trace, store, policy="greedy", **more):
-    return run_trace(trace, policy, store=store, dtype="float32", hw=host_profile(), memory=ON_SSD, **more)
+    return run_trace(
+        trace,
+        policy,
+        store=store,
+        dtype="float32",
+        hw=host_profile(),
+        memory=ON_SSD,
+        **more,
+    )
 
 
 @pytest.fixture(autouse=True)
 def no_thread_stays(trace, store):
     """After every fault: our threads are gone, and the next run works."""
     yield
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("moesim-")] == []
+    assert [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith("moesim-")
+    ] == []
     assert run(trace, store, steps=3).metrics["steps"] == 3
 
 
-def test_a_namesake_of_another_width_has_a_store_of_its_own(trace, tmp_path, monkeypatch):
-    """Nobody gave these stores a place, so nobody could mend a clash of names; the third run finds the first's."""
+def test_a_namesake_of_another_width_has_a_store_of_its_own(
+    trace, tmp_path, monkeypatch
+):
+    """Nobody gave these stores a place, so nobody could mend a clash of names; the
+    third run finds the first's.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     wider = dataclasses.replace(trace.shape, hidden=64, expert_bytes=(24576,) * 2)
     other = open_trace(write_trace(tmp_path / "w.parquet", wider, ((4, 3),)))
@@ -66,7 +86,8 @@ def test_a_namesake_of_another_width_has_a_store_of_its_own(trace, tmp_path, mon
 
 def after(calls, broken):
     """A system call that works so many times, then answers as `broken` does."""
-    real, left = os.preadv, [calls]
+    real = os.preadv
+    left = [calls]
 
     def preadv(*arguments):
         left[0] -= 1
@@ -80,9 +101,13 @@ def test_a_disk_that_fails_in_the_middle_of_a_run(trace, store, tmp_path, monkey
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(direct_io.os, "preadv", after(20, fail))
-    with pytest.raises(RuntimeFault, match=r"experts\.bin: reading 8192 bytes .*EIO.*; check the disk"):
+    with pytest.raises(
+        RuntimeFault, match=r"experts\.bin: reading 8192 bytes .*EIO.*; check the disk"
+    ):
         run(trace, store, out=tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == [], "no table of a run that did not end"
+    assert list((tmp_path / "out").iterdir()) == [], (
+        "no table of a run that did not end"
+    )
     monkeypatch.undo()
 
 
@@ -96,7 +121,9 @@ def test_short_reads_that_make_progress_are_continued(trace, store, monkeypatch)
 
 def test_short_reads_without_progress_end_the_run(trace, store, monkeypatch):
     monkeypatch.setattr(direct_io.os, "preadv", after(20, lambda *_: 0))
-    with pytest.raises(RuntimeFault, match="gave 0 bytes, 4 times in a row; check the disk"):
+    with pytest.raises(
+        RuntimeFault, match="gave 0 bytes, 4 times in a row; check the disk"
+    ):
         run(trace, store)
     monkeypatch.undo()
 
@@ -105,19 +132,31 @@ def test_a_store_that_is_cut_off_under_a_run(trace, store, tmp_path):
     data = tmp_path / "store" / "experts.bin"
     whole = data.read_bytes()
     os.truncate(data, 8192)
-    with pytest.raises(StoreError, match="the file ended after 0; it was truncated: remove the folder and build"):
+    with pytest.raises(
+        StoreError,
+        match="the file ended after 0; it was truncated: remove the folder and build",
+    ):
         run(trace, store)
     data.write_bytes(whole)
 
 
-def test_a_store_altered_since_it_was_built_is_refused_before_the_run(trace, store, tmp_path):
-    """Nobody compares checksums while a run is timed, so the files must be those that were compared."""
+def test_a_store_altered_since_it_was_built_is_refused_before_the_run(
+    trace, store, tmp_path
+):
+    """Nobody compares checksums while a run is timed, so the files must be those that
+    were compared.
+    """
     data = tmp_path / "store" / "experts.bin"
     whole = data.read_bytes()
     with data.open("r+b") as file:
         file.seek(3 * 8192 + 100)
         file.write(b"\0other")
-    with pytest.raises(StoreError, match=r"layer 0, expert 3 .*: the file was altered; remove the folder and build"):
+    with pytest.raises(
+        StoreError,
+        match=(
+            r"layer 0, expert 3 .*: the file was altered; remove the folder and build"
+        ),
+    ):
         run(trace, tmp_path / "store")
     data.write_bytes(whole)
 
@@ -126,13 +165,21 @@ def test_a_store_that_was_copied_is_read_whole_once(trace, store, tmp_path):
     shutil.copytree(tmp_path / "store", tmp_path / "copy")
     for expected in (list(range(1, 17)), []):
         seen = []
-        run(trace, tmp_path / "copy", steps=1, building=lambda done, _total, seen=seen: seen.append(done))
+        run(
+            trace,
+            tmp_path / "copy",
+            steps=1,
+            building=lambda done, _total, seen=seen: seen.append(done),
+        )
         assert seen == expected
 
 
 def test_a_store_that_disappears(trace, store, tmp_path):
-    """An open file outlives its name: the run ends well; the next one is told that there is no store."""
-    data, aside = tmp_path / "store" / "experts.bin", tmp_path / "aside"
+    """An open file outlives its name: the run ends well; the next one is told that
+    there is no store.
+    """
+    data = tmp_path / "store" / "experts.bin"
+    aside = tmp_path / "aside"
     data.rename(aside)
     assert run(trace, store).metrics["steps"] == 31
     with pytest.raises(StoreError, match=r"experts\.bin: cannot open: No such file"):
@@ -149,10 +196,15 @@ def test_memory_that_cannot_be_page_locked(trace, store, monkeypatch):
 
 def test_a_device_that_runs_out_of_memory(trace, store, monkeypatch):
     def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand much more text")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2 GiB\nand much more text"
+        )
 
     monkeypatch.setattr(HostDevice, "begin_compute", full)
-    with pytest.raises(RuntimeFault, match=r"out of memory during the run: CUDA .* 2 GiB; ask for a smaller"):
+    with pytest.raises(
+        RuntimeFault,
+        match=r"out of memory during the run: CUDA .* 2 GiB; ask for a smaller",
+    ):
         run(trace, store, "on-demand")
     monkeypatch.undo()
 
@@ -160,19 +212,25 @@ def test_a_device_that_runs_out_of_memory(trace, store, monkeypatch):
 def test_a_memory_larger_than_the_machines_is_refused_before_the_run(trace, store):
     """2^30 staging slots of 8 KiB are 8 TiB."""
     options = api.MemoryOptions(slots_per_layer=2, staging=2**30)
-    with pytest.raises(RuntimeFault, match=r"found .* GiB available; ask for a smaller cache"):
-        run_trace(trace, store=store, dtype="float32", hw=host_profile(), memory=options)
+    with pytest.raises(
+        RuntimeFault, match=r"found .* GiB available; ask for a smaller cache"
+    ):
+        run_trace(
+            trace, store=store, dtype="float32", hw=host_profile(), memory=options
+        )
 
 
 @pytest.mark.parametrize("place", ["forward", "cpu", "copy", "join"])
-def test_a_bug_anywhere_ends_the_run_with_its_own_traceback(trace, store, monkeypatch, place):
+def test_a_bug_anywhere_ends_the_run_with_its_own_traceback(
+    trace, store, monkeypatch, place
+):
     def bug(*_, **__):
         raise ZeroDivisionError(place)
 
     if place == "forward":
         monkeypatch.setattr(ForcedRouting, "_experts", bug)
     elif place == "cpu":
-        monkeypatch.setattr("runtime.places.HostPlaces.weights", bug)
+        monkeypatch.setattr("moesim.runtime.executor.slot_map.HostPlaces.weights", bug)
     elif place == "copy":
         monkeypatch.setattr(HostDevice, "copy", bug)
     else:
@@ -189,7 +247,11 @@ def test_an_illegal_answer_of_a_policy_ends_the_run_by_name(trace, store, monkey
 
     def wrong(self, incoming, candidates):
         calls[0] += 1
-        return honest(self, incoming, candidates) if calls[0] < 40 else candidates[:1].repeat(len(incoming)) + 1000
+        return (
+            honest(self, incoming, candidates)
+            if calls[0] < 40
+            else candidates[:1].repeat(len(incoming)) + 1000
+        )
 
     monkeypatch.setattr(cls, "victims", wrong)
     with pytest.raises(PolicyError, match="cache policy 'lru'"):
@@ -202,15 +264,15 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from real_machine import host_profile
-from moesim import api, runs
-runs.this_machine = lambda: ("host", 2)
+from moesim.runs import measured, replay as api
+measured.this_machine = lambda: ("host", 2)
 folder = Path(sys.argv[2])
 memory = api.MemoryOptions(slots_per_layer=2, host_memory_bytes=5 * 8192)
 def tell(info):
     if info.step == 3:
         print("running", flush=True)
 try:
-    runs.run_trace(folder / "long.parquet", "greedy", store=folder / "store", dtype="float32", hw=host_profile(),
+    measured.run_trace(folder / "long.parquet", "greedy", store=folder / "store", dtype="float32", hw=host_profile(),
                    memory=memory, out=folder / "out", progress=tell)
 except KeyboardInterrupt:
     sys.exit(130)
@@ -224,20 +286,26 @@ def long_run(trace, store, tmp_path):
     here = Path(__file__).parent
     command = [sys.executable, "-c", LONG_RUN, str(here), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         assert process.stdout.readline() == "running\n"
         yield process
         process.kill()
 
 
 def test_ctrl_c_stops_a_run_and_leaves_nothing(long_run, tmp_path):
-    """Under heavy load an interpreter takes seven seconds to leave; a run that went on would end with code 0."""
+    """Under heavy load an interpreter takes seven seconds to leave; a run that went on
+    would end with code 0.
+    """
     long_run.send_signal(signal.SIGINT)
     assert long_run.wait(timeout=120) == 130
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_killed_run_leaves_no_table_that_looks_whole(long_run, trace, store, tmp_path):
+def test_a_killed_run_leaves_no_table_that_looks_whole(
+    long_run, trace, store, tmp_path
+):
     long_run.kill()
     long_run.wait(timeout=120)
     left = [path.name for path in (tmp_path / "out").iterdir()]

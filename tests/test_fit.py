@@ -6,14 +6,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from hwprofiles.fit import fit_line, fit_roofline, inverse, isotonic, measured, measured_curve
+from moesim.hwprofiles.calibration.fit_curves import (
+    fit_line,
+    fit_roofline,
+    inverse,
+    isotonic,
+    measured,
+    measured_curve,
+)
 
 SIZES = (65_536, 262_144, 1_048_576, 4_194_304, 16_777_216)
 
 
 def noisy_link(latency_s, bytes_per_s, *, seed, count=30):
-    """Seconds by size with 5 % noise and a tail: one copy in twenty takes twice as long."""
+    """Seconds by size with 5 % noise and a tail: one copy in twenty takes twice as
+    long.
+    """
     rng = np.random.default_rng(seed)
     return {
         size: (latency_s + size / bytes_per_s)
@@ -62,14 +70,20 @@ def test_a_line_needs_two_sizes():
 
 
 def roofline_points(rng, noise):
-    """Two experts, 8 MB and 2 MB, by tokens; overhead 30 us, 20 GB/s, 100 GFLOP/s: the border is at 10 tokens."""
-    moved, flops, seconds = [], [], []
+    """Two experts, 8 MB and 2 MB, by tokens; overhead 30 us, 20 GB/s, 100 GFLOP/s: the
+    border is at 10 tokens.
+    """
+    moved = []
+    flops = []
+    seconds = []
     for size in (8e6, 2e6):
         for tokens in (1, 2, 4, 8, 16, 32, 64):
             work = size * tokens / 2
             moved.append(size)
             flops.append(work)
-            seconds.append((30e-6 + max(size / 20e9, work / 100e9)) * rng.lognormal(0.0, noise, 15))
+            seconds.append(
+                (30e-6 + max(size / 20e9, work / 100e9)) * rng.lognormal(0.0, noise, 15)
+            )
     return moved, flops, seconds
 
 
@@ -83,14 +97,20 @@ def test_a_roofline_is_found_with_its_three_constants():
 
 def test_a_noisy_roofline_is_found_within_its_interval():
     fit = fit_roofline(*roofline_points(np.random.default_rng(1), 0.05))
-    for estimate, truth in ((fit.overhead_s, 30e-6), (fit.bytes_per_s, 20e9), (fit.flops_per_s, 100e9)):
+    for estimate, truth in (
+        (fit.overhead_s, 30e-6),
+        (fit.bytes_per_s, 20e9),
+        (fit.flops_per_s, 100e9),
+    ):
         assert estimate.interval[0] <= truth <= estimate.interval[1]
         assert estimate.value == pytest.approx(truth, rel=0.1)
     assert fit.report.samples == 14 * 15
 
 
 def test_a_rate_that_nothing_waited_for_is_the_fastest_seen():
-    """One token everywhere: arithmetic never binds, so its rate is what was done, not invented."""
+    """One token everywhere: arithmetic never binds, so its rate is what was done, not
+    invented.
+    """
     moved = [1e6, 2e6, 4e6, 8e6]
     seconds = [np.array([10e-6 + size / 20e9]) for size in moved]
     fit = fit_roofline(moved, [size / 2 for size in moved], seconds)
@@ -99,18 +119,27 @@ def test_a_rate_that_nothing_waited_for_is_the_fastest_seen():
 
 
 def test_a_measured_number_is_the_median_with_its_quartiles():
-    number = measured(np.array([1.0, 2.0, 3.0, 4.0, 100.0]), source="test", date="2026-01-01")
+    number = measured(
+        np.array([1.0, 2.0, 3.0, 4.0, 100.0]), source="test", date="2026-01-01"
+    )
     assert (number.value, number.spread, number.samples) == (3.0, 2.0, 5)
     assert number.interval[0] <= 3.0 <= number.interval[1]
 
 
 def test_a_curve_pools_the_scatter_of_single_operations_relative_to_their_median():
     curve = measured_curve(
-        {1: np.array([1.0, 1.0, 1.0]), 2: np.array([2.0, 4.0, 6.0])}, "tokens", source="test", date="2026-01-01"
+        {1: np.array([1.0, 1.0, 1.0]), 2: np.array([2.0, 4.0, 6.0])},
+        "tokens",
+        source="test",
+        date="2026-01-01",
     )
     assert curve.seconds == (1.0, 4.0)
     assert curve.spread == (0.0, 2.0)
-    assert (curve.quantiles[0], curve.quantiles[10], curve.quantiles[-1]) == (0.5, 1.0, 1.5)
+    assert (curve.quantiles[0], curve.quantiles[10], curve.quantiles[-1]) == (
+        0.5,
+        1.0,
+        1.5,
+    )
 
 
 @given(st.lists(st.floats(0.0, 1e3), min_size=1, max_size=12))
@@ -122,4 +151,6 @@ def test_isotonic_never_falls_keeps_the_mean_and_leaves_rising_tables_alone(valu
 
 
 def test_isotonic_pools_a_dip_by_hand():
-    assert isotonic(np.array([1.0, 5.0, 3.0, 6.0])) == pytest.approx([1.0, 4.0, 4.0, 6.0])
+    assert isotonic(np.array([1.0, 5.0, 3.0, 6.0])) == pytest.approx(
+        [1.0, 4.0, 4.0, 6.0]
+    )

@@ -1,27 +1,32 @@
-"""A run needs no more memory than its budget says: what the kernel saw, held against the sum of the parts."""
+"""A run needs no more memory than its budget says: what the kernel saw, held against
+the sum of the parts.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import write_trace
+from moesim.runtime.executor.trace_driven import ForcedRouting
+from moesim.runtime.store.footprint import WORKING_BYTES, Footprint
+from moesim.traces.format.reader import open_trace
+from moesim.traces.models import model_shape
 from real_machine import host_profile
 
-from moesim import api
-from moesim.runs import run_trace
-from runtime.footprint import WORKING_BYTES, Footprint
-from runtime.tracedriven import ForcedRouting
-from traces.models import model_shape
-from traces.reader import open_trace
+from moesim.runs import replay as api
+from moesim.runs.measured import run_trace
 
 MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def routing(tmp_path_factory):
-    """48 layers of 128 experts, top 8, an eighth as wide as a 30B model; six prompt tokens and three more."""
+    """48 layers of 128 experts, top 8, an eighth as wide as a 30B model; six prompt
+    tokens and three more.
+    """
     place = tmp_path_factory.mktemp("trace") / "q.parquet"
-    shape = replace(model_shape("qwen3-30b-a3b/8"), heads=8, kv_heads=2, vocab=10_000)  # a head that is soon drawn
+    # A head that is soon drawn.
+    shape = replace(model_shape("qwen3-30b-a3b/8"), heads=8, kv_heads=2, vocab=10_000)
     return open_trace(write_trace(place, shape, ((6, 3),)))
 
 
@@ -34,18 +39,30 @@ def run(routing, store, **more):
     """Experts of 288 KiB, 1.7 GiB in all, 48 MiB of them in host memory."""
     memory = api.MemoryOptions(slots_per_layer=4, host_memory_bytes=48 * MIB)
     return run_trace(
-        routing, "greedy", store=store, distinct=64, dtype="float32", hw=host_profile(), memory=memory, **more
-    )  # fmt: skip
+        routing,
+        "greedy",
+        store=store,
+        distinct=64,
+        dtype="float32",
+        hw=host_profile(),
+        memory=memory,
+        **more,
+    )
 
 
 def test_a_run_of_a_30b_shape_stays_within_its_budget(routing, store):
     found = run(routing, store)
-    took, each = found.footprint, 288 * 1024
+    took = found.footprint
+    each = 288 * 1024
     assert took.host_slots == 48 * MIB // each * each
     assert took.device_slots == (48 * 4 + 2) * each
     assert took.dense == found.startup["dense_bytes"] > 48 * 2 * 256 * 128 * (8 + 2) * 4
-    assert took.kept == 48 * 2 * 2 * 9 * 128 * 4, "layers, keys and values, heads, positions, width, bytes"
-    assert took.before + took.host_slots + took.device_slots <= took.peak, "shelves are written, so they are there"
+    assert took.kept == 48 * 2 * 2 * 9 * 128 * 4, (
+        "layers, keys and values, heads, positions, width, bytes"
+    )
+    assert took.before + took.host_slots + took.device_slots <= took.peak, (
+        "shelves are written, so they are there"
+    )
     assert took.peak <= took.budget, "and nothing else is held"
     assert found.to_json()["memory"]["budget_bytes"] == took.budget
     assert not any("budget" in warning for warning in found.warnings)
@@ -53,7 +70,8 @@ def test_a_run_of_a_30b_shape_stays_within_its_budget(routing, store):
 
 def test_a_run_that_takes_more_is_told_so(routing, store, monkeypatch):
     """Somebody holds on to twice the allowance in the middle of the run."""
-    hoard, straight = [], ForcedRouting._experts
+    hoard = []
+    straight = ForcedRouting._experts
 
     def greedy(self, *given):
         if not hoard:
@@ -67,6 +85,8 @@ def test_a_run_that_takes_more_is_told_so(routing, store, monkeypatch):
 
 
 def test_a_budget_is_the_sum_of_its_parts():
-    took = Footprint(before=1, dense=2, kept=4, host_slots=8, device_slots=16, working=32, peak=50)
+    took = Footprint(
+        before=1, dense=2, kept=4, host_slots=8, device_slots=16, working=32, peak=50
+    )
     assert took.budget == 63
     assert took.to_json()["peak_bytes"] == 50

@@ -1,4 +1,6 @@
-"""Gap accounting: where the cause is known by hand, the blame falls there, and the shares sum to the gap."""
+"""Gap accounting: where the cause is known by hand, the blame falls there, and the
+shares sum to the gap.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,23 @@ import pytest
 import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moesim.policies.base import PolicyError
+from moesim.policies.planner.plan import MemoryPlan
+from moesim.policies.planner.residency import CacheSize
+from moesim.policies.systems import System
+from moesim.traces.format.future import RecordedFuture
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
 from typer.testing import CliRunner
 
-from moesim import api
-from moesim.cli_gap import add_commands
-from moesim.gap import decompose, gap, shapley
-from moesim.gap_bench import BOUND, PARTS, Bench, Grades
-from moesim.gap_eviction import split_eviction
-from moesim.memory import MemoryOptions
-from policies.base import PolicyError
-from policies.plan import MemoryPlan
-from policies.residency import CacheSize
-from policies.systems import System
+from moesim.analysis.gap import decompose, gap, shapley
+from moesim.analysis.gap_bench import BOUND, PARTS, Bench, Grades
+from moesim.analysis.gap_eviction import split_eviction
+from moesim.cli.gap import add_commands
+from moesim.runs import replay as api
+from moesim.runs.memory import MemoryOptions
 from tests.conftest import SHARED, write_trace
 from tests.handmade import HandCosts, HandProfile, routed, shape, steps
-from traces.future import RecordedFuture
-from traces.importers import import_trace
-from traces.models import model_shape
 
 NO_CPU = 1000.0
 """Seconds of an expert on a CPU that nobody would choose."""
@@ -67,8 +69,15 @@ def shares(found):
 
 
 def test_two_players_share_what_they_save_together():
-    """Alone a saves 4 and b saves 1, together 6: a gets (4 + 5) / 2, b gets (1 + 2) / 2."""
-    value = {frozenset(): 10.0, frozenset("a"): 6.0, frozenset("b"): 9.0, frozenset("ab"): 4.0}
+    """Alone a saves 4 and b saves 1, together 6: a gets (4 + 5) / 2, b gets (1 + 2) /
+    2.
+    """
+    value = {
+        frozenset(): 10.0,
+        frozenset("a"): 6.0,
+        frozenset("b"): 9.0,
+        frozenset("ab"): 4.0,
+    }
     assert shapley(value, ["a", "b"]) == {"a": 4.5, "b": 1.5}
 
 
@@ -78,7 +87,9 @@ def test_shares_sum_to_the_whole_and_a_dummy_gets_nothing(numbers):
     subsets = [frozenset(c) for size in range(5) for c in combinations("abcd", size)]
     value = {subset: numbers[subsets.index(subset - {"d"})] for subset in subsets}
     found = shapley(value, list("abcd"))
-    assert sum(found.values()) == pytest.approx(value[frozenset()] - value[frozenset("abcd")], abs=1e-9)
+    assert sum(found.values()) == pytest.approx(
+        value[frozenset()] - value[frozenset("abcd")], abs=1e-9
+    )
     assert found["d"] == pytest.approx(0.0, abs=1e-9)
 
 
@@ -86,27 +97,42 @@ def test_shares_sum_to_the_whole_and_a_dummy_gets_nothing(numbers):
 
 
 def test_only_eviction_differs():
-    """Two slots, 0 1 2 0 1 2 …: LRU misses all 6 (7 s each), Belady hits 2 of them (3 s each)."""
-    model, forward = shape(experts=3), one_layer(0, 1, 2, 0, 1, 2)
-    found = decompose(bench(model, System("on-demand", cache="lru"), forward, slots=2, cpu=NO_CPU))
+    """Two slots, 0 1 2 0 1 2 …: LRU misses all 6 (7 s each), Belady hits 2 of them (3 s
+    each).
+    """
+    model = shape(experts=3)
+    forward = one_layer(0, 1, 2, 0, 1, 2)
+    found = decompose(
+        bench(model, System("on-demand", cache="lru"), forward, slots=2, cpu=NO_CPU)
+    )
     assert found.policy_s == 6 * (2 + 4 + 1)
     assert found.bound_s == 4 * (2 + 4 + 1) + 2 * (2 + 1)
-    assert shares(found) == pytest.approx({"eviction": 8.0, "assignment": 0.0, "prefetch": 0.0, "planning": 0.0})
+    assert shares(found) == pytest.approx(
+        {"eviction": 8.0, "assignment": 0.0, "prefetch": 0.0, "planning": 0.0}
+    )
     assert found.belady_s == found.bound_s
 
 
 def test_only_assignment_differs():
     """Everything is on the GPU (1 s), and yet the CPU (10 s) computes it."""
-    model, forward = shape(experts=2), one_layer(0, 1, 0)
-    found = decompose(bench(model, System("all-cpu", cache="static:fill=lowest"), forward, slots=2))
+    model = shape(experts=2)
+    forward = one_layer(0, 1, 0)
+    found = decompose(
+        bench(model, System("all-cpu", cache="static:fill=lowest"), forward, slots=2)
+    )
     assert found.policy_s == 3 * (2 + 10)
     assert found.bound_s == found.resident_s == 3 * (2 + 1)
-    assert shares(found) == pytest.approx({"eviction": 0.0, "assignment": 27.0, "prefetch": 0.0, "planning": 0.0})
+    assert shares(found) == pytest.approx(
+        {"eviction": 0.0, "assignment": 27.0, "prefetch": 0.0, "planning": 0.0}
+    )
 
 
 def test_only_prefetch_differs():
-    """Two layers, no cache. Late: 2 (2 + 4 + 1) = 14 s. Foreseen at 2 s, the second copy runs from 6 to 10 s: 11 s."""
-    model, forward = shape(layers=2, experts=2), steps([routed(0, 0), routed(1, 1)])
+    """Two layers, no cache. Late: 2 (2 + 4 + 1) = 14 s. Foreseen at 2 s, the second
+    copy runs from 6 to 10 s: 11 s.
+    """
+    model = shape(layers=2, experts=2)
+    forward = steps([routed(0, 0), routed(1, 1)])
     system = System(BOUND.assignment, cache="belady", prefetch="none")
     found = decompose(bench(model, system, forward, slots=0, cpu=NO_CPU))
     assert (found.policy_s, found.bound_s) == (14.0, 11.0)
@@ -114,13 +140,26 @@ def test_only_prefetch_differs():
 
 
 def test_only_planning_differs():
-    model, forward = shape(experts=2), one_layer(0, 1, 0, 1)
-    found = decompose(bench(model, System("on-demand", cache="lru"), forward, slots=2, cpu=NO_CPU, plan=0.5))
-    assert shares(found) == pytest.approx({"eviction": 0.0, "assignment": 0.0, "prefetch": 0.0, "planning": 4 * 0.5})
+    model = shape(experts=2)
+    forward = one_layer(0, 1, 0, 1)
+    found = decompose(
+        bench(
+            model,
+            System("on-demand", cache="lru"),
+            forward,
+            slots=2,
+            cpu=NO_CPU,
+            plan=0.5,
+        )
+    )
+    assert shares(found) == pytest.approx(
+        {"eviction": 0.0, "assignment": 0.0, "prefetch": 0.0, "planning": 4 * 0.5}
+    )
 
 
 def test_the_clairvoyant_composition_has_no_gap():
-    model, forward = shape(layers=2, experts=4), steps(*[[routed(0, i % 4), routed(1, (i + 1) % 3)] for i in range(6)])
+    model = shape(layers=2, experts=4)
+    forward = steps(*[[routed(0, i % 4), routed(1, (i + 1) % 3)] for i in range(6)])
     found = decompose(bench(model, BOUND, forward, slots=2, plan=0.0))
     assert found.gap_s == 0.0
     assert [part.name for part in found.parts] == ["planning"]
@@ -128,10 +167,16 @@ def test_the_clairvoyant_composition_has_no_gap():
 
 
 def test_a_prefetcher_that_floods_the_link_is_not_forced_on_the_policy():
-    """A copy takes longer than the whole run: foreseeing helps nobody, and the bound leaves it out."""
+    """A copy takes longer than the whole run: foreseeing helps nobody, and the bound
+    leaves it out.
+    """
     model = shape(layers=2, experts=4)
     forward = steps(*[[routed(0, i % 4), routed(1, (i + 2) % 4)] for i in range(6)])
-    found = decompose(bench(model, System("all-cpu", cache="lru"), forward, slots=1, cpu=3.0, copy=1e4))
+    found = decompose(
+        bench(
+            model, System("all-cpu", cache="lru"), forward, slots=1, cpu=3.0, copy=1e4
+        )
+    )
     parts = {part.name: part for part in found.parts}
     assert found.mixes["clairvoyant"] >= found.policy_s
     assert parts["prefetch"].replaced_by is None
@@ -140,15 +185,33 @@ def test_a_prefetcher_that_floods_the_link_is_not_forced_on_the_policy():
 
 @settings(max_examples=8, deadline=None)
 @given(
-    st.lists(st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=2, max_size=2), min_size=1, max_size=6),
+    st.lists(
+        st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=2, max_size=2),
+        min_size=1,
+        max_size=6,
+    ),
     st.integers(0, 5),
     st.sampled_from(["greedy", "on-demand", "all-cpu"]),
     st.sampled_from(["lru", "static:fill=lowest", "none"]),
 )
 def test_shares_are_never_negative_and_sum_to_the_gap(trace, slots, assignment, cache):
     model = shape(layers=2, experts=5, top_k=2)
-    forward = steps(*[[routed(layer, *sorted(chosen)) for layer, chosen in enumerate(layers)] for layers in trace])
-    found = decompose(bench(model, System(assignment, cache=cache), forward, slots=slots, plan=0.25, cpu=3.0))
+    forward = steps(
+        *[
+            [routed(layer, *sorted(chosen)) for layer, chosen in enumerate(layers)]
+            for layers in trace
+        ]
+    )
+    found = decompose(
+        bench(
+            model,
+            System(assignment, cache=cache),
+            forward,
+            slots=slots,
+            plan=0.25,
+            cpu=3.0,
+        )
+    )
     assert sum(shares(found).values()) == pytest.approx(found.gap_s, abs=1e-9)
     assert min(shares(found).values()) >= -1e-9
     assert min(part.alone_s for part in found.parts) >= 0.0
@@ -161,13 +224,18 @@ def test_shares_are_never_negative_and_sum_to_the_gap(trace, slots, assignment, 
 
 
 def split(cache, experts, *, slots, causal=("lru",)):
-    model, forward = shape(experts=4), one_layer(*experts)
+    model = shape(experts=4)
+    forward = one_layer(*experts)
     size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=slots)
-    return split_eviction(cache, model, size, lambda: forward, RecordedFuture(forward), causal=causal)
+    return split_eviction(
+        cache, model, size, lambda: forward, RecordedFuture(forward), causal=causal
+    )
 
 
 def test_what_must_enter_costs_belady_a_miss():
-    """One slot, 0 1 0: only who turns 1 away keeps 0. Choosing victims cannot help where there is one."""
+    """One slot, 0 1 0: only who turns 1 away keeps 0. Choosing victims cannot help
+    where there is one.
+    """
     found = split("lru", (0, 1, 0), slots=1)
     assert (found.misses, found.forced, found.belady) == (3, 3, 2)
     assert (found.victims, found.admissions) == (0, 1)
@@ -183,7 +251,12 @@ def test_the_wrong_victim_costs_lru_a_miss():
 def test_a_causal_cache_that_wins_part_of_the_gap_is_named():
     """Two slots, 0 0 1 2 0: LFU keeps 0 and misses 3, as Belady does; LRU misses 4."""
     found = split("lru", (0, 0, 1, 2, 0), slots=2, causal=("lru", "lfu"))
-    assert (found.misses, found.belady, found.best_causal, found.won) == (4, 3, "lfu", 1)
+    assert (found.misses, found.belady, found.best_causal, found.won) == (
+        4,
+        3,
+        "lfu",
+        1,
+    )
     assert found.to_json()["won_by_causal_share"] == 1.0
 
 
@@ -200,16 +273,24 @@ def test_a_cache_that_swaps_by_its_own_clock_is_not_judged_by_misses_alone():
 def test_both_beladys_start_with_what_the_policy_starts_with():
     """Lowest ids fill both slots; 0 and 1 hit at once, so nobody misses."""
     found = split("static:fill=lowest", (0, 1, 0, 1), slots=2)
-    assert (found.misses, found.forced, found.belady, found.causal) == (0, 0, 0, {"lru": 0})
+    assert (found.misses, found.forced, found.belady, found.causal) == (
+        0,
+        0,
+        0,
+        {"lru": 0},
+    )
 
 
 # Grades of the assignment.
 
 
 def test_an_assignment_ten_times_slower_than_the_best_is_graded_ten():
-    model, forward = shape(experts=2), one_layer(0, 1, 0)
+    model = shape(experts=2)
+    forward = one_layer(0, 1, 0)
     grades = Grades()
-    bench(model, System("all-cpu", cache="static:fill=lowest"), forward, slots=2).replay_s({}, grades)
+    bench(
+        model, System("all-cpu", cache="static:fill=lowest"), forward, slots=2
+    ).replay_s({}, grades)
     assert list(grades.modelled) == [10.0] * 3
     assert list(grades.scheduled) == [10.0] * 3
     assert grades.to_json()["total_ratio"] == 10.0
@@ -218,10 +299,17 @@ def test_an_assignment_ten_times_slower_than_the_best_is_graded_ten():
 def test_nobody_is_graded_better_than_the_best_and_the_best_is_best():
     rng = np.random.default_rng(1)
     model = shape(experts=8, top_k=4)
-    forward = steps(*[[routed(0, *rng.choice(8, 5, replace=False), tokens=rng.integers(1, 9, 5))] for _ in range(40)])
+    forward = steps(
+        *[
+            [routed(0, *rng.choice(8, 5, replace=False), tokens=rng.integers(1, 9, 5))]
+            for _ in range(40)
+        ]
+    )
     for assignment, best in (("greedy", False), ("exact", True), ("beam", False)):
         grades = Grades()
-        bench(model, System(assignment), forward, slots=3, per_token=0.7, cpu=2.0).replay_s({}, grades)
+        bench(
+            model, System(assignment), forward, slots=3, per_token=0.7, cpu=2.0
+        ).replay_s({}, grades)
         found = grades.to_json()["modelled"]
         assert min(grades.modelled) >= 1.0 - 1e-9
         assert min(grades.scheduled) >= 1.0 - 1e-9
@@ -233,11 +321,18 @@ def test_nobody_is_graded_better_than_the_best_and_the_best_is_best():
 
 @pytest.fixture
 def trace(tmp_path, tiny_shape):
-    return write_trace(tmp_path / "trace.parquet", tiny_shape, ((4, 8), (4, 8)), columns=("scores",))
+    return write_trace(
+        tmp_path / "trace.parquet", tiny_shape, ((4, 8), (4, 8)), columns=("scores",)
+    )
 
 
 def test_the_policy_itself_is_timed_as_replay_times_it(trace):
-    given = {"cache": "lru", "hw": "rtx3090-epyc7532", "batch": 2, "memory": MemoryOptions(slots_per_layer=3)}
+    given = {
+        "cache": "lru",
+        "hw": "rtx3090-epyc7532",
+        "batch": 2,
+        "memory": MemoryOptions(slots_per_layer=3),
+    }
     found = gap(trace, "greedy", **given)
     assert found.policy_s == api.replay(trace, "greedy", **given).metrics["makespan_s"]
     assert {part.name for part in found.parts} == set(PARTS)
@@ -252,11 +347,16 @@ def test_altered_routing_has_no_future(trace):
         gap(trace, "greedy", routing="cache-prior", hw="rtx3090-epyc7532")
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="other people's traces, no part of the project: ../shared is not here")
+@pytest.mark.skipif(
+    not SHARED.is_dir(),
+    reason="other people's traces, no part of the project: ../shared is not here",
+)
 def test_the_example_of_the_page_prints_what_it_says(tmp_path, monkeypatch):
     """The second command of docs/gap.md, on the trace that its first one makes."""
     page = (Path(__file__).parents[1] / "docs" / "gap.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```console\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(
+        r"^```console\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL
+    )
     first, second = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
     import_trace(
         SHARED / "traces" / shlex.split(first)[3].rpartition("/")[2],
@@ -270,10 +370,24 @@ def test_the_example_of_the_page_prints_what_it_says(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("words", [(), ("--json",)])
 def test_the_command_prints_shares_that_sum_to_the_gap(trace, words):
-    done = moesim("gap", trace, "--policy", "greedy", "--hw", "rtx3090-epyc7532", "--steps", "6", *words)
+    done = moesim(
+        "gap",
+        trace,
+        "--policy",
+        "greedy",
+        "--hw",
+        "rtx3090-epyc7532",
+        "--steps",
+        "6",
+        *words,
+    )
     assert done.exit_code == 0, done.output
     if words:
         found = json.loads(done.stdout)
-        assert sum(part["share_s"] for part in found["parts"].values()) == pytest.approx(found["gap_s"])
+        assert sum(
+            part["share_s"] for part in found["parts"].values()
+        ) == pytest.approx(found["gap_s"])
     else:
-        assert all(part in done.stdout for part in (*PARTS, "100.0 %", "Belady", "tiny"))
+        assert all(
+            part in done.stdout for part in (*PARTS, "100.0 %", "Belady", "tiny")
+        )

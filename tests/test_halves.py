@@ -1,4 +1,6 @@
-"""What the loops in machine code find is what numpy finds, for every float and every row."""
+"""What the loops in machine code find is what numpy finds, for every float and every
+row.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-
-from traces.distinct import first_repeat
-from traces.halves import halves
+from moesim.traces.format.distinct import first_repeat
+from moesim.traces.format.float16 import halves
 
 
 def numpy_halves(values):
@@ -22,7 +23,11 @@ def same(one, other):
 
 
 def test_halves_by_hand():
-    found, finite = halves(np.array([1, -2.5, 1 + 2**-11, 1 + 3 * 2**-11, 2**-24, 2**-25, 65_519], np.float32))
+    found, finite = halves(
+        np.array(
+            [1, -2.5, 1 + 2**-11, 1 + 3 * 2**-11, 2**-24, 2**-25, 65_519], np.float32
+        )
+    )
     assert found.tolist() == [1, -2.5, 1, 1 + 2**-9, 2**-24, 0, 65_504]
     assert finite
 
@@ -30,7 +35,12 @@ def test_halves_by_hand():
 def test_every_half_and_the_floats_around_the_middle_of_two_round_as_numpy_rounds():
     below = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     middle = (below[:-1] + below[1:]) / 2
-    for values in (below, middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(9e4))):
+    for values in (
+        below,
+        middle,
+        np.nextafter(middle, np.float32(0)),
+        np.nextafter(middle, np.float32(9e4)),
+    ):
         for signed in (values, -values):
             found, finite = halves(signed)
             assert same(found, numpy_halves(signed))
@@ -60,11 +70,22 @@ def test_a_turned_matrix_keeps_its_places():
     assert (halves(values)[0] == values).all()
 
 
-@given(arrays.arrays(np.uint16, st.tuples(st.integers(0, 9), st.integers(1, 5)), elements=st.integers(0, 12)))
+@given(
+    arrays.arrays(
+        np.uint16,
+        st.tuples(st.integers(0, 9), st.integers(1, 5)),
+        elements=st.integers(0, 12),
+    )
+)
 def test_the_first_row_with_an_id_twice(ids):
-    repeats = [row for row, found in enumerate(ids.tolist()) if len(set(found)) < len(found)]
+    repeats = [
+        row for row, found in enumerate(ids.tolist()) if len(set(found)) < len(found)
+    ]
     assert first_repeat(ids) == (repeats[0] if repeats else -1)
 
 
 def test_ids_up_to_the_largest_are_told_apart():
-    assert first_repeat(np.array([[65_535, 0], [0, 65_535], [65_535, 65_535]], np.uint16)) == 2
+    assert (
+        first_repeat(np.array([[65_535, 0], [0, 65_535], [65_535, 65_535]], np.uint16))
+        == 2
+    )

@@ -1,4 +1,6 @@
-"""The joint between gate and experts is found and understood in any Hugging Face MoE model."""
+"""The joint between gate and experts is found and understood in any Hugging Face MoE
+model.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +9,56 @@ import itertools
 import pytest
 import torch
 from moe_zoo import KINDS, zoo
+from moesim.runtime.models import hf
+from moesim.runtime.models.gates import best_first
+from moesim.traces.errors import TraceError
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
-
-from runtime import hf
-from runtime.gates import best_first
-from traces.errors import TraceError
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_gates_are_understood_without_code_per_model(name):
-    """Scoring, renormalisation and K are measured at the gate; a rule of its own (sparsemixer) is admitted."""
-    kind, local = KINDS[name], zoo(name)
+    """Scoring, renormalisation and K are measured at the gate; a rule of its own
+    (sparsemixer) is admitted.
+    """
+    kind = KINDS[name]
+    local = zoo(name)
     facts = hf.gate_facts(local.model, hf.find_blocks(local.model))
     assert (facts.top_k, facts.norm_topk) == (kind.top_k, kind.norm_topk)
-    assert (facts.scoring, facts.assumed) == ((kind.scoring, ()) if kind.scoring else ("softmax", ("scoring",)))
+    assert (facts.scoring, facts.assumed) == (
+        (kind.scoring, ()) if kind.scoring else ("softmax", ("scoring",))
+    )
     assert not facts.already_scored
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_shape_counts_every_byte_once(name):
-    """An expert is three H x F matrices (and gpt-oss's biases) of 4 bytes; the rest is everything else."""
-    kind, local = KINDS[name], zoo(name)
+    """An expert is three H x F matrices (and gpt-oss's biases) of 4 bytes; the rest is
+    everything else.
+    """
+    kind = KINDS[name]
+    local = zoo(name)
     shape = hf.model_shape(local.model, name)
     layers = 3 - len(kind.dense_layers)
     assert shape.expert_bytes == (4 * kind.expert_parameters,) * layers
-    assert (shape.layers, shape.experts, shape.hidden, shape.expert_intermediate) == (layers, 8, 32, 16)
-    assert (shape.dense_layers, shape.shared_experts) == (kind.dense_layers, kind.shared_experts)
-    assert (shape.shared_intermediate, shape.dtype, shape.vocab) == (kind.shared_intermediate, "fp32", 256)
-    state = {tensor.data_ptr(): tensor.nbytes for tensor in (*local.model.parameters(), *local.model.buffers())}
+    assert (shape.layers, shape.experts, shape.hidden, shape.expert_intermediate) == (
+        layers,
+        8,
+        32,
+        16,
+    )
+    assert (shape.dense_layers, shape.shared_experts) == (
+        kind.dense_layers,
+        kind.shared_experts,
+    )
+    assert (shape.shared_intermediate, shape.dtype, shape.vocab) == (
+        kind.shared_intermediate,
+        "fp32",
+        256,
+    )
+    state = {
+        tensor.data_ptr(): tensor.nbytes
+        for tensor in (*local.model.parameters(), *local.model.buffers())
+    }
     assert shape.other_bytes + 8 * sum(shape.expert_bytes) == sum(state.values())
 
 
@@ -49,7 +73,9 @@ def test_bytes_follow_the_loaded_dtype():
 
 
 def test_gate_outputs_are_read_by_meaning_in_any_order():
-    """T=5, E=8, K=2: whatever the order of (logits, weights, ids), each is recognised."""
+    """T=5, E=8, K=2: whatever the order of (logits, weights, ids), each is
+    recognised.
+    """
     parts = (torch.randn(5, 8), torch.rand(5, 2), torch.randint(8, (5, 2)))
     for order in itertools.permutations(parts):
         for read, part in zip(hf.read_gate(order, 8), parts, strict=True):
@@ -73,35 +99,55 @@ def test_a_gate_that_already_scored_is_not_softmaxed_again(monkeypatch):
 
     monkeypatch.setattr(gate, "forward", scored)
     facts = hf.gate_facts(local.model, blocks)
-    assert (facts.scoring, facts.already_scored, facts.norm_topk) == ("softmax", True, False)
+    assert (facts.scoring, facts.already_scored, facts.norm_topk) == (
+        "softmax",
+        True,
+        False,
+    )
     probabilities = scored(torch.randn(4, 32))[0]
     assert torch.equal(facts.scores(probabilities), probabilities)
 
 
 def test_a_gate_that_cannot_be_asked_leaves_stated_assumptions():
-    """Weights that are not there (a model laid out on the meta device) are not guessed at silently."""
+    """Weights that are not there (a model laid out on the meta device) are not guessed
+    at silently.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(zoo("olmoe").model.config)
     facts = hf.gate_facts(model, hf.find_blocks(model))
-    assert (facts.top_k, facts.norm_topk, facts.assumed) == (4, False, ("scoring", "norm_topk"))
+    assert (facts.top_k, facts.norm_topk, facts.assumed) == (
+        4,
+        False,
+        ("scoring", "norm_topk"),
+    )
 
 
 def test_best_first_goes_by_the_gate_and_keeps_the_order_of_ties():
-    """Ids 3, 0, 1 with logits 1, 2, 2: first 0, then 1 (a tie, in the order given), then 3."""
+    """Ids 3, 0, 1 with logits 1, 2, 2: first 0, then 1 (a tie, in the order given),
+    then 3.
+    """
     index = torch.tensor([[3, 0, 1]])
     logits = torch.tensor([[2.0, 2.0, 9.0, 1.0]])
     experts, weights = best_first(index, torch.tensor([[0.1, 0.2, 0.3]]), logits)
     assert experts.tolist() == [[0, 1, 3]]
-    assert weights.tolist() == [[pytest.approx(0.2), pytest.approx(0.3), pytest.approx(0.1)]]
+    assert weights.tolist() == [
+        [pytest.approx(0.2), pytest.approx(0.3), pytest.approx(0.1)]
+    ]
     experts, _ = best_first(index, torch.tensor([[0.1, 0.2, 0.3]]), None)
     assert experts.tolist() == [[1, 0, 3]]
 
 
 def test_a_dense_model_is_refused_in_one_line():
     config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
-    with pytest.raises(TraceError, match=r"^LlamaForCausalLM: expected MoE layers .* found none"):
+    with pytest.raises(
+        TraceError, match=r"^LlamaForCausalLM: expected MoE layers .* found none"
+    ):
         hf.find_blocks(AutoModelForCausalLM.from_config(config))
 
 
@@ -117,17 +163,25 @@ def test_a_directory_without_tokenizer_reads_bytes(tmp_path):
 def test_a_directory_with_tokenizer_uses_it(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = Tokenizer(models.WordLevel({"[UNK]": 0, "hello": 1, "world": 2}, unk_token="[UNK]"))
+    words = Tokenizer(
+        models.WordLevel({"[UNK]": 0, "hello": 1, "world": 2}, unk_token="[UNK]")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(
+        tmp_path
+    )
     zoo("mixtral").model.save_pretrained(tmp_path)
     assert hf.load_model(tmp_path).encode("world hello moon") == [2, 1, 0]
 
 
 def test_a_large_vocabulary_without_tokenizer_is_refused(tmp_path):
-    config = type(zoo("mixtral").model.config)(**(zoo("mixtral").model.config.to_dict() | {"vocab_size": 300}))
+    config = type(zoo("mixtral").model.config)(
+        **(zoo("mixtral").model.config.to_dict() | {"vocab_size": 300})
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(TraceError, match=r"expected a tokenizer .* or a byte-level vocabulary"):
+    with pytest.raises(
+        TraceError, match=r"expected a tokenizer .* or a byte-level vocabulary"
+    ):
         hf.load_model(tmp_path)
 
 

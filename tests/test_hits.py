@@ -1,4 +1,6 @@
-"""Hit rates by cache and size: the same as one replay at a time, and never above who knows the future."""
+"""Hit rates by cache and size: the same as one replay at a time, and never above who
+knows the future.
+"""
 
 import json
 
@@ -19,11 +21,15 @@ def test_every_cell_is_a_replay_of_its_own(trace):
     rates = moesim.hit_rates(trace, ["lru", "lfu"], [0.25, 0.5])
     for name in rates.columns:
         for ratio in rates.index:
-            alone = moesim.replay_cache(trace, name, memory=moesim.MemoryOptions(cache_ratio=ratio))
+            alone = moesim.replay_cache(
+                trace, name, memory=moesim.MemoryOptions(cache_ratio=ratio)
+            )
             assert rates.loc[ratio, name] == alone["hit_rate_active"]
 
 
-def test_nobody_hits_more_often_than_belady_and_a_whole_cache_misses_first_uses_only(trace):
+def test_nobody_hits_more_often_than_belady_and_a_whole_cache_misses_first_uses_only(
+    trace,
+):
     rates = moesim.hit_rates(trace, ["lru", "lfu", "sieve", "belady"], [0.25, 0.5, 1.0])
     assert (rates["belady"] >= rates.max(axis=1)).all()
     assert len(set(rates.loc[1.0])) == 1
@@ -32,11 +38,27 @@ def test_nobody_hits_more_often_than_belady_and_a_whole_cache_misses_first_uses_
 
 def test_the_command_prints_draws_and_writes_them(capsys, monkeypatch, trace, tmp_path):
     run = runner(capsys, monkeypatch, tmp_path)
-    words = ("hits", trace, "--caches", "lru,lfu:decay=0.9,variant=perfect", "--cache-ratios", "0.25,0.5")
-    code, out, _ = run(*words, "--png", tmp_path / "h.svg", "--table", tmp_path / "h.parquet")
+    words = (
+        "hits",
+        trace,
+        "--caches",
+        "lru,lfu:decay=0.9,variant=perfect",
+        "--cache-ratios",
+        "0.25,0.5",
+    )
+    code, out, _ = run(
+        *words, "--png", tmp_path / "h.svg", "--table", tmp_path / "h.parquet"
+    )
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()[:3]] == ["cache", "lru", "lfu:decay=0.9,variant=perfect"]
+    assert [line.split()[0] for line in out.splitlines()[:3]] == [
+        "cache",
+        "lru",
+        "lfu:decay=0.9,variant=perfect",
+    ]
     rates = pd.read_parquet(tmp_path / "h.parquet").set_index("cache_ratio")
     found = json.loads(run(*words, "--json")[1])
-    assert found == {name: {str(r): rates.loc[r, name] for r in (0.25, 0.5)} for name in rates.columns}
+    assert found == {
+        name: {str(r): rates.loc[r, name] for r in (0.25, 0.5)}
+        for name in rates.columns
+    }
     assert (tmp_path / "h.svg").read_text().startswith("<?xml")

@@ -1,4 +1,6 @@
-"""docs/import.md is executed: its five commands, and what they print; and the commands around them."""
+"""docs/import.md is executed: its five commands, and what they print; and the commands
+around them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ import pytest
 from test_importers import bring
 from typer.testing import CliRunner
 
-from moesim import cli, cli_trace
-from moesim.cli_trace_more import add_commands, import_options
+from moesim import cli
+from moesim.cli import trace as cli_trace
+from moesim.cli.trace_more import add_commands, import_options
 
 PAGE = Path(__file__).parents[1] / "docs" / "import.md"
 add_commands(cli_trace.app)
@@ -28,7 +31,10 @@ def run(*arguments, code=0):
 def test_the_page_in_five_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files.llama_cpp(tmp_path / "moe_trace.csv", files.routing(((4, 36),)))
-    blocks = [block.splitlines() for block in re.findall(r"```console\n\$ (.*?)```", PAGE.read_text(), re.DOTALL)]
+    blocks = [
+        block.splitlines()
+        for block in re.findall(r"```console\n\$ (.*?)```", PAGE.read_text(), re.DOTALL)
+    ]
     assert len(blocks) == 5
     for command, *expected in blocks:
         program, *arguments = shlex.split(command)
@@ -58,15 +64,28 @@ def test_check_warns_with_its_exit_code(tmp_path):
     result = run("trace", "check", trace.path, code=1)
     assert "warning: 1 sequences are copies of others (1 = 0)" in result.output
     told = json.loads(run("trace", "check", trace.path, "--json", code=1).output)
-    assert (told["trusted"], [one["kind"] for one in told["findings"]]) == (False, ["copy"])
+    assert (told["trusted"], [one["kind"] for one in told["findings"]]) == (
+        False,
+        ["copy"],
+    )
 
 
 def test_export_and_check_residency(tmp_path):
     _, trace = bring(files.route_trace(tmp_path / "dump", files.routing()))
-    assert "records" in run("trace", "export", trace.path, tmp_path / "t.bin", "--to", "oracle-general").output
+    assert (
+        "records"
+        in run(
+            "trace", "export", trace.path, tmp_path / "t.bin", "--to", "oracle-general"
+        ).output
+    )
     result = run("trace", "check-residency", trace.path, "--cache", "1KiB")
-    assert "decode: 78 accesses, 100.00% agree; hits 0.0% in the engine, 0.0% in the replay" in result.output
-    told = json.loads(run("trace", "check-residency", trace.path, "--cache", "48000", "--json").output)
+    assert (
+        "decode: 78 accesses, 100.00% agree; hits 0.0% in the engine, 0.0% in the"
+        " replay" in result.output
+    )
+    told = json.loads(
+        run("trace", "check-residency", trace.path, "--cache", "48000", "--json").output
+    )
     assert told["phases"]["decode"]["only_replay"] > 0
 
 
@@ -74,16 +93,34 @@ def test_export_and_check_residency(tmp_path):
     ("arguments", "message"),
     [
         (["--tokens", "5"], "either --like TRACE or --shape MODEL"),
-        (["--tokens", "5", "--like", "x", "--skew", "1"], "--skew states what --like measures"),
+        (
+            ["--tokens", "5", "--like", "x", "--skew", "1"],
+            "--skew states what --like measures",
+        ),
         (["--tokens", "0", "--like", "x"], "tokens"),
     ],
 )
 def test_synth_options_that_contradict(tmp_path, arguments, message):
-    assert message in run("trace", "synth", tmp_path / "t.parquet", *arguments, code=2).stderr
+    assert (
+        message
+        in run("trace", "synth", tmp_path / "t.parquet", *arguments, code=2).stderr
+    )
 
 
 def test_synth_of_a_model_nobody_recorded(tmp_path):
     shape = "layers=2,experts=8,top_k=2,expert_bytes=1MiB"
-    run("trace", "synth", tmp_path / "t.parquet", "--shape", shape, "--tokens", "1e2", "--skew", "1", "--prompt", "4")
+    run(
+        "trace",
+        "synth",
+        tmp_path / "t.parquet",
+        "--shape",
+        shape,
+        "--tokens",
+        "1e2",
+        "--skew",
+        "1",
+        "--prompt",
+        "4",
+    )
     told = json.loads(run("trace", "info", tmp_path / "t.parquet", "--json").output)
     assert (told["prefill_tokens"], told["decode_tokens"]) == (4, 96)

@@ -6,16 +6,21 @@ import foreign_files as files
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from moesim.traces.format import sorting
+from moesim.traces.format.schema import Phase
+from moesim.traces.importers import hf_router_logits, route_trace, sglang, vllm
+from moesim.traces.importers.readers import foreign
 from test_importers import WRITERS, bring, write
-
-from traces import foreign, sorting
-from traces.importers import hf_router_logits, route_trace, sglang, vllm
-from traces.schema import Phase
 
 
 def told(trace, columns=()):
     return [
-        [rows.pos.tolist(), rows.phase.tolist(), rows.experts.tolist(), *(rows.columns[n].tolist() for n in columns)]
+        [
+            rows.pos.tolist(),
+            rows.phase.tolist(),
+            rows.experts.tolist(),
+            *(rows.columns[n].tolist() for n in columns),
+        ]
         for rows in trace.sequences(columns)
     ]
 
@@ -23,7 +28,8 @@ def told(trace, columns=()):
 @pytest.mark.parametrize("name", [name for name in WRITERS if name != "columns_csv"])
 def test_parts_of_any_size_are_the_whole(tmp_path, monkeypatch, name):
     """Texts in parts of a line, arrays of a token, passes one by one."""
-    source, options = write(tmp_path, name), WRITERS[name][2]
+    source = write(tmp_path, name)
+    options = WRITERS[name][2]
     columns = ("weights",) if "weights" in WRITERS[name][3] else ()
     whole = told(bring(source, options)[1], columns)
     monkeypatch.setattr(foreign, "TEXT_BYTES", 40)
@@ -34,7 +40,9 @@ def test_parts_of_any_size_are_the_whole(tmp_path, monkeypatch, name):
 
 def lines_of(path):
     lines = path.read_text().splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith("turn")) + 1
+    first = (
+        next(number for number, line in enumerate(lines) if line.startswith("turn")) + 1
+    )
     return lines[:first], lines[first:]
 
 
@@ -43,7 +51,8 @@ def test_route_trace_lines_that_stand_apart_are_sorted(tmp_path, monkeypatch, li
     monkeypatch.setattr(sorting, "IN_MEMORY_BYTES", limit)
     path = files.route_trace(tmp_path / "dump", files.routing())
     _, trace = bring(path)
-    whole, residency = told(trace, ("weights",)), pq.read_table(route_trace.residency_path(trace.path))
+    whole = told(trace, ("weights",))
+    residency = pq.read_table(route_trace.residency_path(trace.path))
     head, rows = lines_of(path)
     order = np.random.default_rng(0).permutation(len(rows))
     path.write_text("\n".join([*head, *(rows[row] for row in order)]) + "\n")
@@ -77,6 +86,14 @@ def test_vllm_a_prompt_alone_is_a_prompt(tmp_path):
 def test_a_packed_npz_streams_and_its_sum_is_checked(tmp_path):
     arrays = files.hf_arrays(files.routing())
     np.savez_compressed(tmp_path / "dump.npz", **arrays)
-    packed = told(bring(tmp_path / "dump.npz", {"batch": "2"})[1], ("weights", "scores"))
-    np.savez(tmp_path / "dump.npz", **{name: np.asfortranarray(array) for name, array in arrays.items()})
-    assert told(bring(tmp_path / "dump.npz", {"batch": "2"})[1], ("weights", "scores")) == packed
+    packed = told(
+        bring(tmp_path / "dump.npz", {"batch": "2"})[1], ("weights", "scores")
+    )
+    np.savez(
+        tmp_path / "dump.npz",
+        **{name: np.asfortranarray(array) for name, array in arrays.items()},
+    )
+    assert (
+        told(bring(tmp_path / "dump.npz", {"batch": "2"})[1], ("weights", "scores"))
+        == packed
+    )

@@ -1,4 +1,6 @@
-"""Every importer gives back the routing its writer was given; every broken file is one line and no trace."""
+"""Every importer gives back the routing its writer was given; every broken file is one
+line and no trace.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,25 @@ import random
 import foreign_files as files
 import numpy as np
 import pytest
-
-from traces.errors import TraceError
-from traces.importers import import_trace, importers
-from traces.models import model_shape
-from traces.reader import open_trace
-from traces.schema import Phase
+from moesim.traces.errors import TraceError
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import Phase
+from moesim.traces.importers import import_trace, importers
+from moesim.traces.models import model_shape
 
 WRITERS = {
-    # file name without meaning -> (writer, importer, options, what comes back: sequences, phases, weights, ragged)
+    # file name without meaning -> (writer, importer, options, what comes back:
+    # sequences, phases, weights, ragged)
     "sglang_per_token": (files.sglang_per_token, "sglang", {}, "all phases"),
     "vllm_npz": (files.vllm_npz, "vllm", {}, "first phases"),
     "vllm_npy": (files.vllm_npy, "vllm", {"prompt_tokens": "5"}, "first phases"),
     "vllm_json": (files.vllm_json, "vllm", {}, "all phases"),
-    "hf_safetensors": (files.hf_safetensors, "hf_router_logits", {"batch": "2", "prompt_tokens": "4"}, "cut weights"),
+    "hf_safetensors": (
+        files.hf_safetensors,
+        "hf_router_logits",
+        {"batch": "2", "prompt_tokens": "4"},
+        "cut weights",
+    ),
     "hf_npz": (files.hf_npz, "hf_router_logits", {"batch": "2"}, "cut weights"),
     "hf_torch": (files.hf_torch, "hf_router_logits", {"batch": "2"}, "cut weights"),
     "llama_cpp": (files.llama_cpp, "llama_cpp", {}, "all phases ragged"),
@@ -31,14 +38,26 @@ WRITERS = {
     "per_token": (files.per_token, "jsonl", {}, "all phases weights"),
     "imp": (files.imp, "jsonl", {"prompt_tokens": "5"}, "first phases"),
     "routing_rows": (files.routing_rows, "routing_rows", {}, "all phases weights"),
-    "columns_csv": (files.columns_csv, "columns", files.COLUMNS_MAP, "all phases weights"),
+    "columns_csv": (
+        files.columns_csv,
+        "columns",
+        files.COLUMNS_MAP,
+        "all phases weights",
+    ),
     "columns_long": (files.columns_long, "columns", {}, "all phases weights"),
-    "moesim_unordered": (files.moesim_unordered, "moesim_trace", {}, "all phases weights"),
+    "moesim_unordered": (
+        files.moesim_unordered,
+        "moesim_trace",
+        {},
+        "all phases weights",
+    ),
 }
 
 
 def write(folder, name, truth=None):
-    """Write one foreign file; numpy insists on its endings, nobody else looks at them."""
+    """Write one foreign file; numpy insists on its endings, nobody else looks at
+    them.
+    """
     ending = {"vllm_npz": ".npz", "hf_npz": ".npz", "vllm_npy": ".npy"}.get(name, "")
     return WRITERS[name][0](folder / f"dump{ending}", truth or files.routing())
 
@@ -66,7 +85,9 @@ def test_what_was_routed_comes_back(tmp_path, name):
     expected = truth[:1] if "first" in given else truth
     assert summary.sequences == len(expected)
     columns = ("weights",) if "weights" in given else ()
-    for rows, (prompt, ids, weights, _) in zip(trace.sequences(columns), expected, strict=True):
+    for rows, (prompt, ids, weights, _) in zip(
+        trace.sequences(columns), expected, strict=True
+    ):
         tokens = min(len(one[1]) for one in truth) if "cut" in given else len(ids)
         missing = prompt - 1 if "ragged" in given else 0
         assert len(rows.pos) == tokens * files.LAYERS - missing
@@ -74,7 +95,9 @@ def test_what_was_routed_comes_back(tmp_path, name):
         if "phases" in given:
             assert ((rows.phase == Phase.PREFILL) == (rows.pos < prompt)).all()
         if columns:
-            assert np.allclose(rows.columns["weights"], weights[rows.pos, rows.layer], atol=1e-3)
+            assert np.allclose(
+                rows.columns["weights"], weights[rows.pos, rows.layer], atol=1e-3
+            )
 
 
 def test_every_importer_has_a_writer_here_or_its_own_test():
@@ -116,7 +139,9 @@ def survives(source, options):
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_mutations_by_the_hundred_never_give_a_traceback(tmp_path, name):
-    """Bytes changed, removed, doubled or exchanged at random places: only a line, or a valid trace."""
+    """Bytes changed, removed, doubled or exchanged at random places: only a line, or a
+    valid trace.
+    """
     data = write(tmp_path, name, files.routing(((3, 2), (2, 2)))).read_bytes()
     source = tmp_path / "mutant"
     dice = random.Random(name)
@@ -128,14 +153,28 @@ def test_mutations_by_the_hundred_never_give_a_traceback(tmp_path, name):
 
 
 MUTANTS = 200
-_WORDS = (b"-1", b"0", b"999999999999", b"null", b"nan", b'"x"', b"[]", b"{}", b",", b"1e9", b"\xff\xfe", b"\x00" * 8)
+_WORDS = (
+    b"-1",
+    b"0",
+    b"999999999999",
+    b"null",
+    b"nan",
+    b'"x"',
+    b"[]",
+    b"{}",
+    b",",
+    b"1e9",
+    b"\xff\xfe",
+    b"\x00" * 8,
+)
 
 
 def mutated(data, dice):
     """One to three small injuries."""
     body = bytearray(data)
     for _ in range(dice.randint(1, 3)):
-        at, length = dice.randrange(max(1, len(body))), dice.randint(1, 12)
+        at = dice.randrange(max(1, len(body)))
+        length = dice.randint(1, 12)
         kind = dice.randrange(6)
         if kind == 0:
             body[at : at + 1] = bytes([dice.randrange(256)])
@@ -146,17 +185,26 @@ def mutated(data, dice):
         elif kind == 3:
             body[at : at + dice.randint(0, 3)] = dice.choice(_WORDS)
         elif kind == 4:
-            body[at : at + 1] = bytes([(body[at] if body else 0) ^ (1 << dice.randrange(8))])
+            body[at : at + 1] = bytes(
+                [(body[at] if body else 0) ^ (1 << dice.randrange(8))]
+            )
         else:
             there = dice.randrange(max(1, len(body)))
-            body[at : at + length], body[there : there + length] = body[there : there + length], body[at : at + length]
+            body[at : at + length], body[there : there + length] = (
+                body[there : there + length],
+                body[at : at + length],
+            )
     return bytes(body)
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_shape_of_another_model_is_refused(tmp_path, name):
     source = write(tmp_path, name)
-    for change in (("layers=3", "layers=2"), ("layers=3", "layers=7"), ("experts=8", "experts=4")):
+    for change in (
+        ("layers=3", "layers=2"),
+        ("layers=3", "layers=7"),
+        ("experts=8", "experts=4"),
+    ):
         refused(source, "expected", WRITERS[name][2], files.SHAPE.replace(*change))
 
 
@@ -166,7 +214,10 @@ _DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.mark.parametrize(
     "text",
     [
-        f'{{"pos": 0, "layer": 0, "experts": [1, 2]}}\n{{"pos": 0, "layer": 1, "experts": {_DEEP}}}\n',
+        (
+            '{"pos": 0, "layer": 0, "experts": [1, 2]}\n{"pos": 0, "layer": 1,'
+            f' "experts": {_DEEP}}}\n'
+        ),
         f'{{"top_k": 2}}\n{_DEEP}\n',
         f'{{"step":0,"layer":0,"rank":0,"num_tokens":1,"topk":2,"top_indices":{_DEEP}}}\n',
         f'{{"id": "x", "choices": [{{"index": 0, "routed_experts": {_DEEP}}}]}}',
@@ -176,7 +227,10 @@ _DEEP = "[" * 100_000 + "]" * 100_000
 )
 def test_text_nested_without_end_is_one_line(tmp_path, text):
     (tmp_path / "deep").write_text(text)
-    refused(tmp_path / "deep", "found: more lists and objects in each other than can be read")
+    refused(
+        tmp_path / "deep",
+        "found: more lists and objects in each other than can be read",
+    )
 
 
 def test_an_empty_file_a_folder_and_nothing(tmp_path):
@@ -188,18 +242,35 @@ def test_an_empty_file_a_folder_and_nothing(tmp_path):
 
 def test_options_nobody_knows(tmp_path):
     source = write(tmp_path, "llama_cpp")
-    refused(source, "option colour: no importer knows it; known: batch, map, prompt_tokens", {"colour": "red"})
-    refused(source, "layout llama_cpp: option batch is unknown; known: none", {"batch": "2"})
-    refused(write(tmp_path, "hf_npz"), "option batch: expected a whole number >= 1, got 'two'", {"batch": "two"})
+    refused(
+        source,
+        "option colour: no importer knows it; known: batch, map, prompt_tokens",
+        {"colour": "red"},
+    )
+    refused(
+        source, "layout llama_cpp: option batch is unknown; known: none", {"batch": "2"}
+    )
+    refused(
+        write(tmp_path, "hf_npz"),
+        "option batch: expected a whole number >= 1, got 'two'",
+        {"batch": "two"},
+    )
 
 
 def test_what_means_nothing_is_said_in_the_notes(tmp_path):
-    """1,500 tokens of evenly drawn experts are what a naive copy of a strided tensor looks like."""
+    """1,500 tokens of evenly drawn experts are what a naive copy of a strided tensor
+    looks like.
+    """
     rng = np.random.default_rng(0)
     ids = np.argsort(rng.random((1500, 3, 8)), axis=2)[:, :, :2]
     summary, _ = bring(files.llama_cpp(tmp_path / "flat", [(5, ids, None, None)]))
-    assert any(note.startswith("routing looks drawn at random: chi-square") for note in summary.notes)
-    assert not any("random" in note for note in bring(write(tmp_path, "llama_cpp"))[0].notes)
+    assert any(
+        note.startswith("routing looks drawn at random: chi-square")
+        for note in summary.notes
+    )
+    assert not any(
+        "random" in note for note in bring(write(tmp_path, "llama_cpp"))[0].notes
+    )
 
 
 def test_provenance_names_file_and_importer(tmp_path):

@@ -9,13 +9,30 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moesim.policies.base import (
+    Assignment,
+    AssignmentPolicy,
+    CachePolicy,
+    ExpertKey,
+    PrefetchPolicy,
+    Swap,
+)
+from moesim.policies.systems import System
+from moesim.traces.timeline.spans import Timeline
 
-from policies.base import Assignment, AssignmentPolicy, CachePolicy, ExpertKey, PrefetchPolicy, Swap
-from policies.systems import System
-from tests.handmade import HandCosts, HandProfile, plan_of, registered, routed, run, shape, steps
-from traces.timeline import Timeline
+from tests.handmade import (
+    HandCosts,
+    HandProfile,
+    plan_of,
+    registered,
+    routed,
+    run,
+    shape,
+    steps,
+)
 
-LAYERS, EXPERTS = 3, 6
+LAYERS = 3
+EXPERTS = 6
 
 
 class WildAssignment(AssignmentPolicy):
@@ -27,12 +44,15 @@ class WildAssignment(AssignmentPolicy):
     def assign(self, work, view):
         count = len(work.experts)
         return Assignment(
-            self.draw.integers(0, len(work.gpu_s) + 1, count).astype(np.int8), self.draw.permutation(count)
+            self.draw.integers(0, len(work.gpu_s) + 1, count).astype(np.int8),
+            self.draw.permutation(count),
         )
 
 
 class WildPrefetch(PrefetchPolicy):
-    """Anything ahead, present or not, dropped or kept when late, taken back at every layer or not."""
+    """Anything ahead, present or not, dropped or kept when late, taken back at every
+    layer or not.
+    """
 
     def start(self, context):
         self.draw = random.Random(context.seed)
@@ -41,7 +61,9 @@ class WildPrefetch(PrefetchPolicy):
 
     def prefetch(self, work, view):
         return [
-            ExpertKey(self.draw.randrange(view.layers), self.draw.randrange(view.experts))
+            ExpertKey(
+                self.draw.randrange(view.layers), self.draw.randrange(view.experts)
+            )
             for _ in range(self.draw.randrange(4))
         ]
 
@@ -64,21 +86,28 @@ class WildCache(CachePolicy):
 
     def replacements(self, work, view):
         resident = np.flatnonzero(view.resident(work.layer))
-        absent = np.flatnonzero(~view.resident(work.layer) & ~view.in_flight(work.layer))
+        absent = np.flatnonzero(
+            ~view.resident(work.layer) & ~view.in_flight(work.layer)
+        )
         if self.draw.random() < 0.5 and len(resident) and len(absent):
-            out, into = self.draw.choice(resident.tolist()), self.draw.choice(absent.tolist())
+            out = self.draw.choice(resident.tolist())
+            into = self.draw.choice(absent.tolist())
             return [Swap(ExpertKey(work.layer, out), ExpertKey(work.layer, into))]
         return []
 
 
 @pytest.fixture(autouse=True, scope="module")
 def wild_policies():
-    with registered(assignment_wild=WildAssignment, prefetch_wild=WildPrefetch, cache_wild=WildCache):
+    with registered(
+        assignment_wild=WildAssignment, prefetch_wild=WildPrefetch, cache_wild=WildCache
+    ):
         yield
 
 
 layer_steps = st.lists(
-    st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS), min_size=LAYERS, max_size=LAYERS
+    st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS),
+    min_size=LAYERS,
+    max_size=LAYERS,
 )
 traces = st.lists(layer_steps, min_size=1, max_size=6)
 setups = st.fixed_dictionaries(
@@ -99,21 +128,49 @@ systems = st.builds(
     cache=st.sampled_from(["wild", "lru", "lfu", "none", "static"]),
     prefetch=st.sampled_from(["wild", "none"]),
 )
-contention = st.sampled_from([{}, {("cpu", "h2d"): 1.3, ("h2d", "cpu"): 1.2, ("gpu", "cpu"): 1.1, ("ssd", "h2d"): 2.0}])
+contention = st.sampled_from(
+    [
+        {},
+        {
+            ("cpu", "h2d"): 1.3,
+            ("h2d", "cpu"): 1.2,
+            ("gpu", "cpu"): 1.1,
+            ("ssd", "h2d"): 2.0,
+        },
+    ]
+)
 
 
 def replayed(trace, setup, system, slow):
     setup = dict(setup)
     sizes = [100, 150, 100] if setup.pop("unequal") else 100
-    if setup["gpus"] == 2 and setup["split"] == "experts" and "wild" in {system.cache, system.prefetch}:
+    if (
+        setup["gpus"] == 2
+        and setup["split"] == "experts"
+        and "wild" in {system.cache, system.prefetch}
+    ):
         setup["gpus"] = 1  # the wild policies speak about GPU 0 only
     if setup["gpus"] == 2 and system.cache == "wild":
         setup["gpus"] = 1
     model = shape(LAYERS, EXPERTS, expert_bytes=sizes)
-    costs = HandCosts(cpu=3.1, gpu=0.9, copy=2.3, read=3.7, dense=1.7, plan=0.1, dispatch_s=0.01, join=0.03)
+    costs = HandCosts(
+        cpu=3.1,
+        gpu=0.9,
+        copy=2.3,
+        read=3.7,
+        dense=1.7,
+        plan=0.1,
+        dispatch_s=0.01,
+        join=0.03,
+    )
     planner = plan_of(model, system, costs, **setup)
     profile = HandProfile(gpus=planner.gpus, slow=slow)
-    passes = steps(*[[routed(layer, *sorted(chosen)) for layer, chosen in enumerate(layers)] for layers in trace])
+    passes = steps(
+        *[
+            [routed(layer, *sorted(chosen)) for layer, chosen in enumerate(layers)]
+            for layers in trace
+        ]
+    )
     result, timeline = run(planner, passes, profile)
     return planner, result, timeline
 
@@ -122,9 +179,11 @@ def replayed(trace, setup, system, slow):
 @given(traces, setups, systems, contention)
 def test_every_replay_keeps_the_books(trace, setup, system, slow):
     planner, result, timeline = replayed(trace, setup, system, slow)
-    frame, accesses = timeline.frame(), timeline.access_frame()
+    frame = timeline.frame()
+    accesses = timeline.access_frame()
 
-    # every active expert is computed exactly once per layer step, on the lane that the access names
+    # every active expert is computed exactly once per layer step, on the lane that the
+    # access names
     computed = frame[frame["kind"] == "compute"]
     rows = ["step", "layer", "expert", "lane"]
     assert sorted(map(tuple, computed[rows].astype(str).to_numpy())) == sorted(
@@ -133,11 +192,16 @@ def test_every_replay_keeps_the_books(trace, setup, system, slow):
     # no lane does two things at once, none is busy longer than the run
     for _, lane in frame.groupby("lane", observed=True):
         ordered = lane.sort_values(["start_s", "end_s"])
-        assert (ordered["start_s"].to_numpy()[1:] >= ordered["end_s"].to_numpy()[:-1] - 1e-9).all()
+        assert (
+            ordered["start_s"].to_numpy()[1:] >= ordered["end_s"].to_numpy()[:-1] - 1e-9
+        ).all()
         assert (lane["end_s"] - lane["start_s"]).sum() <= result.makespan_s + 1e-9
     # bytes are whole experts
     copies = frame[frame["kind"].isin(["fetch", "prefetch", "replace", "read"])]
-    assert (copies["bytes"] == copies["layer"].map(dict(enumerate(planner.shape.expert_bytes)))).all()
+    assert (
+        copies["bytes"]
+        == copies["layer"].map(dict(enumerate(planner.shape.expert_bytes)))
+    ).all()
     # layer steps follow one another
     dense = frame[frame["kind"] == "dense"]["start_s"].to_numpy()
     assert (np.diff(dense) > 0).all()
@@ -153,12 +217,19 @@ def test_every_replay_keeps_the_books(trace, setup, system, slow):
     for gpu, tier in enumerate(planner.gpu):
         memory = tier.memory
         unstaged = (memory.state != 0) & ~memory.staged
-        used = sum(int(unstaged[layer].sum()) * size for layer, size in enumerate(memory.expert_bytes))
+        used = sum(
+            int(unstaged[layer].sum()) * size
+            for layer, size in enumerate(memory.expert_bytes)
+        )
         free = sum(memory._free_bytes)
         assert used + free == memory.size.total_bytes
         assert (memory.holds == memory.staged).all()
         assert set(np.flatnonzero(memory.staged).tolist()) == planner._ahead[gpu]
-    if planner.host is not None and system.prefetch == "none" and system.cache != "wild":
+    if (
+        planner.host is not None
+        and system.prefetch == "none"
+        and system.cache != "wild"
+    ):
         memory = planner.host.memory
         assert not memory.staged.any()
         assert not memory.holds.any()
@@ -180,7 +251,10 @@ def _initial(planner, system):
 def test_same_seed_same_bytes(trace, setup, system):
     def digest():
         _, _, timeline = replayed(trace, setup, system, {})
-        return hashlib.sha256(timeline.frame().to_csv().encode() + timeline.access_frame().to_csv().encode()).digest()
+        return hashlib.sha256(
+            timeline.frame().to_csv().encode()
+            + timeline.access_frame().to_csv().encode()
+        ).digest()
 
     assert digest() == digest()
 
@@ -188,12 +262,19 @@ def test_same_seed_same_bytes(trace, setup, system):
 @settings(max_examples=60, deadline=None)
 @given(traces, setups, systems, contention)
 def test_the_same_reports_give_the_same_plans(trace, setup, system, slow):
-    """Parity by construction: a planner fed with another's journal repeats every plan."""
-    from policies.journal import Journal, repeat
+    """Parity by construction: a planner fed with another's journal repeats every
+    plan.
+    """
+    from moesim.policies.planner.decision_log import Journal, repeat
 
     setup = {**setup, "unequal": False, "gpus": 1}
     model = shape(LAYERS, EXPERTS)
-    passes = steps(*[[routed(layer, *sorted(chosen)) for layer, chosen in enumerate(layers)] for layers in trace])
+    passes = steps(
+        *[
+            [routed(layer, *sorted(chosen)) for layer, chosen in enumerate(layers)]
+            for layers in trace
+        ]
+    )
     given = {key: value for key, value in setup.items() if key != "unequal"}
     first = plan_of(model, system, **given)
     journal = Journal(first)
@@ -204,16 +285,19 @@ def test_the_same_reports_give_the_same_plans(trace, setup, system, slow):
 
 def test_a_timeline_does_not_depend_on_where_it_is_written(tmp_path):
     """Two runs with out folders give byte-identical Parquet files."""
-    from sim.replay import Replay
+    from moesim.sim.replay import Replay
 
     def written(folder):
         planner = plan_of(shape(), System("greedy", cache="lru"), slots=2)
         profile = HandProfile()
         with Timeline(profile.lanes, folder) as timeline:
-            Replay(profile, planner.costs, planner, timeline).run(steps([routed(0, 0, 1)], [routed(0, 2)]))
+            Replay(profile, planner.costs, planner, timeline).run(
+                steps([routed(0, 0, 1)], [routed(0, 2)])
+            )
         return {p.name: p.read_bytes() for p in folder.iterdir()}
 
-    one, two = written(tmp_path / "a"), written(tmp_path / "b")
+    one = written(tmp_path / "a")
+    two = written(tmp_path / "b")
     assert one == two
     assert set(one) == {"timeline.parquet", "accesses.parquet", "steps.parquet"}
 

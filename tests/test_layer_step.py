@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from moesim.policies.systems import System
 
-from policies.systems import System
-from tests.handmade import HandCosts, HandProfile, plan_of, routed, run, shape, spans, steps
+from tests.handmade import (
+    HandCosts,
+    HandProfile,
+    plan_of,
+    routed,
+    run,
+    shape,
+    spans,
+    steps,
+)
 
 ON_GPU = System("on-demand", cache="lru")
 ON_CPU = System("all-cpu", cache="none")
@@ -16,7 +25,11 @@ def test_a_single_lane_adds_up():
     planner = plan_of(shape(), ON_CPU)
     result, timeline = run(planner, steps([routed(0, 0, 1, 2)]))
     assert result.makespan_s == 2 + 3 * 10
-    assert spans(timeline, "compute") == [("cpu", 0, 2, 12), ("cpu", 1, 12, 22), ("cpu", 2, 22, 32)]
+    assert spans(timeline, "compute") == [
+        ("cpu", 0, 2, 12),
+        ("cpu", 1, 12, 22),
+        ("cpu", 2, 22, 32),
+    ]
 
 
 def test_second_miss_waits_for_first_copy():
@@ -29,7 +42,9 @@ def test_second_miss_waits_for_first_copy():
 
 
 def test_residents_run_while_copies_are_on_their_way():
-    """Second step: expert 0 is a hit and runs at once; expert 2 evicts 1 and arrives 4 s later."""
+    """Second step: expert 0 is a hit and runs at once; expert 2 evicts 1 and arrives 4
+    s later.
+    """
     planner = plan_of(shape(), ON_GPU, slots=2)
     _, timeline = run(planner, steps([routed(0, 0, 1)], [routed(0, 0, 2)]))
     assert spans(timeline, "compute")[2:] == [("gpu0", 0, 13, 14), ("gpu0", 2, 17, 18)]
@@ -38,23 +53,46 @@ def test_residents_run_while_copies_are_on_their_way():
 
 
 def test_planning_dispatch_first_operation_join_and_activation_are_charged_once_each():
-    """dense 2, plan .5, CPU: first 1 + dispatch .25 + cold CPU 3 + 10, then .25 + 10; activation .125, join .0625."""
-    costs = HandCosts(plan=0.5, dispatch_s=0.25, first_op=1.0, cpu_first_s=3.0, activation=0.125, join=0.0625)
+    """dense 2, plan .5, CPU: first 1 + dispatch .25 + cold CPU 3 + 10, then .25 + 10;
+    activation .125, join .0625.
+    """
+    costs = HandCosts(
+        plan=0.5,
+        dispatch_s=0.25,
+        first_op=1.0,
+        cpu_first_s=3.0,
+        activation=0.125,
+        join=0.0625,
+    )
     planner = plan_of(shape(), ON_CPU, costs)
     result, timeline = run(planner, steps([routed(0, 0, 1)]))
-    assert result.makespan_s == 2 + 0.5 + (1 + 0.25 + 3 + 10) + (0.25 + 10) + 0.125 + 0.0625
-    assert timeline.frame()["kind"].tolist() == ["dense", "plan", "compute", "compute", "activation", "join"]
+    assert (
+        result.makespan_s
+        == 2 + 0.5 + (1 + 0.25 + 3 + 10) + (0.25 + 10) + 0.125 + 0.0625
+    )
+    assert timeline.frame()["kind"].tolist() == [
+        "dense",
+        "plan",
+        "compute",
+        "compute",
+        "activation",
+        "join",
+    ]
 
 
 def test_a_host_accelerator_shares_memory_and_moves_no_activations():
     planner = plan_of(shape(), ON_CPU, HandCosts(activation=0.125))
-    result, timeline = run(planner, steps([routed(0, 0)]), HandProfile(accelerator="host"))
+    result, timeline = run(
+        planner, steps([routed(0, 0)]), HandProfile(accelerator="host")
+    )
     assert result.makespan_s == 2 + 10
     assert "activation" not in set(timeline.frame()["kind"])
 
 
 def test_without_room_in_the_cache_experts_run_from_staging_and_are_gone_afterwards():
-    """No slots, one staging slot: the second copy waits for the first expert's compute to free it."""
+    """No slots, one staging slot: the second copy waits for the first expert's compute
+    to free it.
+    """
     planner = plan_of(shape(), ON_GPU, slots=0, staging=1)
     _, timeline = run(planner, steps([routed(0, 0, 1)], [routed(0, 0)]))
     assert spans(timeline, "fetch")[:2] == [("h2d0", 0, 2, 6), ("h2d0", 1, 7, 11)]
@@ -62,7 +100,9 @@ def test_without_room_in_the_cache_experts_run_from_staging_and_are_gone_afterwa
 
 
 def test_prefill_may_need_more_experts_than_fit():
-    """Four active experts, two slots: two enter, two pass through staging; all are computed."""
+    """Four active experts, two slots: two enter, two pass through staging; all are
+    computed.
+    """
     planner = plan_of(shape(), ON_GPU, slots=2, staging=2)
     _, timeline = run(planner, steps([routed(0, 0, 1, 2, 3)]))
     assert sorted(s[1] for s in spans(timeline, "compute")) == [0, 1, 2, 3]
@@ -89,11 +129,14 @@ AFTER_READ = HandCosts(factors_after_read=(("cpu", 0.5), ("h2d", 0.75), ("dense"
 
 
 def test_what_was_just_read_is_copied_sooner_and_the_dense_part_after_it_is_slower():
-    """Layer 0 reads: copy 3 instead of 4 s; layer 1 begins with a dense part of 3 instead of 2 s. The next step reads
-    nothing in layer 0, and its dense part follows a head, not a read.
+    """Layer 0 reads: copy 3 instead of 4 s; layer 1 begins with a dense part of 3
+    instead of 2 s. The next step reads nothing in layer 0, and its dense part follows a
+    head, not a read.
     """
     planner = plan_of(shape(layers=2), ON_GPU, AFTER_READ, slots=1, host_slots=2)
-    _, timeline = run(planner, steps([routed(0, 0), routed(1, 0)], [routed(0, 0), routed(1, 0)]))
+    _, timeline = run(
+        planner, steps([routed(0, 0), routed(1, 0)], [routed(0, 0), routed(1, 0)])
+    )
     assert [end - start for *_, start, end in spans(timeline, "fetch")] == [3, 3]
     assert [end - start for *_, start, end in spans(timeline, "dense")] == [2, 3, 2, 2]
 
@@ -118,9 +161,14 @@ def test_lanes_that_share_a_worker_take_turns_in_their_order():
     planner = plan_of(shape(), ON_GPU, slots=3)
     run_steps = steps([routed(0, 0)], [routed(0, 0, 1, 2)])
     _, timeline = run(planner, run_steps, profile)
-    # second step starts at 7, dense to 9; resident 0 waits behind nothing: the copy was queued first and is running
+    # second step starts at 7, dense to 9; resident 0 waits behind nothing: the copy was
+    # queued first and is running
     assert spans(timeline, "fetch")[1:] == [("h2d0", 1, 9, 13), ("h2d0", 2, 15, 19)]
-    assert spans(timeline, "compute")[1:] == [("gpu0", 0, 13, 14), ("gpu0", 1, 14, 15), ("gpu0", 2, 19, 20)]
+    assert spans(timeline, "compute")[1:] == [
+        ("gpu0", 0, 13, 14),
+        ("gpu0", 1, 14, 15),
+        ("gpu0", 2, 19, 20),
+    ]
 
 
 def test_each_gpu_of_split_layers_has_its_own_cache_and_link():
@@ -139,9 +187,11 @@ def test_experts_split_over_gpus_run_side_by_side():
 
 @pytest.mark.parametrize("slots", [0, 1, 2, 4])
 def test_events_are_counted_as_simpy_counts_them(slots):
-    """The reported number of events is the number that SimPy scheduled, but for the process's own start and end."""
-    from sim.replay import Replay
-    from traces.timeline import Timeline
+    """The reported number of events is the number that SimPy scheduled, but for the
+    process's own start and end.
+    """
+    from moesim.sim.replay import Replay
+    from moesim.traces.timeline.spans import Timeline
 
     planner = plan_of(shape(), ON_GPU, slots=slots)
     profile = HandProfile()
@@ -154,6 +204,8 @@ def test_a_calibration_fills_a_cache_that_would_start_empty():
     """Counts say expert 2 then 0: both are hits from the first step on."""
     import numpy as np
 
-    planner = plan_of(shape(), ON_GPU, slots=2, calibration=np.array([[5.0, 0.0, 9.0, 1.0]]))
+    planner = plan_of(
+        shape(), ON_GPU, slots=2, calibration=np.array([[5.0, 0.0, 9.0, 1.0]])
+    )
     _, timeline = run(planner, steps([routed(0, 0, 1, 2)]))
     assert timeline.access_frame()["state"].tolist() == ["hit", "miss", "hit"]

@@ -1,4 +1,6 @@
-"""A live model under any policy answers like the library's own: prefill and decode, any cache, any mix of lanes."""
+"""A live model under any policy answers like the library's own: prefill and decode, any
+cache, any mix of lanes.
+"""
 
 import contextlib
 import os
@@ -7,30 +9,43 @@ import time
 import numpy as np
 import pytest
 import torch
-from real_machine import LAUNCHED, ONE_WORKER, READS_TOO, Case, combinations, host_profile, system_of
+from moesim.policies.base import PolicyError, Routing, RoutingPolicy
+from moesim.policies.planner.decision_log import repeat
+from moesim.policies.planner.plan import MemoryPlan
+from moesim.policies.planner.residency import CacheSize
+from moesim.policies.systems import System
+from moesim.runtime.executor.decision_log_file import load_views, save_views
+from moesim.runtime.executor.live import TOLERANCES, verify
+from moesim.runtime.models import tiny
+from moesim.runtime.record.residual import Residual
+from moesim.traces.format.schema import Phase
+from moesim.traces.timeline.metrics import summarise
+from real_machine import (
+    LAUNCHED,
+    ONE_WORKER,
+    READS_TOO,
+    Case,
+    combinations,
+    host_profile,
+    system_of,
+)
 from test_model_swap import CONFIGS, make_checkpoint
 
-from policies.base import PolicyError, Routing, RoutingPolicy
-from policies.journal import repeat
-from policies.plan import MemoryPlan
-from policies.residency import CacheSize
-from policies.systems import System
-from runtime import tiny
-from runtime.calibrate_residual import Residual
-from runtime.live import TOLERANCES, verify
-from runtime.views import load_views, save_views
 from tests.handmade import registered
-from traces.metrics import summarise
-from traces.schema import Phase
 
-torch.set_num_threads(1)  # several helpers of one library on few cores spin more than they work
+# Several helpers of one library on few cores spin more than they work.
+torch.set_num_threads(1)
 ALL = combinations(oracles=False)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("live")
-    made = Case.make(make_checkpoint(CONFIGS[request.param](), folder / "m"), folder / "s", name=request.param)
+    made = Case.make(
+        make_checkpoint(CONFIGS[request.param](), folder / "m"),
+        folder / "s",
+        name=request.param,
+    )
     yield made
     made.store.close()
 
@@ -43,22 +58,33 @@ def trained(tmp_path_factory):
 
 
 def memory(shape, slots, *, host=None, scope="layer", budget=None):
-    """A cache of `slots` experts per layer; `host` experts in host memory, the rest on SSD."""
-    size = CacheSize.of(shape.expert_bytes, shape.experts, scope=scope, slots_per_layer=slots)
+    """A cache of `slots` experts per layer; `host` experts in host memory, the rest on
+    SSD.
+    """
+    size = CacheSize.of(
+        shape.expert_bytes, shape.experts, scope=scope, slots_per_layer=slots
+    )
     limited = None
     if host is not None:
         bytes_ = host * shape.max_expert_bytes
-        limited = CacheSize.of(shape.expert_bytes, shape.experts, scope="global", total_bytes=bytes_)
+        limited = CacheSize.of(
+            shape.expert_bytes, shape.experts, scope="global", total_bytes=bytes_
+        )
     return MemoryPlan(size, limited, 2, budget)
 
 
 def some_residual(shape):
-    vectors = np.random.default_rng(0).normal(0, 0.1, (shape.layers, shape.hidden)).astype(np.float32)
+    vectors = (
+        np.random.default_rng(0)
+        .normal(0, 0.1, (shape.layers, shape.hidden))
+        .astype(np.float32)
+    )
     return Residual(vectors)
 
 
 def test_logits_are_exact_for_every_policy(case):
-    """Each combination with other sizes, with and without SSD, at batch 1 or 4 with prompts of unequal length.
+    """Each combination with other sizes, with and without SSD, at batch 1 or 4 with
+    prompts of unequal length.
 
     Four architectures share all combinations between them, and so do the next four.
     """
@@ -67,8 +93,15 @@ def test_logits_are_exact_for_every_policy(case):
         slots = one % (case.shape.experts + 1)
         host = None if one % 2 else one % 7
         batch = 4 if one % 3 == 0 else 1
-        sizes = memory(case.shape, slots, host=host, scope="global" if one % 5 == 0 else "layer")
-        live, *_ = case.run(system_of(combination), sizes, batch=batch, residual=some_residual(case.shape))
+        sizes = memory(
+            case.shape, slots, host=host, scope="global" if one % 5 == 0 else "layer"
+        )
+        live, *_ = case.run(
+            system_of(combination),
+            sizes,
+            batch=batch,
+            residual=some_residual(case.shape),
+        )
         verdict = verify(case.plain, live.result.passes, "float32")
         assert verdict.passed, (combination, slots, host, batch, verdict)
         assert verdict.logits == batch * 4 * case.shape.vocab
@@ -79,18 +112,26 @@ def test_logits_are_exact_for_every_policy(case):
 def test_the_shipped_model_is_exact_with_prefetching(trained, batch, host):
     system = System("greedy", "lru", "residual")
     sizes = memory(trained.shape, 8, host=host)
-    live, _, timeline, _, _ = trained.run(system, sizes, batch=batch, residual=some_residual(trained.shape), new=6)
+    live, _, timeline, _, _ = trained.run(
+        system, sizes, batch=batch, residual=some_residual(trained.shape), new=6
+    )
     assert verify(trained.plain, live.result.passes, "float32").passed
     figures = summarise(timeline)
     assert figures["prefetched"] > 0
     assert (figures["bytes"]["ssd"] > 0) == (host is not None)
 
 
-@pytest.mark.parametrize("workers", [ONE_WORKER, READS_TOO], ids=["one core", "reads keep a core busy"])
+@pytest.mark.parametrize(
+    "workers", [ONE_WORKER, READS_TOO], ids=["one core", "reads keep a core busy"]
+)
 def test_any_mapping_of_lanes_to_workers_gives_the_same_answer(trained, workers):
     cores = {"cores": 1} if workers is ONE_WORKER else {}
     profile = host_profile(workers, **cores)
-    live, *_ = trained.run(System("greedy", "lru", "next-gate"), memory(trained.shape, 4, host=20), profile=profile)
+    live, *_ = trained.run(
+        System("greedy", "lru", "next-gate"),
+        memory(trained.shape, 4, host=20),
+        profile=profile,
+    )
     assert verify(trained.plain, live.result.passes, "float32").passed
 
 
@@ -102,12 +143,16 @@ def test_a_core_of_its_own_is_given_back_after_the_run(trained):
 
 
 def test_a_wrong_expert_would_be_seen(trained):
-    """The comparison above must be able to fail: exchange two experts' slots in the middle of a run."""
-    from runtime.places import Places
+    """The comparison above must be able to fail: exchange two experts' slots in the
+    middle of a run.
+    """
+    from moesim.runtime.executor.slot_map import Places
 
     straight = Places.weights
     try:
-        Places.weights = lambda self, key: straight(self, key ^ 1 if self._slot_of[key ^ 1] >= 0 else key)
+        Places.weights = lambda self, key: straight(
+            self, key ^ 1 if self._slot_of[key ^ 1] >= 0 else key
+        )
         live, *_ = trained.run(System("on-demand", "lru"), memory(trained.shape, 16))
     finally:
         Places.weights = straight
@@ -115,84 +160,150 @@ def test_a_wrong_expert_would_be_seen(trained):
 
 
 def test_padding_is_not_computed(trained):
-    """Prompts of 4 and 7 tokens: the prefill serves 11 tokens in every layer, not 14."""
-    live, _, timeline, _, _ = trained.run(System("greedy"), memory(trained.shape, 8), batch=2, new=1)
+    """Prompts of 4 and 7 tokens: the prefill serves 11 tokens in every layer, not
+    14.
+    """
+    live, _, timeline, _, _ = trained.run(
+        System("greedy"), memory(trained.shape, 8), batch=2, new=1
+    )
     first = live.result.steps[0]
     assert (first.phase, first.tokens) == (Phase.PREFILL, 11)
     assert {len(layer.routing) for layer in first.layers} == {11}
     accesses = timeline.access_frame()
-    assert accesses[accesses["step"] == 0].groupby("layer")["tokens"].sum().tolist() == [44] * 6
+    assert (
+        accesses[accesses["step"] == 0].groupby("layer")["tokens"].sum().tolist()
+        == [44] * 6
+    )
 
 
 def test_views_of_a_live_run_give_the_same_plans_elsewhere(trained, tmp_path):
-    """Journal and gate decisions go through a file; a fresh planner, fed with them, plans alike."""
+    """Journal and gate decisions go through a file; a fresh planner, fed with them,
+    plans alike.
+    """
     system = System("greedy", "lru", "residual")
     live, journal, _, fresh, _ = trained.run(
-        system, memory(trained.shape, 8, host=30), batch=2, residual=some_residual(trained.shape)
+        system,
+        memory(trained.shape, 8, host=30),
+        batch=2,
+        residual=some_residual(trained.shape),
     )
     save_views(tmp_path / "views.npz", journal.entries, live.result.steps)
     entries, steps = load_views(tmp_path / "views.npz")
     plans = repeat(entries, fresh, steps)
     assert len(plans) == len(live.result.steps) * 6
-    broken = [e._replace(answer=()) if e.call == "plan" and e.arguments[0] == 2 else e for e in entries]
+    broken = [
+        e._replace(answer=()) if e.call == "plan" and e.arguments[0] == 2 else e
+        for e in entries
+    ]
     with pytest.raises(PolicyError, match="journal: plan at step 2, layer 0"):
-        repeat(broken, trained.run(system, memory(trained.shape, 8, host=30), new=0,
-                                   residual=some_residual(trained.shape))[3], steps)  # fmt: skip
+        repeat(
+            broken,
+            trained.run(
+                system,
+                memory(trained.shape, 8, host=30),
+                new=0,
+                residual=some_residual(trained.shape),
+            )[3],
+            steps,
+        )
 
 
 def test_work_ahead_is_an_approximation_whose_plans_repeat(trained):
-    """DAOP on the shipped model: other logits than the plain model's, the same plans from the same views."""
-    system, sizes = System("daop:first_layer=1", "lru"), memory(trained.shape, 8, host=60)
+    """DAOP on the shipped model: other logits than the plain model's, the same plans
+    from the same views.
+    """
+    system = System("daop:first_layer=1", "lru")
+    sizes = memory(trained.shape, 8, host=60)
     live, journal, timeline, fresh, _ = trained.run(system, sizes, batch=3, new=6)
     assert not verify(trained.plain, live.result.passes, "float32").passed
     plans = repeat(journal.entries, fresh, live.result.steps)
-    assert any(plan.work.started is not None and plan.work.started.any() for plan in plans)
+    assert any(
+        plan.work.started is not None and plan.work.started.any() for plan in plans
+    )
     spans = timeline.frame()
-    products = set(map(tuple, spans.loc[spans["kind"] == "compute", ["step", "layer", "expert"]].to_numpy()))
-    assert {(p.work.step, p.work.layer, e) for p in plans for e in p.work.experts.tolist()} <= products
+    products = set(
+        map(
+            tuple,
+            spans.loc[
+                spans["kind"] == "compute", ["step", "layer", "expert"]
+            ].to_numpy(),
+        )
+    )
+    assert {
+        (p.work.step, p.work.layer, e) for p in plans for e in p.work.experts.tolist()
+    } <= products
 
 
 def test_verify_refuses_work_ahead_before_anything_is_loaded(tmp_path):
-    from moesim.live_runs import run_live
+    from moesim.runs.live import run_live
 
-    with pytest.raises(PolicyError, match=r"--verify: assignment policy 'daop.*approximation"):
-        run_live("tiny", ["x"], "daop", verify=True, routing="as-recorded", hw=host_profile(), store=tmp_path / "s")
+    with pytest.raises(
+        PolicyError, match=r"--verify: assignment policy 'daop.*approximation"
+    ):
+        run_live(
+            "tiny",
+            ["x"],
+            "daop",
+            verify=True,
+            routing="as-recorded",
+            hw=host_profile(),
+            store=tmp_path / "s",
+        )
 
 
-def test_a_dropped_prefetch_that_is_fetched_after_all_leaves_its_old_slot_first(trained):
-    """SMoE drops late prefetches and may stage the same experts at once: their old slots are for others by then."""
-    from policies.systems import SYSTEMS
+def test_a_dropped_prefetch_that_is_fetched_after_all_leaves_its_old_slot_first(
+    trained,
+):
+    """SMoE drops late prefetches and may stage the same experts at once: their old
+    slots are for others by then.
+    """
+    from moesim.policies.systems import SYSTEMS
 
-    size = CacheSize.of(trained.shape.expert_bytes, trained.shape.experts, slots_per_layer=8)
+    size = CacheSize.of(
+        trained.shape.expert_bytes, trained.shape.experts, slots_per_layer=8
+    )
     host = CacheSize.of(
         trained.shape.expert_bytes,
         trained.shape.experts,
         scope="global",
         total_bytes=44 * trained.shape.max_expert_bytes,
     )
-    text = list(b"import os\nimport sys\n\ndef main():\n    return 0\n\nclass Point:\n    x: int\n")
+    text = list(
+        b"import os\nimport sys\n\ndef main():\n    return 0\n\nclass Point:\n    x:"
+        b" int\n"
+    )
     live, journal, _, fresh, _ = trained.run(
         SYSTEMS["smoe"], MemoryPlan(size, host, 4), prompts=[text, text[:20]], new=8
     )
-    assert len(repeat(journal.entries, fresh, live.result.steps)) == 6 * len(live.result.steps)
+    assert len(repeat(journal.entries, fresh, live.result.steps)) == 6 * len(
+        live.result.steps
+    )
 
 
 class NextDoor(RoutingPolicy):
     """Serve each token by the expert after the one its gate chose."""
 
     def route(self, gate, view):
-        return Routing(((gate.experts + 1) % view.experts).astype(np.uint16), gate.weights)
+        return Routing(
+            ((gate.experts + 1) % view.experts).astype(np.uint16), gate.weights
+        )
 
 
 def test_a_routing_policy_replaces_experts_live(trained):
-    """What is computed is what the policy chose: accesses move by one, and logits change."""
+    """What is computed is what the policy chose: accesses move by one, and logits
+    change.
+    """
     with registered(**{"routing_next-door": NextDoor}):
-        live, _, timeline, _, _ = trained.run(System("greedy", routing="next-door"), memory(trained.shape, 8), new=2)
+        live, _, timeline, _, _ = trained.run(
+            System("greedy", routing="next-door"), memory(trained.shape, 8), new=2
+        )
     assert not verify(trained.plain, live.result.passes, "float32").passed
     accesses = timeline.access_frame()
     for step in live.result.steps:
         for layer in step.layers:
-            rows = accesses[(accesses["step"] == step.step) & (accesses["layer"] == layer.layer)]
+            rows = accesses[
+                (accesses["step"] == step.step) & (accesses["layer"] == layer.layer)
+            ]
             assert sorted(rows["expert"]) == sorted((layer.experts + 1) % 32)
 
 
@@ -206,25 +317,39 @@ class FirstRowNextDoor(RoutingPolicy):
 
 
 def test_a_token_whose_experts_stay_keeps_its_weights_to_the_bit(trained):
-    """Two sequences; only tokens of the first are served by others. The second's logits are the plain model's."""
+    """Two sequences; only tokens of the first are served by others. The second's logits
+    are the plain model's.
+    """
     with registered(**{"routing_first-row-next-door": FirstRowNextDoor}):
-        live, *_ = trained.run(System("greedy", routing="first-row-next-door"), memory(trained.shape, 8), batch=2)
+        live, *_ = trained.run(
+            System("greedy", routing="first-row-next-door"),
+            memory(trained.shape, 8),
+            batch=2,
+        )
     passes = live.result.passes
     assert not verify(trained.plain, passes, "float32").passed
     cache = None
     with torch.inference_mode():
         for one in passes:
-            out = trained.plain(**one.inputs, past_key_values=None if one.fresh else cache, use_cache=True)
+            out = trained.plain(
+                **one.inputs,
+                past_key_values=None if one.fresh else cache,
+                use_cache=True,
+            )
             cache = out.past_key_values
             expected = out.logits[1, -1]
-            assert float((expected - one.logits[1]).abs().max()) <= TOLERANCES["float32"] * float(expected.abs().max())
+            assert float((expected - one.logits[1]).abs().max()) <= TOLERANCES[
+                "float32"
+            ] * float(expected.abs().max())
 
 
-@pytest.mark.parametrize(("dtype", "label"), [("float32", "fp32"), ("bfloat16", "bf16")])
+@pytest.mark.parametrize(
+    ("dtype", "label"), [("float32", "fp32"), ("bfloat16", "bf16")]
+)
 def test_a_live_shape_names_the_dtype_of_its_store(tmp_path, dtype, label):
-    from runtime.live import live_shape
-    from runtime.model import OffloadedModel
-    from runtime.store_build import build_store
+    from moesim.runtime.executor.live import live_shape
+    from moesim.runtime.models.offloaded import OffloadedModel
+    from moesim.runtime.store.build import build_store
 
     folder = make_checkpoint(CONFIGS["mixtral"](), tmp_path / "m")
     with build_store(folder, tmp_path / "s", dtype=dtype) as store:
@@ -235,9 +360,13 @@ def test_a_live_shape_names_the_dtype_of_its_store(tmp_path, dtype, label):
 def test_generation_under_offloading_says_what_the_plain_model_says(trained):
     """Greedy decoding: the same tokens, byte for byte."""
     prompt = list(b"import os\nimport ")
-    live, *_ = trained.run(System("greedy", "lru"), memory(trained.shape, 8), new=12, prompts=[prompt])
+    live, *_ = trained.run(
+        System("greedy", "lru"), memory(trained.shape, 8), new=12, prompts=[prompt]
+    )
     with torch.inference_mode():
-        ids = trained.plain.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+        ids = trained.plain.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False
+        )
     assert live.result.tokens == [ids[0, len(prompt) :].tolist()]
 
 
@@ -251,7 +380,7 @@ def test_residual_prefetch_without_vectors_says_how_to_get_them(trained):
         trained.run(System("greedy", "lru", "residual"), memory(trained.shape, 8))
 
 
-# -- CUDA ----------------------------------------------------------------------------------------
+# -- CUDA ------------------------------------------------------------------------------
 
 
 class FakeStream:
@@ -274,7 +403,9 @@ class FakeEvent:
         pass
 
     def record(self, stream):
-        assert isinstance(stream, FakeStream), "on a stream that is named, whatever device is the thread's current one"
+        assert isinstance(stream, FakeStream), (
+            "on a stream that is named, whatever device is the thread's current one"
+        )
         self.at_s = time.perf_counter()
 
     def synchronize(self):
@@ -289,7 +420,7 @@ class FakeEvent:
 @pytest.fixture
 def launching(monkeypatch):
     """The CUDA device's own code, with streams and events of no device."""
-    from runtime.cuda_lanes import CudaDevice
+    from moesim.runtime.executor.cuda_device import CudaDevice
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
@@ -302,25 +433,37 @@ def launching(monkeypatch):
 
 
 def test_launching_from_the_control_thread_gives_the_same_answer(trained, launching):
-    """As on CUDA: products are launched by control, copies have a thread, slots wait for their last reader."""
+    """As on CUDA: products are launched by control, copies have a thread, slots wait
+    for their last reader.
+    """
     profile = host_profile(LAUNCHED, cores=8)
-    system, sizes = System("greedy", "lru", "next-gate"), memory(trained.shape, 3, host=40)
-    live, journal, timeline, fresh, _ = trained.run(system, sizes, batch=2, profile=profile, device=launching)
+    system = System("greedy", "lru", "next-gate")
+    sizes = memory(trained.shape, 3, host=40)
+    live, journal, timeline, fresh, _ = trained.run(
+        system, sizes, batch=2, profile=profile, device=launching
+    )
     assert verify(trained.plain, live.result.passes, "float32").passed
     assert launching._copies.waited > 0
     repeat(journal.entries, fresh, live.result.steps)
-    spans, accesses = timeline.frame(), timeline.access_frame()
+    spans = timeline.frame()
+    accesses = timeline.access_frame()
     compute = spans[spans["kind"] == "compute"]
     assert len(compute) == len(accesses)
     assert (compute["end_s"] >= compute["start_s"]).all()
     assert (spans["kind"] == "dense").sum() == 7 * len(live.result.steps)
     moved = spans[spans["kind"] == "activation"]
     assert (moved["bytes"] > 0).all()
-    assert len(moved) == accesses[accesses["lane"] == "cpu"].groupby(["step", "layer"]).ngroups > 0
+    assert (
+        len(moved)
+        == accesses[accesses["lane"] == "cpu"].groupby(["step", "layer"]).ngroups
+        > 0
+    )
 
 
 def test_device_times_stay_sharp_in_a_long_run(launching, monkeypatch):
-    """A product of 20 us, 3 hours into a run: counted from its beginning, float32 would make 0 or 1 ms of it."""
+    """A product of 20 us, 3 hours into a run: counted from its beginning, float32 would
+    make 0 or 1 ms of it.
+    """
     from types import SimpleNamespace
 
     clock = [50.0]
@@ -341,8 +484,12 @@ def test_device_times_stay_sharp_in_a_long_run(launching, monkeypatch):
     assert start_s == pytest.approx(10.0 + 3 * 3600 + 1.0, abs=1e-4)
 
 
-def test_slots_are_zeroed_before_another_stream_may_copy_into_them(launching, monkeypatch):
-    """The copy stream waits for nobody: without a wait, a late zero could overwrite an expert."""
+def test_slots_are_zeroed_before_another_stream_may_copy_into_them(
+    launching, monkeypatch
+):
+    """The copy stream waits for nobody: without a wait, a late zero could overwrite an
+    expert.
+    """
     waits = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: waits.append(device))
     launching.allocate(3, 4096)
@@ -350,12 +497,21 @@ def test_slots_are_zeroed_before_another_stream_may_copy_into_them(launching, mo
 
 
 def test_a_serial_cpu_waits_for_what_was_only_launched(trained, launching, monkeypatch):
-    """Where the device computes by itself, the last fetched product has been computed, not only launched."""
-    waits, settle = [], type(launching).settle
-    monkeypatch.setattr(type(launching), "settle", lambda self: (waits.append(1), settle(self)))
+    """Where the device computes by itself, the last fetched product has been computed,
+    not only launched.
+    """
+    waits = []
+    settle = type(launching).settle
+    monkeypatch.setattr(
+        type(launching), "settle", lambda self: (waits.append(1), settle(self))
+    )
     profile = host_profile(LAUNCHED, cores=8, **{"costs.cpu.flops_per_s": 1e9})
     live, _, timeline, _, _ = trained.run(
-        System("fiddler", "lru"), memory(trained.shape, 4), batch=4, profile=profile, device=launching
+        System("fiddler", "lru"),
+        memory(trained.shape, 4),
+        batch=4,
+        profile=profile,
+        device=launching,
     )
     assert verify(trained.plain, live.result.passes, "float32").passed
     accesses = timeline.access_frame()
@@ -369,16 +525,22 @@ if torch.cuda.is_available():
     @pytest.mark.gpu
     @pytest.mark.parametrize("combination", ALL[::5])
     def test_cuda_is_exact(tmp_path_factory, combination):
-        """The plain model on the CPU says the same, within float32 sums in another order."""
-        from runtime.cuda_lanes import CudaDevice
+        """The plain model on the CPU says the same, within float32 sums in another
+        order.
+        """
+        from moesim.runtime.executor.cuda_device import CudaDevice
 
         folder = tmp_path_factory.mktemp("cuda")
         on_gpu = Case.make(tiny.tiny_dir(), folder / "s", device="cuda")
         profile = host_profile(LAUNCHED, accelerator="cuda", cores=8)
         live, journal, _, fresh, _ = on_gpu.run(
-            system_of(combination), memory(on_gpu.shape, 8, host=40), batch=4, profile=profile, device=CudaDevice(),
+            system_of(combination),
+            memory(on_gpu.shape, 8, host=40),
+            batch=4,
+            profile=profile,
+            device=CudaDevice(),
             residual=some_residual(on_gpu.shape),
-        )  # fmt: skip
+        )
         assert verify(on_gpu.plain, live.result.passes, "float32").passed
         repeat(journal.entries, fresh, live.result.steps)
         on_gpu.store.close()

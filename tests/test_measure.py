@@ -1,4 +1,6 @@
-"""The measurement really works through memory, disk and threads, and says plausible things about this machine."""
+"""The measurement really works through memory, disk and threads, and says plausible
+things about this machine.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +12,42 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from hwprofiles.costs import Costs
-from hwprofiles.profile import load_profile
-from traces.schema import ModelShape
+from moesim.hwprofiles.costs import Costs
+from moesim.hwprofiles.profile import load_profile
+from moesim.traces.format.schema import ModelShape
 
 torch = pytest.importorskip("torch", reason="the runtime extra is not installed")
 
-from runtime import measure_disk, measure_lanes  # noqa: E402
-from runtime.direct_io import DirectFile  # noqa: E402
-from runtime.errors import RuntimeFault  # noqa: E402
-from runtime.measure import _workers, measure  # noqa: E402
-from runtime.measure_dense import DenseLayer  # noqa: E402
-from runtime.measure_experts import CopyPool, ExpertPool, Size, last_level_cache_bytes, pool_bytes  # noqa: E402
-from runtime.measure_lanes import LaneWork, measure_contention  # noqa: E402
-from runtime.measure_timing import Findings, sample  # noqa: E402
+from moesim.runtime.errors import RuntimeFault  # noqa: E402
+from moesim.runtime.measure import disk as measure_disk  # noqa: E402
+from moesim.runtime.measure import lanes as measure_lanes  # noqa: E402
+from moesim.runtime.measure.dense import DenseLayer  # noqa: E402
+from moesim.runtime.measure.experts import (  # noqa: E402
+    CopyPool,
+    ExpertPool,
+    Size,
+    last_level_cache_bytes,
+    pool_bytes,
+)
+from moesim.runtime.measure.lanes import LaneWork, measure_contention  # noqa: E402
+from moesim.runtime.measure.profile import _workers, measure  # noqa: E402
+from moesim.runtime.measure.timing import Findings, sample  # noqa: E402
+from moesim.runtime.store.direct_io import DirectFile  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
-SHAPE = ModelShape("small", 4, 16, 4, 512, 512, (3 * 512 * 512 * 4,) * 4, 1 << 20, heads=8, kv_heads=8, head_dim=64)
+SHAPE = ModelShape(
+    "small",
+    4,
+    16,
+    4,
+    512,
+    512,
+    (3 * 512 * 512 * 4,) * 4,
+    1 << 20,
+    heads=8,
+    kv_heads=8,
+    head_dim=64,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +55,12 @@ def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measured")
     told = []
     begin = time.perf_counter()
-    profile = measure(SHAPE, folder / "hw.toml", quick=True, progress=lambda what, done: told.append((what, done)))
+    profile = measure(
+        SHAPE,
+        folder / "hw.toml",
+        quick=True,
+        progress=lambda what, done: told.append((what, done)),
+    )
     return profile, folder, told, time.perf_counter() - begin
 
 
@@ -55,7 +80,11 @@ def test_the_file_is_the_profile_and_nothing_else_is_left_behind(measured):
 
 def test_rates_are_those_of_a_machine_that_exists(measured):
     profile, _, _, _ = measured
-    for path in ("costs.cpu.bytes_per_s", "costs.h2d.bytes_per_s", "costs.gpu.bytes_per_s"):
+    for path in (
+        "costs.cpu.bytes_per_s",
+        "costs.h2d.bytes_per_s",
+        "costs.gpu.bytes_per_s",
+    ):
         assert 0.5e9 < profile.number(path) < 5000e9, path
     assert 1e9 < profile.number("costs.cpu.flops_per_s") < 1e15
     for path, quantity in profile.numbers.items():
@@ -65,7 +94,9 @@ def test_rates_are_those_of_a_machine_that_exists(measured):
             assert 0 <= quantity.value < 0.1, path
 
 
-def test_the_costs_of_a_model_follow_and_nothing_is_extrapolated_at_its_own_size(measured):
+def test_the_costs_of_a_model_follow_and_nothing_is_extrapolated_at_its_own_size(
+    measured,
+):
     profile, _, _, _ = measured
     costs = Costs(profile, SHAPE)
     seconds = costs.cpu_s(0, np.array([1, 4, 16, 64]))
@@ -80,7 +111,10 @@ def test_the_costs_of_a_model_follow_and_nothing_is_extrapolated_at_its_own_size
 
 
 def test_busy_workers_never_exceed_cores():
-    assert _workers(1, 0, reads_share=False) == {"cpu": ("control", "cpu", "gpu0", "h2d0", "d2h0"), "ssd": ("ssd",)}
+    assert _workers(1, 0, reads_share=False) == {
+        "cpu": ("control", "cpu", "gpu0", "h2d0", "d2h0"),
+        "ssd": ("ssd",),
+    }
     assert _workers(2, 0, reads_share=False)["cpu"] == ("control", "cpu")
     assert _workers(2, 0, reads_share=True)["cpu"] == ("control", "ssd", "cpu")
     assert _workers(16, 2, reads_share=False)["control"] == ("control",)
@@ -88,10 +122,17 @@ def test_busy_workers_never_exceed_cores():
 
 
 def test_every_byte_that_is_read_was_written_before():
-    """Memory that was never written maps to one zero page, which reads three times too fast."""
+    """Memory that was never written maps to one zero page, which reads three times too
+    fast.
+    """
     pool = ExpertPool(Size(64, 32), torch.float32, total_bytes=1 << 20)
     for slot in range(pool.slots.slots):
-        assert pool.slots.record(slot)[: pool.layout.expert_bytes].view(torch.float32).ne(0).any(), slot
+        assert (
+            pool.slots.record(slot)[: pool.layout.expert_bytes]
+            .view(torch.float32)
+            .ne(0)
+            .any()
+        ), slot
     copies = CopyPool(1 << 20)
     assert copies.source.ne(0).all()
     assert copies.target.ne(0).all()
@@ -99,7 +140,7 @@ def test_every_byte_that_is_read_was_written_before():
 
 GROWTH = """
 import psutil
-from runtime.measure_experts import CopyPool
+from moesim.runtime.measure.experts import CopyPool
 resident_bytes = lambda: psutil.Process().memory_info().rss
 before = resident_bytes()
 copies = CopyPool(64 << 20)
@@ -108,8 +149,16 @@ print((resident_bytes() - before) / len(copies.source))
 
 
 def test_written_memory_is_really_there():
-    """A process of its own, where no other test frees memory meanwhile, grows by what the pools hold: 128 MiB."""
-    done = subprocess.run([sys.executable, "-c", GROWTH], cwd=ROOT, capture_output=True, text=True, check=True)
+    """A process of its own, where no other test frees memory meanwhile, grows by what
+    the pools hold: 128 MiB.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", GROWTH],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert 1.9 < float(done.stdout) < 2.5
 
 
@@ -132,7 +181,9 @@ def test_each_run_takes_the_next_expert_and_computes_it():
 def test_copies_move_what_they_say():
     pool = CopyPool(1 << 12)
     pool.work(1 << 10)(1)
-    assert (pool.target == 1).nonzero().flatten().tolist() == list(range(1 << 10, 2 << 10))
+    assert (pool.target == 1).nonzero().flatten().tolist() == list(
+        range(1 << 10, 2 << 10)
+    )
 
 
 def test_sampling_counts_only_what_follows_the_warm_up():
@@ -155,16 +206,22 @@ def test_a_dense_layer_counts_its_bytes_and_flops():
 def test_a_memory_file_system_is_said_and_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(measure_disk, "_file_system", lambda _: "tmpfs")
     findings = Findings("2026-01-01")
-    report = measure_disk.measure_disk(findings, tmp_path, file_bytes=1 << 20, seconds=0.01)
+    report = measure_disk.measure_disk(
+        findings, tmp_path, file_bytes=1 << 20, seconds=0.01
+    )
     assert "tmpfs" in report.words
     assert report.core_share is None
     assert findings.numbers == {}
 
 
 def test_reads_through_the_page_cache_are_called_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure_disk, "DirectFile", lambda path: DirectFile(path, direct=False))
+    monkeypatch.setattr(
+        measure_disk, "DirectFile", lambda path: DirectFile(path, direct=False)
+    )
     findings = Findings("2026-01-01")
-    report = measure_disk.measure_disk(findings, tmp_path, file_bytes=16 << 20, seconds=0.05)
+    report = measure_disk.measure_disk(
+        findings, tmp_path, file_bytes=16 << 20, seconds=0.05
+    )
     assert "page cache" in report.words
     assert "page cache" in findings.numbers["costs.ssd.bytes_per_s"].source
     assert list(tmp_path.iterdir()) == []
@@ -172,9 +229,16 @@ def test_reads_through_the_page_cache_are_called_so(tmp_path, monkeypatch):
 
 def test_a_full_or_missing_disk_is_one_line(tmp_path):
     with pytest.raises(RuntimeFault, match=r"fewer than .* MiB are free"):
-        measure_disk.measure_disk(Findings("2026-01-01"), tmp_path, file_bytes=1 << 60, seconds=0.01)
+        measure_disk.measure_disk(
+            Findings("2026-01-01"), tmp_path, file_bytes=1 << 60, seconds=0.01
+        )
     with pytest.raises(RuntimeFault, match="cannot measure reads: No such file"):
-        measure_disk.measure_disk(Findings("2026-01-01"), tmp_path / "absent", file_bytes=1 << 20, seconds=0.01)
+        measure_disk.measure_disk(
+            Findings("2026-01-01"),
+            tmp_path / "absent",
+            file_bytes=1 << 20,
+            seconds=0.01,
+        )
 
 
 def test_a_neighbour_that_fails_is_heard_and_nobody_waits_for_it():
@@ -183,12 +247,20 @@ def test_a_neighbour_that_fails_is_heard_and_nobody_waits_for_it():
 
     lanes = {"cpu": LaneWork(1, lambda _: None), "gpu": LaneWork(1, fail)}
     with pytest.raises(RuntimeFault, match="the neighbour broke"):
-        measure_contention(Findings("2026-01-01"), lanes, [("cpu", "gpu")], seconds=0.01)
-    assert not [thread for thread in threading.enumerate() if thread.name == "measured-neighbour"]
+        measure_contention(
+            Findings("2026-01-01"), lanes, [("cpu", "gpu")], seconds=0.01
+        )
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "measured-neighbour"
+    ]
 
 
 def test_contention_is_the_ratio_beside_over_alone():
-    """A neighbour that mostly holds the one lock makes its victim wait; it does so asleep, so load changes little."""
+    """A neighbour that mostly holds the one lock makes its victim wait; it does so
+    asleep, so load changes little.
+    """
     lock = threading.Lock()
 
     def hold(asleep_s, away_s):
@@ -197,7 +269,10 @@ def test_contention_is_the_ratio_beside_over_alone():
         time.sleep(away_s)
 
     findings = Findings("2026-01-01")
-    lanes = {"cpu": LaneWork(1, lambda _: hold(1e-4, 0)), "gpu": LaneWork(1, lambda _: hold(8e-3, 1e-3))}
+    lanes = {
+        "cpu": LaneWork(1, lambda _: hold(1e-4, 0)),
+        "gpu": LaneWork(1, lambda _: hold(8e-3, 1e-3)),
+    }
     measure_contention(findings, lanes, [("cpu", "gpu")], seconds=0.3)
     assert findings.numbers["contention.cpu.gpu"].value > 1.2
 
@@ -205,6 +280,10 @@ def test_contention_is_the_ratio_beside_over_alone():
 def test_dispatch_leaves_no_thread_behind():
     findings = Findings("2026-01-01")
     measure_lanes.measure_dispatch(findings, seconds=0.05)
-    assert set(findings.numbers) == {f"costs.dispatch.{key}" for key in ("first_op_s", "per_op_s", "join_s")}
+    assert set(findings.numbers) == {
+        f"costs.dispatch.{key}" for key in ("first_op_s", "per_op_s", "join_s")
+    }
     assert all(0 < number.value < 1 for number in findings.numbers.values())
-    assert not [thread for thread in threading.enumerate() if thread.name == "measured-lane"]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "measured-lane"
+    ]

@@ -1,6 +1,7 @@
 """A model whose experts are ours answers like the library's own model.
 
-Seven architectures, tiny and random: weights with a spread that makes every expert matter, biases that are not zero.
+Seven architectures, tiny and random: weights with a spread that makes every expert
+matter, biases that are not zero.
 """
 
 import json
@@ -9,14 +10,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch.nn import functional
-from transformers import AutoModelForCausalLM
-
-from runtime import tiny
-from runtime.errors import StoreError
-from runtime.expert_math import (
+from moesim.runtime.errors import StoreError
+from moesim.runtime.models import tiny
+from moesim.runtime.models.expert_math import (
     ALPHA_SWIGLU,
     MODULE_GATING,
     UNUSED,
@@ -28,10 +24,14 @@ from runtime.expert_math import (
     pack_layout,
     swiglu_layout,
 )
-from runtime.hf import read_gate, tensor_bytes
-from runtime.model import OffloadedModel, StoreExperts
-from runtime.sources import CheckpointSource, layout_of, moe_blocks
-from runtime.store_build import build_store
+from moesim.runtime.models.hf import read_gate, tensor_bytes
+from moesim.runtime.models.offloaded import OffloadedModel, StoreExperts
+from moesim.runtime.store.build import build_store
+from moesim.runtime.store.sources import CheckpointSource, layout_of, moe_blocks
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 TOLERANCE = 1e-5
 VOCABULARY = 97
@@ -48,15 +48,28 @@ _SIZES = {
     "pad_token_id": None,
 }
 _EIGHT = {"num_experts": 8, "num_experts_per_tok": 3}
-_EIGHT_LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}
+_EIGHT_LOCAL = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 48,
+}
 
 CONFIGS = {
     "mixtral": lambda: transformers.MixtralConfig(**_SIZES, **_EIGHT_LOCAL),
     "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
-        **_SIZES, **_EIGHT, intermediate_size=64, moe_intermediate_size=24, shared_expert_intermediate_size=40
+        **_SIZES,
+        **_EIGHT,
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
     ),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
-        **_SIZES, **_EIGHT, intermediate_size=64, moe_intermediate_size=24, head_dim=8, norm_topk_prob=True
+        **_SIZES,
+        **_EIGHT,
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        head_dim=8,
+        norm_topk_prob=True,
     ),
     "olmoe": lambda: transformers.OlmoeConfig(**_SIZES, **_EIGHT, intermediate_size=24),
     "deepseek-v2": lambda: transformers.DeepseekV2Config(
@@ -100,11 +113,15 @@ def make_checkpoint(config, directory):
 
 
 class Swapped:
-    """One architecture: its directory, the library's model, its store, and the model with our experts."""
+    """One architecture: its directory, the library's model, its store, and the model
+    with our experts.
+    """
 
     def __init__(self, name, directory):
         self.directory = make_checkpoint(CONFIGS[name](), directory / name)
-        self.plain = AutoModelForCausalLM.from_pretrained(self.directory, experts_implementation="eager").eval()
+        self.plain = AutoModelForCausalLM.from_pretrained(
+            self.directory, experts_implementation="eager"
+        ).eval()
         self.store = build_store(self.directory, directory / f"{name}-store")
         self.offloaded = OffloadedModel.load(self.directory)
         self.offloaded.handler = StoreExperts(self.store)
@@ -118,13 +135,17 @@ def swapped(request, tmp_path_factory):
 
 
 def largest_difference(plain, ours, batch, *, prompt=9, steps=3):
-    """Run prefill and some decode steps on both; the largest logit difference of any step.
+    """Run prefill and some decode steps on both; the largest logit difference of any
+    step.
 
-    Relative to the largest logit where that exceeds 1, as `moesim run --verify` counts: a trained model's logits
-    are large, and float32 rounding grows with them.
+    Relative to the largest logit where that exceeds 1, as `moesim run --verify` counts:
+    a trained model's logits are large, and float32 rounding grows with them.
     """
-    tokens = torch.randint(0, VOCABULARY, (batch, prompt), generator=torch.Generator().manual_seed(batch))
-    largest, caches = 0.0, [None, None]
+    tokens = torch.randint(
+        0, VOCABULARY, (batch, prompt), generator=torch.Generator().manual_seed(batch)
+    )
+    largest = 0.0
+    caches = [None, None]
     with torch.inference_mode():
         for _ in range(1 + steps):
             outs = [
@@ -133,7 +154,9 @@ def largest_difference(plain, ours, batch, *, prompt=9, steps=3):
             ]
             caches = [out.past_key_values for out in outs]
             scale = max(1.0, float(outs[0].logits.abs().max()))
-            largest = max(largest, float((outs[0].logits - outs[1].logits).abs().max()) / scale)
+            largest = max(
+                largest, float((outs[0].logits - outs[1].logits).abs().max()) / scale
+            )
             tokens = outs[0].logits[:, -1:].argmax(-1)
     assert caches[1].get_seq_length() == prompt + steps
     return largest
@@ -141,18 +164,23 @@ def largest_difference(plain, ours, batch, *, prompt=9, steps=3):
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_logits_equal_the_plain_models_in_prefill_and_decode(swapped, batch):
-    assert largest_difference(swapped.plain, swapped.offloaded.model, batch) <= TOLERANCE
+    assert (
+        largest_difference(swapped.plain, swapped.offloaded.model, batch) <= TOLERANCE
+    )
 
 
 def test_every_expert_matters_to_the_comparison(swapped):
-    """Swap two experts' answers: the logits must notice, or the test above proves nothing."""
+    """Swap two experts' answers: the logits must notice, or the test above proves
+    nothing.
+    """
 
     class Crossed(StoreExperts):
         def experts(self, layer, hidden, index, weights):
             return super().experts(layer, hidden, index ^ 1, weights)
 
     ours = swapped.offloaded
-    straight, ours.handler = ours.handler, Crossed(swapped.store)
+    straight = ours.handler
+    ours.handler = Crossed(swapped.store)
     try:
         assert largest_difference(swapped.plain, ours.model, 1) > 100 * TOLERANCE
     finally:
@@ -161,14 +189,19 @@ def test_every_expert_matters_to_the_comparison(swapped):
 
 def test_expert_weights_never_enter_the_module(swapped):
     blocks = moe_blocks(swapped.plain)
-    assert [layer.name for layer in swapped.offloaded.layers] == [f"{block.name}.experts" for block in blocks]
+    assert [layer.name for layer in swapped.offloaded.layers] == [
+        f"{block.name}.experts" for block in blocks
+    ]
     for layer in swapped.offloaded.layers:
         experts = swapped.offloaded.model.get_submodule(layer.name)
         assert list(experts.parameters()) == []
         assert list(experts.buffers()) == []
     routed = sum(tensor_bytes(block.experts) for block in blocks)
     assert swapped.offloaded.dense_bytes == tensor_bytes(swapped.plain) - routed
-    assert all(parameter.device.type == "cpu" for parameter in swapped.offloaded.model.parameters())
+    assert all(
+        parameter.device.type == "cpu"
+        for parameter in swapped.offloaded.model.parameters()
+    )
 
 
 def test_one_expert_equals_the_librarys_eager_forward(swapped):
@@ -177,10 +210,17 @@ def test_one_expert_equals_the_librarys_eager_forward(swapped):
     experts = moe_blocks(swapped.plain)[0].experts
     layout = layout_of(experts, torch.float32)
     for expert in range(8):
-        weights = ExpertWeights(*(getattr(experts, spec.name)[expert] for spec in layout.tensors))
+        weights = ExpertWeights(
+            *(getattr(experts, spec.name)[expert] for spec in layout.tensors)
+        )
         with torch.inference_mode():
             expected = experts(hidden, torch.full((5, 1), expert), torch.ones(5, 1))
-            assert torch.allclose(expert_forward(weights, hidden, layout), expected, rtol=0, atol=TOLERANCE)
+            assert torch.allclose(
+                expert_forward(weights, hidden, layout),
+                expected,
+                rtol=0,
+                atol=TOLERANCE,
+            )
 
 
 def test_gates_are_seen_before_their_experts_with_the_layers_own_index(swapped):
@@ -194,7 +234,9 @@ def test_gates_are_seen_before_their_experts_with_the_layers_own_index(swapped):
             return inner.experts(layer, hidden, index, weights)
 
     ours.handler = Listening()
-    handles = ours.watch_gates(lambda layer, _hidden, output: heard.append(("gate", layer, output)))
+    handles = ours.watch_gates(
+        lambda layer, _hidden, output: heard.append(("gate", layer, output))
+    )
     try:
         with torch.inference_mode():
             ours.model(torch.arange(6)[None])
@@ -202,7 +244,9 @@ def test_gates_are_seen_before_their_experts_with_the_layers_own_index(swapped):
         ours.handler = inner
         for handle in handles:
             handle.remove()
-    assert [what[:2] for what in heard] == [(kind, layer) for layer in range(2) for kind in ("gate", "experts")]
+    assert [what[:2] for what in heard] == [
+        (kind, layer) for layer in range(2) for kind in ("gate", "experts")
+    ]
     for (_, _, gate), (_, _, index) in zip(heard[::2], heard[1::2], strict=True):
         scores, _, chosen = read_gate(gate, 8)
         assert scores.shape == (6, 8)
@@ -211,23 +255,32 @@ def test_gates_are_seen_before_their_experts_with_the_layers_own_index(swapped):
 
 
 def test_the_shipped_model_answers_the_same(tmp_path):
-    """A trained model, stored in bfloat16 and computed in float32: six layers of 32 experts."""
+    """A trained model, stored in bfloat16 and computed in float32: six layers of 32
+    experts.
+    """
     plain = tiny.load_tiny()
     with build_store(tiny.tiny_dir(), tmp_path / "s", dtype="float32") as store:
-        ours = OffloadedModel.load(tiny.tiny_dir(), StoreExperts(store), dtype=torch.float32)
+        ours = OffloadedModel.load(
+            tiny.tiny_dir(), StoreExperts(store), dtype=torch.float32
+        )
         assert (store.layers, store.experts(0)) == (6, 32)
         assert largest_difference(plain, ours.model, 2, prompt=24) <= TOLERANCE
 
 
-# -- layouts -------------------------------------------------------------------------------------
+# -- layouts ---------------------------------------------------------------------------
 
 
 def test_gpt_oss_is_recognised_as_transposed_biased_interleaved_and_clamped(tmp_path):
     source = CheckpointSource(make_checkpoint(CONFIGS["gpt-oss"](), tmp_path / "m"))
     layout = source.layouts[0]
     assert layout.transposed
-    assert [spec.name for spec in layout.tensors][2:] == ["gate_up_proj_bias", "down_proj_bias"]
-    assert layout.gating == Gating(ALPHA_SWIGLU, interleaved=True, limit=7.0, alpha=1.702)
+    assert [spec.name for spec in layout.tensors][2:] == [
+        "gate_up_proj_bias",
+        "down_proj_bias",
+    ]
+    assert layout.gating == Gating(
+        ALPHA_SWIGLU, interleaved=True, limit=7.0, alpha=1.702
+    )
 
 
 def test_a_gating_that_nobody_has_a_name_for_is_the_models_own(tmp_path, monkeypatch):
@@ -239,8 +292,11 @@ def test_a_gating_that_nobody_has_a_name_for_is_the_models_own(tmp_path, monkeyp
 
     monkeypatch.setattr(MixtralExperts, "_apply_gate", strange)
     directory = make_checkpoint(CONFIGS["mixtral"](), tmp_path / "m")
-    # The library's eager forward of Mixtral does not ask `_apply_gate`; its grouped one does.
-    plain = AutoModelForCausalLM.from_pretrained(directory, experts_implementation="batched_mm").eval()
+    # The library's eager forward of Mixtral does not ask `_apply_gate`; its grouped one
+    # does.
+    plain = AutoModelForCausalLM.from_pretrained(
+        directory, experts_implementation="batched_mm"
+    ).eval()
     with build_store(directory, tmp_path / "s") as store:
         assert store.layout(0).gating.act == MODULE_GATING
         ours = OffloadedModel.load(directory)
@@ -253,43 +309,74 @@ def test_swiglu_by_hand():
     layout = swiglu_layout(1, 1, torch.float32)
     weights = ExpertWeights(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0]]))
     expected = 3 * (2 / (1 + np.exp(-2))) * 4
-    assert float(expert_forward(weights, torch.tensor([[2.0]]), layout)) == pytest.approx(expected)
+    assert float(
+        expert_forward(weights, torch.tensor([[2.0]]), layout)
+    ) == pytest.approx(expected)
 
 
 def test_biased_transposed_clamped_expert_by_hand():
-    """Interleaved gate 9 and up -9 clamp to 7 and -7: (-7 + 1) * 7 * sigmoid(1.7 * 7) * 2 + 0.5."""
+    """Interleaved gate 9 and up -9 clamp to 7 and -7: (-7 + 1) * 7 * sigmoid(1.7 * 7) *
+    2 + 0.5.
+    """
     gating = Gating(ALPHA_SWIGLU, interleaved=True, limit=7.0, alpha=1.7)
-    shapes = {"gate_up_proj": (1, 2), "down_proj": (1, 1), "gate_up_proj_bias": (2,), "down_proj_bias": (1,)}
+    shapes = {
+        "gate_up_proj": (1, 2),
+        "down_proj": (1, 1),
+        "gate_up_proj_bias": (2,),
+        "down_proj_bias": (1,),
+    }
     layout = pack_layout(shapes, dtype=torch.float32, transposed=True, gating=gating)
     weights = ExpertWeights(
-        torch.tensor([[4.0, -4.0]]), torch.tensor([[2.0]]), torch.tensor([1.0, -1.0]), torch.tensor([0.5])
+        torch.tensor([[4.0, -4.0]]),
+        torch.tensor([[2.0]]),
+        torch.tensor([1.0, -1.0]),
+        torch.tensor([0.5]),
     )
     expected = -6 * 7 / (1 + np.exp(-1.7 * 7)) * 2 + 0.5
-    assert float(expert_forward(weights, torch.tensor([[2.0]]), layout)) == pytest.approx(expected)
+    assert float(
+        expert_forward(weights, torch.tensor([[2.0]]), layout)
+    ) == pytest.approx(expected)
 
 
 def test_an_expert_without_a_gate_is_two_products_and_an_activation():
     gating = Gating("relu2", gated=False)
-    layout = pack_layout({"up_proj": (6, 4), "down_proj": (4, 6)}, dtype=torch.float32, transposed=False, gating=gating)
+    layout = pack_layout(
+        {"up_proj": (6, 4), "down_proj": (4, 6)},
+        dtype=torch.float32,
+        transposed=False,
+        gating=gating,
+    )
     draws = torch.Generator().manual_seed(0)
-    up, down, hidden = (torch.randn(*shape, generator=draws) for shape in ((6, 4), (4, 6), (3, 4)))
+    up, down, hidden = (
+        torch.randn(*shape, generator=draws) for shape in ((6, 4), (4, 6), (3, 4))
+    )
     expected = functional.relu(hidden @ up.T) ** 2 @ down.T
-    assert torch.allclose(expert_forward(ExpertWeights(up, down), hidden, layout), expected)
+    assert torch.allclose(
+        expert_forward(ExpertWeights(up, down), hidden, layout), expected
+    )
 
 
 def test_tensors_of_a_record_are_disjoint_and_on_cache_lines():
-    """gpt-oss's four tensors in bfloat16: 2 * 5 * 6 = 60 bytes, then 30, 12 and 10, each on the next 64."""
-    shapes = {"gate_up_proj": (5, 6), "down_proj": (3, 5), "gate_up_proj_bias": (6,), "down_proj_bias": (5,)}
+    """gpt-oss's four tensors in bfloat16: 2 * 5 * 6 = 60 bytes, then 30, 12 and 10,
+    each on the next 64.
+    """
+    shapes = {
+        "gate_up_proj": (5, 6),
+        "down_proj": (3, 5),
+        "gate_up_proj_bias": (6,),
+        "down_proj_bias": (5,),
+    }
     layout = pack_layout(shapes, dtype=torch.bfloat16, transposed=True, gating=Gating())
     assert [spec.offset_bytes for spec in layout.tensors] == [0, 64, 128, 192]
     assert layout.expert_bytes == 192 + 10
     record = torch.zeros(256, dtype=torch.uint8)
     for view in layout.views(record):
         view.fill_(1.0)
-    assert int((record != 0).sum()) == 60 + 30 + 12 + 10  # bfloat16 1.0 is 0x3f80: both bytes set
+    # Bfloat16 1.0 is 0x3f80: both bytes set.
+    assert int((record != 0).sum()) == 60 + 30 + 12 + 10
 
 
-# -- grouping and combining ----------------------------------------------------------------------
+# -- grouping and combining ------------------------------------------------------------
 
 
 def test_pairs_are_grouped_by_expert_in_token_order():
@@ -307,18 +394,28 @@ def test_places_left_unused_belong_to_nobody():
 
 def test_no_tokens_are_no_groups():
     groups = group_tokens(np.empty((0, 2), dtype=np.int64))
-    assert (groups.experts.size, groups.tokens.size, groups.pairs.size, groups.starts.tolist()) == (0, 0, 0, [0])
+    assert (
+        groups.experts.size,
+        groups.tokens.size,
+        groups.pairs.size,
+        groups.starts.tolist(),
+    ) == (0, 0, 0, [0])
 
 
 def test_results_are_weighted_and_added_to_their_tokens():
-    """Token 0 takes half of expert A's 2 and all of B's 10; token 1 takes a quarter of B's 20."""
+    """Token 0 takes half of expert A's 2 and all of B's 10; token 1 takes a quarter of
+    B's 20.
+    """
     weights = torch.tensor([[0.5, 1.0], [0.25, 0.0]])
     first = (torch.tensor([0]), torch.tensor([[2.0]]))
     second = (torch.tensor([1, 2]), torch.tensor([[10.0], [20.0]]))
-    assert combine(torch.zeros(2, 1), [first, second], weights).tolist() == [[11.0], [5.0]]
+    assert combine(torch.zeros(2, 1), [first, second], weights).tolist() == [
+        [11.0],
+        [5.0],
+    ]
 
 
-# -- what does not belong together ---------------------------------------------------------------
+# -- what does not belong together -----------------------------------------------------
 
 
 def test_a_store_belongs_to_one_checkpoint(tmp_path):
@@ -330,11 +427,13 @@ def test_a_store_belongs_to_one_checkpoint(tmp_path):
     model.save_pretrained(tmp_path / "second")
     with build_store(first, tmp_path / "s") as store:
         OffloadedModel.load(first).check_store(store)
-        with pytest.raises(StoreError, match=r"found those of first \(another model or version\)"):
+        with pytest.raises(
+            StoreError, match=r"found those of first \(another model or version\)"
+        ):
             OffloadedModel.load(tmp_path / "second").check_store(store)
 
 
-# -- what cannot be offloaded --------------------------------------------------------------------
+# -- what cannot be offloaded ----------------------------------------------------------
 
 
 def test_a_dense_model_is_refused(tmp_path):
@@ -349,13 +448,19 @@ def test_a_dense_model_is_refused(tmp_path):
 def test_a_quantised_checkpoint_is_refused(tmp_path):
     directory = make_checkpoint(CONFIGS["olmoe"](), tmp_path / "m")
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(StoreError, match="expected float weights, found a quantised checkpoint"):
+    (directory / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
+    with pytest.raises(
+        StoreError, match="expected float weights, found a quantised checkpoint"
+    ):
         CheckpointSource(directory)
 
 
 def test_directories_that_are_no_models_are_refused(tmp_path):
-    with pytest.raises(StoreError, match=r"expected a Hugging Face model directory with config\.json"):
+    with pytest.raises(
+        StoreError, match=r"expected a Hugging Face model directory with config\.json"
+    ):
         OffloadedModel.load(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
     with pytest.raises(StoreError, match="not a causal language model"):
@@ -366,9 +471,18 @@ def test_a_checkpoint_without_weights_or_with_lost_ones_is_refused(tmp_path):
     directory = make_checkpoint(CONFIGS["olmoe"](), tmp_path / "m")
     weights = directory / "model.safetensors"
     with safe_open(weights, framework="pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys() if ".layers.1.mlp.experts." not in key}  # noqa: SIM118
+        tensors = {
+            key: file.get_tensor(key)
+            for key in file.keys()  # noqa: SIM118
+            if ".layers.1.mlp.experts." not in key
+        }
     save_file(tensors, weights, metadata={"format": "pt"})
-    with pytest.raises(StoreError, match=r"layers\.1\.mlp\.experts\.down_proj: no tensor in the checkpoint feeds it"):
+    with pytest.raises(
+        StoreError,
+        match=(
+            r"layers\.1\.mlp\.experts\.down_proj: no tensor in the checkpoint feeds it"
+        ),
+    ):
         CheckpointSource(directory)
     weights.write_bytes(b"\x00" * 64)
     with pytest.raises(StoreError, match=r"model\.safetensors: not a safetensors file"):

@@ -1,4 +1,6 @@
-"""Scattered operation times: seeded, of the stated distribution, and later where lanes race."""
+"""Scattered operation times: seeded, of the stated distribution, and later where lanes
+race.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +8,32 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from moesim.policies.systems import System
+from moesim.sim.contention import Operation
+from moesim.sim.noise import BLOCK, Noise
+from moesim.sim.replay import Replay
+from moesim.traces.timeline.spans import Timeline
 from small_trace import write_small_trace
 
 import moesim
-from policies.systems import System
-from sim.contention import Operation
-from sim.noise import BLOCK, Noise
-from sim.replay import Replay
 from tests.handmade import HandCosts, HandProfile, plan_of, routed, shape, steps
-from traces.timeline import Timeline
 
 
 def profile(**quantiles):
     hand = HandProfile()
     hand.curves = {}
-    hand.numbers = {f"costs.{c}.overhead_s": SimpleNamespace(quantiles=q) for c, q in quantiles.items()}
+    hand.numbers = {
+        f"costs.{c}.overhead_s": SimpleNamespace(quantiles=q)
+        for c, q in quantiles.items()
+    }
     return hand
 
 
 def makespan(machine, seed, costs=None):
     planner = plan_of(shape(), System("all-cpu", cache="none"), costs)
-    replay = Replay(machine, planner.costs, planner, Timeline(machine.lanes), noise_seed=seed)
+    replay = Replay(
+        machine, planner.costs, planner, Timeline(machine.lanes), noise_seed=seed
+    )
     return replay.run(steps(*[[routed(0, 0)]] * 50)).makespan_s
 
 
@@ -39,11 +46,18 @@ def test_a_lane_without_quantiles_keeps_its_means():
     assert makespan(profile(gpu=()), 1) == makespan(profile(), None) == 50 * 12
 
 
-@pytest.mark.parametrize(("machine", "silent"), [("rtx4060ti", True), ("two-core-host", False)])
+@pytest.mark.parametrize(
+    ("machine", "silent"), [("rtx4060ti", True), ("two-core-host", False)]
+)
 def test_a_run_says_what_was_drawn_and_whether_nothing_was(tmp_path, machine, silent):
-    """A datasheet knows no distributions, so a seed changes nothing; figures that were drawn carry their seed."""
+    """A datasheet knows no distributions, so a seed changes nothing; figures that were
+    drawn carry their seed.
+    """
     trace = write_small_trace(tmp_path / "t.parquet")
-    means, drawn = (moesim.replay(trace, "greedy", hw=machine, noise_seed=seed) for seed in (None, 3))
+    means, drawn = (
+        moesim.replay(trace, "greedy", hw=machine, noise_seed=seed)
+        for seed in (None, 3)
+    )
     assert (means.metrics["makespan_s"] == drawn.metrics["makespan_s"]) is silent
     assert [run.config["noise_seed"] for run in (means, drawn)] == [None, 3]
     assert any("nothing was drawn" in words for words in drawn.warnings) is silent
@@ -64,7 +78,9 @@ def test_factors_follow_the_quantiles():
 
 
 def test_the_latest_of_two_noisy_lanes_is_later_than_the_latest_of_their_means():
-    """CPU and GPU race at 10 s each, scattered by +-50 %: the mean of the maximum lies 1/6 above."""
+    """CPU and GPU race at 10 s each, scattered by +-50 %: the mean of the maximum lies
+    1/6 above.
+    """
     machine = profile(cpu=(0.5, 1.5), gpu=(0.5, 1.5))
     costs = HandCosts(cpu=10.0, gpu=10.0, copy=0.001, dense=0.0)
     planner = plan_of(shape(), System("greedy", cache="lru"), costs, slots=4)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from traces.picked import floats, whole_numbers
+from moesim.traces.importers.readers.column_cast import floats, whole_numbers
 
 NUMBER = np.array([[7.0, 0.5, 255.0, -3.0], [8.0, 1e30, 0.0, np.nan]])
 WHOLE = np.array([[True, False, True, True], [True, True, True, False]])
@@ -32,12 +31,16 @@ def test_one_value_beyond_its_limits_refuses_all():
 
 @pytest.mark.parametrize("column", [1, 3])
 def test_fractions_words_and_what_is_far_too_large_are_no_whole_numbers(column):
-    assert not picked([0, column], np.int64, np.iinfo(np.int64).min, np.iinfo(np.int64).max)[0]
+    assert not picked(
+        [0, column], np.int64, np.iinfo(np.int64).min, np.iinfo(np.int64).max
+    )[0]
 
 
 def test_a_table_filled_column_by_column():
     found = np.empty((2, 2), np.int32)
-    assert whole_numbers(NUMBER, WHOLE, np.array([2, 0]), np.zeros(2), np.full(2, 1e9), found.T)
+    assert whole_numbers(
+        NUMBER, WHOLE, np.array([2, 0]), np.zeros(2), np.full(2, 1e9), found.T
+    )
     assert found.tolist() == [[255, 0], [7, 8]]
 
 

@@ -9,19 +9,25 @@ import pytest
 from cache_driver import LayerStep, ListFuture, View, context, drive, shape, work
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moesim.policies.base import Gate, RunContext
+from moesim.policies.registry import find, names, resolve
+from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 
-from policies.base import Gate, RunContext
-from policies.registry import find, names, resolve
-from traces.schema import PREDICTION_COLUMNS, Phase
-
-LAYERS, EXPERTS = 3, 6
+LAYERS = 3
+EXPERTS = 6
 
 
 @st.composite
 def works(draw):
-    """A layer step: from one active expert to all, any residency, one or two GPUs, with predictions."""
-    experts = sorted(draw(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS)))
-    active, gpus, tokens = len(experts), draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    """A layer step: from one active expert to all, any residency, one or two GPUs, with
+    predictions.
+    """
+    experts = sorted(
+        draw(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS))
+    )
+    active = len(experts)
+    gpus = draw(st.integers(1, 2))
+    tokens = draw(st.integers(1, 4))
     seconds = st.floats(0, 0.1, allow_nan=False)
     times = st.lists(seconds, min_size=active, max_size=active)
     score = st.lists(st.floats(-4, 4, width=16), min_size=EXPERTS, max_size=EXPERTS)
@@ -35,20 +41,32 @@ def works(draw):
         gpu_s=[draw(times) for _ in range(gpus)],
         arrive_s=[draw(times) for _ in range(gpus)],
         state=draw(st.lists(st.integers(0, 2), min_size=active, max_size=active)),
-        routing=[draw(st.permutations(experts))[: draw(st.just(1))] for _ in range(tokens)],
+        routing=[
+            draw(st.permutations(experts))[: draw(st.just(1))] for _ in range(tokens)
+        ],
         predicted=dict.fromkeys(PREDICTION_COLUMNS, predicted),
     )
 
 
 @st.composite
 def views(draw, gpus):
-    keys = st.sets(st.tuples(st.integers(0, gpus - 1), st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)))
+    keys = st.sets(
+        st.tuples(
+            st.integers(0, gpus - 1),
+            st.integers(0, LAYERS - 1),
+            st.integers(0, EXPERTS - 1),
+        )
+    )
     resident = draw(keys)
     return View(LAYERS, EXPERTS, gpus, resident, draw(keys) - resident)
 
 
 FUTURE = ListFuture(
-    [LayerStep(step, layer, [(step + layer) % EXPERTS, EXPERTS - 1]) for step in range(3) for layer in range(LAYERS)]
+    [
+        LayerStep(step, layer, [(step + layer) % EXPERTS, EXPERTS - 1])
+        for step in range(3)
+        for layer in range(LAYERS)
+    ]
 )
 """What oracles are shown: two active experts in each layer step."""
 
@@ -56,7 +74,11 @@ FUTURE = ListFuture(
 def started(kind, name, gpus):
     policy = resolve(name, kind)
     future = FUTURE if policy.oracle else None
-    policy.start(RunContext(shape(LAYERS, EXPERTS), gpus, np.full(LAYERS, 2), "layer", future=future))
+    policy.start(
+        RunContext(
+            shape(LAYERS, EXPERTS), gpus, np.full(LAYERS, 2), "layer", future=future
+        )
+    )
     return policy
 
 
@@ -101,7 +123,11 @@ def test_prefetch_declares_the_columns_it_reads(name):
     """With only what `needs` names in the trace, it answers."""
     policy = started("prefetch", name, 1)
     assert set(policy.needs) <= set(PREDICTION_COLUMNS) | {"scores", "weights"}
-    predicted = {column: [[0.5] * EXPERTS] for column in policy.needs if column in PREDICTION_COLUMNS}
+    predicted = {
+        column: [[0.5] * EXPERTS]
+        for column in policy.needs
+        if column in PREDICTION_COLUMNS
+    }
     policy.prefetch(work(experts=[0], predicted=predicted), View(LAYERS, EXPERTS))
 
 
@@ -110,7 +136,10 @@ def runs(draw):
     """Layer steps in replay order, from one active expert to all."""
     active = st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS)
     count = draw(st.integers(0, 8))
-    return [LayerStep(i // LAYERS, i % LAYERS, sorted(draw(active))) for i in range(count * LAYERS // 2)]
+    return [
+        LayerStep(i // LAYERS, i % LAYERS, sorted(draw(active)))
+        for i in range(count * LAYERS // 2)
+    ]
 
 
 @pytest.mark.parametrize("scope", ["layer", "global"])
@@ -118,10 +147,20 @@ def runs(draw):
 @settings(max_examples=25, deadline=None)
 @given(steps=runs(), capacity=st.integers(0, LAYERS * EXPERTS))
 def test_cache_never_overflows_and_evicts_only_candidates(name, scope, steps, capacity):
-    """The driver checks victims; empty caches, full ones and those that hold everything included."""
+    """The driver checks victims; empty caches, full ones and those that hold everything
+    included.
+    """
     capacity = min(capacity, EXPERTS) if scope == "layer" else capacity
     first, second = (
-        drive(resolve(name, "cache"), steps, capacity, layers=LAYERS, experts=EXPERTS, scope=scope, seed=3)
+        drive(
+            resolve(name, "cache"),
+            steps,
+            capacity,
+            layers=LAYERS,
+            experts=EXPERTS,
+            scope=scope,
+            seed=3,
+        )
         for _ in range(2)
     )
     assert first == second
@@ -141,10 +180,14 @@ def test_cache_survives_prefetches_it_never_asked_for(name, data, steps):
     inside: set[int] = set()
     for step, layer, active in steps:
         policy.accessed(work(experts=active, step=step, layer=layer))
-        entering = np.array(sorted(data.draw(st.sets(keys, max_size=4)) - inside), np.int64)
+        entering = np.array(
+            sorted(data.draw(st.sets(keys, max_size=4)) - inside), np.int64
+        )
         policy.admitted(entering)
         inside |= set(entering.tolist())
-        incoming = np.array(sorted(data.draw(st.sets(keys, max_size=3)) - inside), np.int64)[: len(inside)]
+        incoming = np.array(
+            sorted(data.draw(st.sets(keys, max_size=3)) - inside), np.int64
+        )[: len(inside)]
         victims = policy.victims(incoming, np.array(sorted(inside), np.int64))
         assert victims.shape == incoming.shape
         left = [victim for victim in victims.tolist() if victim >= 0]
@@ -158,9 +201,13 @@ def test_cache_survives_prefetches_it_never_asked_for(name, data, steps):
 def test_routing_keeps_the_shape_and_says_whether_it_alters(name):
     experts = np.array([[3, 1], [0, 2]], np.uint16)
     weights = np.array([[0.6, 0.4], [0.9, 0.1]], np.float16)
-    scores = np.array([[0.1, 0.3, 0.1, 0.5, 0, 0], [0.6, 0.1, 0.2, 0.1, 0, 0]], np.float16)
+    scores = np.array(
+        [[0.1, 0.3, 0.1, 0.5, 0, 0], [0.6, 0.1, 0.2, 0.1, 0, 0]], np.float16
+    )
     policy = started("routing", name, 1)
-    routed = policy.route(Gate(0, 0, Phase.DECODE, experts, weights, scores), View(LAYERS, EXPERTS))
+    routed = policy.route(
+        Gate(0, 0, Phase.DECODE, experts, weights, scores), View(LAYERS, EXPERTS)
+    )
     assert routed.experts.shape == experts.shape
     if not policy.alters:
         assert np.array_equal(routed.experts, experts)
@@ -172,4 +219,4 @@ def test_every_policy_documents_itself(kind):
     for name in names(kind):
         cls = find(name, kind)
         assert cls.__doc__
-        assert cls.__module__ == f"policies.{kind}.{name.replace('-', '_')}"
+        assert cls.__module__ == f"moesim.policies.{kind}.{name.replace('-', '_')}"

@@ -1,13 +1,24 @@
-"""Prefetches by hand: delayed hits, late ones, the byte budget, and what they may never evict."""
+"""Prefetches by hand: delayed hits, late ones, the byte budget, and what they may never
+evict.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from moesim.policies.base import ExpertKey, Late, PolicyError, PrefetchPolicy
+from moesim.policies.systems import System
 
-from policies.base import ExpertKey, Late, PolicyError, PrefetchPolicy
-from policies.systems import System
-from tests.handmade import HandCosts, plan_of, registered, routed, run, shape, spans, steps
+from tests.handmade import (
+    HandCosts,
+    plan_of,
+    registered,
+    routed,
+    run,
+    shape,
+    spans,
+    steps,
+)
 
 
 class Scripted(PrefetchPolicy):
@@ -18,7 +29,11 @@ class Scripted(PrefetchPolicy):
         self.script = [int(e) for e in script.split("/")]
 
     def prefetch(self, work, view):
-        return [ExpertKey(work.layer + 1, e) for e in self.script] if work.layer + 1 < view.layers else []
+        return (
+            [ExpertKey(work.layer + 1, e) for e in self.script]
+            if work.layer + 1 < view.layers
+            else []
+        )
 
 
 class Far(PrefetchPolicy):
@@ -39,7 +54,9 @@ def ahead(spec="scripted", cache="lru"):
 
 
 def test_section_1_5_e_a_delayed_hit_waits_only_for_the_remainder():
-    """Layer 0: demand copy 2-6, then the prefetch of (1,1) 6-10, compute to 7; layer 1 plans at 9: 1 s is left."""
+    """Layer 0: demand copy 2-6, then the prefetch of (1,1) 6-10, compute to 7; layer 1
+    plans at 9: 1 s is left.
+    """
     planner = plan_of(shape(layers=2), ahead(), slots=2)
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
     assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10)]
@@ -54,7 +71,9 @@ def test_a_prefetch_that_came_in_time_is_a_hit():
 
 
 def test_section_3_2_a_late_prefetch_is_dropped_and_the_one_in_flight_ends():
-    """Two prefetches, one running (6-10) when layer 1 comes at 9: the other has not started and is dropped."""
+    """Two prefetches, one running (6-10) when layer 1 comes at 9: the other has not
+    started and is dropped.
+    """
     planner = plan_of(shape(layers=2), ahead("scripted:late=drop,script=1/2"), slots=3)
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 3)]))
     assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10)]
@@ -70,17 +89,24 @@ def test_section_1_5_c_a_late_prefetch_that_is_kept_goes_before_younger_demand()
 
 
 def test_of_late_prefetches_only_those_that_turn_out_active_are_kept():
-    """Layer 1 comes at 9 while (1,1) is on the link; of 2 and 3, which have not started, its gate wants 3 only."""
-    planner = plan_of(shape(layers=2), ahead("scripted:late=active,script=1/2/3"), slots=4)
+    """Layer 1 comes at 9 while (1,1) is on the link; of 2 and 3, which have not
+    started, its gate wants 3 only.
+    """
+    planner = plan_of(
+        shape(layers=2), ahead("scripted:late=active,script=1/2/3"), slots=4
+    )
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 0, 3)]))
     assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10), ("h2d0", 3, 10, 14)]
     assert spans(timeline, "fetch")[-1] == ("h2d0", 0, 14, 18)
     assert timeline.access_frame()["state"].tolist() == ["miss", "miss", "delayed"]
-    assert planner.gpu[0].memory.free_bytes(1) == 100  # 0, 1 and 3 of four slots; 2 was forgotten
+    # 0, 1 and 3 of four slots; 2 was forgotten.
+    assert planner.gpu[0].memory.free_bytes(1) == 100
 
 
 class Anew(PrefetchPolicy):
-    """Layer 0 wants (3, 0), (3, 1) and (2, 0); layer 1 thinks again and wants (2, 1) before (3, 1)."""
+    """Layer 0 wants (3, 0), (3, 1) and (2, 0); layer 1 thinks again and wants (2, 1)
+    before (3, 1).
+    """
 
     def __init__(self, *, requeue: bool = True) -> None:
         self.requeue = requeue
@@ -94,36 +120,67 @@ class Anew(PrefetchPolicy):
     ("requeue", "prefetched"),
     [(True, [(3, 0), (2, 1)]), (False, [(3, 0), (3, 1), (2, 0), (2, 1)])],
 )
-def test_a_queue_that_is_sorted_anew_starts_with_what_the_nearer_layer_wants(requeue, prefetched):
-    """(3, 0) has started when layer 1 comes, and stays; what had not is taken back, and (2, 0) is named no more.
+def test_a_queue_that_is_sorted_anew_starts_with_what_the_nearer_layer_wants(
+    requeue, prefetched
+):
+    """(3, 0) has started when layer 1 comes, and stays; what had not is taken back, and
+    (2, 0) is named no more.
 
-    Nor is (3, 1) when layer 2 comes: what is not named again is out. Dense 2 and compute 1 a layer: layer 0 copies 2-6
-    and computes to 7, layer 1 plans at 9 and copies behind (3, 0).
+    Nor is (3, 1) when layer 2 comes: what is not named again is out. Dense 2 and
+    compute 1 a layer: layer 0 copies 2-6 and computes to 7, layer 1 plans at 9 and
+    copies behind (3, 0).
     """
-    planner = plan_of(shape(layers=4), ahead(f"anew:requeue={str(requeue).lower()}"), slots=4)
-    _, timeline = run(planner, steps([routed(0, 0), routed(1, 0), routed(2, 3), routed(3, 3)]))
+    planner = plan_of(
+        shape(layers=4), ahead(f"anew:requeue={str(requeue).lower()}"), slots=4
+    )
+    _, timeline = run(
+        planner, steps([routed(0, 0), routed(1, 0), routed(2, 3), routed(3, 3)])
+    )
     moved = timeline.frame().query("kind == 'prefetch'")
     assert list(zip(moved["layer"], moved["expert"], strict=True)) == prefetched
-    used = 4 * 4 - sum(planner.gpu[0].memory.free_bytes(layer) for layer in range(4)) // 100
+    used = (
+        4 * 4
+        - sum(planner.gpu[0].memory.free_bytes(layer) for layer in range(4)) // 100
+    )
     assert used == 4 + len(prefetched)
 
 
 def test_a_queue_that_is_sorted_anew_gives_back_the_places_and_the_link_it_had_been_promised():
-    """Each layer names the whole next one and the one after, in turn; at no time is a place counted twice."""
+    """Each layer names the whole next one and the one after, in turn; at no time is a
+    place counted twice.
+    """
 
     class Greedy(PrefetchPolicy):
         requeue = True
 
         def prefetch(self, work, view):
             layers = range(work.layer + 1, min(work.layer + 3, view.layers))
-            return [ExpertKey(layer, (e + work.layer) % 4) for layer in layers for e in range(4)]
+            return [
+                ExpertKey(layer, (e + work.layer) % 4)
+                for layer in layers
+                for e in range(4)
+            ]
 
     with registered(prefetch_greedy=Greedy):
-        for cache, scope, host_slots in (("lru", "layer", None), ("arc", "global", 5), ("none", "layer", 3)):
+        for cache, scope, host_slots in (
+            ("lru", "layer", None),
+            ("arc", "global", 5),
+            ("none", "layer", 3),
+        ):
             planner = plan_of(
-                shape(layers=4), ahead("greedy", cache), slots=2, scope=scope, host_slots=host_slots, staging=4
+                shape(layers=4),
+                ahead("greedy", cache),
+                slots=2,
+                scope=scope,
+                host_slots=host_slots,
+                staging=4,
             )
-            passes = steps(*[[routed(layer, (step + layer) % 4) for layer in range(4)] for step in range(6)])
+            passes = steps(
+                *[
+                    [routed(layer, (step + layer) % 4) for layer in range(4)]
+                    for step in range(6)
+                ]
+            )
             _, timeline = run(planner, passes)
             memory = planner.gpu[0].memory
             stored = int(((memory.state != 0) & ~memory.staged).sum()) * 100
@@ -138,20 +195,31 @@ def test_demand_goes_before_prefetches_that_have_not_started():
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 0), routed(2, 0)]))
     copies = timeline.frame()
     copies = copies[copies["lane"] == "h2d0"]
-    assert list(zip(copies["kind"], copies["layer"], copies["expert"], strict=True)) == [
-        ("fetch", 0, 0), ("prefetch", 2, 0), ("fetch", 1, 0), ("prefetch", 2, 1),
-    ]  # fmt: skip
+    assert list(
+        zip(copies["kind"], copies["layer"], copies["expert"], strict=True)
+    ) == [
+        ("fetch", 0, 0),
+        ("prefetch", 2, 0),
+        ("fetch", 1, 0),
+        ("prefetch", 2, 1),
+    ]
 
 
 def test_the_byte_budget_trims_what_is_wanted_least():
-    planner = plan_of(shape(layers=2), ahead("scripted:script=1/2/3"), slots=4, budget=250)
+    planner = plan_of(
+        shape(layers=2), ahead("scripted:script=1/2/3"), slots=4, budget=250
+    )
     plan = planner.plan(routed(0, 0), 0, 1, 0.0)
     assert [c.experts for c in plan.copies] == [[0], [1], [2]]
 
 
 def test_a_prefetch_never_evicts_what_the_same_prediction_wants():
-    """Layer 1 holds {1, 2}; predicted {2, 1, 3}: 3 finds no victim in the cache and goes to staging."""
-    planner = plan_of(shape(layers=2), ahead("scripted:script=2/1/3"), slots=2, staging=2)
+    """Layer 1 holds {1, 2}; predicted {2, 1, 3}: 3 finds no victim in the cache and
+    goes to staging.
+    """
+    planner = plan_of(
+        shape(layers=2), ahead("scripted:script=2/1/3"), slots=2, staging=2
+    )
     for step, experts in enumerate(([1], [2])):
         planner.complete(planner.plan(routed(1, *experts), step, 1, 0.0), 0.0)
         planner.landed(0, 1, experts[0])
@@ -161,16 +229,30 @@ def test_a_prefetch_never_evicts_what_the_same_prediction_wants():
 
 
 def test_declined_prefetches_wait_in_staging_but_one_slot_stays_for_demand():
-    planner = plan_of(shape(layers=2), ahead("scripted:script=1/2/3", cache="none"), slots=0, staging=3)
+    planner = plan_of(
+        shape(layers=2),
+        ahead("scripted:script=1/2/3", cache="none"),
+        slots=0,
+        staging=3,
+    )
     plan = planner.plan(routed(0, 0), 0, 1, 0.0)
     assert [c.experts for c in plan.copies] == [[0], [1], [2]]
     assert plan.staging_slots == [1]
 
 
 def test_section_1_5_b_staged_prefetches_are_forgotten_after_their_layer():
-    planner = plan_of(shape(layers=2), ahead("scripted:script=1", cache="none"), slots=0, staging=2)
-    _, timeline = run(planner, steps([routed(0, 0), routed(1, 2)], [routed(0, 0), routed(1, 1)]))
-    assert timeline.access_frame()["state"].tolist() == ["miss", "miss", "miss", "delayed"]
+    planner = plan_of(
+        shape(layers=2), ahead("scripted:script=1", cache="none"), slots=0, staging=2
+    )
+    _, timeline = run(
+        planner, steps([routed(0, 0), routed(1, 2)], [routed(0, 0), routed(1, 1)])
+    )
+    assert timeline.access_frame()["state"].tolist() == [
+        "miss",
+        "miss",
+        "miss",
+        "delayed",
+    ]
     assert not planner.gpu[0].memory.staged.any()
     assert not planner.gpu[0].memory.holds.any()
 
@@ -182,7 +264,9 @@ def test_a_prefetch_of_an_expert_that_does_not_exist_is_the_policys_error():
 
 
 def test_a_prefetch_from_ssd_reads_first():
-    planner = plan_of(shape(layers=2), ahead(), HandCosts(dense=30.0), slots=2, host_slots=2)
+    planner = plan_of(
+        shape(layers=2), ahead(), HandCosts(dense=30.0), slots=2, host_slots=2
+    )
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
     assert spans(timeline, "read") == [("ssd", 0, 30, 38), ("ssd", 1, 38, 46)]
     assert spans(timeline, "prefetch") == [("h2d0", 1, 46, 50)]

@@ -1,4 +1,6 @@
-"""A profile says where every number came from, survives a round trip, and refuses what it cannot trust."""
+"""A profile says where every number came from, survives a round trip, and refuses what
+it cannot trust.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,25 @@ import tomllib
 
 import pytest
 import tomli_w
-
-from hwprofiles.errors import ProfileError
-from hwprofiles.profile import default_profile, lane_class, list_profiles, load_profile, parse_profile, save_profile
+from moesim.hwprofiles.errors import ProfileError
+from moesim.hwprofiles.profile import (
+    default_profile,
+    lane_class,
+    list_profiles,
+    load_profile,
+    parse_profile,
+    save_profile,
+)
 
 SHIPPED = list_profiles()
 SEED_MACHINES = {
-    "rtx3090-epyc7532", "a6000-i9-10980xe", "a6000-xeon5220r-10c", "rtx3080ti", "rtx4060ti", "rtx5070ti-ryzen9600x",
-}  # fmt: skip
+    "rtx3090-epyc7532",
+    "a6000-i9-10980xe",
+    "a6000-xeon5220r-10c",
+    "rtx3080ti",
+    "rtx4060ti",
+    "rtx5070ti-ryzen9600x",
+}
 
 
 def number(value, kind="assumed", **more):
@@ -28,9 +41,17 @@ def raw_profile(**changes):
         "description": "a machine that exists only here",
         "date": "2026-01-01",
         "accelerator": "host",
-        "workers": {"cpu": ["control", "cpu"], "accelerator": ["gpu0", "h2d0", "d2h0"], "ssd": ["ssd"]},
+        "workers": {
+            "cpu": ["control", "cpu"],
+            "accelerator": ["gpu0", "h2d0", "d2h0"],
+            "ssd": ["ssd"],
+        },
         "cores": number(2),
-        "memory": {"gpu_bytes": number(1 << 30), "host_bytes": number(1 << 31), "staging_experts": number(2)},
+        "memory": {
+            "gpu_bytes": number(1 << 30),
+            "host_bytes": number(1 << 31),
+            "staging_experts": number(2),
+        },
         "costs": {"h2d": {"latency_s": number(1e-5), "bytes_per_s": number(1e10)}},
     }
     return tables | changes
@@ -50,7 +71,9 @@ def refused(**changes):
 
 
 def numbers_of(table, path=""):
-    """Every table with a `value` or `seconds`, and every bare number outside of them."""
+    """Every table with a `value` or `seconds`, and every bare number outside of
+    them.
+    """
     for key, entry in table.items():
         here = f"{path}.{key}"
         if isinstance(entry, dict) and ("value" in entry or "seconds" in entry):
@@ -81,7 +104,7 @@ def test_every_number_that_ships_says_where_it_came_from(name):
 
 
 def _file(name):
-    from hwprofiles import profile as module
+    from moesim.hwprofiles import profile as module
 
     return module._DATA / f"{name}.toml"
 
@@ -98,16 +121,38 @@ def test_what_ships_is_what_saving_writes(name, tmp_path):
 
 def test_calibrated_fields_survive_a_round_trip(tmp_path):
     calibrated = number(
-        1e-5, "measured", samples=40, spread=1e-6, date="2026-01-01", interval=[9e-6, 1.1e-5], quantiles=[0.9, 1.0, 1.4]
+        1e-5,
+        "measured",
+        samples=40,
+        spread=1e-6,
+        date="2026-01-01",
+        interval=[9e-6, 1.1e-5],
+        quantiles=[0.9, 1.0, 1.4],
     )
     curve = {
-        "tokens": [1, 4], "seconds": [1e-3, 2e-3], "kind": "measured", "source": "a test", "samples": 9,
-        "spread": [1e-5, 2e-5], "date": "2026-01-01", "quantiles": [0.9, 1.0, 1.2],
+        "tokens": [1, 4],
+        "seconds": [1e-3, 2e-3],
+        "kind": "measured",
+        "source": "a test",
+        "samples": 9,
+        "spread": [1e-5, 2e-5],
+        "date": "2026-01-01",
+        "quantiles": [0.9, 1.0, 1.2],
         "reference": {"hidden": 8, "intermediate": 4, "bytes": 384, "dtype": "float32"},
-    }  # fmt: skip
+    }
     made = profile(
-        costs={"h2d": {"latency_s": calibrated, "bytes_per_s": number(1e10)}, "cpu": {"points": curve}},
-        fit={"h2d": {"samples": 40, "held_out": 5, "residual_median": 0.01, "residual_worst": 0.05}},
+        costs={
+            "h2d": {"latency_s": calibrated, "bytes_per_s": number(1e10)},
+            "cpu": {"points": curve},
+        },
+        fit={
+            "h2d": {
+                "samples": 40,
+                "held_out": 5,
+                "residual_median": 0.01,
+                "residual_worst": 0.05,
+            }
+        },
     )
     again = load_profile(save_profile(made, tmp_path / "hw.toml"))
     assert again == made
@@ -127,7 +172,10 @@ def test_a_machine_knows_its_lanes_workers_and_memory():
 def test_unknown_contention_is_one_and_unknown_power_is_none():
     assert profile().contention.slowdown("cpu", "h2d") == 1.0
     assert profile().power is None
-    slowed = profile(contention={"cpu": {"h2d": number(1.25)}}, power={"gpu0": {"busy_w": number(300.0)}})
+    slowed = profile(
+        contention={"cpu": {"h2d": number(1.25)}},
+        power={"gpu0": {"busy_w": number(300.0)}},
+    )
     assert slowed.contention.slowdown("cpu", "h2d") == 1.25
     assert slowed.contention.slowdown("h2d", "cpu") == 1.0
     assert slowed.power.busy_w["gpu0"] == 300.0
@@ -135,45 +183,115 @@ def test_unknown_contention_is_one_and_unknown_power_is_none():
 
 
 def test_the_digest_follows_content_and_not_place():
-    assert profile().digest == parse_profile(raw_profile(), where="elsewhere.toml").digest
+    assert (
+        profile().digest == parse_profile(raw_profile(), where="elsewhere.toml").digest
+    )
     assert profile().digest != profile(cores=number(3)).digest
 
 
 def test_three_busy_workers_do_not_fit_two_cores():
-    workers = {"control": ["control"], "cpu": ["cpu"], "accelerator": ["gpu0", "h2d0", "d2h0"], "ssd": ["ssd"]}
+    workers = {
+        "control": ["control"],
+        "cpu": ["cpu"],
+        "accelerator": ["gpu0", "h2d0", "d2h0"],
+        "ssd": ["ssd"],
+    }
     assert "keep 3 cores busy, found 2 cores" in refused(workers=workers)
-    assert profile(workers=workers, accelerator="cuda").workers["control"] == ("control",)
+    assert profile(workers=workers, accelerator="cuda").workers["control"] == (
+        "control",
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"colour": "red"}, "colour: unknown key"),
-        ({"kind": "guessed"}, "kind: expected one of measured, published, datasheet, found 'guessed'"),
+        (
+            {"kind": "guessed"},
+            "kind: expected one of measured, published, datasheet, found 'guessed'",
+        ),
         ({"accelerator": "tpu"}, "accelerator: expected one of cuda, host"),
         ({"name": 3}, "name: expected a text, found 3"),
         ({"cores": 2}, "cores: expected a table with value, kind and source, found 2"),
-        ({"costs": {"h2d": {"latency": number(1)}}}, "costs.h2d.latency: unknown number (did you mean"),
-        ({"costs": {"h2d": {"latency_s": {"value": 1, "kind": "assumed"}}}}, "latency_s.source: expected where"),
-        ({"costs": {"h2d": {"latency_s": number(1, "rumour")}}}, "costs.h2d.latency_s.kind: expected one of"),
-        ({"costs": {"h2d": {"latency_s": number(1, "measured")}}}, "latency_s.samples: a measured number needs"),
-        ({"costs": {"h2d": {"latency_s": number(-1)}}}, "costs.h2d.latency_s: expected a number >= 0, found -1"),
-        ({"costs": {"h2d": {"bytes_per_s": number(0)}}}, "costs.h2d.bytes_per_s: expected a number > 0, found 0"),
-        ({"costs": {"h2d": {"bytes_per_s": number(float("nan"))}}}, "expected a number > 0, found nan"),
-        ({"costs": {"h2d": {"latency_s": number(1, unit="s")}}}, "costs.h2d.latency_s.unit: unknown key"),
-        ({"costs": {"h2d": {"latency_s": {"vlaue": 1}}}}, "costs.h2d.latency_s: expected value (a number) or seconds"),
-        ({"contention": {"cpu": {"h2d": number(0.5)}}}, "contention.cpu.h2d: expected a number >= 1, found 0.5"),
+        (
+            {"costs": {"h2d": {"latency": number(1)}}},
+            "costs.h2d.latency: unknown number (did you mean",
+        ),
+        (
+            {"costs": {"h2d": {"latency_s": {"value": 1, "kind": "assumed"}}}},
+            "latency_s.source: expected where",
+        ),
+        (
+            {"costs": {"h2d": {"latency_s": number(1, "rumour")}}},
+            "costs.h2d.latency_s.kind: expected one of",
+        ),
+        (
+            {"costs": {"h2d": {"latency_s": number(1, "measured")}}},
+            "latency_s.samples: a measured number needs",
+        ),
+        (
+            {"costs": {"h2d": {"latency_s": number(-1)}}},
+            "costs.h2d.latency_s: expected a number >= 0, found -1",
+        ),
+        (
+            {"costs": {"h2d": {"bytes_per_s": number(0)}}},
+            "costs.h2d.bytes_per_s: expected a number > 0, found 0",
+        ),
+        (
+            {"costs": {"h2d": {"bytes_per_s": number(float("nan"))}}},
+            "expected a number > 0, found nan",
+        ),
+        (
+            {"costs": {"h2d": {"latency_s": number(1, unit="s")}}},
+            "costs.h2d.latency_s.unit: unknown key",
+        ),
+        (
+            {"costs": {"h2d": {"latency_s": {"vlaue": 1}}}},
+            "costs.h2d.latency_s: expected value (a number) or seconds",
+        ),
+        (
+            {"contention": {"cpu": {"h2d": number(0.5)}}},
+            "contention.cpu.h2d: expected a number >= 1, found 0.5",
+        ),
         ({"workers": {"all": ["control", "cpu"]}}, "missing or unknown: ssd"),
         ({"workers": {"all": ["control", "cpu", "cpu"]}}, "lane 'cpu' has two workers"),
         ({"workers": ["cpu"]}, "workers: expected worker = [lane, …]"),
-        ({"fit": {"h2d": {"luck": 1.0}}}, "fit.h2d.luck: expected a number under one of"),
         (
-            {"costs": {"h2d": {"points": {"bytes": [2, 1], "seconds": [1, 1], "kind": "assumed", "source": "a test"}}}},
+            {"fit": {"h2d": {"luck": 1.0}}},
+            "fit.h2d.luck: expected a number under one of",
+        ),
+        (
+            {
+                "costs": {
+                    "h2d": {
+                        "points": {
+                            "bytes": [2, 1],
+                            "seconds": [1, 1],
+                            "kind": "assumed",
+                            "source": "a test",
+                        }
+                    }
+                }
+            },
             "costs.h2d.points.bytes: expected ascending numbers",
         ),
         (
-            {"costs": {"cpu": {"points": {"tokens": [1], "seconds": [1], "kind": "assumed", "source": "a test"}}}},
-            "costs.cpu.points.reference: expected hidden, intermediate, bytes and dtype",
+            {
+                "costs": {
+                    "cpu": {
+                        "points": {
+                            "tokens": [1],
+                            "seconds": [1],
+                            "kind": "assumed",
+                            "source": "a test",
+                        }
+                    }
+                }
+            },
+            (
+                "costs.cpu.points.reference: expected hidden, intermediate, bytes and"
+                " dtype"
+            ),
         ),
     ],
 )
@@ -182,17 +300,25 @@ def test_a_profile_that_cannot_be_trusted_is_refused_in_one_line(changes, said):
 
 
 def test_a_missing_number_names_file_key_and_way_out_when_it_is_asked_for():
-    with pytest.raises(ProfileError, match=r"hw\.toml: costs\.ssd\.bytes_per_s: .* lacks it; .*moesim profile"):
+    with pytest.raises(
+        ProfileError,
+        match=r"hw\.toml: costs\.ssd\.bytes_per_s: .* lacks it; .*moesim profile",
+    ):
         profile().number("costs.ssd.bytes_per_s")
 
 
 def test_an_unknown_name_is_answered_with_a_close_one():
-    with pytest.raises(ProfileError, match=r"unknown hardware profile 'rtx3090-epic7532'; .*did you mean 'rtx3090-"):
+    with pytest.raises(
+        ProfileError,
+        match=r"unknown hardware profile 'rtx3090-epic7532'; .*did you mean 'rtx3090-",
+    ):
         load_profile("rtx3090-epic7532")
 
 
 def test_a_missing_or_broken_file_is_one_line(tmp_path):
-    with pytest.raises(ProfileError, match=r"absent\.toml: cannot be read: No such file"):
+    with pytest.raises(
+        ProfileError, match=r"absent\.toml: cannot be read: No such file"
+    ):
         load_profile(tmp_path / "absent.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("name = ", encoding="utf-8")
@@ -205,13 +331,18 @@ def test_a_missing_or_broken_file_is_one_line(tmp_path):
 
 
 def test_the_default_is_the_nearest_profile(tmp_path, monkeypatch):
-    here, home = tmp_path / "here", tmp_path / "home"
+    here = tmp_path / "here"
+    home = tmp_path / "home"
     here.mkdir()
     (home / "moesim").mkdir(parents=True)
     monkeypatch.chdir(here)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home))
     assert default_profile().name == "rtx3090-epyc7532"
-    (home / "moesim" / "hw.toml").write_text(tomli_w.dumps(raw_profile(name="of-the-user")), encoding="utf-8")
+    (home / "moesim" / "hw.toml").write_text(
+        tomli_w.dumps(raw_profile(name="of-the-user")), encoding="utf-8"
+    )
     assert default_profile().name == "of-the-user"
-    (here / "hw.toml").write_text(tomli_w.dumps(raw_profile(name="of-the-folder")), encoding="utf-8")
+    (here / "hw.toml").write_text(
+        tomli_w.dumps(raw_profile(name="of-the-folder")), encoding="utf-8"
+    )
     assert default_profile().name == "of-the-folder"

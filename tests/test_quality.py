@@ -1,39 +1,57 @@
-"""Altered routing does nothing where nothing is altered, and what brute force says elsewhere."""
+"""Altered routing does nothing where nothing is altered, and what brute force says
+elsewhere.
+"""
 
 import json
 
 import numpy as np
 import pytest
 import torch
+from moesim.hwprofiles.costs import Costs
+from moesim.hwprofiles.profile import load_profile
+from moesim.policies import cache_only
+from moesim.policies.base import (
+    IN_FLIGHT,
+    RESIDENT,
+    PolicyError,
+    Routing,
+    RoutingPolicy,
+)
+from moesim.policies.cache.lru import LRU
+from moesim.policies.planner.planner import Planner
+from moesim.policies.systems import System
+from moesim.runtime.models.expert_math import UNUSED
+from moesim.runtime.models.hf import (
+    LocalModel,
+    find_blocks,
+    load_model,
+    model_shape,
+    read_gate,
+)
+from moesim.runtime.models.offloaded import StoreExperts
+from moesim.runtime.models.quality import Passages, measure
+from moesim.runtime.models.routing_override import Trial
+from moesim.traces.errors import TraceError
+from moesim.traces.format.batch import RoutedStep
+from moesim.traces.format.schema import Phase
 from test_model_swap import CONFIGS, VOCABULARY, Swapped
 from torch.nn import functional
 
-from hwprofiles.costs import Costs
-from hwprofiles.profile import load_profile
-from moesim import cli_quality, quality
-from moesim.memory import MemoryOptions
-from policies import cache_only
-from policies.base import IN_FLIGHT, RESIDENT, PolicyError, Routing, RoutingPolicy
-from policies.cache.lru import LRU
-from policies.planner import Planner
-from policies.systems import System
-from runtime.expert_math import UNUSED
-from runtime.hf import LocalModel, find_blocks, load_model, model_shape, read_gate
-from runtime.model import StoreExperts
-from runtime.overrule import Trial
-from runtime.quality import Passages, measure
+from moesim.analysis import quality
+from moesim.cli import quality as cli_quality
+from moesim.runs.memory import MemoryOptions
 from tests.handmade import registered
-from traces.batch import RoutedStep
-from traces.errors import TraceError
-from traces.schema import Phase
 
 torch.set_num_threads(1)
 PROFILE = load_profile("rtx3090-epyc7532")
-PROMPT, SCORED = 6, 5
+PROMPT = 6
+SCORED = 5
 
 
 class Unmoved(RoutingPolicy):
-    """Says it alters, and repeats the gate: in other words, with other memory, in a wider row."""
+    """Says it alters, and repeats the gate: in other words, with other memory, in a
+    wider row.
+    """
 
     def route(self, gate, view):
         del view
@@ -70,7 +88,10 @@ class Curious(RoutingPolicy):
 @pytest.fixture(autouse=True, scope="module")
 def policies_of_this_module():
     with registered(
-        routing_unmoved=Unmoved, routing_crossed=Crossed, routing_undecided=Undecided, routing_curious=Curious
+        routing_unmoved=Unmoved,
+        routing_crossed=Crossed,
+        routing_undecided=Undecided,
+        routing_curious=Curious,
     ):
         yield
 
@@ -92,53 +113,80 @@ def trial(local, system, ratio=0.25, *, own_input=False, cls=Trial, full=False):
     plan = MemoryOptions(cache_ratio=ratio, staging=4).plan(shape, PROFILE, system)
     counts = np.ones((shape.layers, shape.experts)) if full else None
     policies = system.build(gpus=1, host_cache=None)
-    return cls(Planner(shape, Costs(PROFILE, shape), policies, plan, calibration=counts), own_input)
+    return cls(
+        Planner(shape, Costs(PROFILE, shape), policies, plan, calibration=counts),
+        own_input,
+    )
 
 
 def random_passages(count=2, scored=SCORED):
     draws = torch.Generator().manual_seed(1)
-    return Passages(torch.randint(0, VOCABULARY, (count, PROMPT + scored + 1), generator=draws), PROMPT)
+    return Passages(
+        torch.randint(0, VOCABULARY, (count, PROMPT + scored + 1), generator=draws),
+        PROMPT,
+    )
 
 
 def is_the_model_itself(found):
-    return (found.kl == 0).all() and found.agrees.all() and (found.nats == found.reference_nats).all()
+    return (
+        (found.kl == 0).all()
+        and found.agrees.all()
+        and (found.nats == found.reference_nats).all()
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_gate_that_keeps_its_word_is_the_model_itself(swapped, batch):
     """Not nearly: bit for bit, in every architecture, recorded or repeated."""
     local = LocalModel("random", swapped.plain)
-    trials = [trial(local, System("on-demand", routing=name)) for name in ("as-recorded", "unmoved")]
+    trials = [
+        trial(local, System("on-demand", routing=name))
+        for name in ("as-recorded", "unmoved")
+    ]
     for found in measure(local, random_passages(), trials, batch=batch):
         assert is_the_model_itself(found)
         assert (found.altered, found.stale, found.gate_mass) == (0, 0, 1)
 
 
 def test_the_unmodified_reader_is_the_library_reading_at_once(swapped):
-    """Token by token with a KV cache, or the whole passage in one pass: the same nats, but for rounding."""
-    local, passages = LocalModel("random", swapped.plain), random_passages()
+    """Token by token with a KV cache, or the whole passage in one pass: the same nats,
+    but for rounding.
+    """
+    local = LocalModel("random", swapped.plain)
+    passages = random_passages()
     (found,) = measure(local, passages, [trial(local, System("on-demand"))])
     with torch.inference_mode():
         logits = swapped.plain(passages.tokens[:, :-1]).logits[:, PROMPT:]
-    nats = functional.cross_entropy(logits.mT, passages.tokens[:, PROMPT + 1 :], reduction="none").numpy()
+    nats = functional.cross_entropy(
+        logits.mT, passages.tokens[:, PROMPT + 1 :], reduction="none"
+    ).numpy()
     assert found.reference_nats == pytest.approx(nats, abs=2e-4)
 
 
 def test_wrong_experts_do_what_brute_force_says(swapped):
-    """The same swap inside `StoreExperts`, another way to the experts, gives the same loss; and it is one."""
+    """The same swap inside `StoreExperts`, another way to the experts, gives the same
+    loss; and it is one.
+    """
 
     class Neighbours(StoreExperts):
         def experts(self, layer, hidden, index, weights):
             return super().experts(layer, hidden, index ^ 1, weights)
 
-    local, passages = LocalModel("random", swapped.plain), random_passages()
-    (found,) = measure(local, passages, [trial(local, System("on-demand", routing="crossed"))])
+    local = LocalModel("random", swapped.plain)
+    passages = random_passages()
+    (found,) = measure(
+        local, passages, [trial(local, System("on-demand", routing="crossed"))]
+    )
     swapped.offloaded.handler = Neighbours(swapped.store)
     with torch.inference_mode():
         logits = swapped.offloaded.model(passages.tokens[:, :-1]).logits[:, PROMPT:]
         plain = swapped.plain(passages.tokens[:, :-1]).logits[:, PROMPT:]
-    nats = functional.cross_entropy(logits.mT, passages.tokens[:, PROMPT + 1 :], reduction="none").numpy()
-    kl = functional.kl_div(logits.log_softmax(-1), plain.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    nats = functional.cross_entropy(
+        logits.mT, passages.tokens[:, PROMPT + 1 :], reduction="none"
+    ).numpy()
+    kl = functional.kl_div(
+        logits.log_softmax(-1), plain.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
     assert found.nats == pytest.approx(nats, abs=2e-4)
     assert found.kl == pytest.approx(kl.numpy(), abs=2e-4)
     assert found.kl.min() > 1e-6
@@ -146,7 +194,9 @@ def test_wrong_experts_do_what_brute_force_says(swapped):
 
 
 def test_experts_begun_a_layer_ahead_work_on_the_input_of_that_layer(tmp_path):
-    """DAOP's pre-calculation by brute force: two layers, nothing resident, the gate itself keeps its word."""
+    """DAOP's pre-calculation by brute force: two layers, nothing resident, the gate
+    itself keeps its word.
+    """
     made = Swapped("qwen3-moe", tmp_path)
     blocks = find_blocks(made.offloaded.model)
 
@@ -160,19 +210,29 @@ def test_experts_begun_a_layer_ahead_work_on_the_input_of_that_layer(tmp_path):
             late = super().experts(layer, hidden, index, weights * ~early)
             return late + super().experts(layer, self.before, index, weights * early)
 
-    local, passages = LocalModel("random", made.plain), random_passages(1, scored=8)
+    local = LocalModel("random", made.plain)
+    passages = random_passages(1, scored=8)
     daop = System("daop:first_layer=1", "none")
     found, own = measure(
-        local, passages, [trial(local, daop), trial(local, daop, own_input=True)], columns=("pred1_raw",)
+        local,
+        passages,
+        [trial(local, daop), trial(local, daop, own_input=True)],
+        columns=("pred1_raw",),
     )
     made.offloaded.handler = Early(made.store)
-    cache, nats = None, []
+    cache = None
+    nats = []
     with torch.inference_mode():
-        for piece in (passages.tokens[:, :PROMPT], *passages.tokens[:, PROMPT:-1].split(1, dim=1)):
+        for piece in (
+            passages.tokens[:, :PROMPT],
+            *passages.tokens[:, PROMPT:-1].split(1, dim=1),
+        ):
             out = made.offloaded.model(piece, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             nats.append(out.logits[:, -1])
-    nats = functional.cross_entropy(torch.stack(nats[1:], -1), passages.tokens[:, PROMPT + 1 :], reduction="none")
+    nats = functional.cross_entropy(
+        torch.stack(nats[1:], -1), passages.tokens[:, PROMPT + 1 :], reduction="none"
+    )
     made.store.close()
     assert found.nats == pytest.approx(nats.numpy(), abs=2e-4)
     assert 0 < found.stale <= 0.5
@@ -185,19 +245,38 @@ def test_experts_begun_a_layer_ahead_work_on_the_input_of_that_layer(tmp_path):
     ("system", "full"),
     [
         (System("on-demand", routing="expert-cache-router:alpha=0"), False),
-        (System("on-demand", "none", routing="expert-cache-router:alpha=0.9,phase=decode"), False),
+        (
+            System(
+                "on-demand",
+                "none",
+                routing="expert-cache-router:alpha=0.9,phase=decode",
+            ),
+            False,
+        ),
         (System("on-demand", routing="adaptive-gating:budget=0"), False),
         (System("on-demand", routing="cache-prior:strength=0"), False),
         (System("on-demand", routing="expert-cache-router:alpha=0.9"), True),
         (System("on-demand", routing="cache-prior:strength=0.9"), True),
-        (System("daop:first_layer=1", routing="graceful-degradation:first_layer=1,choice=gate"), True),
+        (
+            System(
+                "daop:first_layer=1",
+                routing="graceful-degradation:first_layer=1,choice=gate",
+            ),
+            True,
+        ),
     ],
 )
-def test_no_band_nothing_resident_or_everything_resident_changes_nothing(tiny, system, full):
-    """Exactly: a policy that swaps absent experts for resident ones has neither reason nor choice."""
+def test_no_band_nothing_resident_or_everything_resident_changes_nothing(
+    tiny, system, full
+):
+    """Exactly: a policy that swaps absent experts for resident ones has neither reason
+    nor choice.
+    """
     passages = Passages.of_corpus(1, prompt=24, scored=12)
     one = trial(tiny, system, ratio=1.0 if full else 0.25, full=full)
-    (found,) = measure(tiny, passages, [one], columns=("scores", "weights", "pred1_raw"))
+    (found,) = measure(
+        tiny, passages, [one], columns=("scores", "weights", "pred1_raw")
+    )
     assert is_the_model_itself(found)
     assert found.altered == 0
     assert found.hit_rate == 1 if full else found.hit_rate < 1
@@ -206,8 +285,13 @@ def test_no_band_nothing_resident_or_everything_resident_changes_nothing(tiny, s
 def test_half_a_cache_costs_answers_and_wins_hits(tiny):
     """All shares of one reading hang together."""
     passages = Passages.of_corpus(2, prompt=24, scored=12)
-    systems = [System("on-demand"), System("on-demand", routing="expert-cache-router:alpha=0.5")]
-    plain, swapping = measure(tiny, passages, [trial(tiny, system) for system in systems], columns=("scores",))
+    systems = [
+        System("on-demand"),
+        System("on-demand", routing="expert-cache-router:alpha=0.5"),
+    ]
+    plain, swapping = measure(
+        tiny, passages, [trial(tiny, system) for system in systems], columns=("scores",)
+    )
     assert is_the_model_itself(plain)
     assert swapping.hit_rate > plain.hit_rate
     assert swapping.altered > 0
@@ -219,9 +303,13 @@ def test_half_a_cache_costs_answers_and_wins_hits(tiny):
 
 
 def test_experts_that_are_left_out_are_not_counted(tiny):
-    """AdapMoE with a threshold above every share: one expert serves each token, at every layer of every step."""
+    """AdapMoE with a threshold above every share: one expert serves each token, at
+    every layer of every step.
+    """
     one = trial(tiny, System("on-demand", routing="adaptive-gating:budget=10"))
-    (found,) = measure(tiny, Passages.of_corpus(1, prompt=16, scored=8), [one], columns=("weights",))
+    (found,) = measure(
+        tiny, Passages.of_corpus(1, prompt=16, scored=8), [one], columns=("weights",)
+    )
     assert (found.used, found.altered) == (1, 1)
     assert 0.25 < found.gate_mass < 1
     assert found.kl.max() > 0
@@ -247,8 +335,12 @@ class Witness(Trial):
         return work
 
 
-def test_every_copy_lands_before_the_next_layer_and_hits_are_those_of_the_cache_alone(tiny):
-    """LRU under on-demand, prefetching or not; without prefetch a cache alone, on the same gates, hits as often."""
+def test_every_copy_lands_before_the_next_layer_and_hits_are_those_of_the_cache_alone(
+    tiny,
+):
+    """LRU under on-demand, prefetching or not; without prefetch a cache alone, on the
+    same gates, hits as often.
+    """
 
     class Counting(LRU):
         def accessed(self, work):
@@ -261,7 +353,8 @@ def test_every_copy_lands_before_the_next_layer_and_hits_are_those_of_the_cache_
     ahead = trial(tiny, System("on-demand", prefetch="next-gate"), cls=Witness)
     alone, prefetching = measure(tiny, passages, [bare, ahead], columns=("pred1_raw",))
     states = []
-    shape, size = bare.planner.shape, bare.planner.sizes.gpu
+    shape = bare.planner.shape
+    size = bare.planner.sizes.gpu
     cache_only.drive(Counting(), "lru", shape, size, bare.seen)
     assert alone.hit_rate == states.count(RESIDENT) / len(states)
     assert prefetching.hit_rate > alone.hit_rate
@@ -269,8 +362,15 @@ def test_every_copy_lands_before_the_next_layer_and_hits_are_those_of_the_cache_
 
 
 def test_answers_do_not_depend_on_the_machine():
-    """A link ten times as slow changes nothing where the assignment does not weigh it."""
-    options = {"cache": "lru", "routing": "expert-cache-router:alpha=0.4", "tokens": 8, "scored_tokens": 8}
+    """A link ten times as slow changes nothing where the assignment does not weigh
+    it.
+    """
+    options = {
+        "cache": "lru",
+        "routing": "expert-cache-router:alpha=0.4",
+        "tokens": 8,
+        "scored_tokens": 8,
+    }
     rows = [
         quality.quality("tiny", "on-demand", hw=hw, prompt_tokens=12, **options).rows
         for hw in ("rtx3090-epyc7532", "two-core-host")
@@ -282,23 +382,41 @@ def test_answers_do_not_depend_on_the_machine():
     ("given", "words"),
     [
         ({"policy": "on-demand+belady"}, "cache policy 'belady' is an oracle"),
-        ({"policy": "on-demand", "routing": "curious"}, "policy needs 'token': a model's gates show weights, scores"),
-        ({"policy": "on-demand", "routing": "undecided"}, "expected weights beside the experts"),
-        ({"policy": "on-demand", "sweep": "alpha"}, "--sweep: expected parameter=value"),
+        (
+            {"policy": "on-demand", "routing": "curious"},
+            "policy needs 'token': a model's gates show weights, scores",
+        ),
+        (
+            {"policy": "on-demand", "routing": "undecided"},
+            "expected weights beside the experts",
+        ),
+        (
+            {"policy": "on-demand", "sweep": "alpha"},
+            "--sweep: expected parameter=value",
+        ),
         ({"policy": "on-demand", "sweep": "alpha=0.1"}, "unknown parameter 'alpha'"),
         ({"policy": "on-demand+lru+none+none"}, "expected at most assignment"),
-        ({"cache_ratios": [0.1], "memory": MemoryOptions(slots_per_layer=3)}, "--cache-ratios: expected no other size"),
+        (
+            {"cache_ratios": [0.1], "memory": MemoryOptions(slots_per_layer=3)},
+            "--cache-ratios: expected no other size",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused_by_name(given, words):
     with pytest.raises(PolicyError, match=words):
-        quality.quality("tiny", tokens=4, scored_tokens=4, prompt_tokens=4, hw=PROFILE, **given)
+        quality.quality(
+            "tiny", tokens=4, scored_tokens=4, prompt_tokens=4, hw=PROFILE, **given
+        )
 
 
 def test_text_is_cut_into_consecutive_passages(tmp_path):
     """Three of six tokens from nineteen; a text shorter than one passage is refused."""
     passages = Passages.cut(range(19), prompt=3, scored=2, most=9)
-    assert passages.tokens.tolist() == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17]]
+    assert passages.tokens.tolist() == [
+        [0, 1, 2, 3, 4, 5],
+        [6, 7, 8, 9, 10, 11],
+        [12, 13, 14, 15, 16, 17],
+    ]
     assert passages.scored == 2
     assert len(Passages.cut(range(19), prompt=3, scored=2, most=2).tokens) == 2
     (tmp_path / "short.txt").write_text("abc")
@@ -307,22 +425,36 @@ def test_text_is_cut_into_consecutive_passages(tmp_path):
 
 
 def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("def add(one, other):\n    return one + other\n" * 9)
+    (tmp_path / "text.txt").write_text(
+        "def add(one, other):\n    return one + other\n" * 9
+    )
     given = {
-        "policy": "on-demand", "routing": "expert-cache-router:phase=decode", "text": tmp_path / "text.txt",
-        "sweep": "alpha=0,0.4", "cache_ratios": "0.25,0.5", "tokens": 8, "prompt_tokens": 16, "scored_tokens": 4,
-        "hw": "rtx3090-epyc7532", "out": tmp_path / "out",
-    }  # fmt: skip
+        "policy": "on-demand",
+        "routing": "expert-cache-router:phase=decode",
+        "text": tmp_path / "text.txt",
+        "sweep": "alpha=0,0.4",
+        "cache_ratios": "0.25,0.5",
+        "tokens": 8,
+        "prompt_tokens": 16,
+        "scored_tokens": 4,
+        "hw": "rtx3090-epyc7532",
+        "out": tmp_path / "out",
+    }
     cli_quality.quality(**given)
     printed = capsys.readouterr().out
     assert printed.count("expert-cache-router:phase=decode,alpha=0.4") == 2
     assert (tmp_path / "out" / "quality.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "out" / "quality.json").read_text())
     assert [(row["swept"], row["cache_ratio"]) for row in found["settings"]] == [
-        ("0", 0.25), ("0", 0.5), ("0.4", 0.25), ("0.4", 0.5),
-    ]  # fmt: skip
+        ("0", 0.25),
+        ("0", 0.5),
+        ("0.4", 0.25),
+        ("0.4", 0.5),
+    ]
     assert {row["kl"] for row in found["settings"] if row["swept"] == "0"} == {0.0}
     assert found["config"]["tokens"] == 8
     assert len({row["reference_nats"] for row in found["settings"]}) == 1
     for row in found["settings"]:
-        assert row["perplexity"] == pytest.approx(np.exp(row["reference_nats"] + row["delta_nats"]))
+        assert row["perplexity"] == pytest.approx(
+            np.exp(row["reference_nats"] + row["delta_nats"])
+        )

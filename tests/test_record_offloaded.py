@@ -1,4 +1,6 @@
-"""A model whose experts stay on the disk is heard saying what it says with all of them in memory."""
+"""A model whose experts stay on the disk is heard saying what it says with all of them
+in memory.
+"""
 
 import json
 
@@ -7,39 +9,60 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from moe_zoo import zoo
+from moesim.runtime.errors import StoreError
+from moesim.runtime.models.hf import load_model
+from moesim.runtime.record.offloaded import stored_model
+from moesim.runtime.record.record import record
+from moesim.runtime.record.residual import residual_vectors
 
 from moesim import cli
-from runtime.calibrate_residual import residual_vectors
-from runtime.errors import StoreError
-from runtime.hf import load_model
-from runtime.record import record
-from runtime.record_offloaded import stored_model
 
 torch.set_num_threads(1)
 PROMPTS = ["def double(x):", "for i", "import numpy as np"]
-FIXED = {"max_new_tokens": 4, "batch": 2, "provenance": {"date": "2026-01-01"}, "measure_overhead": False}
+FIXED = {
+    "max_new_tokens": 4,
+    "batch": 2,
+    "provenance": {"date": "2026-01-01"},
+    "measure_overhead": False,
+}
 HALF = 2e-3
 
 
 @pytest.fixture(scope="module", params=["qwen3", "deepseek-v3", "gpt-oss"])
 def saved(request, tmp_path_factory):
-    """A checkpoint on disk and its plain recording; biased, grouped and transposed kinds are among them."""
+    """A checkpoint on disk and its plain recording; biased, grouped and transposed
+    kinds are among them.
+    """
     folder = tmp_path_factory.mktemp("offloaded") / request.param
     zoo(request.param).model.save_pretrained(folder)
     residual = residual_vectors(load_model(folder), ["calibrate me"])
     return (
         folder,
         residual,
-        record(load_model(folder), PROMPTS, folder.parent / "plain.parquet", residual=residual, **FIXED),
+        record(
+            load_model(folder),
+            PROMPTS,
+            folder.parent / "plain.parquet",
+            residual=residual,
+            **FIXED,
+        ),
     )
 
 
 @pytest.mark.parametrize("experts", [1, 5, 1000])
-def test_ids_are_those_of_the_plain_recording_whatever_the_memory(saved, tmp_path, experts):
-    """Room for one expert, for a few, for all; tokens and ids equal, values up to the rounding of 16-bit floats."""
+def test_ids_are_those_of_the_plain_recording_whatever_the_memory(
+    saved, tmp_path, experts
+):
+    """Room for one expert, for a few, for all; tokens and ids equal, values up to the
+    rounding of 16-bit floats.
+    """
     folder, residual, plain = saved
-    with stored_model(folder, folder.parent / "store", host_bytes=experts << 13) as local:
-        done = record(local, PROMPTS, tmp_path / "t.parquet", residual=residual, **FIXED)
+    with stored_model(
+        folder, folder.parent / "store", host_bytes=experts << 13
+    ) as local:
+        done = record(
+            local, PROMPTS, tmp_path / "t.parquet", residual=residual, **FIXED
+        )
         visits = local.visits
     shape = plain.header.shape
     total = shape.layers * shape.experts
@@ -47,7 +70,8 @@ def test_ids_are_those_of_the_plain_recording_whatever_the_memory(saved, tmp_pat
     assert len(done.header.provenance["checkpoint"]) == 32
     assert visits.slots == min(experts, total)
     assert visits.reads <= total if experts > total else visits.reads > total
-    mine, theirs = pq.read_table(done.path), pq.read_table(plain.path)
+    mine = pq.read_table(done.path)
+    theirs = pq.read_table(plain.path)
     assert mine.column_names == theirs.column_names
     for name in ("seq", "pos", "phase", "layer", "token", "experts"):
         assert mine[name].equals(theirs[name]), name
@@ -57,12 +81,20 @@ def test_ids_are_those_of_the_plain_recording_whatever_the_memory(saved, tmp_pat
 
 
 def test_memory_changes_no_byte(saved, tmp_path):
-    """Results are summed by expert id, not by who was in memory: so a resumed recording is the same file too."""
+    """Results are summed by expert id, not by who was in memory: so a resumed recording
+    is the same file too.
+    """
     folder, _, _ = saved
     files = []
     for experts in (1, 6):
-        with stored_model(folder, folder.parent / "store", host_bytes=experts << 13) as local:
-            files.append(record(local, PROMPTS, tmp_path / f"{experts}.parquet", **FIXED).path.read_bytes())
+        with stored_model(
+            folder, folder.parent / "store", host_bytes=experts << 13
+        ) as local:
+            files.append(
+                record(
+                    local, PROMPTS, tmp_path / f"{experts}.parquet", **FIXED
+                ).path.read_bytes()
+            )
     assert files[0] == files[1]
 
 
@@ -79,18 +111,33 @@ def test_the_store_of_another_model_is_refused(saved, tmp_path):
     zoo("olmoe").model.save_pretrained(tmp_path / "m")
     with (
         stored_model(folder, folder.parent / "store", host_bytes=0),
-        pytest.raises(StoreError, match="expected no store or that of m, found that of"),
+        pytest.raises(
+            StoreError, match="expected no store or that of m, found that of"
+        ),
         stored_model(tmp_path / "m", folder.parent / "store", host_bytes=0),
     ):
         pytest.fail("a store of another model was taken")
 
 
 def test_the_command_line_builds_the_store_and_says_what_was_read(tmp_path, capsys):
-    """Then continues with it; what contradicts itself is refused before anything is made."""
-    folder, texts = tmp_path / "qwen3", tmp_path / "set.csv"
+    """Then continues with it; what contradicts itself is refused before anything is
+    made.
+    """
+    folder = tmp_path / "qwen3"
+    texts = tmp_path / "set.csv"
     zoo("qwen3").model.save_pretrained(folder)
     texts.write_text("prompt\nfor i\nimport os\nx\n")
-    words = ["record", "--model", folder, "--dataset-file", texts, "--limit", 2, "--max-new-tokens", 2]
+    words = [
+        "record",
+        "--model",
+        folder,
+        "--dataset-file",
+        texts,
+        "--limit",
+        2,
+        "--max-new-tokens",
+        2,
+    ]
     words += ["--out", tmp_path / "t.parquet", "--no-overhead"]
 
     def run(*more):
@@ -99,7 +146,9 @@ def test_the_command_line_builds_the_store_and_says_what_was_read(tmp_path, caps
         return end.value.code or 0, capsys.readouterr()
 
     assert "--store DIR" in run("--host-memory", "1MiB")[1].err
-    code, printed = run("--store", tmp_path / "store", "--host-memory", "64KiB", "--json")
+    code, printed = run(
+        "--store", tmp_path / "store", "--host-memory", "64KiB", "--json"
+    )
     said = json.loads(printed.out)
     assert (code, said["sequences"]) == (0, 2)
     assert 0 < said["host_experts"] < 24 < said["reads"]

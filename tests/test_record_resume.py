@@ -1,4 +1,6 @@
-"""Whoever pulls the plug on a recording loses the batch at work, and whoever goes on gets the same file."""
+"""Whoever pulls the plug on a recording loses the batch at work, and whoever goes on
+gets the same file.
+"""
 
 import os
 import shutil
@@ -11,14 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from moe_zoo import zoo
+from moesim.runtime.record import record as recorder
+from moesim.runtime.record.record import record
+from moesim.runtime.record.segments import Segments, finish, parts_dir, unfinished
+from moesim.traces.errors import TraceError
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import TraceHeader
 
 from moesim import cli
-from runtime import record as recorder
-from runtime.record import record
-from runtime.record_segments import Segments, finish, parts_dir, unfinished
-from traces.errors import TraceError
-from traces.reader import open_trace
-from traces.schema import TraceHeader
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[1]
@@ -29,7 +31,7 @@ FIXED = HOW | {"provenance": {"date": "2026-01-01"}}
 KILLED = """
 import os, signal, sys, torch
 from moe_zoo import zoo
-from runtime.record import record
+from moesim.runtime.record.record import record
 from test_record_resume import FIXED, PROMPTS
 record(zoo("qwen3"), PROMPTS, sys.argv[1],
        progress=lambda done, expected: done > 62 and os.kill(os.getpid(), signal.SIGKILL), **FIXED)
@@ -57,17 +59,24 @@ def stopped(out, after, **change):
 
 
 def test_a_killed_recording_goes_on_to_the_same_bytes(tmp_path, whole):
-    """SIGKILL in the third group: four sequences are safe, as valid traces; the rest is made as if nothing had been."""
+    """SIGKILL in the third group: four sequences are safe, as valid traces; the rest is
+    made as if nothing had been.
+    """
     out = tmp_path / "t.parquet"
     paths = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "tests"))
     code = subprocess.run(
-        [sys.executable, "-c", KILLED, str(out)], env=os.environ | {"PYTHONPATH": paths}, check=False, timeout=300
+        [sys.executable, "-c", KILLED, str(out)],
+        env=os.environ | {"PYTHONPATH": paths},
+        check=False,
+        timeout=300,
     ).returncode
     assert code == -signal.SIGKILL
     assert not out.exists()
     assert unfinished(out) == 4
     parts = [open_trace(path) for path in sorted(parts_dir(out).glob("*.parquet"))]
-    assert [rows.seq for part in parts for rows in part.sequences(("token", "scores"))] == [0, 1, 2, 3]
+    assert [
+        rows.seq for part in parts for rows in part.sequences(("token", "scores"))
+    ] == [0, 1, 2, 3]
 
     shorter = tmp_path / "shorter.parquet"
     shutil.copytree(parts_dir(out), parts_dir(shorter))
@@ -86,7 +95,9 @@ def test_a_killed_recording_goes_on_to_the_same_bytes(tmp_path, whole):
 
 
 def test_stops_may_be_many_and_the_date_is_the_first_ones(tmp_path, whole):
-    """Stopped in each group and continued on other days, by hand or by machine: the first day stays in the header."""
+    """Stopped in each group and continued on other days, by hand or by machine: the
+    first day stays in the header.
+    """
     out = tmp_path / "t.parquet"
     stopped(out, 0)
     assert unfinished(out) is None
@@ -109,11 +120,15 @@ def test_resume_with_nothing_to_go_on_with_begins(tmp_path, whole):
 def test_killed_while_merging_needs_no_model_again(tmp_path, whole, monkeypatch):
     out = tmp_path / "t.parquet"
     with monkeypatch.context() as patch:
-        patch.setattr(Segments, "merge", lambda _self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            Segments, "merge", lambda _self: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             record(zoo("qwen3"), PROMPTS, out, **FIXED)
     assert unfinished(out) == 5
-    monkeypatch.setattr(recorder, "generate", lambda *_a, **_k: pytest.fail("everything is there"))
+    monkeypatch.setattr(
+        recorder, "generate", lambda *_a, **_k: pytest.fail("everything is there")
+    )
     assert record(zoo("qwen3"), PROMPTS, out, resume=True, **FIXED).resumed == 5
     assert out.read_bytes() == whole.read_bytes()
 
@@ -137,7 +152,10 @@ def test_a_torn_segment_is_made_again(tmp_path, whole):
         ({"seed": 3}, "seed: expected 0"),
         ({"scores": False}, "columns: expected 'weights, scores, pred1_raw"),
         ({"prompts": [*PROMPTS[:-1], "y = 1"]}, "prompts: expected '"),
-        ({"model": "olmoe"}, "model: expected 'qwen3' as in the unfinished recording, got 'olmoe'"),
+        (
+            {"model": "olmoe"},
+            "model: expected 'qwen3' as in the unfinished recording, got 'olmoe'",
+        ),
         ({"split": "calibration"}, "split: expected 'evaluation'"),
     ],
 )
@@ -153,14 +171,24 @@ def test_another_recording_is_not_continued(tmp_path, change, message):
 
 def test_two_recordings_of_one_trace_do_not_meet(tmp_path, tiny_shape):
     header = TraceHeader(tiny_shape, {"sequences": 1})
-    mine, theirs = (Segments(tmp_path / "t.parquet", header, (), 1, resume=False) for _ in range(2))
-    with mine, pytest.raises(TraceError, match=r"another recording is at work in t\.parquet\.parts"), theirs:
+    mine, theirs = (
+        Segments(tmp_path / "t.parquet", header, (), 1, resume=False) for _ in range(2)
+    )
+    with (
+        mine,
+        pytest.raises(
+            TraceError, match=r"another recording is at work in t\.parquet\.parts"
+        ),
+        theirs,
+    ):
         pytest.fail("both are at work")
     assert not any(tmp_path.iterdir())
 
 
 def test_the_command_line_keeps_what_was_stopped(tmp_path, capsys):
-    """Without a word, nothing is thrown away; `--finish` makes a trace of it without prompts and without a model."""
+    """Without a word, nothing is thrown away; `--finish` makes a trace of it without
+    prompts and without a model.
+    """
     out = tmp_path / "t.parquet"
     stopped(out, 40)
     (tmp_path / "p.txt").write_text("x")
@@ -172,14 +200,19 @@ def test_the_command_line_keeps_what_was_stopped(tmp_path, capsys):
 
     code, printed = run("--prompts", str(tmp_path / "p.txt"))
     assert code == 2
-    assert "found one of 2 sequences in t.parquet.parts; --resume goes on, --finish" in printed.err
+    assert (
+        "found one of 2 sequences in t.parquet.parts; --resume goes on, --finish"
+        in printed.err
+    )
     code, printed = run("--finish")
     assert code == 0
     assert printed.out.startswith("2 of 5 sequences, ")
     assert [rows.seq for rows in open_trace(out).sequences()] == [0, 1]
     code, printed = run("--finish")
     assert code == 2
-    assert "expected an unfinished recording in t.parquet.parts, found none" in printed.err
+    assert (
+        "expected an unfinished recording in t.parquet.parts, found none" in printed.err
+    )
     code, printed = run()
     assert code == 2
     assert "expected either --prompts or --dataset-file" in printed.err

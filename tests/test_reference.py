@@ -1,4 +1,6 @@
-"""Reference runs: how fast the machine is now, against what it was when a profile was calibrated."""
+"""Reference runs: how fast the machine is now, against what it was when a profile was
+calibrated.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from moesim.hwprofiles.profile import load_profile, save_profile
+from moesim.traces.timeline.spans import COMPUTE, FETCH, READ
 
-from hwprofiles.profile import load_profile, save_profile
-from moesim.reference import Reference, drift, nearest, with_reference
-from moesim.terms import TERMS
-from moesim.trials import simulate
+from moesim.analysis.time_breakdown import TERMS
+from moesim.validation.drift import Reference, drift, nearest, with_reference
+from moesim.validation.paired_runs import simulate
 from tests.real_machine import host_profile
 from tests.test_calibrate import sized
-from traces.timeline import COMPUTE, FETCH, READ
 
 RUNS = ("memory", "memory_small", "ssd", "ssd_small")
 PATHS = {f"reference.{run}.{term}_s" for run in RUNS for term in TERMS}
@@ -25,44 +27,77 @@ def running(tmp_path_factory):
     """With experts of a test's size."""
     sizes = {"": "olmoe-1b-7b/16", "_small": "olmoe-1b-7b/32"}
     with ExitStack() as benches:
-        yield Reference(host_profile(), "float32", tmp_path_factory.mktemp("stores"), benches, sizes)
+        yield Reference(
+            host_profile(), "float32", tmp_path_factory.mktemp("stores"), benches, sizes
+        )
 
 
 def test_all_are_run_before_the_first_other_run_and_before_every_twelfth(running):
     for _ in range(25):
         running.in_turn()
     found = running.found("2026-01-01")
-    assert {path: quantity.samples for path, quantity in found.items()} == dict.fromkeys(PATHS, 3)
+    assert {
+        path: quantity.samples for path, quantity in found.items()
+    } == dict.fromkeys(PATHS, 3)
     for quantity in found.values():
-        assert 0 < quantity.interval[0] <= quantity.value <= quantity.interval[1] < 1.0, "seconds of one step"
+        assert (
+            0 < quantity.interval[0] <= quantity.value <= quantity.interval[1] < 1.0
+        ), "seconds of one step"
 
 
 def test_they_use_every_lane_and_do_the_same_whatever_the_profile_says(running):
-    """Costs ten times as high change no decision: else a recalibration would change what is compared."""
+    """Costs ten times as high change no decision: else a recalibration would change
+    what is compared.
+    """
     slow = host_profile()
-    slow = replace(slow, numbers={
-        key: replace(one, value=10 * one.value, interval=None) if key.startswith("costs.cpu") else one
-        for key, one in slow.numbers.items()
-    })  # fmt: skip
+    slow = replace(
+        slow,
+        numbers={
+            key: replace(one, value=10 * one.value, interval=None)
+            if key.startswith("costs.cpu")
+            else one
+            for key, one in slow.numbers.items()
+        },
+    )
     for name, run in running.runs.items():
         here, there = (
-            next(simulate(run.trial, run.bench.shape, profile).chunks()) for profile in (host_profile(), slow)
+            next(simulate(run.trial, run.bench.shape, profile).chunks())
+            for profile in (host_profile(), slow)
         )
-        assert set(np.unique(here["kind"])) >= {COMPUTE, FETCH} | ({READ} if "ssd" in name else set())
-        assert len(np.unique(here["lane"][here["kind"] == COMPUTE])) == 2, "CPU and GPU compute"
+        assert set(np.unique(here["kind"])) >= {COMPUTE, FETCH} | (
+            {READ} if "ssd" in name else set()
+        )
+        assert len(np.unique(here["lane"][here["kind"] == COMPUTE])) == 2, (
+            "CPU and GPU compute"
+        )
         done = [
-            sorted(zip(*(one[key].tolist() for key in ("step", "layer", "kind", "lane", "expert")), strict=True))
+            sorted(
+                zip(
+                    *(
+                        one[key].tolist()
+                        for key in ("step", "layer", "kind", "lane", "expert")
+                    ),
+                    strict=True,
+                )
+            )
             for one in (here, there)
         ]
         assert done[0] == done[1]
 
 
 def test_drift_by_hand():
-    """0.11 s where the profile says 0.10: ten percent longer; of a run that the profile does not know, nothing."""
+    """0.11 s where the profile says 0.10: ten percent longer; of a run that the profile
+    does not know, nothing.
+    """
     profile = host_profile()
-    then = {f"reference.ssd.{term}_s": replace(profile.numbers["cores"], value=0.10) for term in TERMS}
+    then = {
+        f"reference.ssd.{term}_s": replace(profile.numbers["cores"], value=0.10)
+        for term in TERMS
+    }
     now = {path: replace(profile.numbers["cores"], value=0.11) for path in PATHS}
-    assert drift(with_reference(profile, then), now, "ssd") == dict.fromkeys(TERMS, pytest.approx(0.1))
+    assert drift(with_reference(profile, then), now, "ssd") == dict.fromkeys(
+        TERMS, pytest.approx(0.1)
+    )
     assert drift(with_reference(profile, then), now, "memory") is None
     assert drift(with_reference(profile, then), {}, "ssd") is None
 
@@ -77,6 +112,8 @@ def test_a_run_is_held_against_the_reference_of_the_nearest_size():
 def test_a_profile_keeps_its_reference_runs(running, tmp_path):
     running.in_turn()
     found = running.found("2026-01-01")
-    again = load_profile(save_profile(with_reference(host_profile(), found), tmp_path / "hw.toml"))
+    again = load_profile(
+        save_profile(with_reference(host_profile(), found), tmp_path / "hw.toml")
+    )
     for run in RUNS:
         assert drift(again, found, run) == dict.fromkeys(TERMS, pytest.approx(0.0))

@@ -10,12 +10,11 @@ from typing import Literal
 
 import pytest
 from cache_driver import drive, one_by_one
-
-from policies import registry
-from policies.base import CachePolicy, PolicyError, PrefetchPolicy
-from policies.cache.lfu import LFU
-from policies.cache.lru import LRU
-from policies.registry import describe, find, names, register, resolve, settings
+from moesim.policies import registry
+from moesim.policies.base import CachePolicy, PolicyError, PrefetchPolicy
+from moesim.policies.cache.lfu import LFU
+from moesim.policies.cache.lru import LRU
+from moesim.policies.registry import describe, find, names, register, resolve, settings
 
 ROOT = Path(__file__).parents[1]
 DOC = ROOT / "docs" / "add-a-policy.md"
@@ -35,11 +34,16 @@ def error(call, *args, **kwargs):
 
 
 def doc_examples():
-    return [block.partition("```")[0] for block in DOC.read_text(encoding="utf-8").split("```python\n")[1:]]
+    return [
+        block.partition("```")[0]
+        for block in DOC.read_text(encoding="utf-8").split("```python\n")[1:]
+    ]
 
 
 def test_the_first_set_is_there():
-    assert {"all-cpu", "on-demand", "static-threshold", "greedy", "beam", "ilp"} <= set(names("assignment"))
+    assert {"all-cpu", "on-demand", "static-threshold", "greedy", "beam", "ilp"} <= set(
+        names("assignment")
+    )
     assert {"none", "static", "lru", "lfu", "belady"} <= set(names("cache"))
     assert {"none", "next-gate", "residual"} <= set(names("prefetch"))
     assert "as-recorded" in names("routing")
@@ -48,18 +52,29 @@ def test_the_first_set_is_there():
 def test_a_name_is_its_file():
     for kind in registry.KINDS:
         folder = ROOT / "policies" / kind
-        files = {p.stem.replace("_", "-") for p in folder.glob("*.py") if not p.stem.startswith("_")}
+        files = {
+            p.stem.replace("_", "-")
+            for p in folder.glob("*.py")
+            if not p.stem.startswith("_")
+        }
         assert set(names(kind)) == files
 
 
 def test_only_what_is_asked_for_is_imported():
     """A cache needs no ILP solver, and names need no numba."""
     script = (
-        "import sys; from policies.registry import names, resolve;"
+        "import sys; from moesim.policies.registry import names, resolve;"
         "names('assignment'); assert 'numba' not in sys.modules;"
-        "resolve('lru', 'cache'); assert 'pulp' not in sys.modules; assert 'policies.cache.belady' not in sys.modules"
+        "resolve('lru', 'cache'); assert 'pulp' not in sys.modules; "
+        "assert 'moesim.policies.cache.belady' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -75,14 +90,22 @@ def test_parameters_are_read_from_text():
 def test_parameters_from_toml_are_checked_and_text_wins():
     assert resolve("lfu", "cache", {"decay": 1, "tie": "lru"}).decay == 1.0
     assert resolve("lfu:decay=0.5", "cache", {"decay": 0.9}).decay == 0.5
-    assert error(resolve, "beam", "assignment", {"width": 2.5}) == (
-        "assignment policy 'beam': width: expected int, got 2.5"
+    assert (
+        error(resolve, "beam", "assignment", {"width": 2.5})
+        == "assignment policy 'beam': width: expected int, got 2.5"
     )
-    assert "width: expected int, got True" in error(resolve, "beam", "assignment", {"width": True})
+    assert "width: expected int, got True" in error(
+        resolve, "beam", "assignment", {"width": True}
+    )
 
 
 def test_settings_are_the_effective_configuration():
-    assert settings("lfu:decay=0.9", "cache") == {"name": "lfu", "variant": "in-cache", "decay": 0.9, "tie": "id"}
+    assert settings("lfu:decay=0.9", "cache") == {
+        "name": "lfu",
+        "variant": "in-cache",
+        "decay": 0.9,
+        "tie": "id",
+    }
     assert settings("lru", "cache") == {"name": "lru"}
 
 
@@ -90,16 +113,51 @@ def test_settings_are_the_effective_configuration():
     ("spec", "kind", "expected"),
     [
         ("lru:x=1", "cache", "cache policy 'lru': unknown parameter 'x'; known: none"),
-        ("lfu:decoy=1", "cache", "cache policy 'lfu': unknown parameter 'decoy'; known: variant, decay, tie"),
-        ("lfu:decay=fast", "cache", "cache policy 'lfu': decay: expected float, got 'fast'"),
-        ("lfu:decay=1.5", "cache", "cache policy 'lfu': decay: expected 0 < decay <= 1, got 1.5"),
-        ("lfu:decay=nan", "cache", "cache policy 'lfu': decay: expected 0 < decay <= 1, got nan"),
-        ("lfu:tie=luck", "cache", "cache policy 'lfu': tie: expected id, fifo or lru, got 'luck'"),
+        (
+            "lfu:decoy=1",
+            "cache",
+            "cache policy 'lfu': unknown parameter 'decoy'; known: variant, decay, tie",
+        ),
+        (
+            "lfu:decay=fast",
+            "cache",
+            "cache policy 'lfu': decay: expected float, got 'fast'",
+        ),
+        (
+            "lfu:decay=1.5",
+            "cache",
+            "cache policy 'lfu': decay: expected 0 < decay <= 1, got 1.5",
+        ),
+        (
+            "lfu:decay=nan",
+            "cache",
+            "cache policy 'lfu': decay: expected 0 < decay <= 1, got nan",
+        ),
+        (
+            "lfu:tie=luck",
+            "cache",
+            "cache policy 'lfu': tie: expected id, fifo or lru, got 'luck'",
+        ),
         ("lfu:decay", "cache", "cache policy 'lfu': expected name=value, got 'decay'"),
         ("lfu:decay=1,decay=1", "cache", "cache policy 'lfu': decay: given twice"),
-        ("belady:must_admit=7", "cache", "cache policy 'belady': must_admit: expected true or false, got '7'"),
-        ("greedy:staging=x", "assignment", "assignment policy 'greedy': staging: expected none or int, got 'x'"),
-        ("lru", "caches", "unknown kind of policy 'caches'; known: assignment, cache, prefetch, routing"),
+        (
+            "belady:must_admit=7",
+            "cache",
+            "cache policy 'belady': must_admit: expected true or false, got '7'",
+        ),
+        (
+            "greedy:staging=x",
+            "assignment",
+            "assignment policy 'greedy': staging: expected none or int, got 'x'",
+        ),
+        (
+            "lru",
+            "caches",
+            (
+                "unknown kind of policy 'caches'; known: assignment, cache, prefetch,"
+                " routing"
+            ),
+        ),
     ],
 )
 def test_a_wrong_spec_gets_one_clear_line(spec, kind, expected):
@@ -108,26 +166,40 @@ def test_a_wrong_spec_gets_one_clear_line(spec, kind, expected):
 
 def test_an_unknown_name_lists_the_known_and_guesses():
     known = ", ".join(names("cache"))
-    assert error(resolve, "lruu", "cache") == f"unknown cache policy 'lruu'; known: {known} (did you mean 'lru'?)"
-    assert error(resolve, "zzz", "cache") == f"unknown cache policy 'zzz'; known: {known}"
+    assert (
+        error(resolve, "lruu", "cache")
+        == f"unknown cache policy 'lruu'; known: {known} (did you mean 'lru'?)"
+    )
+    assert (
+        error(resolve, "zzz", "cache") == f"unknown cache policy 'zzz'; known: {known}"
+    )
 
 
 def test_describe_says_what_a_newcomer_asks():
     entry = {info.name: info for info in describe("cache")}
     assert entry["lfu"].summary == "Evict the expert with the fewest uses."
     labels = [(p.name, p.default, p.type_label) for p in entry["lfu"].parameters]
-    assert labels[:2] == [("variant", "in-cache", "in-cache or perfect"), ("decay", 1.0, "float")]
+    assert labels[:2] == [
+        ("variant", "in-cache", "in-cache or perfect"),
+        ("decay", 1.0, "float"),
+    ]
     assert entry["belady"].oracle
     assert not entry["lru"].oracle
-    assert {info.name: info.needs for info in describe("prefetch")}["residual"] == ("pred1_res",)
+    assert {info.name: info.needs for info in describe("prefetch")}["residual"] == (
+        "pred1_res",
+    )
     assert all(info.summary for kind in registry.KINDS for info in describe(kind))
 
 
 class Mine(LRU):
     """Mine."""
 
-    def __init__(self, *, size: int | None = None, how: Literal["a", "b"] = "a", loose=2):
-        self.size, self.how, self.loose = size, how, loose
+    def __init__(
+        self, *, size: int | None = None, how: Literal["a", "b"] = "a", loose=2
+    ):
+        self.size = size
+        self.how = how
+        self.loose = loose
 
 
 def test_a_notebook_registers_and_may_run_the_cell_again():
@@ -136,8 +208,13 @@ def test_a_notebook_registers_and_may_run_the_cell_again():
     assert "mine" in names("cache")
     policy = resolve("mine:size=4,how=b,loose=3", "cache")
     assert (policy.size, policy.how, policy.loose) == (4, "b", 3)
-    assert error(register, "cache", "lru", Mine) == "cache policy 'lru' exists already; choose another name"
-    assert "expected a subclass of PrefetchPolicy" in error(register, "prefetch", "mine", Mine)
+    assert (
+        error(register, "cache", "lru", Mine)
+        == "cache policy 'lru' exists already; choose another name"
+    )
+    assert "expected a subclass of PrefetchPolicy" in error(
+        register, "prefetch", "mine", Mine
+    )
     assert "expected lower-case letters" in error(register, "cache", "a:b", Mine)
 
 
@@ -148,7 +225,11 @@ def test_another_package_adds_one_by_entry_point(monkeypatch):
         EntryPoint("prefetch.theirs", "test_registry:Mine", registry.GROUP),
         EntryPoint("cache.lru", "test_registry:Mine", registry.GROUP),
     ]
-    monkeypatch.setattr(registry, "entry_points", lambda *, group: points if group == registry.GROUP else [])
+    monkeypatch.setattr(
+        registry,
+        "entry_points",
+        lambda *, group: points if group == registry.GROUP else [],
+    )
     assert {"theirs", "broken"} <= set(names("cache"))
     assert find("theirs", "cache").__name__ == "Mine"
     assert find("lru", "cache") is LRU, "a name of ours stays ours"
@@ -164,9 +245,12 @@ def test_a_file_from_outside_the_package(tmp_path):
     policy = resolve(f"{path}:spare=1", "cache")
     assert isinstance(policy, CachePolicy)
     assert (type(policy).__name__, policy.spare) == ("MRU", 1)
-    assert error(resolve, f"{path}:spare=-1", "cache").endswith("spare: expected a number >= 0, got -1")
-    assert error(resolve, str(path), "prefetch") == (
-        f"{path}: expected one public subclass of PrefetchPolicy, found none"
+    assert error(resolve, f"{path}:spare=-1", "cache").endswith(
+        "spare: expected a number >= 0, got -1"
+    )
+    assert (
+        error(resolve, str(path), "prefetch")
+        == f"{path}: expected one public subclass of PrefetchPolicy, found none"
     )
     assert "no such file" in error(resolve, str(tmp_path / "absent.py"), "cache")
     path.write_text("import nowhere_to_be_found\n", encoding="utf-8")
@@ -175,7 +259,9 @@ def test_a_file_from_outside_the_package(tmp_path):
 
 
 def test_the_documented_example_works():
-    """On a cycle of four in three slots MRU hits where LRU never does: 2 of 3 after the first round, by hand."""
+    """On a cycle of four in three slots MRU hits where LRU never does: 2 of 3 after the
+    first round, by hand.
+    """
     module = {"__name__": "add_a_policy"}
     examples = doc_examples()
     assert len(examples) == 2

@@ -1,8 +1,9 @@
 """The engine's recorded residency against a replay, access by access.
 
-The engine here is written from its description, without policies, planner or Residency: one list of (layer, expert) by
-recency under a budget of bytes; each expert of a batch is looked up once, in routing order; eviction follows the batch
-and spares what it touched. Source: BigMoeOnEdge docs/telemetry.md and scripts/route-replay.py.
+The engine here is written from its description, without policies, planner or Residency:
+one list of (layer, expert) by recency under a budget of bytes; each expert of a batch
+is looked up once, in routing order; eviction follows the batch and spares what it
+touched. Source: BigMoeOnEdge docs/telemetry.md and scripts/route-replay.py.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ import foreign_files as files
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from moesim.traces.errors import TraceError
+from moesim.traces.importers.route_trace import residency_path
 from test_importers import bring
 
-from moesim.residency_check import check_residency
-from traces.errors import TraceError
-from traces.importers.route_trace import residency_path
+from moesim.analysis.residency import check_residency
 
 SIZES = (1000, 2000, 3000)
 
 
 def engine(truth, budget):  # noqa: C901 - one loop, as the engine runs it
-    """Residency [T, L, K] per sequence that the engine writes, and its (lookups, hits) in decode."""
-    recency, found, counts = [], [], [0, 0]
+    """Residency [T, L, K] per sequence that the engine writes, and its (lookups, hits)
+    in decode.
+    """
+    recency = []
+    found = []
+    counts = [0, 0]
 
     def batch(layer, ids, decode):
-        touched, met = set(), {}
+        touched = set()
+        met = {}
         for expert in ids:
             key = (layer, expert)
             if key not in touched:
@@ -53,14 +59,18 @@ def engine(truth, budget):  # noqa: C901 - one loop, as the engine runs it
         for token in range(prompt, len(ids)):
             for layer in range(3):
                 met = batch(layer, ids[token, layer].tolist(), decode=True)
-                out[token, layer] = [met[expert] for expert in ids[token, layer].tolist()]
+                out[token, layer] = [
+                    met[expert] for expert in ids[token, layer].tolist()
+                ]
         found.append(out)
     return found, counts
 
 
 @pytest.mark.parametrize("budget", [18_000, 26_000, 33_333, 40_000, 48_000])
 def test_every_access_agrees_with_the_engines_own_lru(tmp_path, budget):
-    """All layers' experts weigh 48,000 bytes; unequal layers compete for one pool, from one sequence to the next."""
+    """All layers' experts weigh 48,000 bytes; unequal layers compete for one pool, from
+    one sequence to the next.
+    """
     truth = files.routing(((3, 60), (4, 50), (2, 40)), seed=4)
     residency, (lookups, hits) = engine(truth, budget)
     _, trace = bring(files.route_trace(tmp_path / "dump", truth, residency=residency))
@@ -74,9 +84,12 @@ def test_every_access_agrees_with_the_engines_own_lru(tmp_path, budget):
 
 def test_another_budget_or_policy_does_not_agree(tmp_path):
     truth = files.routing(((3, 60),), seed=4)
-    _, trace = bring(files.route_trace(tmp_path / "dump", truth, residency=engine(truth, 26_000)[0]))
+    _, trace = bring(
+        files.route_trace(tmp_path / "dump", truth, residency=engine(truth, 26_000)[0])
+    )
     assert check_residency(trace, cache_bytes=26_000).phases["decode"].share == 1.0
-    smaller, other = check_residency(trace, cache_bytes=20_000), check_residency(trace, cache_bytes=26_000, cache="lfu")
+    smaller = check_residency(trace, cache_bytes=20_000)
+    other = check_residency(trace, cache_bytes=26_000, cache="lfu")
     assert smaller.phases["decode"].share < 1.0
     assert smaller.phases["decode"].only_engine > smaller.phases["decode"].only_replay
     assert other.phases["decode"].share < 1.0
@@ -91,7 +104,11 @@ def test_a_prefetched_expert_is_counted_as_such_and_a_dropped_one_left_out(tmp_p
     path = files.route_trace(tmp_path / "dump", truth, residency=residency)
     _, trace = bring(path)
     decode = check_residency(trace, cache_bytes=26_000).phases["decode"]
-    assert (decode.only_engine, decode.prefetched, decode.agree) == (1, 1, decode.accesses - 1)
+    assert (decode.only_engine, decode.prefetched, decode.agree) == (
+        1,
+        1,
+        decode.accesses - 1,
+    )
     lines = path.read_text().splitlines()
     lines[-1] = lines[-1][:-1] + "1"
     path.write_text("\n".join(lines) + "\n")
@@ -107,11 +124,16 @@ def test_the_record_lies_beside_the_trace_and_must_belong_to_it(tmp_path):
     table = pq.read_table(beside)
     assert (table.num_rows, table.column_names[-1]) == (trace.rows * 2, "read_bytes")
     pq.write_table(table.slice(1), beside)
-    with pytest.raises(TraceError, match=r"sequence 0: its experts are not those of .*; import both again"):
+    with pytest.raises(
+        TraceError,
+        match=r"sequence 0: its experts are not those of .*; import both again",
+    ):
         check_residency(trace, cache_bytes=1000)
     beside.write_text("no parquet")
     with pytest.raises(TraceError, match="not a residency record"):
         check_residency(trace, cache_bytes=1000)
     beside.unlink()
-    with pytest.raises(TraceError, match="`moesim trace import` of a route_trace v1 file writes it"):
+    with pytest.raises(
+        TraceError, match="`moesim trace import` of a route_trace v1 file writes it"
+    ):
         check_residency(trace, cache_bytes=1000)

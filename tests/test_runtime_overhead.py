@@ -1,22 +1,40 @@
-"""The comparison of lanes with bare loops: whom it holds against whom, and that every link of it runs."""
+"""The comparison of lanes with bare loops: whom it holds against whom, and that every
+link of it runs.
+"""
 
 from types import SimpleNamespace
 
 import pytest
+from moesim.hwprofiles.profile import load_profile
+from moesim.runtime.executor.trace_driven import shape_for
+from moesim.traces.format.schema import ModelShape
 
 from benchmarks import runtime_overhead as bench
 from benchmarks import ssd_reads
-from hwprofiles.profile import load_profile
-from moesim.runs import open_random_store
-from runtime.tracedriven import shape_for
-from traces.schema import ModelShape
+from moesim.runs.measured import open_random_store
 
-SHAPE = ModelShape("small", 2, 16, 4, 64, 32, (24576,) * 2, 1 << 20, heads=4, kv_heads=2, head_dim=16, dtype="f32")
+SHAPE = ModelShape(
+    "small",
+    2,
+    16,
+    4,
+    64,
+    32,
+    (24576,) * 2,
+    1 << 20,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    dtype="f32",
+)
 
 
 def test_a_run_is_held_against_the_bare_loops_right_before_and_after_it(monkeypatch):
-    """Bare loops of 2, 4, 6 seconds around runs of 6 and 5: shares of 3/6 and 5/5, loop over loop 4/2 and 6/4."""
-    runs, loops = iter((9.0, 6.0, 5.0)), iter((2.0, 4.0, 6.0))
+    """Bare loops of 2, 4, 6 seconds around runs of 6 and 5: shares of 3/6 and 5/5, loop
+    over loop 4/2 and 6/4.
+    """
+    runs = iter((9.0, 6.0, 5.0))
+    loops = iter((2.0, 4.0, 6.0))
     monkeypatch.setattr(bench, "TURNS", 2)
     monkeypatch.setattr(bench, "_run", lambda *_, **__: None)
     monkeypatch.setattr(bench, "_median_s", lambda *_: next(runs))
@@ -33,7 +51,9 @@ def test_every_link_finds_its_operations_in_its_run(name, tmp_path, monkeypatch)
     monkeypatch.setattr(bench, "TURNS", 1)
     trace = bench.made_up_trace(tmp_path / "t.parquet", 4)
     with open_random_store(shape_for(SHAPE, None), tmp_path / "s", "float32") as store:
-        turns = bench.in_turns(bench.LINKS[name], trace, store, load_profile("two-core-host"))
+        turns = bench.in_turns(
+            bench.LINKS[name], trace, store, load_profile("two-core-host")
+        )
     assert len(turns["share"]) == len(turns["control"]) == 1
     assert turns["share"][0] > 0
     assert turns["control"][0] > 0
@@ -50,11 +70,15 @@ def small_reads(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ssd_reads.KINDS)
-def test_reads_into_every_kind_of_memory_leave_the_experts_there(small_reads, kind, monkeypatch):
+def test_reads_into_every_kind_of_memory_leave_the_experts_there(
+    small_reads, kind, monkeypatch
+):
     _, store = small_reads
     made = []
     monkeypatch.setattr(ssd_reads, "PASSES", 1)
-    taken_s = ssd_reads.reads_s(store, lambda store: made.append(ssd_reads.KINDS[kind](store)) or _Kept(made[0]))
+    taken_s = ssd_reads.reads_s(
+        store, lambda store: made.append(ssd_reads.KINDS[kind](store)) or _Kept(made[0])
+    )
     assert taken_s.shape == (ssd_reads.HOST_SLOTS,)
     assert (taken_s > 0).all()
     right = ssd_reads.huge(store)

@@ -11,62 +11,76 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from moesim.hwprofiles.profile import load_profile
+from moesim.traces.format import reader
+from moesim.traces.format.batch import compose
+from moesim.traces.format.reader import open_trace
 
-import traces.reader
-from hwprofiles.profile import load_profile
-from moesim import calibrate as calibration
-from moesim.calibrate import learn
-from moesim.designs import designs, drawn_steps
-from moesim.memory import MemoryOptions
-from moesim.trials import Trial, simulate
-from moesim.validate import validate
-from moesim.validation import Validation
+from moesim.runs.memory import MemoryOptions
+from moesim.validation import calibrate as calibration
+from moesim.validation.calibrate import learn
+from moesim.validation.calibration_runs import designs, drawn_steps
+from moesim.validation.grid import validate
+from moesim.validation.paired_runs import Trial, simulate
+from moesim.validation.results import Validation
 from tests.real_machine import host_profile
 from tests.test_calibrate import sized
-from traces.batch import compose
-from traces.reader import open_trace
 
 ROOT = Path(__file__).parents[1]
 FITTING = (
-    "hwprofiles/calibrate.py",
-    "hwprofiles/spans.py",
-    "hwprofiles/fit.py",
-    "hwprofiles/robust.py",
-    "hwprofiles/points.py",
-    "moesim/calibrate.py",
+    "hwprofiles/calibration/fit_runs.py",
+    "hwprofiles/calibration/observations.py",
+    "hwprofiles/calibration/fit_curves.py",
+    "hwprofiles/calibration/robust.py",
+    "hwprofiles/calibration/points.py",
+    "moesim/validation/calibrate.py",
 )
 COMPARING = (
-    "moesim/validate.py",
-    "moesim/validation.py",
-    "moesim/validation_report.py",
-    "moesim/sensitivity.py",
-    "moesim/agreement.py",
+    "moesim/validation/grid.py",
+    "moesim/validation/results.py",
+    "moesim/reporting/validation_page.py",
+    "moesim/analysis/sensitivity.py",
+    "moesim/validation/agreement.py",
 )
-TRACES = [ROOT / "traces" / "data" / f"tiny_{split}.parquet" for split in ("calibration", "evaluation")]
+TRACES = [
+    ROOT / "traces" / "data" / f"tiny_{split}.parquet"
+    for split in ("calibration", "evaluation")
+]
 
 
 def module_of(path):
-    return path.removesuffix(".py").replace("/", ".")
+    name = path.removesuffix(".py").replace("/", ".")
+    return name if name.startswith("moesim.") else f"moesim.{name}"
+
+
+def path_of(module):
+    name = module.replace(".", "/") + ".py"
+    return name if (ROOT / name).is_file() else name.removeprefix("moesim/")
 
 
 def named(path):
-    """Every module of ours that a file imports, in functions and under `TYPE_CHECKING` too."""
+    """Every module of ours that a file imports, in functions and under `TYPE_CHECKING`
+    too.
+    """
     found = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if (ROOT / (name.replace(".", "/") + ".py")).is_file()}
+            found |= {node.module} | {
+                f"{node.module}.{alias.name}" for alias in node.names
+            }
+    return {name for name in found if (ROOT / path_of(name)).is_file()}
 
 
 def reached(path):
     """The same, through everything that is imported on the way."""
-    seen, todo = set(), [path]
+    seen = set()
+    todo = [path]
     while todo:
         for name in named(todo.pop()) - seen:
             seen.add(name)
-            todo.append(name.replace(".", "/") + ".py")
+            todo.append(path_of(name))
     return seen
 
 
@@ -82,33 +96,47 @@ def test_what_compares_names_nothing_that_fits(path):
 
 def test_the_walk_would_see_it():
     """Else the two tests above could not fail."""
-    assert "moesim.trials" in reached("moesim/calibrate.py") & reached("moesim/validate.py")
-    assert "moesim.agreement" in reached("moesim/validate.py")
-    assert "moesim.reference" in reached("moesim/calibrate.py") & reached("moesim/validate.py")
+    assert "moesim.validation.paired_runs" in reached(
+        "moesim/validation/calibrate.py"
+    ) & reached("moesim/validation/grid.py")
+    assert "moesim.validation.agreement" in reached("moesim/validation/grid.py")
+    assert "moesim.validation.drift" in reached(
+        "moesim/validation/calibrate.py"
+    ) & reached("moesim/validation/grid.py")
 
 
 def test_calibration_takes_no_trace():
-    assert not {name for name in inspect.signature(calibration.calibrate).parameters if "trace" in name}
+    assert not {
+        name
+        for name in inspect.signature(calibration.calibrate).parameters
+        if "trace" in name
+    }
     assert not {name for name in inspect.signature(learn).parameters if "trace" in name}
 
 
 def test_the_designed_set_is_drawn_without_opening_a_file(monkeypatch):
     """Routing, runs and fit of a calibration, while every door to traces is shut."""
-    shape, machine = sized("olmoe-1b-7b/4"), load_profile("two-core-host")
+    shape = sized("olmoe-1b-7b/4")
+    machine = load_profile("two-core-host")
 
     def shut(*_arguments, **_named):
         raise AssertionError("calibration opened a trace")
 
-    monkeypatch.setattr(traces.reader, "open_trace", shut)
-    monkeypatch.setattr(traces.reader.Trace, "__init__", shut)
-    runs = [(shape, one.trial, simulate(one.trial, shape, machine)) for one in designs(shape, quick=True)[:6]]
+    monkeypatch.setattr(reader, "open_trace", shut)
+    monkeypatch.setattr(reader.Trace, "__init__", shut)
+    runs = [
+        (shape, one.trial, simulate(one.trial, shape, machine))
+        for one in designs(shape, quick=True)[:6]
+    ]
     assert learn(runs, machine, date="2026-01-01", name="x").numbers
 
 
 def test_drawn_routing_is_no_shipped_trace():
     """Token by token, the designed routing has nothing of the traces that ship."""
     drawn = {
-        layer.routing.tobytes() for step in drawn_steps(batch=1, prompt=0, decode=60, seed=0) for layer in step.layers
+        layer.routing.tobytes()
+        for step in drawn_steps(batch=1, prompt=0, decode=60, seed=0)
+        for layer in step.layers
     }
     for path in TRACES:
         steps = compose(open_trace(path), steps=60)
@@ -120,17 +148,36 @@ def test_drawn_routing_is_no_shipped_trace():
 def test_a_validation_leaves_the_profile_as_it_was(tmp_path):
     profile = host_profile()
     before = profile.digest
-    found = validate([TRACES[1]], policies=["all-cpu+none"], cache_ratios=[0.2], batches=[1], hw=profile, steps=3,
-                     replications=1, repetitions=1, stores=tmp_path)  # fmt: skip
+    found = validate(
+        [TRACES[1]],
+        policies=["all-cpu+none"],
+        cache_ratios=[0.2],
+        batches=[1],
+        hw=profile,
+        steps=3,
+        replications=1,
+        repetitions=1,
+        stores=tmp_path,
+    )
     assert isinstance(found, Validation)
     assert profile.digest == before == found.config["hw_digest"]
 
 
 def test_the_same_runs_give_the_same_profile_whatever_was_compared_before():
-    """The fit is a function of the runs it is given: no state survives from a comparison."""
-    shape, machine = sized("olmoe-1b-7b/4"), load_profile("two-core-host")
-    runs = [(shape, one.trial, simulate(one.trial, shape, machine)) for one in designs(shape, quick=True)[:4]]
+    """The fit is a function of the runs it is given: no state survives from a
+    comparison.
+    """
+    shape = sized("olmoe-1b-7b/4")
+    machine = load_profile("two-core-host")
+    runs = [
+        (shape, one.trial, simulate(one.trial, shape, machine))
+        for one in designs(shape, quick=True)[:4]
+    ]
     first = learn(runs, machine, date="2026-01-01", name="x").digest
-    other = Trial("greedy+lru", MemoryOptions(cache_ratio=0.5), list(compose(open_trace(TRACES[1]), steps=4)))
+    other = Trial(
+        "greedy+lru",
+        MemoryOptions(cache_ratio=0.5),
+        list(compose(open_trace(TRACES[1]), steps=4)),
+    )
     simulate(other, replace(open_trace(TRACES[1]).shape), machine)
     assert learn(runs, machine, date="2026-01-01", name="x").digest == first

@@ -5,18 +5,29 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from moesim.traces.errors import TraceError
+from moesim.traces.models import WEIGHTS, known_models, model_shape
+from moesim.traces.sizes import format_bytes, parse_bytes
 
-from traces.errors import TraceError
-from traces.models import WEIGHTS, known_models, model_shape
-from traces.sizes import format_bytes, parse_bytes
-
-# Published totals in billions of weights; Gemma's vocabulary and attention are not in the table.
+# Published totals in billions of weights; Gemma's vocabulary and attention are not in
+# the table.
 PUBLISHED = {
-    "mixtral-8x7b": 46.7, "phi-3.5-moe": 41.9, "qwen3-30b-a3b": 30.5, "qwen2-57b-a14b": 57.4,
-    "qwen1.5-moe-a2.7b": 14.3, "olmoe-1b-7b": 6.9, "deepseek-v2-lite": 15.7, "deepseek-moe-16b": 16.4,
-    "deepseek-v3": 671, "xverse-moe-a4.2b": 25.8, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
-    "kimi-linear-48b-a3b": 48, "glm-4.5-air": 106, "qwen3-235b-a22b": 235,
-}  # fmt: skip
+    "mixtral-8x7b": 46.7,
+    "phi-3.5-moe": 41.9,
+    "qwen3-30b-a3b": 30.5,
+    "qwen2-57b-a14b": 57.4,
+    "qwen1.5-moe-a2.7b": 14.3,
+    "olmoe-1b-7b": 6.9,
+    "deepseek-v2-lite": 15.7,
+    "deepseek-moe-16b": 16.4,
+    "deepseek-v3": 671,
+    "xverse-moe-a4.2b": 25.8,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+    "kimi-linear-48b-a3b": 48,
+    "glm-4.5-air": 106,
+    "qwen3-235b-a22b": 235,
+}
 
 
 def test_every_known_model_but_one_has_a_published_size():
@@ -31,18 +42,26 @@ def test_experts_and_the_rest_add_up_to_the_published_size(name):
 
 
 def test_q4_k_m_bytes_are_those_of_real_files():
-    """Qwen3-30B-A3B: 3,059,712 where ffn_down has six bits, else 2,654,208; also two other observed models."""
+    """Qwen3-30B-A3B: 3,059,712 where ffn_down has six bits, else 2,654,208; also two
+    other observed models.
+    """
     qwen = model_shape("qwen3-30b-a3b", "q4_k_m")
     assert set(qwen.expert_bytes) == {3_059_712, 2_654_208}
-    larger = [layer for layer, count in enumerate(qwen.expert_bytes) if count == 3_059_712]
+    larger = [
+        layer for layer, count in enumerate(qwen.expert_bytes) if count == 3_059_712
+    ]
     assert larger == [*range(6), *range(8, 42, 3), *range(42, 48)]
     assert "expert_bytes" in qwen.assumed
-    assert set(model_shape("gemma-4-26b-a4b", "q4_k_m").expert_bytes) == {4_336_640, 3_593_216}
+    assert set(model_shape("gemma-4-26b-a4b", "q4_k_m").expert_bytes) == {
+        4_336_640,
+        3_593_216,
+    }
     assert set(model_shape("gpt-oss-120b", "q4_k_m").expert_bytes) == {13_219_200}
 
 
 @pytest.mark.parametrize(
-    ("weights", "bits"), [("f32", 32), ("bf16", 16), ("q8_0", 8.5), ("q4_0", 4.5), ("mxfp4", 4.25)]
+    ("weights", "bits"),
+    [("f32", 32), ("bf16", 16), ("q8_0", 8.5), ("q4_0", 4.5), ("mxfp4", 4.25)],
 )
 def test_bytes_per_weight(weights, bits):
     shape = model_shape("gpt-oss-20b", weights)
@@ -50,7 +69,8 @@ def test_bytes_per_weight(weights, bits):
 
 
 def test_a_scaled_model_is_smaller_in_both_directions():
-    full, quarter = model_shape("qwen3-30b-a3b"), model_shape("qwen3-30b-a3b/4")
+    full = model_shape("qwen3-30b-a3b")
+    quarter = model_shape("qwen3-30b-a3b/4")
     assert quarter.name == "qwen3-30b-a3b/4"
     assert (quarter.hidden, quarter.expert_intermediate) == (512, 192)
     assert quarter.expert_bytes[0] * 16 == full.expert_bytes[0]
@@ -59,13 +79,23 @@ def test_a_scaled_model_is_smaller_in_both_directions():
 
 def test_a_shape_in_words():
     shape = model_shape("layers=1,experts=6,top_k=1,expert_bytes=1MiB")
-    assert (shape.layers, shape.experts, shape.top_k, shape.expert_bytes) == (1, 6, 1, (1 << 20,))
-    assert 6 * shape.hidden * shape.expert_intermediate == pytest.approx(1 << 20, rel=0.01)  # 3 H F weights of 2 bytes
+    assert (shape.layers, shape.experts, shape.top_k, shape.expert_bytes) == (
+        1,
+        6,
+        1,
+        (1 << 20,),
+    )
+    # 3 H F weights of 2 bytes.
+    assert 6 * shape.hidden * shape.expert_intermediate == pytest.approx(
+        1 << 20, rel=0.01
+    )
     assert {"hidden", "expert_intermediate", "other_bytes"} <= set(shape.assumed)
 
 
 def test_words_that_are_given_are_not_assumed():
-    shape = model_shape("layers=2,experts=8,top_k=2,hidden=256,expert_intermediate=128", "q8_0")
+    shape = model_shape(
+        "layers=2,experts=8,top_k=2,hidden=256,expert_intermediate=128", "q8_0"
+    )
     assert shape.expert_bytes == (3 * 256 * 128 * 34 // 32,) * 2
     assert not {"hidden", "expert_intermediate"} & set(shape.assumed)
 
@@ -112,7 +142,9 @@ def test_sizes_as_people_write_them(text, count):
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8G", "8 gigabytes", "1.5", "0x10", -1, True, "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "8G", "8 gigabytes", "1.5", "0x10", -1, True, "nan"]
+)
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match=r"--gpu-memory: "):
         parse_bytes(text, where="--gpu-memory")
@@ -121,5 +153,7 @@ def test_what_is_no_size_is_refused(text):
 @given(st.integers(0, 1 << 50))
 def test_formatting_is_within_a_twentieth_of_a_unit(count):
     number, unit = format_bytes(count).split()
-    exact = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}[unit]
+    exact = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}[
+        unit
+    ]
     assert abs(float(number) * exact - count) <= 0.0501 * exact

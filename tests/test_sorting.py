@@ -1,4 +1,6 @@
-"""Rows in any order: sorted in memory or by DuckDB, with the same result, and nothing left behind."""
+"""Rows in any order: sorted in memory or by DuckDB, with the same result, and nothing
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,21 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moesim.traces.errors import TraceError
+from moesim.traces.format import sorting
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.sorting import (
+    ApartError,
+    Appearance,
+    Unordered,
+    whole_sequences,
+)
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
 from test_importers import bring
 from typer.testing import CliRunner
 
 from moesim import cli
-from traces import sorting
-from traces.errors import TraceError
-from traces.importers import import_trace
-from traces.models import model_shape
-from traces.reader import open_trace
-from traces.sorting import ApartError, Appearance, Unordered, whole_sequences
 
 
 def block(*seq, **columns):
@@ -56,12 +63,22 @@ COLUMNS = st.sampled_from(["uint16", "int8", "float16", "float32"])
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6), rows=st.integers(1, 300), kinds=st.lists(COLUMNS, max_size=3), rank=st.booleans())
-def test_duckdb_and_numpy_sort_alike_whatever_the_columns(tmp_path_factory, seed, rows, kinds, rank):
+@given(
+    seed=st.integers(0, 10**6),
+    rows=st.integers(1, 300),
+    kinds=st.lists(COLUMNS, max_size=3),
+    rank=st.booleans(),
+)
+def test_duckdb_and_numpy_sort_alike_whatever_the_columns(
+    tmp_path_factory, seed, rows, kinds, rank
+):
     """Every row keeps its columns, of any type and width, in pieces of any size."""
     rng = np.random.default_rng(seed)
     keys = rng.choice(1 << 20, rows, replace=False)
-    whole = {"seq": (keys % 5).astype(np.int32), "pos": (keys // 5 % 1000).astype(np.int32)}
+    whole = {
+        "seq": (keys % 5).astype(np.int32),
+        "pos": (keys // 5 % 1000).astype(np.int32),
+    }
     whole["layer"] = (keys // 5000).astype(np.int32)
     if rank:
         whole["rank"] = rng.permutation(rows)
@@ -96,14 +113,21 @@ def test_what_goes_wrong_while_reading_keeps_its_own_words(tmp_path, monkeypatch
 
 
 def test_a_sort_without_room_is_one_line(tmp_path, monkeypatch):
-    """A limit that not even one piece fits into stands for a full disk: both come as DuckDB's own errors."""
+    """A limit that not even one piece fits into stands for a full disk: both come as
+    DuckDB's own errors.
+    """
     monkeypatch.setattr(sorting, "IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(sorting, "MEMORY_LIMIT", "1MB")
     wide = np.zeros((4000, 512), np.float32)
     with pytest.raises(
-        TraceError, match="out: sorting: expected room for the rows in files beside it, found"
+        TraceError,
+        match="out: sorting: expected room for the rows in files beside it, found",
     ) as caught:
-        list(Unordered(lambda: [block(*([1, 0] * 2000), wide=wide)] * 2).sorted(tmp_path / "out"))
+        list(
+            Unordered(lambda: [block(*([1, 0] * 2000), wide=wide)] * 2).sorted(
+                tmp_path / "out"
+            )
+        )
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
@@ -119,7 +143,10 @@ def test_sequences_are_numbered_by_their_first_row():
     assert names.of_labels(["c", "b"], np.array([0, 1])).tolist() == [2, 0]
 
 
-@pytest.mark.parametrize("writer", [files.columns_long, files.moesim_unordered, files.per_token, files.routing_rows])
+@pytest.mark.parametrize(
+    "writer",
+    [files.columns_long, files.moesim_unordered, files.per_token, files.routing_rows],
+)
 def test_an_import_out_of_memory_equals_one_in_memory(tmp_path, monkeypatch, writer):
     source = writer(tmp_path / "dump", files.routing())
     if writer is files.routing_rows:  # rows of the two sequences in turn
@@ -141,27 +168,41 @@ def test_an_import_out_of_memory_equals_one_in_memory(tmp_path, monkeypatch, wri
 def test_an_unsorted_trace_is_refused_with_the_command_that_sorts_it(tmp_path):
     """The command is run as it is named."""
     source = files.moesim_unordered(tmp_path / "t.parquet", files.routing())
-    with pytest.raises(TraceError, match=r"row .*: order: expected rows by seq, pos, layer") as caught:
+    with pytest.raises(
+        TraceError, match=r"row .*: order: expected rows by seq, pos, layer"
+    ) as caught:
         list(open_trace(source).sequences())
     command = str(caught.value).split("`")[1]
     assert command == f"moesim trace import {source} SORTED"
-    done = CliRunner().invoke(cli.app, command.replace("SORTED", str(tmp_path / "sorted")).split()[1:])
+    done = CliRunner().invoke(
+        cli.app, command.replace("SORTED", str(tmp_path / "sorted")).split()[1:]
+    )
     assert done.exit_code == 0, done.output
     trace = open_trace(tmp_path / "sorted")
     assert trace.header.calibration == {"vectors": "x"}
-    assert (trace.header.split, trace.header.provenance["model"]) == ("calibration", "m")
-    for rows, (_, ids, *_) in zip(trace.sequences(("weights",)), files.routing(), strict=True):
+    assert (trace.header.split, trace.header.provenance["model"]) == (
+        "calibration",
+        "m",
+    )
+    for rows, (_, ids, *_) in zip(
+        trace.sequences(("weights",)), files.routing(), strict=True
+    ):
         assert (rows.experts == ids[rows.pos, rows.layer]).all()
 
 
 def test_a_foreign_file_without_a_shape_says_what_to_state(tmp_path):
     source = files.llama_cpp(tmp_path / "dump", files.routing())
-    with pytest.raises(TraceError, match="does not tell the sizes of its model: expected --shape, found none"):
+    with pytest.raises(
+        TraceError,
+        match="does not tell the sizes of its model: expected --shape, found none",
+    ):
         import_trace(source, tmp_path / "out")
 
 
 def test_a_shape_that_contradicts_the_header_is_refused(tmp_path):
     source = files.moesim_unordered(tmp_path / "dump", files.routing())
     shape = model_shape(files.SHAPE.replace("experts=8", "experts=16"))
-    with pytest.raises(TraceError, match=r"shape: experts: expected 8 as in the header .*, found 16"):
+    with pytest.raises(
+        TraceError, match=r"shape: experts: expected 8 as in the header .*, found 16"
+    ):
         import_trace(source, tmp_path / "out", shape=shape)

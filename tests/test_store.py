@@ -10,19 +10,32 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from moesim.runtime.errors import RuntimeFault, StoreError
+from moesim.runtime.store import direct_io, sources
+from moesim.runtime.store.build import build_random_store, build_store
+from moesim.runtime.store.direct_io import BLOCK_BYTES, DirectFile
+from moesim.runtime.store.memory import DeviceSlots, HostTier, huge_tensor
+from moesim.runtime.store.store import (
+    DATA_NAME,
+    INDEX_NAME,
+    JOURNAL_NAME,
+    SEAL_NAME,
+    ExpertStore,
+)
+from moesim.traces.format.schema import ModelShape
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from runtime import direct_io, sources
-from runtime.direct_io import BLOCK_BYTES, DirectFile
-from runtime.errors import RuntimeFault, StoreError
-from runtime.memory import DeviceSlots, HostTier, huge_tensor
-from runtime.store import DATA_NAME, INDEX_NAME, JOURNAL_NAME, SEAL_NAME, ExpertStore
-from runtime.store_build import build_random_store, build_store
 from tests.real_machine import mapping
-from traces.schema import ModelShape
 
 SHAPE = ModelShape(
-    name="toy", layers=3, experts=4, top_k=2, hidden=32, expert_intermediate=16, expert_bytes=(1,) * 3, other_bytes=0
+    name="toy",
+    layers=3,
+    experts=4,
+    top_k=2,
+    hidden=32,
+    expert_intermediate=16,
+    expert_bytes=(1,) * 3,
+    other_bytes=0,
 )
 # gate and up 2 x 16 x 32, down 32 x 16: 1,536 weights of 2 bytes fit one block
 SHAPE_STRIDE = 4096
@@ -47,10 +60,14 @@ def mixtral():
 
 @pytest.fixture(scope="module")
 def checkpoint(mixtral, tmp_path_factory):
-    """Return the model as a sharded directory with one tensor per expert and projection."""
+    """Return the model as a sharded directory with one tensor per expert and
+    projection.
+    """
     directory = tmp_path_factory.mktemp("checkpoint") / "toy-mixtral"
     mixtral.save_pretrained(directory, max_shard_size="64KB")
-    names = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    names = json.loads((directory / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
     assert len(set(names.values())) > 2
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in names
     return directory
@@ -81,11 +98,14 @@ def contents(directory):
     return (directory / DATA_NAME).read_bytes(), (directory / INDEX_NAME).read_bytes()
 
 
-# -- what was stored comes back ------------------------------------------------------------------
+# -- what was stored comes back --------------------------------------------------------
 
 
 def test_every_expert_reads_back_bit_for_bit(mixtral, tmp_path):
-    with build_store(mixtral, tmp_path / "s") as store, HostTier(1, store.slot_bytes) as tier:
+    with (
+        build_store(mixtral, tmp_path / "s") as store,
+        HostTier(1, store.slot_bytes) as tier,
+    ):
         for layer in range(2):
             experts = mixtral.model.layers[layer].mlp.experts
             for expert in range(4):
@@ -95,13 +115,17 @@ def test_every_expert_reads_back_bit_for_bit(mixtral, tmp_path):
                 assert torch.equal(weights.down, experts.down_proj[expert])
 
 
-def test_a_checkpoint_and_its_model_in_memory_give_the_same_bytes(mixtral, checkpoint, tmp_path):
+def test_a_checkpoint_and_its_model_in_memory_give_the_same_bytes(
+    mixtral, checkpoint, tmp_path
+):
     build_store(mixtral, tmp_path / "memory").close()
     build_store(checkpoint, tmp_path / "disk").close()
     assert contents(tmp_path / "memory")[0] == contents(tmp_path / "disk")[0]
 
 
-def test_converting_whole_layers_gives_the_same_bytes_as_one_expert_at_a_time(checkpoint, tmp_path, monkeypatch):
+def test_converting_whole_layers_gives_the_same_bytes_as_one_expert_at_a_time(
+    checkpoint, tmp_path, monkeypatch
+):
     build_store(checkpoint, tmp_path / "one").close()
     monkeypatch.setattr(sources._Recipe, "one_by_one", lambda self, count: False)
     build_store(checkpoint, tmp_path / "whole").close()
@@ -119,7 +143,9 @@ def test_one_expert_at_a_time_never_reads_the_tensors_of_another(checkpoint):
 
 
 def test_records_are_contiguous_and_begin_on_blocks(mixtral, tmp_path):
-    """Gate and up 96 x 32, down 32 x 48, four bytes each: 18,432 bytes, padded to five blocks."""
+    """Gate and up 96 x 32, down 32 x 48, four bytes each: 18,432 bytes, padded to five
+    blocks.
+    """
     with build_store(mixtral, tmp_path / "s") as store:
         assert store.layout(0).expert_bytes == 96 * 32 * 4 + 32 * 48 * 4 == 18_432
         assert store.record_bytes(0) == store.slot_bytes == 20_480
@@ -128,13 +154,16 @@ def test_records_are_contiguous_and_begin_on_blocks(mixtral, tmp_path):
 
 
 def test_a_store_may_hold_another_dtype_than_its_model(checkpoint, mixtral, tmp_path):
-    with build_store(checkpoint, tmp_path / "s", dtype="bfloat16") as store, HostTier(1, store.slot_bytes) as tier:
+    with (
+        build_store(checkpoint, tmp_path / "s", dtype="bfloat16") as store,
+        HostTier(1, store.slot_bytes) as tier,
+    ):
         store.read_into(0, 3, tier.record(0))
         expected = mixtral.model.layers[0].mlp.experts.down_proj[3].bfloat16()
         assert torch.equal(tier.weights(0, store.layout(0)).down, expected)
 
 
-# -- random stores -------------------------------------------------------------------------------
+# -- random stores ---------------------------------------------------------------------
 
 
 def test_equal_seeds_give_equal_bytes_and_other_seeds_others(tmp_path):
@@ -145,8 +174,13 @@ def test_equal_seeds_give_equal_bytes_and_other_seeds_others(tmp_path):
 
 
 def test_distinct_records_bound_the_disk_and_are_used_in_turn(tmp_path):
-    """Twelve experts share five records: expert 5 (layer 1, expert 1) reads the first again."""
-    with build_random_store(SHAPE, tmp_path / "s", distinct=5) as store, HostTier(2, store.slot_bytes) as tier:
+    """Twelve experts share five records: expert 5 (layer 1, expert 1) reads the first
+    again.
+    """
+    with (
+        build_random_store(SHAPE, tmp_path / "s", distinct=5) as store,
+        HostTier(2, store.slot_bytes) as tier,
+    ):
         assert store.index.distinct == 5
         assert store.index.data_bytes == 5 * SHAPE_STRIDE
         assert store.index.records == ((0, 1, 2, 3), (4, 0, 1, 2), (3, 4, 0, 1))
@@ -161,7 +195,7 @@ def test_distinct_beyond_the_number_of_experts_is_refused(tmp_path):
         build_random_store(SHAPE, tmp_path / "s", distinct=13)
 
 
-# -- builds that are stopped ---------------------------------------------------------------------
+# -- builds that are stopped -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("records", [1, 5, 12])
@@ -169,13 +203,19 @@ def test_a_killed_build_continues_and_gives_the_same_bytes(tmp_path, records):
     build_random_store(SHAPE, tmp_path / "whole").close()
     with pytest.raises(KilledError):
         build_random_store(SHAPE, tmp_path / "s", progress=kill_after(records))
-    with pytest.raises(StoreError, match="an unfinished build; run it again to continue"):
+    with pytest.raises(
+        StoreError, match="an unfinished build; run it again to continue"
+    ):
         ExpertStore(tmp_path / "s")
     seen = []
     build_random_store(SHAPE, tmp_path / "s", progress=seen.append).close()
     assert [at.records for at in seen] == list(range(records + 1, 13))
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
-    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == [SEAL_NAME, DATA_NAME, INDEX_NAME]
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == [
+        SEAL_NAME,
+        DATA_NAME,
+        INDEX_NAME,
+    ]
 
 
 def test_a_checkpoint_build_continues_too(checkpoint, tmp_path):
@@ -187,7 +227,9 @@ def test_a_checkpoint_build_continues_too(checkpoint, tmp_path):
 
 
 def test_what_the_journal_vouches_for_is_checked(tmp_path):
-    """A record that did not reach the disk, and a journal line that was torn, are written again."""
+    """A record that did not reach the disk, and a journal line that was torn, are
+    written again.
+    """
     build_random_store(SHAPE, tmp_path / "whole").close()
     with pytest.raises(KilledError):
         build_random_store(SHAPE, tmp_path / "s", progress=kill_after(6))
@@ -223,13 +265,16 @@ def test_the_journal_of_another_model_is_not_trusted(tmp_path):
 
 
 def test_two_builds_in_one_directory_are_refused(tmp_path):
-    entered, leave = threading.Event(), threading.Event()
+    entered = threading.Event()
+    leave = threading.Event()
 
     def hold(_at):
         entered.set()
         leave.wait(20)
 
-    first = threading.Thread(target=lambda: build_random_store(SHAPE, tmp_path / "s", progress=hold).close())
+    first = threading.Thread(
+        target=lambda: build_random_store(SHAPE, tmp_path / "s", progress=hold).close()
+    )
     first.start()
     try:
         assert entered.wait(20)
@@ -259,19 +304,25 @@ def test_a_finished_store_is_opened_not_built_and_not_overwritten(tmp_path):
         build_random_store(SHAPE, tmp_path / "s", 2)
 
 
-# -- stores that cannot be trusted ---------------------------------------------------------------
+# -- stores that cannot be trusted -----------------------------------------------------
 
 
 def test_a_truncated_store_is_refused(store):
     path = store.directory / DATA_NAME
     os.truncate(path, 12 * SHAPE_STRIDE - 1)
-    with pytest.raises(StoreError, match=r"experts\.bin: expected 49152 bytes, found 49151; it was truncated"):
+    with pytest.raises(
+        StoreError,
+        match=r"experts\.bin: expected 49152 bytes, found 49151; it was truncated",
+    ):
         ExpertStore(store.directory)
 
 
 def test_a_store_truncated_while_open_is_noticed_by_the_read(store):
     os.truncate(store.directory / DATA_NAME, 11 * SHAPE_STRIDE + 512)
-    with HostTier(1, store.slot_bytes) as tier, pytest.raises(StoreError, match="at byte 45056, the file ended after"):
+    with (
+        HostTier(1, store.slot_bytes) as tier,
+        pytest.raises(StoreError, match="at byte 45056, the file ended after"),
+    ):
         store.read_into(2, 3, tier.record(0))
 
 
@@ -280,7 +331,9 @@ def test_a_flipped_bit_is_found_where_it_is(store):
     raw = bytearray(path.read_bytes())
     raw[6 * SHAPE_STRIDE + 17] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(StoreError, match=r"layer 1, expert 2 \(byte 24576\): checksum does not match"):
+    with pytest.raises(
+        StoreError, match=r"layer 1, expert 2 \(byte 24576\): checksum does not match"
+    ):
         ExpertStore(store.directory).trusted()
     with ExpertStore(store.directory) as damaged, HostTier(1, store.slot_bytes) as tier:
         damaged.read_into(1, 1, tier.record(0), check=True)
@@ -312,25 +365,38 @@ def test_missing_files_are_named(store, tmp_path):
     (store.directory / DATA_NAME).unlink()
     with pytest.raises(StoreError, match=r"experts\.bin: cannot open: No such file"):
         ExpertStore(store.directory)
-    with pytest.raises(StoreError, match=r"expected an expert store with store\.json, found none"):
+    with pytest.raises(
+        StoreError, match=r"expected an expert store with store\.json, found none"
+    ):
         ExpertStore(tmp_path / "nowhere")
 
 
-# -- reads ---------------------------------------------------------------------------------------
+# -- reads -----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def numbered(tmp_path):
     """Return a file of nine blocks that differ everywhere, and its bytes."""
-    raw = torch.randint(0, 256, (9 * BLOCK_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    raw = torch.randint(
+        0,
+        256,
+        (9 * BLOCK_BYTES,),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(0),
+    )
     path = tmp_path / "numbered"
     path.write_bytes(raw.numpy().tobytes())
     return path, raw
 
 
 def read_blocks(path, first, blocks, *, pretend_direct=False):
-    """Read blocks through `DirectFile`; with `pretend_direct`, by its rules for direct I/O on any file system."""
-    with HostTier(1, blocks * BLOCK_BYTES) as tier, DirectFile(path, direct=False) as file:
+    """Read blocks through `DirectFile`; with `pretend_direct`, by its rules for direct
+    I/O on any file system.
+    """
+    with (
+        HostTier(1, blocks * BLOCK_BYTES) as tier,
+        DirectFile(path, direct=False) as file,
+    ):
         file.direct = pretend_direct
         file.read_into(first * BLOCK_BYTES, memoryview(tier.record(0).numpy()))
         return tier.record(0).clone()
@@ -338,7 +404,9 @@ def read_blocks(path, first, blocks, *, pretend_direct=False):
 
 @pytest.mark.parametrize("most", [BLOCK_BYTES, 5000, 3 * BLOCK_BYTES + 1])
 @pytest.mark.parametrize("direct", [False, True])
-def test_short_reads_are_continued_and_direct_ones_from_whole_blocks(numbered, monkeypatch, most, direct):
+def test_short_reads_are_continued_and_direct_ones_from_whole_blocks(
+    numbered, monkeypatch, most, direct
+):
     path, raw = numbered
     places = []
     real = os.preadv
@@ -357,8 +425,13 @@ def test_short_reads_are_continued_and_direct_ones_from_whole_blocks(numbered, m
 
 def test_a_disk_that_only_trickles_is_a_fault_not_a_hang(numbered, monkeypatch):
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: real(fd, [buffers[0][:100]], at))
-    with pytest.raises(RuntimeFault, match="at byte 4096 gave 100 bytes, 4 times in a row; check the disk"):
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, at: real(fd, [buffers[0][:100]], at)
+    )
+    with pytest.raises(
+        RuntimeFault,
+        match="at byte 4096 gave 100 bytes, 4 times in a row; check the disk",
+    ):
         read_blocks(numbered[0], 1, 2, pretend_direct=True)
 
 
@@ -367,15 +440,24 @@ def test_a_failing_disk_is_named_with_file_and_place(numbered, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(RuntimeFault, match=r"numbered: reading 8192 bytes at byte 4096 failed: .*\(EIO\)"):
+    with pytest.raises(
+        RuntimeFault,
+        match=r"numbered: reading 8192 bytes at byte 4096 failed: .*\(EIO\)",
+    ):
         read_blocks(numbered[0], 1, 2)
 
 
 @pytest.mark.parametrize("refused_by", ["open", "read"])
-def test_a_file_system_without_direct_io_is_said_plainly_and_its_cache_is_dropped(numbered, monkeypatch, refused_by):
+def test_a_file_system_without_direct_io_is_said_plainly_and_its_cache_is_dropped(
+    numbered, monkeypatch, refused_by
+):
     path, raw = numbered
     forgotten = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _fd, at, size, advice: forgotten.append((at, size, advice)))
+    monkeypatch.setattr(
+        os,
+        "posix_fadvise",
+        lambda _fd, at, size, advice: forgotten.append((at, size, advice)),
+    )
     if refused_by == "open":
         real = os.open
 
@@ -400,7 +482,7 @@ def test_a_file_system_without_direct_io_is_said_plainly_and_its_cache_is_droppe
     assert forgotten == [(BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_DONTNEED)]
 
 
-# -- memory --------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [HostTier, DeviceSlots])
@@ -411,7 +493,9 @@ def test_slots_are_aligned_disjoint_and_handed_out_lowest_first(kind):
         assert all(tier.record(slot).data_ptr() % BLOCK_BYTES == 0 for slot in range(3))
         tier.record(1).fill_(7)
         assert (int(tier.record(0).max()), int(tier.record(2).max())) == (0, 0)
-        with pytest.raises(RuntimeFault, match="all 3 slots of 8192 bytes on cpu are taken"):
+        with pytest.raises(
+            RuntimeFault, match="all 3 slots of 8192 bytes on cpu are taken"
+        ):
             tier.take()
         tier.give_back(1)
         assert (tier.free, tier.take()) == (1, 1)
@@ -424,7 +508,10 @@ def test_views_share_the_slot(store):
         assert weights.up.data_ptr() == tier.record(0).data_ptr()
         weights.down.fill_(1.0)
         at = store.layout(0).tensors[1].offset_bytes
-        assert torch.equal(tier.record(0)[at : at + 2].view(torch.bfloat16), torch.ones(1, dtype=torch.bfloat16))
+        assert torch.equal(
+            tier.record(0)[at : at + 2].view(torch.bfloat16),
+            torch.ones(1, dtype=torch.bfloat16),
+        )
         assert tier.weights(0, store.layout(0)) is weights
 
 
@@ -436,7 +523,9 @@ def test_memory_is_there_before_the_run():
 
 
 def test_slots_lie_in_huge_pages_where_the_system_has_them():
-    """Over scattered small pages the same direct read took up to 2.5 times as long, differently in every run."""
+    """Over scattered small pages the same direct read took up to 2.5 times as long,
+    differently in every run.
+    """
     advised = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not advised.exists() or "[never]" in advised.read_text():
         pytest.skip("this system gives no transparent huge pages")
@@ -446,7 +535,9 @@ def test_slots_lie_in_huge_pages_where_the_system_has_them():
 
 
 def test_weights_of_no_width_are_a_tensor_too():
-    """A model at a fraction of its size may have no dense feed-forward left; nothing cannot be mapped."""
+    """A model at a fraction of its size may have no dense feed-forward left; nothing
+    cannot be mapped.
+    """
     assert huge_tensor((2, 3), torch.float32).shape == (2, 3)
     assert huge_tensor((0, 3), torch.float32).shape == (0, 3)
 
@@ -458,7 +549,9 @@ def test_more_memory_than_there_is_is_refused_in_words():
 
 def test_page_locking_without_a_gpu_is_refused_in_words(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeFault, match=r"cannot page-lock .* there is no CUDA device"):
+    with pytest.raises(
+        RuntimeFault, match=r"cannot page-lock .* there is no CUDA device"
+    ):
         HostTier(1, BLOCK_BYTES, page_lock=True)
 
 
@@ -471,12 +564,16 @@ def test_page_locking_that_cuda_refuses_names_the_way_out(monkeypatch):
 
     def next_launch(*_, device, **__):
         launched.append(device)
-        raise RuntimeError("CUDA error: out of memory")  # CUDA reports a failed call at the next launch, too
+        # CUDA reports a failed call at the next launch, too.
+        raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch, "zeros", next_launch)
-    with pytest.raises(RuntimeFault, match=r"CUDA error 2; ask for less host memory, or raise the limit"):
+    with pytest.raises(
+        RuntimeFault,
+        match=r"CUDA error 2; ask for less host memory, or raise the limit",
+    ):
         HostTier(1, BLOCK_BYTES, page_lock=True)
     assert launched == ["cuda"], "the failure is not left for whoever launches next"
 
@@ -484,9 +581,15 @@ def test_page_locking_that_cuda_refuses_names_the_way_out(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_page_locked_slots_copy_to_device_slots(store):
-    with HostTier(1, store.slot_bytes, page_lock=True) as tier, DeviceSlots(1, store.slot_bytes, "cuda") as device:
+    with (
+        HostTier(1, store.slot_bytes, page_lock=True) as tier,
+        DeviceSlots(1, store.slot_bytes, "cuda") as device,
+    ):
         assert tier.memory.is_pinned()
         store.read_into(1, 2, tier.record(0), check=True)
         device.record(0).copy_(tier.record(0), non_blocking=True)
         torch.cuda.synchronize()
-        assert torch.equal(device.weights(0, store.layout(1)).up.cpu(), tier.weights(0, store.layout(1)).up)
+        assert torch.equal(
+            device.weights(0, store.layout(1)).up.cpu(),
+            tier.weights(0, store.layout(1)).up,
+        )

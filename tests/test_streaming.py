@@ -7,11 +7,14 @@ torch = pytest.importorskip("torch", reason="the runtime extra is not installed"
 import numba  # noqa: E402
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from moesim.runtime.store.streaming import _copy, streamed  # noqa: E402
 
-from runtime.streaming import _copy, streamed  # noqa: E402
 
-
-@given(nbytes=st.integers(0, 1500), begin=st.sampled_from((0, 1, 16, 32, 64)), into=st.sampled_from((0, 8, 32, 96)))
+@given(
+    nbytes=st.integers(0, 1500),
+    begin=st.sampled_from((0, 1, 16, 32, 64)),
+    into=st.sampled_from((0, 8, 32, 96)),
+)
 def test_a_streamed_copy_moves_exactly_what_it_was_asked_for(nbytes, begin, into):
     source = torch.randint(0, 256, (2048,), dtype=torch.uint8)
     target = torch.full((2048,), 7, dtype=torch.uint8)

@@ -1,4 +1,6 @@
-"""Policies on several machines with several memories: every cell is a comparison of its own, and who wins is said."""
+"""Policies on several machines with several memories: every cell is a comparison of its
+own, and who wins is said.
+"""
 
 import dataclasses
 import json
@@ -6,19 +8,27 @@ import json
 import pandas as pd
 import pytest
 from command_line import refused, runner
+from moesim.hwprofiles.profile import load_profile, save_profile
+from moesim.policies.base import PolicyError
 from small_trace import write_small_trace
 
 import moesim
-from hwprofiles.profile import load_profile, save_profile
-from moesim.comparison import CELL
-from moesim.parallel import share_out
-from moesim.sweep_report import answer_lines, sweep_figure, winner_rows
-from policies.base import PolicyError
+from moesim.reporting.sweep_page import answer_lines, sweep_figure, winner_rows
+from moesim.runs.parallel import share_out
+from moesim.runs.sweep import CELL
 
 POLICIES = ("all-cpu", "on-demand", "greedy", "on-demand+belady")
 MACHINES = ("rtx4060ti", "rtx3080ti")
 MEMORIES = [moesim.MemoryOptions(slots_per_layer=slots) for slots in (1, 3, 6)]
-SAME = ["tpot_s", "ttft_s", "hit_rate_active", "makespan_s", "h2d_bytes", "gpu_bytes", "busiest"]
+SAME = [
+    "tpot_s",
+    "ttft_s",
+    "hit_rate_active",
+    "makespan_s",
+    "h2d_bytes",
+    "gpu_bytes",
+    "busiest",
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +55,10 @@ def test_every_cell_is_the_comparison_on_that_machine_with_that_memory(trace, sw
     for machine in MACHINES:
         for memory in MEMORIES:
             table, _ = moesim.compare(trace, POLICIES, hw=machine, memory=memory)
-            cell = swept.table[(swept.table["hw"] == machine) & (swept.table["memory"] == memory.size_words)]
+            cell = swept.table[
+                (swept.table["hw"] == machine)
+                & (swept.table["memory"] == memory.size_words)
+            ]
             pd.testing.assert_frame_equal(cell.reset_index(drop=True), table)
 
 
@@ -58,8 +71,13 @@ def test_the_winner_of_a_cell_is_its_shortest_run_that_sees_the_past_only(swept)
 
 
 def test_more_slots_hit_more(swept):
-    hits = swept.table[swept.table["policy"] == "on-demand"].groupby("hw")["hit_rate_active"]
-    assert all(rates.is_monotonic_increasing and rates.iloc[0] < rates.iloc[-1] for _, rates in hits)
+    hits = swept.table[swept.table["policy"] == "on-demand"].groupby("hw")[
+        "hit_rate_active"
+    ]
+    assert all(
+        rates.is_monotonic_increasing and rates.iloc[0] < rates.iloc[-1]
+        for _, rates in hits
+    )
 
 
 def test_a_sweep_keeps_no_timelines_unless_told(trace, swept):
@@ -70,13 +88,17 @@ def test_a_sweep_keeps_no_timelines_unless_told(trace, swept):
 
 def test_progress_ends_at_one(trace):
     shares = []
-    moesim.sweep(trace, ["greedy", "all-cpu"], memory=MEMORIES[:2], progress=shares.append)
+    moesim.sweep(
+        trace, ["greedy", "all-cpu"], memory=MEMORIES[:2], progress=shares.append
+    )
     assert shares == sorted(shares)
     assert shares[-1] == pytest.approx(1.0)
 
 
 def test_folders_are_named_after_what_there_is_more_than_one_of(trace, tmp_path):
-    moesim.sweep(trace, ["greedy"], hw=MACHINES[:1], memory=MEMORIES[:2], steps=2, out=tmp_path)
+    moesim.sweep(
+        trace, ["greedy"], hw=MACHINES[:1], memory=MEMORIES[:2], steps=2, out=tmp_path
+    )
     assert (tmp_path / "1_slots" / "greedy" / "run.json").is_file()
     assert (tmp_path / "3_slots" / "greedy" / "run.json").is_file()
 
@@ -103,7 +125,15 @@ def test_a_memory_is_called_what_was_said_of_it(options, words):
 def test_several_processes_find_what_one_finds(trace, swept, tmp_path):
     """In the same order, with tables of runs where they are asked for."""
     shares = []
-    twice = moesim.sweep(trace, POLICIES, hw=MACHINES, memory=MEMORIES, jobs=2, out=tmp_path, progress=shares.append)
+    twice = moesim.sweep(
+        trace,
+        POLICIES,
+        hw=MACHINES,
+        memory=MEMORIES,
+        jobs=2,
+        out=tmp_path,
+        progress=shares.append,
+    )
     pd.testing.assert_frame_equal(twice.table, swept.table)
     assert list(twice.runs) == list(swept.runs)
     assert shares[-1] == pytest.approx(1.0)
@@ -113,15 +143,21 @@ def test_several_processes_find_what_one_finds(trace, swept, tmp_path):
 
 def test_small_work_stays_in_this_process():
     """What cannot travel between processes shows that none was started."""
-    assert share_out(lambda task, tell: tell(1) or task * 2, [1, 2, 3], jobs=None, weight=3) == [2, 4, 6]
+    assert share_out(
+        lambda task, tell: tell(1) or task * 2, [1, 2, 3], jobs=None, weight=3
+    ) == [2, 4, 6]
 
 
 # What cannot be.
 
 
 def test_a_cell_that_cannot_be_is_named_before_anything_runs(trace, tmp_path):
-    memory = [moesim.MemoryOptions(gpu_memory_bytes=size) for size in (1 << 20, 1 << 30)]
-    with pytest.raises(PolicyError, match=r"on rtx4060ti with 1.0 MiB: .*no room to stage"):
+    memory = [
+        moesim.MemoryOptions(gpu_memory_bytes=size) for size in (1 << 20, 1 << 30)
+    ]
+    with pytest.raises(
+        PolicyError, match=r"on rtx4060ti with 1.0 MiB: .*no room to stage"
+    ):
         moesim.sweep(trace, ["greedy"], hw=MACHINES, memory=memory, out=tmp_path / "o")
     assert not (tmp_path / "o").exists()
 
@@ -129,7 +165,10 @@ def test_a_cell_that_cannot_be_is_named_before_anything_runs(trace, tmp_path):
 def test_machines_of_one_name_are_told_apart_by_their_place(trace, tmp_path):
     profile = load_profile("rtx4060ti")
     slow = dataclasses.replace(profile, description="another one")
-    places = [save_profile(one, tmp_path / name) for one, name in ((profile, "a.toml"), (slow, "b.toml"))]
+    places = [
+        save_profile(one, tmp_path / name)
+        for one, name in ((profile, "a.toml"), (slow, "b.toml"))
+    ]
     found = moesim.sweep(trace, ["greedy"], hw=places, steps=2)
     assert found.table["hw"].tolist() == [str(place) for place in places]
     with pytest.raises(PolicyError, match="several profiles are named 'rtx4060ti'"):
@@ -138,18 +177,36 @@ def test_machines_of_one_name_are_told_apart_by_their_place(trace, tmp_path):
 
 def test_memories_lie_on_one_axis(trace):
     with pytest.raises(PolicyError, match="mix none"):
-        moesim.sweep(trace, ["greedy"], memory=[MEMORIES[0], moesim.MemoryOptions(cache_ratio=0.5)])
+        moesim.sweep(
+            trace,
+            ["greedy"],
+            memory=[MEMORIES[0], moesim.MemoryOptions(cache_ratio=0.5)],
+        )
 
 
 def test_no_memory_is_lost_because_it_is_called_like_another(trace):
-    """8 and 8.01 GiB are two cells; what no words would tell apart is refused, not left out."""
-    sizes = [moesim.MemoryOptions(gpu_memory_bytes=round(gib * (1 << 30))) for gib in (8, 8.01)]
-    assert moesim.sweep(trace, ["greedy"], memory=sizes, steps=1).table["memory"].tolist() == ["8.0 GiB", "8.01 GiB"]
+    """8 and 8.01 GiB are two cells; what no words would tell apart is refused, not left
+    out.
+    """
+    sizes = [
+        moesim.MemoryOptions(gpu_memory_bytes=round(gib * (1 << 30)))
+        for gib in (8, 8.01)
+    ]
+    assert moesim.sweep(trace, ["greedy"], memory=sizes, steps=1).table[
+        "memory"
+    ].tolist() == ["8.0 GiB", "8.01 GiB"]
     with pytest.raises(PolicyError, match="both be called '3 slots'"):
-        moesim.sweep(trace, ["greedy"], memory=[MEMORIES[1], dataclasses.replace(MEMORIES[1], scope="global")])
+        moesim.sweep(
+            trace,
+            ["greedy"],
+            memory=[MEMORIES[1], dataclasses.replace(MEMORIES[1], scope="global")],
+        )
 
 
-@pytest.mark.parametrize(("what", "given"), [("policy", {}), ("machine", {"hw": []}), ("memory", {"memory": []})])
+@pytest.mark.parametrize(
+    ("what", "given"),
+    [("policy", {}), ("machine", {"hw": []}), ("memory", {"memory": []})],
+)
 def test_nothing_to_compare_is_said(trace, what, given):
     with pytest.raises(PolicyError, match=f"at least one {what}"):
         moesim.sweep(trace, [] if what == "policy" else ["greedy"], **given)
@@ -175,11 +232,15 @@ def test_lists_are_refused_in_one_line(command, trace, option, value, part):
 def test_winners_are_counted_and_listed(swept):
     answer, *notes = answer_lines(swept)
     wins = swept.fastest()["policy"].value_counts()
-    assert answer == "fastest over the whole trace: " + ", ".join(f"{name} in {n} of 6" for name, n in wins.items())
+    assert answer == "fastest over the whole trace: " + ", ".join(
+        f"{name} in {n} of 6" for name, n in wins.items()
+    )
     assert "on-demand+belady: sees the future, so no rival" in notes
     head, rows = winner_rows(swept)
     assert head[:3] == ["machine", "per layer", "fastest"]
-    assert [row[:3] for row in rows] == swept.fastest()[[*CELL, "policy"]].to_numpy().tolist()
+    assert [row[:3] for row in rows] == swept.fastest()[
+        [*CELL, "policy"]
+    ].to_numpy().tolist()
 
 
 def test_the_picture_has_a_panel_per_machine_and_a_line_per_policy(swept):
@@ -190,7 +251,9 @@ def test_the_picture_has_a_panel_per_machine_and_a_line_per_policy(swept):
         assert set(lines) == set(POLICIES)
         assert lines["greedy"].get_xdata().tolist() == [1, 3, 6]
         assert lines["on-demand+belady"].get_linestyle() == "--"
-    mine = swept.table[(swept.table["hw"] == MACHINES[1]) & (swept.table["policy"] == "greedy")]
+    mine = swept.table[
+        (swept.table["hw"] == MACHINES[1]) & (swept.table["policy"] == "greedy")
+    ]
     line = next(line for line in axes[1].lines if line.get_label() == "greedy")
     assert line.get_ydata().tolist() == pytest.approx((1e3 * mine["tpot_s"]).tolist())
 
@@ -212,8 +275,19 @@ def test_the_command_says_shows_and_writes_a_sweep(command, trace, tmp_path):
         "--cache-ratios",
         "0.25,0.5",
     ]
-    table, page = tmp_path / "t.parquet", tmp_path / "p.html"
-    code, out, _ = command(*words, "--steps", 6, "--png", tmp_path / "p.png", "--table", table, "--html", page)
+    table = tmp_path / "t.parquet"
+    page = tmp_path / "p.html"
+    code, out, _ = command(
+        *words,
+        "--steps",
+        6,
+        "--png",
+        tmp_path / "p.png",
+        "--table",
+        table,
+        "--html",
+        page,
+    )
     assert code == 0
     assert "2 policies on 2 machines with 2 memory sizes" in out
     assert "fastest over the whole trace: " in out
@@ -223,9 +297,13 @@ def test_the_command_says_shows_and_writes_a_sweep(command, trace, tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     text = page.read_text(encoding="utf-8")
     assert text.count("<svg") == 1
-    assert all(words in text for words in ("rtx3080ti", "50 %", "fastest over the whole trace"))
+    assert all(
+        words in text for words in ("rtx3080ti", "50 %", "fastest over the whole trace")
+    )
     told = json.loads(command(*words, "--steps", 6, "--json")[1])
-    assert told["fastest"] == found.loc[found["fastest"], [*CELL, "policy"]].to_dict("records")
+    assert told["fastest"] == found.loc[found["fastest"], [*CELL, "policy"]].to_dict(
+        "records"
+    )
     assert {(run["hw"], run["memory"], run["policy"]) for run in told["runs"]} == set(
         found[[*CELL, "policy"]].itertuples(index=False, name=None)
     )

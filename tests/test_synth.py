@@ -1,4 +1,6 @@
-"""Synthetic traces: drawn with the probabilities they state, and like the real traces they were fitted to."""
+"""Synthetic traces: drawn with the probabilities they state, and like the real traces
+they were fitted to.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +10,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moesim.traces.errors import TraceError
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import Phase, TraceHeader
+from moesim.traces.format.writer import TraceWriter
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
+from moesim.traces.stats.quality_checks import verdict
+from moesim.traces.stats.statistics import stats
+from moesim.traces.stats.trace_summary import survey
+from moesim.traces.synthetic.draw import choose, draw, inclusion
+from moesim.traces.synthetic.fit import _past, fit
+from moesim.traces.synthetic.generate import stated, synthesise
 
 from benchmarks.likeness import pair_bits
-from traces.errors import TraceError
-from traces.importers import import_trace
-from traces.models import model_shape
-from traces.reader import open_trace
-from traces.schema import Phase, TraceHeader
-from traces.stats import stats
-from traces.survey import survey
-from traces.synth import stated, synthesise
-from traces.synth_draw import choose, draw, inclusion
-from traces.synth_fit import _past, fit
-from traces.verdict import verdict
-from traces.writer import TraceWriter
 
 SHIPPED = Path(__file__).parents[1] / "traces" / "data" / "tiny_evaluation.parquet"
 SHAPE = model_shape("layers=4,experts=16,top_k=2,expert_bytes=1MiB")
 REAL = {
-    # trace -> (model, synthetic tokens, tolerances of means over layers: entropy in bits, overlap, LRU hit rates,
-    #           tolerance of every single pair of layers in bits)
+    # trace -> (model, synthetic tokens, tolerances of means over layers: entropy in
+    # bits, overlap, LRU hit rates,           tolerance of every single pair of layers
+    # in bits)
     "qwen3_30b_a3b_top6": ("qwen3-30b-a3b", 156, 0.2, 0.05, 0.05, 0.3),
     "olmoe_1b_7b_decode299": ("olmoe-1b-7b", 299, 0.2, 0.05, 0.05, 0.15),
     "kimi_linear_48b_a3b_decode300": ("kimi-linear-48b-a3b", 300, 0.3, 0.05, 0.05, 0.2),
@@ -40,13 +43,18 @@ def figures(path, model, tokens, seed=0, **options):
     return stats(open_trace(path))
 
 
-# -- drawing ---------------------------------------------------------------------------------------------
+# -- drawing ---------------------------------------------------------------------------
 
 
 def test_inclusion_by_hand():
-    """Weights 8, 1, 1, 2 at K = 2: 2 * 8/12 exceeds 1, the first is sure, the others share a draw: 1/4, 1/4, 1/2."""
+    """Weights 8, 1, 1, 2 at K = 2: 2 * 8/12 exceeds 1, the first is sure, the others
+    share a draw: 1/4, 1/4, 1/2.
+    """
     found = inclusion(np.log(np.array([[8.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]])), 2)
-    assert found.tolist() == [pytest.approx([1, 0.25, 0.25, 0.5]), pytest.approx([0.5] * 4)]
+    assert found.tolist() == [
+        pytest.approx([1, 0.25, 0.25, 0.5]),
+        pytest.approx([0.5] * 4),
+    ]
 
 
 def test_every_expert_is_drawn_with_its_probability():
@@ -63,7 +71,9 @@ def test_every_expert_is_drawn_with_its_probability():
 
 
 def test_ages_by_hand():
-    """Choices 0, 1, 0, 2, 0 of one layer: before the last token expert 0 is 2 old, 1 is 3, 2 is 1, 3 was never used."""
+    """Choices 0, 1, 0, 2, 0 of one layer: before the last token expert 0 is 2 old, 1 is
+    3, 2 is 1, 3 was never used.
+    """
     classes, made = _past(np.array([[0], [1], [0], [2], [0]]), 4)
     assert classes[4].tolist() == [1, 2, 0, 17]
     assert made.argmax(axis=1).tolist() == [0, 1, 0, 2, 0]
@@ -75,28 +85,40 @@ def test_all_experts_when_k_is_e():
     assert (np.sort(drawn, axis=3) == np.arange(16)).all()
 
 
-# -- stated statistics -----------------------------------------------------------------------------------
+# -- stated statistics -----------------------------------------------------------------
 
 
 def test_skew_is_zipfs_exponent(tmp_path):
-    """Without reuse and with K = 1, the share of rank r is r^-s over its sum: entropy as computed."""
+    """Without reuse and with K = 1, the share of rank r is r^-s over its sum: entropy
+    as computed.
+    """
     shape = dataclasses.replace(SHAPE, top_k=1)
     for skew in (0.0, 1.0, 2.0):
         share = np.arange(1, 17.0) ** -skew
         share /= share.sum()
         found = figures(tmp_path / "t.parquet", stated(shape, skew=skew, reuse=0), 8000)
-        assert np.mean(found["entropy_bits"]) == pytest.approx(-(share * np.log2(share)).sum(), abs=0.05)
+        assert np.mean(found["entropy_bits"]) == pytest.approx(
+            -(share * np.log2(share)).sum(), abs=0.05
+        )
 
 
 @pytest.mark.parametrize("reuse", [0.3, 0.5, 0.8])
 def test_reuse_is_the_overlap_of_adjacent_tokens(tmp_path, reuse):
-    found = figures(tmp_path / "t.parquet", stated(SHAPE, skew=0.3, reuse=reuse, generated=256), 4096)
+    found = figures(
+        tmp_path / "t.parquet",
+        stated(SHAPE, skew=0.3, reuse=reuse, generated=256),
+        4096,
+    )
     assert np.mean(found["overlap"]) == pytest.approx(reuse, abs=0.04)
 
 
 def test_even_independent_choices_have_the_hit_rate_of_chance(tmp_path):
-    """No skew, no reuse: an LRU cache of C of 16 experts hits C/16 of the time, step-atomic."""
-    found = figures(tmp_path / "t.parquet", stated(SHAPE, skew=0, reuse=0, generated=4000), 4000)
+    """No skew, no reuse: an LRU cache of C of 16 experts hits C/16 of the time,
+    step-atomic.
+    """
+    found = figures(
+        tmp_path / "t.parquet", stated(SHAPE, skew=0, reuse=0, generated=4000), 4000
+    )
     for ratio, rates in found["lru"].items():
         assert np.mean(rates) == pytest.approx(ratio, abs=0.03)
 
@@ -107,12 +129,21 @@ def information(drawn):
     np.add.at(pairs, (drawn[:, :, 0, 0].ravel(), drawn[:, :, 1, 0].ravel()), 1)
     joint = pairs / pairs.sum()
     apart = joint.sum(axis=1, keepdims=True) * joint.sum(axis=0)
-    return float((joint[joint > 0] * np.log2(joint[joint > 0] / apart[joint > 0])).sum())
+    return float(
+        (joint[joint > 0] * np.log2(joint[joint > 0] / apart[joint > 0])).sum()
+    )
 
 
 def test_dependence_ties_layers_together():
     found = [
-        information(draw(stated(SHAPE, skew=0.3, reuse=0, dependence=d), 256, 64, np.random.default_rng(0)))
+        information(
+            draw(
+                stated(SHAPE, skew=0.3, reuse=0, dependence=d),
+                256,
+                64,
+                np.random.default_rng(0),
+            )
+        )
         for d in (0, 0.5, 1)
     ]
     assert found[0] < 0.02
@@ -121,10 +152,17 @@ def test_dependence_ties_layers_together():
 
 
 def test_drift_makes_far_apart_tokens_less_alike():
-    """With drift, loads of the first and the last quarter of a sequence differ more than without."""
+    """With drift, loads of the first and the last quarter of a sequence differ more
+    than without.
+    """
 
     def change(drift):
-        drawn = draw(stated(SHAPE, skew=0, reuse=0, drift=drift, drift_tokens=64), 400, 24, np.random.default_rng(0))
+        drawn = draw(
+            stated(SHAPE, skew=0, reuse=0, drift=drift, drift_tokens=64),
+            400,
+            24,
+            np.random.default_rng(0),
+        )
         loads = [
             np.stack([np.bincount(p[:, 0].ravel(), minlength=16) for p in part])
             for part in (drawn[:, :100], drawn[:, -100:])
@@ -148,12 +186,15 @@ def test_statistics_that_cannot_be(options, message):
         stated(SHAPE, **options)
 
 
-# -- files -----------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------
 
 
 def test_same_seed_same_file_and_the_number_of_tokens_is_kept(tmp_path):
     model = stated(SHAPE, prompt=5, generated=20, drift=0.2, dependence=0.3)
-    rows = [synthesise(model, tmp_path / f"{n}.parquet", tokens=333, seed=seed) for n, seed in enumerate((1, 1, 2))]
+    rows = [
+        synthesise(model, tmp_path / f"{n}.parquet", tokens=333, seed=seed)
+        for n, seed in enumerate((1, 1, 2))
+    ]
     assert rows == [333 * 4] * 3
     one, same, other = ((tmp_path / f"{n}.parquet").read_bytes() for n in range(3))
     assert one == same != other
@@ -178,13 +219,15 @@ def test_memory_does_not_grow_with_the_tokens(tmp_path):
     assert peaks[1] < 1.2 * peaks[0]
 
 
-# -- fitted to real traces -------------------------------------------------------------------------------
+# -- fitted to real traces -------------------------------------------------------------
 
 
 def test_like_the_real_trace_that_ships(tmp_path):
-    """Curves within 6 points at every size, loads within a fifth, and every two layers share the bits they should.
+    """Curves within 6 points at every size, loads within a fifth, and every two layers
+    share the bits they should.
 
-    Without the kinds of tokens the same model's layers share less than half of that: the fit found them.
+    Without the kinds of tokens the same model's layers share less than half of that:
+    the fit found them.
     """
     real = open_trace(SHIPPED)
     expected = survey(real)
@@ -196,12 +239,20 @@ def test_like_the_real_trace_that_ships(tmp_path):
         found.append(survey(open_trace(tmp_path / name)))
     drawn = found[0]
     for curve in ("lru", "belady", "lru_global", "belady_global"):
-        rates = [np.array(one.figures["curve_decode"][curve]) for one in (expected, drawn)]
+        rates = [
+            np.array(one.figures["curve_decode"][curve]) for one in (expected, drawn)
+        ]
         assert np.abs(rates[0] - rates[1]).max() <= 0.06
-    shares = [one.load / one.load.sum(axis=1, keepdims=True) for one in (expected, drawn)]
+    shares = [
+        one.load / one.load.sum(axis=1, keepdims=True) for one in (expected, drawn)
+    ]
     assert (np.abs(shares[0] - shares[1]).sum(axis=1) / 2).mean() <= 0.2
-    assert np.mean(drawn.figures["overlap"]) == pytest.approx(np.mean(expected.figures["overlap"]), abs=0.06)
-    assert drawn.figures["information_bits"] == pytest.approx(expected.figures["information_bits"], abs=0.12)
+    assert np.mean(drawn.figures["overlap"]) == pytest.approx(
+        np.mean(expected.figures["overlap"]), abs=0.06
+    )
+    assert drawn.figures["information_bits"] == pytest.approx(
+        expected.figures["information_bits"], abs=0.12
+    )
     for gap in (2, 3, 4, 5):
         bits = [pair_bits(trace, gap) for trace in (real, open_trace(tmp_path / "s"))]
         assert bits[1] == pytest.approx(bits[0], abs=0.15)
@@ -212,8 +263,9 @@ def test_like_the_real_trace_that_ships(tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_layers_that_depend_and_layers_that_do_not(tmp_path, tied):
-    """Two kinds of tokens, each with its own half of the experts: 1 bit between any two layers if a token keeps its
-    kind through all of them, none if every layer has its own; no layer is nearer to another one in either case.
+    """Two kinds of tokens, each with its own half of the experts: 1 bit between any two
+    layers if a token keeps its kind through all of them, none if every layer has its
+    own; no layer is nearer to another one in either case.
     """
     shape = model_shape("layers=6,experts=8,top_k=1,expert_bytes=1")
     rng = np.random.default_rng(0)
@@ -221,40 +273,63 @@ def test_layers_that_depend_and_layers_that_do_not(tmp_path, tied):
     routing = (4 * half + rng.integers(4, size=(600, 6))).astype(np.uint16)
     with TraceWriter(tmp_path / "real", TraceHeader(shape)) as writer:
         for number, part in enumerate(np.split(routing, 6)):
-            pos, layer = np.repeat(np.arange(100), 6), np.tile(np.arange(6), 100)
+            pos = np.repeat(np.arange(100), 6)
+            layer = np.tile(np.arange(6), 100)
             writer.write(number, pos, Phase.DECODE, layer, part.reshape(-1, 1))
     synthesise(fit(open_trace(tmp_path / "real")), tmp_path / "made", tokens=6000)
     for gap in (1, 5):
-        assert pair_bits(open_trace(tmp_path / "made"), gap, 60) == pytest.approx(1.0 if tied else 0.0, abs=0.15)
+        assert pair_bits(open_trace(tmp_path / "made"), gap, 60) == pytest.approx(
+            1.0 if tied else 0.0, abs=0.15
+        )
 
 
 def test_one_layer_has_no_neighbour_to_be_like(tmp_path):
     shape = model_shape("layers=1,experts=8,top_k=2,expert_bytes=1")
     synthesise(stated(shape, skew=1, generated=50), tmp_path / "real", tokens=400)
-    assert synthesise(fit(open_trace(tmp_path / "real")), tmp_path / "made", tokens=123) == 123
+    assert (
+        synthesise(fit(open_trace(tmp_path / "real")), tmp_path / "made", tokens=123)
+        == 123
+    )
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_like_a_real_trace(shared_traces, tmp_path, name):
-    """Entropy, overlap of adjacent tokens, the LRU hit rate at four sizes, and the bits of each pair of layers."""
+    """Entropy, overlap of adjacent tokens, the LRU hit rate at four sizes, and the bits
+    of each pair of layers.
+    """
     model, tokens, bits, overlap, rate, shared = REAL[name]
-    import_trace(shared_traces / f"{name}.parquet", tmp_path / "real.parquet", shape=model_shape(model))
+    import_trace(
+        shared_traces / f"{name}.parquet",
+        tmp_path / "real.parquet",
+        shape=model_shape(model),
+    )
     real = open_trace(tmp_path / "real.parquet")
     expected = stats(real)
     found = figures(tmp_path / "synthetic.parquet", fit(real), tokens, seed=1)
-    assert np.mean(found["entropy_bits"]) == pytest.approx(np.mean(expected["entropy_bits"]), abs=bits)
-    assert np.mean(found["overlap"]) == pytest.approx(np.mean(expected["overlap"]), abs=overlap)
+    assert np.mean(found["entropy_bits"]) == pytest.approx(
+        np.mean(expected["entropy_bits"]), abs=bits
+    )
+    assert np.mean(found["overlap"]) == pytest.approx(
+        np.mean(expected["overlap"]), abs=overlap
+    )
     for ratio, rates in expected["lru"].items():
         assert np.mean(found["lru"][ratio]) == pytest.approx(np.mean(rates), abs=rate)
     for gap in (1, 4):
-        pairs = [pair_bits(trace, gap) for trace in (real, open_trace(tmp_path / "synthetic.parquet"))]
+        pairs = [
+            pair_bits(trace, gap)
+            for trace in (real, open_trace(tmp_path / "synthetic.parquet"))
+        ]
         assert pairs[1] == pytest.approx(pairs[0], abs=shared)
 
 
 def test_a_shuffled_real_trace_is_told_from_the_real_one(shared_traces, tmp_path):
-    """Fitting must see time: the same tokens in random order give a model with less reuse."""
+    """Fitting must see time: the same tokens in random order give a model with less
+    reuse.
+    """
     import_trace(
-        shared_traces / "olmoe_1b_7b_decode299.parquet", tmp_path / "real.parquet", shape=model_shape("olmoe-1b-7b")
+        shared_traces / "olmoe_1b_7b_decode299.parquet",
+        tmp_path / "real.parquet",
+        shape=model_shape("olmoe-1b-7b"),
     )
     real = open_trace(tmp_path / "real.parquet")
     (rows,) = real.sequences()
@@ -263,7 +338,11 @@ def test_a_shuffled_real_trace_is_told_from_the_real_one(shared_traces, tmp_path
         order = np.random.default_rng(0).permutation(len(whole))
         writer.write(0, rows.pos, rows.phase, rows.layer, whole[order].reshape(-1, 8))
     overlap = [
-        np.mean(figures(tmp_path / "t.parquet", fit(open_trace(tmp_path / name)), 299)["overlap"])
+        np.mean(
+            figures(tmp_path / "t.parquet", fit(open_trace(tmp_path / name)), 299)[
+                "overlap"
+            ]
+        )
         for name in ("real.parquet", "shuffled.parquet")
     ]
     assert overlap[0] > overlap[1] + 0.1

@@ -1,4 +1,6 @@
-"""The named systems: each resolves, says where it departs from its source, and carries out a whole run."""
+"""The named systems: each resolves, says where it departs from its source, and carries
+out a whole run.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +10,32 @@ from cache_driver import LayerStep, ListFuture
 from handmade import HandCosts, plan_of, routed, run, spans, steps
 from handmade import shape as hand_shape
 from learned_network import Artefacts, write
+from moesim.policies.base import PolicyError
+from moesim.policies.registry import names, resolve
+from moesim.policies.systems import SYSTEMS, System, compose
+from moesim.traces.format.batch import RoutedLayer, RoutedStep
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 
-from moesim.comparison import compare
-from policies.base import PolicyError
-from policies.registry import names, resolve
-from policies.systems import SYSTEMS, System, compose
-from traces.batch import RoutedLayer, RoutedStep
-from traces.reader import open_trace
-from traces.schema import PREDICTION_COLUMNS, Phase
+from moesim.runs.sweep import compare
 
 OF_THE_ISSUE = {
     *("dali", "hybrimoe", "daop", "smoe", "flashmoe"),
-    *("fiddler", "mixtral-offloading", "moe-on-demand", "pre-gated", "moe-infinity", "adapmoe", "edgemoe"),
+    *(
+        "fiddler",
+        "mixtral-offloading",
+        "moe-on-demand",
+        "pre-gated",
+        "moe-infinity",
+        "adapmoe",
+        "edgemoe",
+    ),
     *("moe-lightning", "llama.cpp", "ktransformers", "deepspeed"),
 }
 KINDS = ("assignment", "cache", "prefetch", "routing")
-LAYERS, EXPERTS, TOP_K = 7, 6, 2
+LAYERS = 7
+EXPERTS = 6
+TOP_K = 2
 
 
 def routed_layer(rng, layer, tokens):
@@ -32,9 +44,22 @@ def routed_layer(rng, layer, tokens):
     routing = np.argsort(-scores, axis=1, kind="stable")[:, :TOP_K].astype(np.uint16)
     weights = np.take_along_axis(scores, routing.astype(int), axis=1)
     experts, counts = np.unique(routing, return_counts=True)
-    ahead = {name: rng.dirichlet(np.ones(EXPERTS), tokens).astype(np.float16) for name in PREDICTION_COLUMNS}
-    predicted = {name: rows for name, rows in ahead.items() if layer + int(name[4]) < LAYERS}
-    return RoutedLayer(layer, experts.astype(np.int32), counts.astype(np.int32), routing, weights, scores, predicted)
+    ahead = {
+        name: rng.dirichlet(np.ones(EXPERTS), tokens).astype(np.float16)
+        for name in PREDICTION_COLUMNS
+    }
+    predicted = {
+        name: rows for name, rows in ahead.items() if layer + int(name[4]) < LAYERS
+    }
+    return RoutedLayer(
+        layer,
+        experts.astype(np.int32),
+        counts.astype(np.int32),
+        routing,
+        weights,
+        scores,
+        predicted,
+    )
 
 
 def forward_passes(seed=0):
@@ -43,18 +68,31 @@ def forward_passes(seed=0):
     sizes = [5, 1, 1, 1, 1] * 2
     return [
         RoutedStep(
-            step, Phase.PREFILL if tokens > 1 else Phase.DECODE, step // 5, tokens, 9, 1,
+            step,
+            Phase.PREFILL if tokens > 1 else Phase.DECODE,
+            step // 5,
+            tokens,
+            9,
+            1,
             [routed_layer(rng, layer, tokens) for layer in range(LAYERS)],
         )
         for step, tokens in enumerate(sizes)
-    ]  # fmt: skip
+    ]
 
 
 def carried_out(system, slots=2, **machine):
-    """Replay the forward passes on a machine of round numbers; `machine` may say ``gpus`` and ``split``."""
+    """Replay the forward passes on a machine of round numbers; `machine` may say
+    ``gpus`` and ``split``.
+    """
     model = hand_shape(LAYERS, EXPERTS, TOP_K)
     passes = forward_passes()
-    future = ListFuture([LayerStep(p.step, n.layer, n.experts.tolist()) for p in passes for n in p.layers])
+    future = ListFuture(
+        [
+            LayerStep(p.step, n.layer, n.experts.tolist())
+            for p in passes
+            for n in p.layers
+        ]
+    )
     planner = plan_of(
         model,
         system,
@@ -76,7 +114,9 @@ def test_all_systems_of_the_field_are_there():
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_part_of_a_system_resolves(name):
-    """Names and parameters are known, and the note says where the system departs from its source."""
+    """Names and parameters are known, and the note says where the system departs from
+    its source.
+    """
     system = SYSTEMS[name]
     for kind in KINDS:
         resolve(getattr(system, kind), kind)
@@ -91,33 +131,47 @@ def test_every_part_of_a_system_resolves(name):
 @pytest.mark.parametrize("slots", [0, 2, EXPERTS])
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_system_carries_out_a_run(name, slots):
-    """No cache, a small and a full one: every layer step joins, and every active expert is computed."""
+    """No cache, a small and a full one: every layer step joins, and every active expert
+    is computed.
+    """
     system = SYSTEMS[name]
     planner, result, timeline = carried_out(system, slots)
     assert result.layer_steps == 10 * LAYERS
     altered = planner.policies.routing.alters
     if not altered:
         computed = len(spans(timeline, "compute"))
-        assert computed == sum(len(layer.experts) for step in forward_passes() for layer in step.layers)
+        assert computed == sum(
+            len(layer.experts) for step in forward_passes() for layer in step.layers
+        )
     assert len(planner.gate_mass) == (10 * LAYERS if altered else 0)
     if altered and slots:
         assert 0.5 < np.mean(planner.gate_mass) <= 1.001
 
 
 @pytest.mark.parametrize("split", ["layers", "experts"])
-@pytest.mark.parametrize("name", [*SYSTEMS, *(name for name in names("assignment") if name not in SYSTEMS)])
+@pytest.mark.parametrize(
+    "name", [*SYSTEMS, *(name for name in names("assignment") if name not in SYSTEMS)]
+)
 def test_section_1_8_every_system_and_assignment_runs_on_two_gpus(name, split):
-    """Layers split between them, or the experts of every layer: all join, and GPU 1 has its share of what GPUs do."""
+    """Layers split between them, or the experts of every layer: all join, and GPU 1 has
+    its share of what GPUs do.
+    """
     system = compose(name)
     planner, result, timeline = carried_out(system, gpus=2, split=split)
     assert result.layer_steps == 10 * LAYERS
     compute = spans(timeline, "compute")
     if not planner.policies.routing.alters:
-        assert len(compute) == sum(len(layer.experts) for step in forward_passes() for layer in step.layers)
+        assert len(compute) == sum(
+            len(layer.experts) for step in forward_passes() for layer in step.layers
+        )
     lanes = {lane for lane, *_ in compute}
     assert ("gpu1" in lanes) == ("gpu0" in lanes)
     if split == "layers":
-        homes = timeline.frame().query("lane in ('gpu0', 'gpu1') and kind == 'compute'").groupby("lane", observed=True)
+        homes = (
+            timeline.frame()
+            .query("lane in ('gpu0', 'gpu1') and kind == 'compute'")
+            .groupby("lane", observed=True)
+        )
         for lane, rows in homes:
             assert {planner.home(layer) for layer in rows["layer"]} == {int(lane[-1])}
 
@@ -129,39 +183,73 @@ def test_the_same_run_twice_is_the_same(name):
 
 
 def test_section_2_6_moe_on_demand_runs_its_misses_from_a_scratch_slot_and_forgets_them():
-    """What was resident before is resident after; every miss is copied, again and again; nothing runs on the CPU."""
+    """What was resident before is resident after; every miss is copied, again and
+    again; nothing runs on the CPU.
+    """
     planner, _, timeline = carried_out(SYSTEMS["moe-on-demand"])
-    assert [planner.resident(layer).tolist() for layer in range(LAYERS)] == [[True] * 2 + [False] * 4] * LAYERS
-    missed = [layer.experts[layer.experts >= 2] for step in forward_passes() for layer in step.layers]
+    assert [planner.resident(layer).tolist() for layer in range(LAYERS)] == [
+        [True] * 2 + [False] * 4
+    ] * LAYERS
+    missed = [
+        layer.experts[layer.experts >= 2]
+        for step in forward_passes()
+        for layer in step.layers
+    ]
     assert len(spans(timeline, "fetch")) == sum(map(len, missed))
     assert {lane for lane, *_ in spans(timeline, "compute")} == {"gpu0"}
 
 
 def test_section_6_4_mixtral_offloading_is_lru_by_layer_with_four_buffers():
-    """Of 8 experts 4 are cached; residents are computed while the others are copied; all on the GPU."""
+    """Of 8 experts 4 are cached; residents are computed while the others are copied;
+    all on the GPU.
+    """
     system = SYSTEMS["mixtral-offloading"]
     assert (system.scope, system.staging, system.prefetch) == ("layer", 4, "none")
-    planner = plan_of(hand_shape(1, 8, 2), system, HandCosts(copy=4.0, gpu=1.0, dense=0.0), slots=4, staging=4)
+    planner = plan_of(
+        hand_shape(1, 8, 2),
+        system,
+        HandCosts(copy=4.0, gpu=1.0, dense=0.0),
+        slots=4,
+        staging=4,
+    )
     passes = [routed(0, *pair) for pair in ((0, 1), (2, 3), (0, 4), (1, 5))]
     _, timeline = run(planner, steps(*[[one] for one in passes]))
-    assert timeline.access_frame()["state"].tolist() == ["miss"] * 4 + ["hit", "miss"] + ["miss", "miss"]
-    assert spans(timeline, "compute")[4:6] == [("gpu0", 0, 18.0, 19.0), ("gpu0", 4, 22.0, 23.0)]
+    assert timeline.access_frame()["state"].tolist() == ["miss"] * 4 + [
+        "hit",
+        "miss",
+    ] + ["miss", "miss"]
+    assert spans(timeline, "compute")[4:6] == [
+        ("gpu0", 0, 18.0, 19.0),
+        ("gpu0", 4, 22.0, 23.0),
+    ]
     assert np.flatnonzero(planner.resident(0)).tolist() == [0, 1, 4, 5]
 
 
 def test_only_pre_gated_sees_the_future():
     """The others may run on a live model."""
-    oracles = {name for name, system in SYSTEMS.items() if any(resolve(getattr(system, k), k).oracle for k in KINDS)}
+    oracles = {
+        name
+        for name, system in SYSTEMS.items()
+        if any(resolve(getattr(system, k), k).oracle for k in KINDS)
+    }
     assert oracles == {"pre-gated"}
 
 
 def test_only_three_systems_alter_routing():
-    altering = {name for name, system in SYSTEMS.items() if resolve(system.routing, "routing").alters}
+    altering = {
+        name
+        for name, system in SYSTEMS.items()
+        if resolve(system.routing, "routing").alters
+    }
     assert altering == {"daop", "smoe", "adapmoe"}
 
 
-def test_what_a_trace_cannot_support_is_refused_by_name_before_anything_runs(make_trace, tmp_path):
-    """Bare routing: of five systems three lack a column or a network; the first one has not left a file."""
+def test_what_a_trace_cannot_support_is_refused_by_name_before_anything_runs(
+    make_trace, tmp_path
+):
+    """Bare routing: of five systems three lack a column or a network; the first one has
+    not left a file.
+    """
     trace = open_trace(make_trace())
     options = {"hw": "rtx3090-epyc7532", "out": tmp_path / "out"}
     with pytest.raises(PolicyError) as refused:
@@ -170,13 +258,18 @@ def test_what_a_trace_cannot_support_is_refused_by_name_before_anything_runs(mak
     assert "3 of 5 policies cannot run" in said
     for words in (
         "dali (prefetch policy 'residual:size=4' needs column 'pred1_res')",
-        "flashmoe (cache policy 'flashmoe': expected a trained network 'flashmoe', found none)",
+        (
+            "flashmoe (cache policy 'flashmoe': expected a trained network 'flashmoe',"
+            " found none)"
+        ),
         "smoe (prefetch policy 'partial-hidden' needs column 'pred1_raw')",
     ):
         assert words in said
     assert "\n" not in said
     assert not (tmp_path / "out").exists()
-    with pytest.raises(PolicyError, match=r"train-cache TRACE --out DIR.*--artefacts DIR"):
+    with pytest.raises(
+        PolicyError, match=r"train-cache TRACE --out DIR.*--artefacts DIR"
+    ):
         compare(trace, ["fiddler", "flashmoe"], **options)
     artefacts = write(tmp_path / "learned", 3, 8)
     table, _ = compare(trace, ["fiddler", "flashmoe"], artefacts=artefacts, **options)
@@ -195,12 +288,17 @@ def test_composing_replaces_only_what_is_named():
     dali = SYSTEMS["dali"]
     mixed = compose("dali", cache="lru", routing="cache-prior")
     assert (mixed.assignment, mixed.cache, mixed.prefetch, mixed.routing) == (
-        dali.assignment, "lru", dali.prefetch, "cache-prior",
-    )  # fmt: skip
+        dali.assignment,
+        "lru",
+        dali.prefetch,
+        "cache-prior",
+    )
     assert mixed.staging == dali.staging
     assert compose("greedy") == System(assignment="greedy")
     assert compose("pre-gated").staging_layers == 2
-    with pytest.raises(PolicyError, match=r"unknown policy 'dalli'.*did you mean 'dali'"):
+    with pytest.raises(
+        PolicyError, match=r"unknown policy 'dalli'.*did you mean 'dali'"
+    ):
         compose("dalli")
 
 

@@ -1,21 +1,31 @@
-"""The record of a run: nothing is lost, nothing is half-written, and Perfetto can open it."""
+"""The record of a run: nothing is lost, nothing is half-written, and Perfetto can open
+it.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import moesim.traces
+import moesim.traces.timeline.spans as tl
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT
+from moesim.traces.errors import TraceError
+from moesim.traces.timeline.perfetto import write_perfetto
+from moesim.traces.timeline.spans import (
+    COMPUTE,
+    DENSE,
+    FETCH,
+    KIND_NAMES,
+    PLAN,
+    Timeline,
+)
 
 import moesim
-import traces
-import traces.timeline as tl
-from policies.base import ABSENT, IN_FLIGHT, RESIDENT
-from traces.errors import TraceError
-from traces.perfetto import write_perfetto
-from traces.timeline import COMPUTE, DENSE, FETCH, KIND_NAMES, PLAN, Timeline
+from moesim import traces
 
 LANES = ("cpu", "gpu0", "h2d0", "d2h0", "ssd", "control")
 
@@ -28,8 +38,16 @@ def record(timeline, steps=3, layers=2):
         for layer in range(layers):
             timeline.span(1, DENSE, step, layer, -1, now, now + 1.0, 0)
             timeline.span(5, PLAN, step, layer, -1, now + 1.0, now + 1.5, 0)
-            experts, tokens = np.array([2, 6]), np.array([1, 1])
-            timeline.access(step, layer, experts, tokens, np.array([0, 1]), np.array([tl.HIT, tl.MISS]))
+            experts = np.array([2, 6])
+            tokens = np.array([1, 1])
+            timeline.access(
+                step,
+                layer,
+                experts,
+                tokens,
+                np.array([0, 1]),
+                np.array([tl.HIT, tl.MISS]),
+            )
             timeline.span(2, FETCH, step, layer, 6, now + 1.5, now + 3.5, 1000 + step)
             timeline.span(0, COMPUTE, step, layer, 2, now + 1.5, now + 2.5, 0)
             timeline.span(1, COMPUTE, step, layer, 6, now + 3.5, now + 4.0, 0)
@@ -40,7 +58,11 @@ def record(timeline, steps=3, layers=2):
 
 def test_states_mean_the_same_to_planner_and_timeline():
     assert (tl.MISS, tl.DELAYED, tl.HIT) == (ABSENT, IN_FLIGHT, RESIDENT)
-    assert [KIND_NAMES[kind] for kind in (tl.DENSE, tl.READ, tl.JOIN)] == ["dense", "read", "join"]
+    assert [KIND_NAMES[kind] for kind in (tl.DENSE, tl.READ, tl.JOIN)] == [
+        "dense",
+        "read",
+        "join",
+    ]
 
 
 def test_memory_and_disk_hold_the_same(tmp_path, monkeypatch):
@@ -60,11 +82,24 @@ def test_memory_and_disk_hold_the_same(tmp_path, monkeypatch):
         assert expected.equals(getattr(loaded, name)())
     assert len(list(inside.chunks())) == 3
     assert loaded.frame().iloc[2].to_dict() == {
-        "lane": "h2d0", "kind": "fetch", "step": 0, "layer": 0, "expert": 6,
-        "start_s": 1.5, "end_s": 3.5, "bytes": 1000,
-    }  # fmt: skip
+        "lane": "h2d0",
+        "kind": "fetch",
+        "step": 0,
+        "layer": 0,
+        "expert": 6,
+        "start_s": 1.5,
+        "end_s": 3.5,
+        "bytes": 1000,
+    }
     access = loaded.access_frame().iloc[1].to_dict()
-    assert access == {"step": 0, "layer": 0, "expert": 6, "tokens": 1, "lane": "gpu0", "state": "miss"}
+    assert access == {
+        "step": 0,
+        "layer": 0,
+        "expert": 6,
+        "tokens": 1,
+        "lane": "gpu0",
+        "state": "miss",
+    }
     assert loaded.step_frame()["phase"].tolist() == ["prefill", "decode", "decode"]
 
 
@@ -100,7 +135,9 @@ def test_a_long_run_is_flushed_while_it_goes(tmp_path):
             for _ in range(10):
                 timeline.span(0, COMPUTE, step, layer, 1, float(step), step + 1.0, 0)
         timeline.step(step, 1, 0, 1, 1, float(step), step + 1.0)
-        assert len(timeline.spans) <= len(tl.pack_span(*[0] * 8)) * (tl.CHUNK_SPANS + 6_000)
+        assert len(timeline.spans) <= len(tl.pack_span(*[0] * 8)) * (
+            tl.CHUNK_SPANS + 6_000
+        )
         assert len(timeline._accesses) <= tl.CHUNK_ACCESSES + 600
     timeline.close()
     assert pq.read_metadata(tmp_path / "timeline.parquet").num_rows == 120_000
@@ -112,43 +149,74 @@ def test_loading_something_else_is_one_line(tmp_path):
         Timeline.load(tmp_path)
     with Timeline(LANES, tmp_path) as timeline:
         record(timeline)
-    (tmp_path / "steps.parquet").write_bytes((tmp_path / "steps.parquet").read_bytes()[:100])
-    with pytest.raises(TraceError, match=r"steps.parquet: not a readable table") as caught:
+    (tmp_path / "steps.parquet").write_bytes(
+        (tmp_path / "steps.parquet").read_bytes()[:100]
+    )
+    with pytest.raises(
+        TraceError, match=r"steps.parquet: not a readable table"
+    ) as caught:
         Timeline.load(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_perfetto_shows_two_runs_side_by_side(tmp_path):
     path = tmp_path / "trace.json"
-    write_perfetto(path, {"simulated": record(Timeline(LANES)), "measured": record(Timeline(LANES), steps=1)})
+    write_perfetto(
+        path,
+        {
+            "simulated": record(Timeline(LANES)),
+            "measured": record(Timeline(LANES), steps=1),
+        },
+    )
     events = json.loads(path.read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {1: "simulated", 2: "measured"}
-    threads = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1]
+    threads = [
+        e["args"]["name"]
+        for e in events
+        if e["name"] == "thread_name" and e["pid"] == 1
+    ]
     assert threads == list(LANES)
     spans = [e for e in events if e["ph"] == "X"]
     assert [sum(e["pid"] == pid for e in spans) for pid in (1, 2)] == [30, 10]
     fetch = next(e for e in spans if e["cat"] == "fetch")
     assert (fetch["ts"], fetch["dur"], fetch["tid"]) == (1.5e6, 2e6, 2)
-    assert fetch["args"] == {"kind": "fetch", "step": 0, "layer": 0, "expert": 6, "bytes": 1000}
+    assert fetch["args"] == {
+        "kind": "fetch",
+        "step": 0,
+        "layer": 0,
+        "expert": 6,
+        "bytes": 1000,
+    }
 
 
 def test_perfetto_of_an_empty_run_is_still_json(tmp_path):
     path = tmp_path / "trace.json"
     write_perfetto(path, {"nothing": Timeline(LANES)})
-    assert not [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert not [
+        e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"
+    ]
 
 
 def test_a_replay_that_keeps_nothing_says_the_same_and_holds_one_chunk(monkeypatch):
-    """Metrics are folded as rows come: same figures to the last bit, no rows left, and never more than a chunk held."""
+    """Metrics are folded as rows come: same figures to the last bit, no rows left, and
+    never more than a chunk held.
+    """
     monkeypatch.setattr(tl, "CHUNK_SPANS", 400)
     monkeypatch.setattr(tl, "CHUNK_ACCESSES", 20)
     monkeypatch.setattr(tl, "CHUNK_STEPS", 3)
-    how = {"prefetch": "next-gate", "cache": "lru", "hw": "rtx3090-epyc7532", "batch": 4, "steps": 60}
+    how = {
+        "prefetch": "next-gate",
+        "cache": "lru",
+        "hw": "rtx3090-epyc7532",
+        "batch": 4,
+        "steps": 60,
+    }
     trace = Path(traces.__file__).parent / "data" / "tiny_evaluation.parquet"
     kept = moesim.replay(trace, "greedy", **how)
     rows = len(kept.timeline.frame()) + len(kept.timeline.access_frame()) + 60
-    held, chunks = [], []
+    held = []
+    chunks = []
     keep = Timeline._keep
 
     def watched(timeline, table, chunk):

@@ -1,4 +1,6 @@
-"""The shipped model has learned its text and its gates; its making is honest about what was held out."""
+"""The shipped model has learned its text and its gates; its making is honest about what
+was held out.
+"""
 
 import json
 import math
@@ -11,15 +13,19 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the runtime extra is not installed")
 
-from runtime import corpus, tiny  # noqa: E402 - needs torch
+from moesim.runtime.models import corpus, tiny  # noqa: E402 - needs torch
 
-WINDOWED_NATS = 1.215  # of the shipped checkpoint on these windows of Python 3.11.7's library
+WINDOWED_NATS = (
+    1.215  # of the shipped checkpoint on these windows of Python 3.11.7's library
+)
 WINDOWS = 20  # of 384 bytes: a few KB of text, measured in a second or two
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Compute on one thread: two that wait for each other crawl when tests share the cores."""
+    """Compute on one thread: two that wait for each other crawl when tests share the
+    cores.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -43,7 +49,9 @@ def held(model):
 
 
 def unigram_nats_per_byte(text: bytes) -> float:
-    """Return the entropy of single bytes: what a model without any context could reach at best."""
+    """Return the entropy of single bytes: what a model without any context could reach
+    at best.
+    """
     return -sum(n / len(text) * math.log(n / len(text)) for n in Counter(text).values())
 
 
@@ -57,7 +65,9 @@ def test_a_file_is_in_exactly_one_part():
 
 
 def test_the_name_alone_decides_the_part():
-    """Frozen, because a checkpoint trained under another deal has seen the evaluation text."""
+    """Frozen, because a checkpoint trained under another deal has seen the evaluation
+    text.
+    """
     assert corpus.split_of("json/decoder.py") == "training"
     assert corpus.split_of("collections/abc.py") == "calibration"
     assert corpus.split_of("csv.py") == "evaluation"
@@ -67,7 +77,11 @@ def test_the_name_alone_decides_the_part():
 
 def test_generated_tested_and_installed_files_are_left_out():
     names = [name for part in corpus.PARTS for name in corpus.files(part)]
-    assert not [name for name in names if "site-packages" in name or "/test" in name or "_sysconfigdata" in name]
+    assert not [
+        name
+        for name in names
+        if "site-packages" in name or "/test" in name or "_sysconfigdata" in name
+    ]
     assert not [name for name in names if Path(name).is_absolute()]
 
 
@@ -89,7 +103,10 @@ def test_prompts_repeat_with_their_seed_and_start_a_line():
 
 
 def test_fewer_prompts_are_the_first_of_more():
-    assert corpus.prompts("evaluation", 3, 100, seed=1) == corpus.prompts("evaluation", 500, 100, seed=1)[:3]
+    assert (
+        corpus.prompts("evaluation", 3, 100, seed=1)
+        == corpus.prompts("evaluation", 500, 100, seed=1)[:3]
+    )
 
 
 def test_prompts_longer_than_any_file_are_refused():
@@ -98,7 +115,10 @@ def test_prompts_longer_than_any_file_are_refused():
 
 
 def test_an_unknown_part_is_named():
-    with pytest.raises(ValueError, match="unknown corpus part 'test'; known: calibration, training, evaluation"):
+    with pytest.raises(
+        ValueError,
+        match="unknown corpus part 'test'; known: calibration, training, evaluation",
+    ):
         corpus.files("test")
 
 
@@ -107,8 +127,10 @@ def test_digests_name_different_texts_differently():
 
 
 def test_the_corpus_does_not_import_torch():
-    code = "import sys, runtime.corpus; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+    code = "import sys, moesim.runtime.models.corpus; sys.exit('torch' in sys.modules)"
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1]
+    )
 
 
 # --- the shipped checkpoint
@@ -122,7 +144,11 @@ def test_the_shipped_checkpoint_is_small(recorded):
 
 def test_the_shipped_model_is_the_one_described(model, recorded):
     config = model.config
-    assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (6, 32, 4)
+    assert (
+        config.num_hidden_layers,
+        config.num_experts,
+        config.num_experts_per_tok,
+    ) == (6, 32, 4)
     assert config.norm_topk_prob
     assert model.num_parameters() == recorded["parameters"]
     assert not model.training
@@ -132,7 +158,9 @@ def test_held_out_loss_is_the_recorded_one(held, recorded):
     """Few windows and another library version move it, but not far."""
     if recorded["corpus"]["evaluation"]["digest"] == corpus.digest("evaluation"):
         assert held.nats_per_byte == pytest.approx(WINDOWED_NATS, abs=0.01)
-    assert held.nats_per_byte == pytest.approx(recorded["held_out"]["nats_per_byte"], abs=0.35)
+    assert held.nats_per_byte == pytest.approx(
+        recorded["held_out"]["nats_per_byte"], abs=0.35
+    )
 
 
 def test_held_out_loss_beats_any_model_without_context(held):
@@ -149,7 +177,9 @@ def test_neighbouring_tokens_share_experts_more_than_by_chance(held, recorded):
 
 
 def test_no_layer_has_collapsed_onto_a_few_experts(held):
-    """A layer that always chose the same four would give each a share of 1/4; equal use gives 1/32."""
+    """A layer that always chose the same four would give each a share of 1/4; equal use
+    gives 1/32.
+    """
     assert max(held.busiest_expert_share) < 0.15
 
 
@@ -174,7 +204,9 @@ def test_it_continues_source_code(model):
 def test_training_lowers_the_loss_and_writes_a_loadable_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "CURVE_STEPS", 1)
     monkeypatch.setattr(tiny, "HELD_OUT_WINDOWS", 4)
-    monkeypatch.setattr(tiny, "RECIPE", tiny.Recipe(batch=2, window_bytes=128, warmup_steps=1))
+    monkeypatch.setattr(
+        tiny, "RECIPE", tiny.Recipe(batch=2, window_bytes=128, warmup_steps=1)
+    )
     out = tmp_path / "models" / "mine"
     seen = []
     training = tiny.train_tiny(out, 1, seed=5, progress=seen.append, max_steps=4)
@@ -184,19 +216,29 @@ def test_training_lowers_the_loss_and_writes_a_loadable_folder(tmp_path, monkeyp
     assert seen[-1].train_nats_per_byte < seen[0].train_nats_per_byte - 0.3
     assert training["steps"] == 4
     assert training["finished"]
-    assert training["command"] == "runtime.tiny.train_tiny(out_dir, minutes=1, seed=5, max_steps=4)"
+    assert (
+        training["command"]
+        == "runtime.tiny.train_tiny(out_dir, minutes=1, seed=5, max_steps=4)"
+    )
     assert training["corpus"]["training"]["digest"] == corpus.digest("training")
-    assert json.loads((out / "training.json").read_text()) == json.loads(json.dumps(training))
-    assert [path.name for path in out.parent.iterdir()] == ["mine"]  # nothing left beside it
+    assert json.loads((out / "training.json").read_text()) == json.loads(
+        json.dumps(training)
+    )
+    # Nothing left beside it.
+    assert [path.name for path in out.parent.iterdir()] == ["mine"]
     assert str(tmp_path) not in (out / "training.json").read_text()
 
     again = tiny.held_out(tiny.load_tiny(out), 4)
-    assert again.nats_per_byte == pytest.approx(training["held_out"]["nats_per_byte"], abs=1e-3)
+    assert again.nats_per_byte == pytest.approx(
+        training["held_out"]["nats_per_byte"], abs=1e-3
+    )
     assert tiny.load_tiny(out, torch.bfloat16).dtype is torch.bfloat16
 
     repeated = tiny.train_tiny(out, 1, seed=5, max_steps=4)  # replaces the folder
     losses = [point.train_nats_per_byte for point in repeated["curve"]]
-    assert losses == pytest.approx([point.train_nats_per_byte for point in seen], abs=2e-3)
+    assert losses == pytest.approx(
+        [point.train_nats_per_byte for point in seen], abs=2e-3
+    )
 
 
 def test_a_failed_save_keeps_the_earlier_checkpoint(tmp_path, monkeypatch):
@@ -218,7 +260,9 @@ def test_a_failed_save_keeps_the_earlier_checkpoint(tmp_path, monkeypatch):
 
 def test_training_refuses_to_replace_something_else(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match=r"expected nothing, or an earlier checkpoint"):
+    with pytest.raises(
+        FileExistsError, match=r"expected nothing, or an earlier checkpoint"
+    ):
         tiny.train_tiny(tmp_path, 1)
     with pytest.raises(ValueError, match="minutes > 0"):
         tiny.train_tiny(tmp_path / "new", 0)
@@ -239,8 +283,12 @@ def test_experts_split_by_token_compute_what_transformers_computes(model):
     for token in range(40):
         for expert, weight in zip(index[token], weights[token], strict=True):
             gate, up = (experts.gate_up_proj[expert] @ hidden[token]).chunk(2)
-            expected[token] += weight * (experts.down_proj[expert] @ (torch.nn.functional.silu(gate) * up))
-    torch.testing.assert_close(tiny._split_experts(experts, hidden, index, weights), expected)
+            expected[token] += weight * (
+                experts.down_proj[expert] @ (torch.nn.functional.silu(gate) * up)
+            )
+    torch.testing.assert_close(
+        tiny._split_experts(experts, hidden, index, weights), expected
+    )
 
 
 def test_balance_term_is_one_when_equal_and_e_over_k_when_collapsed():

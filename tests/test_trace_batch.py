@@ -1,4 +1,6 @@
-"""Steps of a batch: who is in them, what they ask for, and what an oracle may know about them."""
+"""Steps of a batch: who is in them, what they ask for, and what an oracle may know
+about them.
+"""
 
 from __future__ import annotations
 
@@ -6,45 +8,58 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moesim.traces.errors import TraceError
+from moesim.traces.format import batch as batch_module
+from moesim.traces.format.batch import compose
+from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import Phase, TraceHeader
+from moesim.traces.format.writer import TraceWriter
 
-import traces.batch
 from tests.strategies import traces as drawn_traces
-from traces.batch import compose
-from traces.errors import TraceError
-from traces.future import RecordedFuture
-from traces.reader import open_trace
-from traces.schema import Phase, TraceHeader
-from traces.writer import TraceWriter
 
 
 def by_brute_force(drawn, batch):
-    """Tokens of each step as (phase, batch, [(experts [L, K], pos), …]) with plain Python loops."""
+    """Tokens of each step as (phase, batch, [(experts [L, K], pos), …]) with plain
+    Python loops.
+    """
     steps = []
     for index, start in enumerate(range(0, len(drawn.sequences), batch)):
         group = drawn.sequences[start : start + batch]
-        prompt = [(experts[pos], pos) for length, experts in group for pos in range(length)]
+        prompt = [
+            (experts[pos], pos) for length, experts in group for pos in range(length)
+        ]
         if prompt:
             steps.append((Phase.PREFILL, index, prompt))
         for i in range(max(len(experts) - length for length, experts in group)):
-            alive = [(experts[length + i], length + i) for length, experts in group if length + i < len(experts)]
+            alive = [
+                (experts[length + i], length + i)
+                for length, experts in group
+                if length + i < len(experts)
+            ]
             steps.append((Phase.DECODE, index, alive))
     return steps
 
 
 @settings(max_examples=40, deadline=None)
 @given(drawn_traces(), st.integers(1, 4), st.integers(1, 3))
-def test_steps_hold_exactly_the_tokens_of_the_batch(tmp_path_factory, drawn, batch, chunk):
+def test_steps_hold_exactly_the_tokens_of_the_batch(
+    tmp_path_factory, drawn, batch, chunk
+):
     path = drawn.write(tmp_path_factory.mktemp("t") / "t.parquet")
-    limit = traces.batch.CHUNK_COUNTS
-    traces.batch.CHUNK_COUNTS = (
+    limit = batch_module.CHUNK_COUNTS
+    # Cut after every few steps.
+    batch_module.CHUNK_COUNTS = (
         chunk * drawn.shape.layers * max(drawn.shape.experts, batch)
-    )  # cut after every few steps
+    )
     try:
         steps = list(compose(open_trace(path), batch=batch))
     finally:
-        traces.batch.CHUNK_COUNTS = limit
+        batch_module.CHUNK_COUNTS = limit
     expected = by_brute_force(drawn, batch)
-    assert [(step.phase, step.batch) for step in steps] == [(phase, index) for phase, index, _ in expected]
+    assert [(step.phase, step.batch) for step in steps] == [
+        (phase, index) for phase, index, _ in expected
+    ]
     assert [step.step for step in steps] == list(range(len(steps)))
     for step, (phase, _, tokens) in zip(steps, expected, strict=True):
         assert step.tokens == len(tokens)
@@ -72,7 +87,10 @@ def test_ragged_prefill_runs_fewer_tokens_through_the_last_layer(make_trace):
 
 def test_sequences_leave_the_batch_when_they_end(make_trace):
     trace = open_trace(make_trace(sequences=((2, 1), (0, 3), (1, 2))))
-    steps = [(s.step, s.phase.label, s.batch, s.sequences, s.tokens, s.context_tokens) for s in compose(trace, batch=2)]
+    steps = [
+        (s.step, s.phase.label, s.batch, s.sequences, s.tokens, s.context_tokens)
+        for s in compose(trace, batch=2)
+    ]
     assert steps == [
         (0, "prefill", 0, 1, 2, 2),
         (1, "decode", 0, 2, 2, 3),
@@ -87,16 +105,31 @@ def test_sequences_leave_the_batch_when_they_end(make_trace):
 def test_optional_columns_follow_their_tokens(tmp_path, tiny_shape):
     """Two sequences side by side: row values say where they came from."""
     path = tmp_path / "t.parquet"
-    with TraceWriter(path, TraceHeader(tiny_shape), ["weights", "scores", "pred1_raw", "pred2_raw"]) as writer:
+    with TraceWriter(
+        path, TraceHeader(tiny_shape), ["weights", "scores", "pred1_raw", "pred2_raw"]
+    ) as writer:
         for seq in range(2):
-            pos, layer = np.repeat(np.arange(3), 3), np.tile(np.arange(3), 3)
+            pos = np.repeat(np.arange(3), 3)
+            layer = np.tile(np.arange(3), 3)
             mark = (100 * seq + 10 * pos + layer).astype(float)[:, None]
             writer.write(
-                seq, pos, np.where(pos < 1, Phase.PREFILL, Phase.DECODE), layer, np.tile([0, 1], (9, 1)),
-                weights=np.tile(mark, (1, 2)), scores=np.tile(mark, (1, 8)),
-                pred1_raw=np.tile(mark, (1, 8)), pred2_raw=np.tile(mark, (1, 8)),
-            )  # fmt: skip
-    steps = list(compose(open_trace(path), batch=2, columns=("weights", "scores", "pred1_raw", "pred2_raw")))
+                seq,
+                pos,
+                np.where(pos < 1, Phase.PREFILL, Phase.DECODE),
+                layer,
+                np.tile([0, 1], (9, 1)),
+                weights=np.tile(mark, (1, 2)),
+                scores=np.tile(mark, (1, 8)),
+                pred1_raw=np.tile(mark, (1, 8)),
+                pred2_raw=np.tile(mark, (1, 8)),
+            )
+    steps = list(
+        compose(
+            open_trace(path),
+            batch=2,
+            columns=("weights", "scores", "pred1_raw", "pred2_raw"),
+        )
+    )
     for pos, step in enumerate(steps):
         for layer in step.layers:
             mark = [10 * pos + layer.layer, 100 + 10 * pos + layer.layer]
@@ -106,7 +139,11 @@ def test_optional_columns_follow_their_tokens(tmp_path, tiny_shape):
             for values in layer.predicted.values():
                 assert values[:, 0].tolist() == mark
         # nothing lies beyond the last layer, so nothing can be predicted about it
-        assert [sorted(layer.predicted) for layer in step.layers] == [["pred1_raw", "pred2_raw"], ["pred1_raw"], []]
+        assert [sorted(layer.predicted) for layer in step.layers] == [
+            ["pred1_raw", "pred2_raw"],
+            ["pred1_raw"],
+            [],
+        ]
 
 
 @pytest.mark.parametrize("options", [{"batch": 0}, {"steps": 0}])
@@ -130,15 +167,28 @@ def test_the_future_agrees_with_a_linear_scan(tmp_path_factory, drawn, batch, da
     assert future.never == len(steps)
     for step in steps:
         for routed in step.layers:
-            assert future.active(step.step, routed.layer).tolist() == routed.experts.tolist()
-            assert future.tokens(step.step, routed.layer).tolist() == routed.tokens.tolist()
+            assert (
+                future.active(step.step, routed.layer).tolist()
+                == routed.experts.tolist()
+            )
+            assert (
+                future.tokens(step.step, routed.layer).tolist()
+                == routed.tokens.tolist()
+            )
     assert len(future.tokens(len(steps), 0)) == 0
     everyone = np.arange(drawn.shape.experts)
     questions = st.lists(st.integers(-1, len(steps) + 1), min_size=1, max_size=12)
     for now in data.draw(questions):
         for layer in range(drawn.shape.layers):
             expected = [
-                next((s.step for s in steps if s.step > now and e in s.layers[layer].experts), len(steps))
+                next(
+                    (
+                        s.step
+                        for s in steps
+                        if s.step > now and e in s.layers[layer].experts
+                    ),
+                    len(steps),
+                )
                 for e in everyone
             ]
             assert future.next_uses(now, layer, everyone).tolist() == expected
@@ -149,11 +199,30 @@ def test_the_future_agrees_with_a_linear_scan(tmp_path_factory, drawn, batch, da
 
 
 def test_the_future_reaches_over_a_long_silence(tmp_path, tiny_shape):
-    """Expert 7 works in steps 0 and 99 only; jumps of more than 32 steps search afresh."""
+    """Expert 7 works in steps 0 and 99 only; jumps of more than 32 steps search
+    afresh.
+    """
     path = tmp_path / "t.parquet"
     with TraceWriter(path, TraceHeader(tiny_shape)) as writer:
         for pos in range(100):
-            writer.write(0, pos, Phase.DECODE, np.arange(3), np.tile([0, 7 if pos in (0, 99) else 1], (3, 1)))
+            writer.write(
+                0,
+                pos,
+                Phase.DECODE,
+                np.arange(3),
+                np.tile([0, 7 if pos in (0, 99) else 1], (3, 1)),
+            )
     future = RecordedFuture.of(open_trace(path))
-    assert [future.next_use(step, 1, 7) for step in (-1, 0, 50, 98, 99, 10)] == [0, 99, 99, 99, 100, 99]
-    assert RecordedFuture.of(open_trace(path), steps=99).next_use(0, 1, 7) == 99 == future.never - 1
+    assert [future.next_use(step, 1, 7) for step in (-1, 0, 50, 98, 99, 10)] == [
+        0,
+        99,
+        99,
+        99,
+        100,
+        99,
+    ]
+    assert (
+        RecordedFuture.of(open_trace(path), steps=99).next_use(0, 1, 7)
+        == 99
+        == future.never - 1
+    )

@@ -10,19 +10,24 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import write_trace
 from handmade import hand_trace
+from moesim.traces.format.reader import open_trace
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
+from moesim.traces.stats.statistics import stats
+from moesim.traces.stats.trace_summary import knee, survey
 
 from moesim import cli
-from moesim.trace_report import curve_picture, write_html
-from traces.importers import import_trace
-from traces.models import model_shape
-from traces.reader import open_trace
-from traces.stats import stats
-from traces.survey import knee, survey
+from moesim.reporting.trace_page import curve_picture, write_html
 
 
 def routed(path, choose, *, tokens=200, experts=64):
     """One layer of decode whose token t uses ``choose(t)``."""
-    return hand_trace(path, [[choose(t)] for t in range(tokens)], experts=experts, expert_bytes=1 << 20)
+    return hand_trace(
+        path,
+        [[choose(t)] for t in range(tokens)],
+        experts=experts,
+        expert_bytes=1 << 20,
+    )
 
 
 def test_knee_by_hand():
@@ -31,19 +36,29 @@ def test_knee_by_hand():
 
 
 def test_faithful_routing_is_worth_it(tmp_path):
-    """Four experts do everything: 4 slots, 4 MiB, all but two first uses of each pair hit."""
-    found = survey(routed(tmp_path / "t.parquet", lambda t: (0, 1) if t % 2 else (2, 3))).figures["verdict"]
+    """Four experts do everything: 4 slots, 4 MiB, all but two first uses of each pair
+    hit.
+    """
+    found = survey(
+        routed(tmp_path / "t.parquet", lambda t: (0, 1) if t % 2 else (2, 3))
+    ).figures["verdict"]
     assert found["answer"] == "yes"
     assert found["sizes"][0] == {
-        "at": "knee", "slots": 4, "bytes": 4 << 20, "lru": 396 / 400, "belady": 396 / 400,
+        "at": "knee",
+        "slots": 4,
+        "bytes": 4 << 20,
+        "lru": 396 / 400,
+        "belady": 396 / 400,
         "copied_bytes_per_step": pytest.approx(0.01 * 2 * (1 << 20)),
-    }  # fmt: skip
+    }
 
 
 def test_even_routing_and_dense_routing_are_not(tmp_path):
     circle = routed(tmp_path / "c.parquet", lambda t: (2 * t % 64, (2 * t + 1) % 64))
     assert survey(circle).figures["verdict"]["answer"] == "no"
-    dense = survey(routed(tmp_path / "d.parquet", lambda t: (0, 1), experts=4)).figures["verdict"]
+    dense = survey(routed(tmp_path / "d.parquet", lambda t: (0, 1), experts=4)).figures[
+        "verdict"
+    ]
     assert dense["answer"] == "no"
     assert "Too dense" in dense["why"][-1]
 
@@ -61,13 +76,21 @@ def test_a_prompt_alone_gives_no_verdict_but_a_page(make_trace, tmp_path):
 def test_survey_holds_what_stats_says(make_trace, batch):
     trace = open_trace(make_trace(sequences=((4, 70), (0, 66), (5, 20))))
     figures = survey(trace, batch=batch).figures
-    assert {name: figures[name] for name in stats(trace, batch=batch)} == stats(trace, batch=batch)
-    assert sum(figures["reuse"]) == sum(sum(curve) for curve in [survey(trace, batch=batch).curves.accesses("lru", 1)])
-    assert figures["working_set_by_window"]["32"] == pytest.approx(np.mean(figures["working_set"]))
+    assert {name: figures[name] for name in stats(trace, batch=batch)} == stats(
+        trace, batch=batch
+    )
+    assert sum(figures["reuse"]) == sum(
+        sum(curve) for curve in [survey(trace, batch=batch).curves.accesses("lru", 1)]
+    )
+    assert figures["working_set_by_window"]["32"] == pytest.approx(
+        np.mean(figures["working_set"])
+    )
 
 
 def test_page_is_whole_and_needs_nothing_else(make_trace, tmp_path):
-    trace = open_trace(make_trace("<b>.parquet", sequences=((6, 300),), columns=("pred1_raw",)))
+    trace = open_trace(
+        make_trace("<b>.parquet", sequences=((6, 300),), columns=("pred1_raw",))
+    )
     text = write_html(trace, survey(trace), tmp_path / "p.html").read_text()
     assert text.count("<svg") == 10
     assert "<b>.parquet" not in text
@@ -80,7 +103,16 @@ def test_command_writes_page_and_tables(tmp_path, tiny_shape, capsys):
     path = write_trace(tmp_path / "t.parquet", tiny_shape, ((4, 40),))
     with pytest.raises(SystemExit) as end:
         cli.main(
-            ["trace", "stats", str(path), "--html", str(tmp_path / "p.html"), "--out", str(tmp_path / "o"), "--json"]
+            [
+                "trace",
+                "stats",
+                str(path),
+                "--html",
+                str(tmp_path / "p.html"),
+                "--out",
+                str(tmp_path / "o"),
+                "--json",
+            ]
         )
     assert not end.value.code
     figures = json.loads(capsys.readouterr().out)
@@ -90,7 +122,9 @@ def test_command_writes_page_and_tables(tmp_path, tiny_shape, capsys):
     assert layers.column("entropy_bits").to_pylist() == figures["entropy_bits"]
     curves = pq.read_table(tmp_path / "o" / "curves.parquet").to_pandas()
     decode = curves[(curves.phase == "decode") & (curves.slots == 4)]
-    assert decode.belady.sum() / decode.accesses.sum() == pytest.approx(figures["curve_decode"]["belady"][4])
+    assert decode.belady.sum() / decode.accesses.sum() == pytest.approx(
+        figures["curve_decode"]["belady"][4]
+    )
     assert json.loads(layers.schema.metadata[b"statistics"])["decode_tokens"] == 40
 
 
@@ -102,7 +136,9 @@ def test_command_writes_page_and_tables(tmp_path, tiny_shape, capsys):
         ("kimi_linear_48b_a3b_decode300", "kimi-linear-48b-a3b", (0, 300)),
     ],
 )
-def test_shared_traces_agree_with_an_independent_count(shared_traces, tmp_path, name, model, tokens):
+def test_shared_traces_agree_with_an_independent_count(
+    shared_traces, tmp_path, name, model, tokens
+):
     """Loads and touched experts, counted with pandas from the foreign file."""
     source = shared_traces / f"{name}.parquet"
     import_trace(source, tmp_path / "t.parquet", shape=model_shape(model))

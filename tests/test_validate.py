@@ -1,4 +1,6 @@
-"""A validation tells the truth about what it compares: by hand, and on real runs of experts small enough for a test."""
+"""A validation tells the truth about what it compares: by hand, and on real runs of
+experts small enough for a test.
+"""
 
 from __future__ import annotations
 
@@ -8,73 +10,129 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moesim.hwprofiles.errors import ProfileError
+from moesim.hwprofiles.profile import load_profile, save_profile
+from moesim.hwprofiles.schema import FIT_KEYS
+from moesim.policies.base import PolicyError
+from moesim.traces.format.batch import compose
+from moesim.traces.format.reader import open_trace
 from typer import Typer
 from typer.testing import CliRunner
 
-from hwprofiles.errors import ProfileError
-from hwprofiles.profile import load_profile, save_profile
-from hwprofiles.schema import FIT_KEYS
-from moesim import cli_validate
-from moesim.memory import MemoryOptions
-from moesim.sensitivity import break_even, capacity_cliff, sensitivity
-from moesim.terms import TERMS, step_seconds, terms, terms_by_step
-from moesim.trials import Trial, foreign, simulate, system_of
-from moesim.validate import timing_free, validate, warnings_of
-from moesim.validation import Cell, Place, Validation, joined
-from moesim.validation_report import load, markdown, page, save
-from policies.base import PolicyError
+from moesim.analysis.sensitivity import break_even, capacity_cliff, sensitivity
+from moesim.analysis.time_breakdown import TERMS, step_seconds, terms, terms_by_step
+from moesim.cli import validate as cli_validate
+from moesim.reporting.validation_page import load, markdown, page, save
+from moesim.runs.memory import MemoryOptions
+from moesim.validation.grid import timing_free, validate, warnings_of
+from moesim.validation.paired_runs import Trial, foreign, simulate, system_of
+from moesim.validation.results import Cell, Place, Validation, joined
 from tests.real_machine import host_profile
-from traces.batch import compose
-from traces.reader import open_trace
 
 TRACE = Path(__file__).parents[1] / "traces" / "data" / "tiny_evaluation.parquet"
 KEYS = {
-    "cells", "tpot_error_median", "tpot_error_max", "ttft_error_median", "hits_equal", "kendall_tau", "noise_floor",
+    "cells",
+    "tpot_error_median",
+    "tpot_error_max",
+    "ttft_error_median",
+    "hits_equal",
+    "kendall_tau",
+    "noise_floor",
     "tost_pass_share",
-}  # fmt: skip
+}
 
 
 def one_run(tpot_s, *, hits=3, ttft_s=1.0, planning_s=0.1):
     return {
-        "tpot_s": tpot_s, "tpot_p50_s": tpot_s, "tpot_p95_s": tpot_s, "ttft_s": ttft_s, "hits": hits,
-        "delayed_hits": 0, "misses": 1, "planning_s": planning_s, "makespan_s": 10 * tpot_s, "busy_s": {"cpu": 1.0},
-        "bytes": {"h2d0": 8}, "terms": dict.fromkeys(TERMS, 2 * tpot_s),
-    }  # fmt: skip
+        "tpot_s": tpot_s,
+        "tpot_p50_s": tpot_s,
+        "tpot_p95_s": tpot_s,
+        "ttft_s": ttft_s,
+        "hits": hits,
+        "delayed_hits": 0,
+        "misses": 1,
+        "planning_s": planning_s,
+        "makespan_s": 10 * tpot_s,
+        "busy_s": {"cpu": 1.0},
+        "bytes": {"h2d0": 8},
+        "terms": dict.fromkeys(TERMS, 2 * tpot_s),
+    }
 
 
-def cell(policy, measured, predicted, *, free=True, hits=3, ratio=0.5, extrapolated=False, host=1.0, drift=None):
+def cell(
+    policy,
+    measured,
+    predicted,
+    *,
+    free=True,
+    hits=3,
+    ratio=0.5,
+    extrapolated=False,
+    host=1.0,
+    drift=None,
+):
     return Cell(
-        Place("t.parquet", "s", policy, ratio, host, 1), free, extrapolated,
-        [one_run(value) for value in measured], one_run(predicted, hits=hits), [predicted], predicted,
-        [[value] * 8 for value in measured], [predicted] * 8,
-        {"dense": [3.0] + [0.75] * 8, "lanes": [1.0] + [0.25] * 8}, drift,
-    )  # fmt: skip
+        Place("t.parquet", "s", policy, ratio, host, 1),
+        free,
+        extrapolated,
+        [one_run(value) for value in measured],
+        one_run(predicted, hits=hits),
+        [predicted],
+        predicted,
+        [[value] * 8 for value in measured],
+        [predicted] * 8,
+        {"dense": [3.0] + [0.75] * 8, "lanes": [1.0] + [0.25] * 8},
+        drift,
+    )
 
 
 def result(*cells):
     config = {
-        "date": "2026-01-01", "machine": "m", "hw": "h", "hw_date": "2026-01-01", "hw_digest": "d", "steps": 8,
-        "repetitions": 2, "seconds": 1, "load_before": 0.0, "load_after": 0.0,
-    }  # fmt: skip
+        "date": "2026-01-01",
+        "machine": "m",
+        "hw": "h",
+        "hw_date": "2026-01-01",
+        "hw_digest": "d",
+        "steps": 8,
+        "repetitions": 2,
+        "seconds": 1,
+        "load_before": 0.0,
+        "load_after": 0.0,
+    }
     return Validation(list(cells), config, ["a note"]).to_json()
 
 
 def test_cells_that_are_predicted_to_take_the_very_same_time_do_the_same_work():
-    """1.0, 1.1 and 1.32 s at three cache ratios: pairs differ by 10, 32 and 20 %; the fourth does other work."""
+    """1.0, 1.1 and 1.32 s at three cache ratios: pairs differ by 10, 32 and 20 %; the
+    fourth does other work.
+    """
     found = result(
-        cell("all-cpu", [1.0, 1.0], 1.2), cell("all-cpu", [1.1, 1.1], 1.2, ratio=0.7),
-        cell("all-cpu", [1.32, 1.32], 1.2, ratio=0.9), cell("greedy", [5.0, 5.0], 1.3),
-    )  # fmt: skip
+        cell("all-cpu", [1.0, 1.0], 1.2),
+        cell("all-cpu", [1.1, 1.1], 1.2, ratio=0.7),
+        cell("all-cpu", [1.32, 1.32], 1.2, ratio=0.9),
+        cell("greedy", [5.0, 5.0], 1.3),
+    )
     assert found["same_work"] == {
-        "count": 3, "tpot_differs_median": pytest.approx(0.2), "tpot_differs_max": pytest.approx(0.32),
-    }  # fmt: skip
-    assert "same work differ from each other (3 pairs) | median 20.0 %, worst 32.0 %" in markdown(found)
+        "count": 3,
+        "tpot_differs_median": pytest.approx(0.2),
+        "tpot_differs_max": pytest.approx(0.32),
+    }
+    assert (
+        "same work differ from each other (3 pairs) | median 20.0 %, worst 32.0 %"
+        in markdown(found)
+    )
     assert "same work" not in markdown(result(cell("greedy", [5.0], 1.3)))
 
 
 def test_the_summary_by_hand():
-    """Measured 1.0 (0.98 and 1.02), 2.0 and 3.0; predicted 1.1, 2.0 and 2.7: errors 10 %, 0 and 10 %."""
-    found = result(cell("a", [0.98, 1.02], 1.1), cell("b", [2.0, 2.0], 2.0), cell("c", [3.0, 3.0], 2.7))
+    """Measured 1.0 (0.98 and 1.02), 2.0 and 3.0; predicted 1.1, 2.0 and 2.7: errors 10
+    %, 0 and 10 %.
+    """
+    found = result(
+        cell("a", [0.98, 1.02], 1.1),
+        cell("b", [2.0, 2.0], 2.0),
+        cell("c", [3.0, 3.0], 2.7),
+    )
     assert found.keys() >= KEYS
     assert found["tpot_error_median"] == pytest.approx(0.1)
     assert found["tpot_error_signed_median"] == pytest.approx(0.0, abs=1e-12)
@@ -90,10 +148,17 @@ def test_the_summary_by_hand():
 
 
 def test_more_repetitions_make_the_measured_time_surer():
-    """Nine times as many scatter a third as much; which is what the error is held against."""
+    """Nine times as many scatter a third as much; which is what the error is held
+    against.
+    """
     rng = np.random.default_rng(0)
     few, many = (
-        np.median([cell("a", rng.lognormal(0.0, 0.1, count).tolist(), 1.0).floor() for _ in range(40)])
+        np.median(
+            [
+                cell("a", rng.lognormal(0.0, 0.1, count).tolist(), 1.0).floor()
+                for _ in range(40)
+            ]
+        )
         for count in (3, 27)
     )
     assert 2.0 < few / many < 4.5
@@ -101,7 +166,11 @@ def test_more_repetitions_make_the_measured_time_surer():
 
 def test_a_swap_of_the_order_is_seen():
     """One of three pairs is predicted the wrong way round."""
-    found = result(cell("a", [1.0, 1.0], 2.1), cell("b", [2.0, 2.0], 2.0), cell("c", [3.0, 3.0], 3.0))
+    found = result(
+        cell("a", [1.0, 1.0], 2.1),
+        cell("b", [2.0, 2.0], 2.0),
+        cell("c", [3.0, 3.0], 3.0),
+    )
     assert found["kendall_tau"] == pytest.approx(1 / 3)
 
 
@@ -113,19 +182,26 @@ def test_only_cells_that_timing_cannot_change_must_have_equal_hits():
 
 
 def test_what_was_held_out_is_told_apart():
-    found = result(cell("a", [1.0, 1.0], 1.2, extrapolated=True), cell("b", [1.0, 1.0], 1.01))
+    found = result(
+        cell("a", [1.0, 1.0], 1.2, extrapolated=True), cell("b", [1.0, 1.0], 1.01)
+    )
     assert (found["held_out"]["count"], found["calibrated"]["count"]) == (1, 1)
     assert found["held_out"]["tpot_error_median"] == pytest.approx(0.2)
     assert found["calibrated"]["tpot_error_median"] == pytest.approx(0.01)
 
 
 def test_what_the_machine_did_since_its_calibration_is_told_apart_from_what_the_model_missed():
-    """Predicted 1.0, three quarters of it dense; measured 1.05. Dense parts take 4 % longer now: that is 3 of the 5."""
+    """Predicted 1.0, three quarters of it dense; measured 1.05. Dense parts take 4 %
+    longer now: that is 3 of the 5.
+    """
     found = result(cell("a", [1.05, 1.05], 1.0, drift={"dense": 0.04, "lanes": 0.0}))
     assert found["tpot_error_median"] == pytest.approx(1 - 1 / 1.05)
-    assert found["at_speed"]["tpot_error_signed_median"] == pytest.approx(1.03 / 1.05 - 1.0)
-    assert "| reference runs took longer than when it was calibrated by | dense +4.0 %, lanes +0.0 % |" in markdown(
-        found
+    assert found["at_speed"]["tpot_error_signed_median"] == pytest.approx(
+        1.03 / 1.05 - 1.0
+    )
+    assert (
+        "| reference runs took longer than when it was calibrated by | dense +4.0 %,"
+        " lanes +0.0 % |" in markdown(found)
     )
     assert "| TPOT error without that drift, median | 1.9 % |" in markdown(found)
     unknown = result(cell("a", [1.05, 1.05], 1.0))
@@ -134,22 +210,36 @@ def test_what_the_machine_did_since_its_calibration_is_told_apart_from_what_the_
 
 
 def test_errors_are_told_apart_by_every_coordinate():
-    found = result(cell("a", [1.0, 1.0], 1.2, ratio=0.1), cell("a", [1.0, 1.0], 1.01), cell("b", [1.0, 1.0], 0.97))
+    found = result(
+        cell("a", [1.0, 1.0], 1.2, ratio=0.1),
+        cell("a", [1.0, 1.0], 1.01),
+        cell("b", [1.0, 1.0], 0.97),
+    )
     assert found["by"]["policy"]["a"]["tpot_error_median"] == pytest.approx(0.105)
-    assert found["by"]["policy"]["b"]["tpot_error_signed_median"] == pytest.approx(-0.03)
+    assert found["by"]["policy"]["b"]["tpot_error_signed_median"] == pytest.approx(
+        -0.03
+    )
     assert found["by"]["cache_ratio"]["0.1"]["count"] == 1
     assert "| policy b | 1 | 3.0 % |" in markdown(found)
-    assert "| batch" not in markdown(found).split("coordinate")[1], "all cells have one batch size"
+    assert "| batch" not in markdown(found).split("coordinate")[1], (
+        "all cells have one batch size"
+    )
 
 
 def test_two_validations_by_one_profile_are_summed_up_together(tmp_path):
-    first, second = result(cell("a", [1.0, 1.0], 1.1)), result(cell("b", [2.0, 2.0], 2.1, host=0.5))
+    first = result(cell("a", [1.0, 1.0], 1.1))
+    second = result(cell("b", [2.0, 2.0], 2.1, host=0.5))
     save(first, tmp_path)
     both = joined(second, load(tmp_path / "validation.json"))
     assert [one["policy"] for one in both["cells"]] == ["a", "b"]
     assert both["tpot_error_median"] == pytest.approx(0.075)
     assert (both["ssd"]["count"], both["config"]["seconds"]) == (1, 2)
-    for key in ("drift", "tpot_error_at_speed", "ttft_error_at_speed"):  # as files from before knew none
+    # As files from before knew none.
+    for key in (
+        "drift",
+        "tpot_error_at_speed",
+        "ttft_error_at_speed",
+    ):
         del first["cells"][0][key]
     assert "TPOT error, median" in markdown(joined(second, first))
     second["config"]["hw_digest"] = "another"
@@ -161,11 +251,18 @@ def test_two_validations_by_one_profile_are_summed_up_together(tmp_path):
 
 
 def test_a_machine_that_changed_while_it_was_calibrated_is_named():
-    """The last runs of the calibration took 22 % longer than the first: so may every prediction."""
+    """The last runs of the calibration took 22 % longer than the first: so may every
+    prediction.
+    """
     steady = host_profile()
-    fit = {"noise_floor": dict.fromkeys(FIT_KEYS, 0.05), "drift": dict.fromkeys(FIT_KEYS, 0.22)}
+    fit = {
+        "noise_floor": dict.fromkeys(FIT_KEYS, 0.05),
+        "drift": dict.fromkeys(FIT_KEYS, 0.22),
+    }
     moved = replace(steady, fit=fit)
-    assert any("changed its speed by 22 %" in words for words in warnings_of(moved, 0.0))
+    assert any(
+        "changed its speed by 22 %" in words for words in warnings_of(moved, 0.0)
+    )
     kept = replace(steady, fit=fit | {"drift": dict.fromkeys(FIT_KEYS, 0.02)})
     assert not any("speed" in words for words in warnings_of(kept, 0.0))
 
@@ -177,32 +274,53 @@ def test_terms_are_shares_of_the_measured_makespan():
 
 def test_terms_add_up_to_the_makespan():
     trace = open_trace(TRACE)
-    trial = Trial("greedy+lru", MemoryOptions(cache_ratio=0.3), list(compose(trace, steps=6)))
+    trial = Trial(
+        "greedy+lru", MemoryOptions(cache_ratio=0.3), list(compose(trace, steps=6))
+    )
     timeline = simulate(trial, trace.shape, load_profile("two-core-host"))
     chunk = next(timeline.chunks())
     found = terms(timeline)
-    assert sum(found.values()) == pytest.approx(chunk["end_s"].max() - chunk["start_s"].min())
+    assert sum(found.values()) == pytest.approx(
+        chunk["end_s"].max() - chunk["start_s"].min()
+    )
     assert min(found["dense"], found["planning"], found["lanes"], found["between"]) > 0
     assert found["between"] >= -1e-12
     steps = terms_by_step(timeline)
-    assert sum(steps.values())[1:] == pytest.approx(step_seconds(timeline)), "of each step as well"
+    assert sum(steps.values())[1:] == pytest.approx(step_seconds(timeline)), (
+        "of each step as well"
+    )
 
 
-@pytest.mark.parametrize(("policy", "free"), [
-    ("greedy+lru", True), ("greedy+lru+random", False), ("greedy+workload-window", False), ("all-cpu+none", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "free"),
+    [
+        ("greedy+lru", True),
+        ("greedy+lru+random", False),
+        ("greedy+workload-window", False),
+        ("all-cpu+none", True),
+    ],
+)
 def test_timing_is_free_where_nothing_lands_between_layers(policy, free):
     assert timing_free(system_of(policy).build(gpus=1, host_cache=None)) is free
 
 
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory):
-    """Real runs: three policies, two cache ratios, a batch, the SSD; experts of the tiny model."""
+    """Real runs: three policies, two cache ratios, a batch, the SSD; experts of the
+    tiny model.
+    """
     return validate(
-        [TRACE], policies=["all-cpu+none", "on-demand+lru", "greedy+lfu"], cache_ratios=[0.2, 0.5], batches=[2],
-        host_ratios=[1.0, 0.5], hw=host_profile(), steps=5, repetitions=3, replications=1,
+        [TRACE],
+        policies=["all-cpu+none", "on-demand+lru", "greedy+lfu"],
+        cache_ratios=[0.2, 0.5],
+        batches=[2],
+        host_ratios=[1.0, 0.5],
+        hw=host_profile(),
+        steps=5,
+        repetitions=3,
+        replications=1,
         stores=tmp_path_factory.mktemp("stores"),
-    ).to_json()  # fmt: skip
+    ).to_json()
 
 
 def test_hits_of_real_and_simulated_runs_are_equal(grid):
@@ -212,15 +330,22 @@ def test_hits_of_real_and_simulated_runs_are_equal(grid):
 
 
 def test_bytes_of_real_and_simulated_runs_are_equal(grid):
-    """What is copied and read follows from the plans, so it is no matter of timing either."""
+    """What is copied and read follows from the plans, so it is no matter of timing
+    either.
+    """
     for one in grid["cells"]:
-        assert all(run["bytes"] == one["predicted"]["bytes"] for run in one["measured"]), one["policy"]
+        assert all(
+            run["bytes"] == one["predicted"]["bytes"] for run in one["measured"]
+        ), one["policy"]
     assert any(one["predicted"]["bytes"]["ssd"] for one in grid["cells"])
 
 
 def test_every_cell_was_run_three_times_and_has_its_figures(grid):
     assert {len(one["measured"]) for one in grid["cells"]} == {3}
-    assert all(one["tpot_error"] is not None and one["ttft_error"] is not None for one in grid["cells"])
+    assert all(
+        one["tpot_error"] is not None and one["ttft_error"] is not None
+        for one in grid["cells"]
+    )
     assert all(len(one["step_errors"]) == 4 for one in grid["cells"])
     assert np.isfinite(grid["tpot_error_median"])
     assert any("not calibrated" in warning for warning in grid["warnings"])
@@ -228,7 +353,9 @@ def test_every_cell_was_run_three_times_and_has_its_figures(grid):
 
 def test_a_foreign_profile_is_recognised(grid):
     assert any("another machine's" in warning for warning in grid["warnings"])
-    assert any(said.startswith("cores") for said in foreign(load_profile("a6000-i9-10980xe")))
+    assert any(
+        said.startswith("cores") for said in foreign(load_profile("a6000-i9-10980xe"))
+    )
 
 
 def test_the_report_is_whole(grid, tmp_path):
@@ -238,12 +365,23 @@ def test_the_report_is_whole(grid, tmp_path):
     html = page(grid)
     assert html.count("data:image/png;base64,") == 4
     assert "http" not in html
-    assert [path.name for path in save(grid, tmp_path)] == ["validation.json", "validation.md", "validation.html"]
+    assert [path.name for path in save(grid, tmp_path)] == [
+        "validation.json",
+        "validation.md",
+        "validation.html",
+    ]
 
 
 def test_an_oracle_is_refused():
     with pytest.raises(PolicyError, match="oracle"):
-        validate([TRACE], policies=["on-demand+belady"], cache_ratios=[0.2], batches=[1], hw=host_profile(), steps=3)
+        validate(
+            [TRACE],
+            policies=["on-demand+belady"],
+            cache_ratios=[0.2],
+            batches=[1],
+            hw=host_profile(),
+            steps=3,
+        )
 
 
 def test_too_many_parts_are_refused():
@@ -251,20 +389,26 @@ def test_too_many_parts_are_refused():
         system_of("greedy+lru+none+more")
 
 
-# -- sensitivity -----------------------------------------------------------------------------------------
+# -- sensitivity -----------------------------------------------------------------------
 
 
 def test_the_break_even_line_by_hand():
-    """An expert of the tiny model, 86 016 bytes: copies at 1 GB/s take 96 us, longer than the CPU for few tokens."""
+    """An expert of the tiny model, 86 016 bytes: copies at 1 GB/s take 96 us, longer
+    than the CPU for few tokens.
+    """
     rows = break_even(host_profile(), open_trace(TRACE).shape)
     assert not rows[0]["fetch"]
     turns = [row["fetch"] for row in rows]
     assert turns == sorted(turns)
-    assert all(row["fetch"] == (row["copy_s"] + row["gpu_s"] < row["cpu_s"]) for row in rows)
+    assert all(
+        row["fetch"] == (row["copy_s"] + row["gpu_s"] < row["cpu_s"]) for row in rows
+    )
 
 
 def test_a_global_lru_below_the_working_set_hits_nothing():
-    """Every token asks for all it asked for before, in a circle larger than the cache: LRU's classic zero."""
+    """Every token asks for all it asked for before, in a circle larger than the cache:
+    LRU's classic zero.
+    """
     cliff = capacity_cliff(open_trace(TRACE), steps=40)
     assert cliff["working_set"] == 24
     assert cliff["hit_rate"]["0.5"] == 0.0
@@ -272,19 +416,26 @@ def test_a_global_lru_below_the_working_set_hits_nothing():
 
 
 def test_a_constant_that_decides_the_winner_is_named():
-    """All-CPU wins by a hair; a slower CPU within its interval lets on-demand win, and nothing else is blamed first."""
+    """All-CPU wins by a hair; a slower CPU within its interval lets on-demand win, and
+    nothing else is blamed first.
+    """
     profile = host_profile()
-    found = sensitivity(TRACE, policies=("all-cpu+none", "on-demand+lru"), hw=profile, steps=6).to_json()
+    found = sensitivity(
+        TRACE, policies=("all-cpu+none", "on-demand+lru"), hw=profile, steps=6
+    ).to_json()
     assert found["winner"] == min(found["baseline_s"], key=found["baseline_s"].get)
     effects = [one["effect"] for one in found["constants"]]
     assert effects == sorted(effects, reverse=True)
     named = {one["path"]: one for one in found["constants"]}
     assert "costs.cpu.bytes_per_s" in named
-    assert all(one["changes_winner"] == any(w != found["winner"] for w in one["winners"]) for one in named.values())
+    assert all(
+        one["changes_winner"] == any(w != found["winner"] for w in one["winners"])
+        for one in named.values()
+    )
     assert all(path.startswith(("costs.", "contention.")) for path in named)
 
 
-# -- commands --------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -296,17 +447,37 @@ def app():
 
 def test_validate_prints_json_and_writes_the_report(app, tmp_path):
     profile = save_profile(host_profile(), tmp_path / "here.toml")
-    done = CliRunner().invoke(app, [
-        "validate", str(TRACE), "--policies", "all-cpu+none,on-demand+lru", "--cache-ratios", "0.3", "--batches", "1",
-        "--steps", "3", "--repetitions", "1", "--hw", str(profile), "--out", str(tmp_path / "out"), "--json",
-    ])  # fmt: skip
+    done = CliRunner().invoke(
+        app,
+        [
+            "validate",
+            str(TRACE),
+            "--policies",
+            "all-cpu+none,on-demand+lru",
+            "--cache-ratios",
+            "0.3",
+            "--batches",
+            "1",
+            "--steps",
+            "3",
+            "--repetitions",
+            "1",
+            "--hw",
+            str(profile),
+            "--out",
+            str(tmp_path / "out"),
+            "--json",
+        ],
+    )
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout).keys() >= KEYS
     assert (tmp_path / "out" / "validation.html").is_file()
 
 
 def test_sensitivity_prints_winner_line_and_cliff(app):
-    done = CliRunner().invoke(app, ["sensitivity", str(TRACE), "--hw", "two-core-host", "--steps", "3"])
+    done = CliRunner().invoke(
+        app, ["sensitivity", str(TRACE), "--hw", "two-core-host", "--steps", "3"]
+    )
     assert done.exit_code == 0, done.output
     for words in ("winner:", "cheaper than computing it on the CPU", "capacity cliff"):
         assert words in done.stdout

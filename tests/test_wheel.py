@@ -11,11 +11,14 @@ import pytest
 from small_trace import write_small_trace
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("moesim", "sim", "policies", "traces", "hwprofiles", "runtime")
+ROOMS = ("hwprofiles", "policies", "runtime", "sim", "traces")
+PACKAGES = ("moesim", *(f"moesim.{room}" for room in ROOMS))
 
 
 def run(*command, cwd, **environment):
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    inherited = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    }
     return subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
@@ -29,45 +32,92 @@ def run(*command, cwd, **environment):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder into which the wheel was installed without its dependencies, which the tests' own Python has."""
+    """A folder into which the wheel was installed without its dependencies, which the
+    tests' own Python has.
+    """
     work = tmp_path_factory.mktemp("wheel")
     sources = work / "sources"
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("moesim", *ROOMS):
+        shutil.copytree(
+            ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", work, sources, cwd=work)
+    run(
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        work,
+        sources,
+        cwd=work,
+    )
     (wheel,) = work.glob("moesim-*.whl")
     target = work / "installed"
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target)
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        target,
+    )
     run(*pip, wheel, cwd=work, PIP_DISABLE_PIP_VERSION_CHECK="1")
     return target
 
 
 @pytest.fixture
 def moesim(installed, tmp_path):
-    """Run the installed command in an empty folder; interpreted, as compiling anew would only cost time here."""
+    """Run the installed command in an empty folder; interpreted, as compiling anew
+    would only cost time here.
+    """
 
     def run_installed(*words):
         command = (installed / "bin" / "moesim", *words)
-        return run(*command, cwd=tmp_path, PYTHONPATH=str(installed), NUMBA_DISABLE_JIT="1")
+        return run(
+            *command, cwd=tmp_path, PYTHONPATH=str(installed), NUMBA_DISABLE_JIT="1"
+        )
 
     return run_installed
 
 
 def test_code_comes_from_the_wheel(installed, tmp_path):
-    code = f"import {', '.join(PACKAGES)}; print({', '.join(f'{name}.__file__' for name in PACKAGES)}, sep='\\n')"
-    places = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(installed)).splitlines()
-    assert [Path(place).is_relative_to(installed) for place in places] == [True] * len(PACKAGES)
+    code = (
+        f"import {', '.join(PACKAGES)};"
+        f" print({', '.join(f'{name}.__file__' for name in PACKAGES)}, sep='\\n')"
+    )
+    places = run(
+        sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(installed)
+    ).splitlines()
+    assert [Path(place).is_relative_to(installed) for place in places] == [True] * len(
+        PACKAGES
+    )
 
 
 def test_every_file_that_is_not_code_is_shipped(installed):
-    """Profiles, model shapes, the tiny model: what is in the sources is in the wheel."""
-    for package in PACKAGES:
+    """Profiles, model shapes, the tiny model: what is in the sources is in the
+    wheel.
+    """
+    for package in ("moesim", *ROOMS):
         source = ROOT / package
-        extra = {p.relative_to(ROOT) for p in source.rglob("data/**/*") if p.is_file() and "__pycache__" not in p.parts}
-        assert {str(name) for name in extra if not (installed / name).is_file()} == set()
-    assert (installed / "traces" / "data" / "models.yaml").is_file()
+        extra = {
+            p.relative_to(ROOT)
+            for p in source.rglob("data/**/*")
+            if p.is_file() and "__pycache__" not in p.parts
+        }
+        assert {
+            str(name)
+            for name in extra
+            if not (
+                (installed / name).is_file() or (installed / "moesim" / name).is_file()
+            )
+        } == set()
+    assert (installed / "moesim" / "traces" / "data" / "models.yaml").is_file()
 
 
 def test_help_list_and_replay_work_outside_the_checkout(moesim, tmp_path):

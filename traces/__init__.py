@@ -1,1 +1,3 @@
-"""The workload: routing traces, the steps they compose into, and the timeline of a run."""
+"""The workload: routing traces, the steps they compose into, and the timeline of a
+run.
+"""

@@ -13,13 +13,17 @@ if TYPE_CHECKING:
 
 
 def part_path(path: Path) -> Path:
-    """Where a file lives until it is complete: the same name with ``.part`` behind it."""
+    """Where a file lives until it is complete: the same name with ``.part`` behind
+    it.
+    """
     return path.with_name(path.name + ".part")
 
 
 @contextmanager
 def written_beside(path: Path | str) -> Iterator[Path]:
-    """Yield a path to write to; it becomes `path` on success and disappears on any exception."""
+    """Yield a path to write to; it becomes `path` on success and disappears on any
+    exception.
+    """
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
     part = part_path(final)

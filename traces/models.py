@@ -1,9 +1,9 @@
 """Shapes of models that people name, and shapes put in words.
 
-``qwen3-30b-a3b`` is looked up in ``data/models.yaml``; ``qwen3-30b-a3b/4`` is the same model with
-hidden and intermediate sizes divided by four, small enough for a PC without a GPU;
-``layers=1,experts=6,top_k=1,expert_bytes=1MiB`` needs no table at all. Whatever was not known is
-filled with a stated default and listed in `ModelShape.assumed`.
+``qwen3-30b-a3b`` is looked up in ``data/models.yaml``; ``qwen3-30b-a3b/4`` is the same
+model with hidden and intermediate sizes divided by four, small enough for a PC without
+a GPU; ``layers=1,experts=6,top_k=1,expert_bytes=1MiB`` needs no table at all. Whatever
+was not known is filled with a stated default and listed in `ModelShape.assumed`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,25 @@ from importlib import resources
 from typing import Any
 
 import yaml
-
-from traces.errors import TraceError
-from traces.schema import ModelShape
-from traces.sizes import parse_bytes
+from moesim.traces.errors import TraceError
+from moesim.traces.format.schema import ModelShape
+from moesim.traces.sizes import parse_bytes
 
 BLOCKS: dict[str, tuple[int, int]] = {
-    "f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "fp8": (1, 1), "mxfp4": (32, 17),
-    "q8_0": (32, 34), "q5_0": (32, 22), "q4_0": (32, 18), "q6_k": (256, 210), "q4_k": (256, 144),
-}  # fmt: skip
-"""Weight format -> (weights per block, bytes per block). Source: block layouts of ggml and of OCP MXFP4."""
+    "f32": (1, 4),
+    "f16": (1, 2),
+    "bf16": (1, 2),
+    "fp8": (1, 1),
+    "mxfp4": (32, 17),
+    "q8_0": (32, 34),
+    "q5_0": (32, 22),
+    "q4_0": (32, 18),
+    "q6_k": (256, 210),
+    "q4_k": (256, 144),
+}
+"""Weight format -> (weights per block, bytes per block). Source: block layouts of ggml
+and of OCP MXFP4.
+"""
 
 MIXED = "q4_k_m"
 WEIGHTS = (*BLOCKS, MIXED)
@@ -32,8 +41,17 @@ _SHORT_ROWS = {"q4_k": "q5_0", "q6_k": "q8_0"}
 """What llama.cpp falls back to when a row is no multiple of 256 weights."""
 
 _NEEDED = ("layers", "experts", "top_k")
-_WORDS = ("name", *_NEEDED, "expert_bytes", "hidden", "expert_intermediate", "shared_intermediate", "vocab")
-_DEFAULT_HIDDEN, _DEFAULT_INTERMEDIATE = 2048, 1024
+_WORDS = (
+    "name",
+    *_NEEDED,
+    "expert_bytes",
+    "hidden",
+    "expert_intermediate",
+    "shared_intermediate",
+    "vocab",
+)
+_DEFAULT_HIDDEN = 2048
+_DEFAULT_INTERMEDIATE = 1024
 
 
 def known_models() -> tuple[str, ...]:
@@ -45,15 +63,21 @@ def model_shape(spec: str, weights: str = "bf16") -> ModelShape:
     """Find or build a model's shape.
 
     Args:
-        spec: a known name, optionally ``/N`` to divide hidden and intermediate sizes by N, or words
-            ``layers=…,experts=…,top_k=…`` with ``expert_bytes=…`` or ``hidden=…,expert_intermediate=…``.
-        weights: weight format that decides the bytes, one of `WEIGHTS`. In ``q4_k_m`` files bytes differ by layer.
+        spec: a known name, optionally ``/N`` to divide hidden and intermediate sizes by
+            N, or words ``layers=…,experts=…,top_k=…`` with ``expert_bytes=…`` or
+            ``hidden=…,expert_intermediate=…``.
+        weights: weight format that decides the bytes, one of `WEIGHTS`. In ``q4_k_m``
+            files bytes differ by layer.
 
     Raises:
-        TraceError: an unknown name, word or weight format, or sizes that no model can have.
+        TraceError: an unknown name, word or weight format, or sizes that no model can
+            have.
     """
     if weights not in WEIGHTS:
-        raise TraceError(f"weights {weights!r}: unknown format; known: {', '.join(WEIGHTS)}{_meant(weights, WEIGHTS)}")
+        raise TraceError(
+            f"weights {weights!r}: unknown format; known:"
+            f" {', '.join(WEIGHTS)}{_meant(weights, WEIGHTS)}"
+        )
     if "=" in spec:
         return _in_words(spec, weights)
     name, _, divisor = spec.partition("/")
@@ -61,24 +85,32 @@ def model_shape(spec: str, weights: str = "bf16") -> ModelShape:
     if entry is None:
         raise TraceError(
             f"unknown model {name!r}; known: {', '.join(known_models())}; or in words:"
-            f" layers=1,experts=6,top_k=1,expert_bytes=1MiB{_meant(name.lower(), known_models())}"
+            " layers=1,experts=6,top_k=1,expert_bytes=1MiB"
+            f"{_meant(name.lower(), known_models())}"
         )
     scale = 1
     if divisor:
         if not divisor.isdecimal() or int(divisor) < 1:
-            raise TraceError(f"model {spec!r}: expected a whole number behind '/', got {divisor!r}")
+            raise TraceError(
+                f"model {spec!r}: expected a whole number behind '/', got {divisor!r}"
+            )
         scale = int(divisor)
         for key in ("hidden", "expert_intermediate"):
             if entry[key] % scale:
-                raise TraceError(f"model {spec!r}: {key} {entry[key]} is not divisible by {scale}")
+                raise TraceError(
+                    f"model {spec!r}: {key} {entry[key]} is not divisible by {scale}"
+                )
     return _from_table(spec.lower(), entry, weights, scale)
 
 
-def expert_bytes(name: str, hidden: int, intermediate: int, weights: str, layer: int, layers: int) -> int:
-    """Bytes of one expert: gate and up rows of `hidden` weights, down rows of `intermediate` weights.
+def expert_bytes(
+    name: str, hidden: int, intermediate: int, weights: str, layer: int, layers: int
+) -> int:
+    """Bytes of one expert: gate and up rows of `hidden` weights, down rows of
+    `intermediate` weights.
 
-    In ``q4_k_m`` files the down projection has six bits instead of four in the first eighth of the layers, in the last
-    eighth, and in every third layer between.
+    In ``q4_k_m`` files the down projection has six bits instead of four in the first
+    eighth of the layers, in the last eighth, and in every third layer between.
 
     Args:
         name: gpt-oss models keep their experts in MXFP4 in ``q4_k_m`` files.
@@ -88,8 +120,9 @@ def expert_bytes(name: str, hidden: int, intermediate: int, weights: str, layer:
         layer: layer of the whole model, dense ones counted.
         layers: layers of the whole model.
 
-    Source: llama.cpp's rule for ffn_down; it gives the bytes observed in files of Qwen3-30B-A3B (3,059,712 and
-    2,654,208), Gemma-4-26B-A4B (4,336,640 and 3,593,216) and gpt-oss-120b (13,219,200).
+    Source: llama.cpp's rule for ffn_down; it gives the bytes observed in files of
+    Qwen3-30B-A3B (3,059,712 and 2,654,208), Gemma-4-26B-A4B (4,336,640 and 3,593,216)
+    and gpt-oss-120b (13,219,200).
     """
     up = down = weights
     if weights == MIXED and name.startswith("gpt-oss"):
@@ -97,8 +130,11 @@ def expert_bytes(name: str, hidden: int, intermediate: int, weights: str, layer:
     elif weights == MIXED:
         eighth = layers // 8
         more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
-        up, down = "q4_k", "q6_k" if more else "q4_k"
-    return 2 * intermediate * _row_bytes(hidden, up) + hidden * _row_bytes(intermediate, down)
+        up = "q4_k"
+        down = "q6_k" if more else "q4_k"
+    return 2 * intermediate * _row_bytes(hidden, up) + hidden * _row_bytes(
+        intermediate, down
+    )
 
 
 def _row_bytes(width: int, weights: str) -> int:
@@ -110,7 +146,11 @@ def _row_bytes(width: int, weights: str) -> int:
 
 @cache
 def _table() -> dict[str, dict[str, Any]]:
-    text = resources.files("traces").joinpath("data/models.yaml").read_text(encoding="utf-8")
+    text = (
+        resources.files("moesim.traces")
+        .joinpath("data/models.yaml")
+        .read_text(encoding="utf-8")
+    )
     return {entry["name"]: entry for entry in yaml.safe_load(text)["models"]}
 
 
@@ -119,13 +159,17 @@ def _meant(word: str, known: tuple[str, ...]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _from_table(name: str, entry: dict[str, Any], weights: str, scale: int) -> ModelShape:
-    layers, hidden = entry["moe_layers"], entry["hidden"] // scale
+def _from_table(
+    name: str, entry: dict[str, Any], weights: str, scale: int
+) -> ModelShape:
+    layers = entry["moe_layers"]
+    hidden = entry["hidden"] // scale
     intermediate = entry["expert_intermediate"] // scale
     dense = tuple(entry.get("dense_layers", ()))
     total = layers + len(dense)
     moe = [layer for layer in range(total) if layer not in dense]
-    assumed = {"other_bytes"}  # biases, small norms and mixed formats of other tensors are not in the table
+    # Biases, small norms and mixed formats of other tensors are not in the table.
+    assumed = {"other_bytes"}
     if "recalled" in entry["source"].replace("attention recalled", ""):
         assumed.add("expert_intermediate")
     if weights == MIXED:
@@ -133,10 +177,18 @@ def _from_table(name: str, entry: dict[str, Any], weights: str, scale: int) -> M
     for key in ("norm_topk", "scoring", "shared", "vocab"):
         if key not in entry:
             assumed.add({"shared": "shared_experts"}.get(key, key))
-    shared, dense_intermediate = (entry.get(key, 0) // scale for key in ("shared_intermediate", "dense_intermediate"))
-    vocab, experts = entry.get("vocab", 0), entry["experts"]
+    shared, dense_intermediate = (
+        entry.get(key, 0) // scale
+        for key in ("shared_intermediate", "dense_intermediate")
+    )
+    vocab = entry.get("vocab", 0)
+    experts = entry["experts"]
     per_layer = _attention_weights({**entry, "hidden": hidden}) + 2 * hidden
-    others = total * per_layer + layers * hidden * (experts + 3 * shared) + 3 * len(dense) * hidden * dense_intermediate
+    others = (
+        total * per_layer
+        + layers * hidden * (experts + 3 * shared)
+        + 3 * len(dense) * hidden * dense_intermediate
+    )
     others += 2 * vocab * hidden
     return ModelShape(
         name=name,
@@ -145,7 +197,10 @@ def _from_table(name: str, entry: dict[str, Any], weights: str, scale: int) -> M
         top_k=entry["top_k"],
         hidden=hidden,
         expert_intermediate=intermediate,
-        expert_bytes=tuple(expert_bytes(name, hidden, intermediate, weights, layer, total) for layer in moe),
+        expert_bytes=tuple(
+            expert_bytes(name, hidden, intermediate, weights, layer, total)
+            for layer in moe
+        ),
         other_bytes=_other_bytes(others, weights),
         dense_layers=dense,
         shared_experts=entry.get("shared", 0),
@@ -167,8 +222,12 @@ def _attention_weights(entry: dict[str, Any]) -> int:
     hidden: int = entry["hidden"]
     heads: int = entry.get("heads", 0)
     if "kv_lora_rank" in entry:
-        rank, nope, rope, value = (int(entry[key]) for key in ("kv_lora_rank", "qk_nope", "qk_rope", "v_head"))
-        return hidden * (heads * (nope + rope + value) + rank + rope) + rank * heads * (nope + value)
+        rank, nope, rope, value = (
+            int(entry[key]) for key in ("kv_lora_rank", "qk_nope", "qk_rope", "v_head")
+        )
+        return hidden * (heads * (nope + rope + value) + rank + rope) + rank * heads * (
+            nope + value
+        )
     if entry.get("kv_heads") and entry.get("head_dim"):
         return 2 * hidden * int(entry["head_dim"]) * (heads + int(entry["kv_heads"]))
     return 4 * hidden * hidden
@@ -179,22 +238,39 @@ def _in_words(spec: str, weights: str) -> ModelShape:
     for part in spec.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key not in _WORDS:
-            raise TraceError(f"shape {spec!r}: unknown word {part!r}; known: {', '.join(_WORDS)}{_meant(key, _WORDS)}")
+            raise TraceError(
+                f"shape {spec!r}: unknown word {part!r}; known:"
+                f" {', '.join(_WORDS)}{_meant(key, _WORDS)}"
+            )
         words[key] = value
-    sizes = {key: _whole(spec, key, value) for key, value in words.items() if key != "name"}
+    sizes = {
+        key: _whole(spec, key, value) for key, value in words.items() if key != "name"
+    }
     for key in _NEEDED:
         if key not in sizes:
-            raise TraceError(f"shape {spec!r}: expected {key}=…; layers, experts and top_k are always needed")
-    layers, experts = sizes["layers"], sizes["experts"]
+            raise TraceError(
+                f"shape {spec!r}: expected {key}=…; layers, experts and top_k are"
+                " always needed"
+            )
+    layers = sizes["layers"]
+    experts = sizes["experts"]
     hidden, intermediate = _hidden_and_intermediate(sizes, weights)
-    assumed = {"other_bytes", "scoring", "norm_topk"} | ({"hidden", "expert_intermediate", "expert_bytes"} - set(sizes))
+    assumed = {"other_bytes", "scoring", "norm_topk"} | (
+        {"hidden", "expert_intermediate", "expert_bytes"} - set(sizes)
+    )
     if "expert_bytes" in sizes:
         bytes_by_layer = (sizes["expert_bytes"],) * layers
     else:
         every = range(layers)
-        bytes_by_layer = tuple(expert_bytes("", hidden, intermediate, weights, layer, layers) for layer in every)
-    shared, vocab = sizes.get("shared_intermediate", 0), sizes.get("vocab", 0)
-    others = layers * hidden * (4 * hidden + 2 + experts + 3 * shared) + 2 * vocab * hidden
+        bytes_by_layer = tuple(
+            expert_bytes("", hidden, intermediate, weights, layer, layers)
+            for layer in every
+        )
+    shared = sizes.get("shared_intermediate", 0)
+    vocab = sizes.get("vocab", 0)
+    others = (
+        layers * hidden * (4 * hidden + 2 + experts + 3 * shared) + 2 * vocab * hidden
+    )
     return ModelShape(
         name=words.get("name", "custom"),
         layers=layers,
@@ -213,18 +289,25 @@ def _in_words(spec: str, weights: str) -> ModelShape:
 
 
 def _hidden_and_intermediate(sizes: dict[str, int], weights: str) -> tuple[int, int]:
-    """H and F as given, or such that ``3 H F`` weights fill `expert_bytes` (H = 2 F if both are free), or defaults."""
-    hidden, intermediate = sizes.get("hidden", 0), sizes.get("expert_intermediate", 0)
+    """H and F as given, or such that ``3 H F`` weights fill `expert_bytes` (H = 2 F if
+    both are free), or defaults.
+    """
+    hidden = sizes.get("hidden", 0)
+    intermediate = sizes.get("expert_intermediate", 0)
     if "expert_bytes" in sizes:
         block, count = BLOCKS["q4_k" if weights == MIXED else weights]
         area = max(1, sizes["expert_bytes"] * block // (3 * count))
-        hidden = hidden or max(1, area // intermediate if intermediate else math.isqrt(2 * area))
+        hidden = hidden or max(
+            1, area // intermediate if intermediate else math.isqrt(2 * area)
+        )
         intermediate = intermediate or max(1, round(area / hidden))
     return hidden or _DEFAULT_HIDDEN, intermediate or _DEFAULT_INTERMEDIATE
 
 
 def _other_bytes(weights_count: int, weights: str) -> int:
-    """Bytes of all that is no routed expert: in the experts' format, bf16 beside MXFP4, four bits in mixed files."""
+    """Bytes of all that is no routed expert: in the experts' format, bf16 beside MXFP4,
+    four bits in mixed files.
+    """
     block, count = BLOCKS[{MIXED: "q4_k", "mxfp4": "bf16"}.get(weights, weights)]
     return weights_count * count // block
 

@@ -13,35 +13,43 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int, *, where: str = "size") -> int:
-    """Turn a size into bytes. ``MiB`` is 1024 × 1024, ``MB`` is 1,000,000; upper and lower case are the same.
+    """Turn a size into bytes. ``MiB`` is 1024 × 1024, ``MB`` is 1,000,000; upper and
+    lower case are the same.
 
     Args:
         text: a number with a unit, or plain bytes.
         where: what the size is for, named in errors.
 
     Raises:
-        ValueError: not a size, an unknown or ambiguous unit, a negative or broken number of bytes.
+        ValueError: not a size, an unknown or ambiguous unit, a negative or broken
+            number of bytes.
     """
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise ValueError(f"{where}: expected a size such as 8GiB, 7.4GB or 512MiB, got {text!r}")
+        raise ValueError(
+            f"{where}: expected a size such as 8GiB, 7.4GB or 512MiB, got {text!r}"
+        )
     number, unit = match.groups()
     if unit.lower() not in _UNITS:
         raise ValueError(
-            f"{where}: unknown unit {unit!r} in {text!r}; write KiB, MiB, GiB, TiB (powers of 1024)"
-            " or KB, MB, GB, TB (powers of 1000)"
+            f"{where}: unknown unit {unit!r} in {text!r}; write KiB, MiB, GiB, TiB"
+            " (powers of 1024) or KB, MB, GB, TB (powers of 1000)"
         )
     if unit.lower() in {"", "b"} and "." in number:
-        raise ValueError(f"{where}: expected whole bytes, got {text!r}; add a unit such as GiB")
+        raise ValueError(
+            f"{where}: expected whole bytes, got {text!r}; add a unit such as GiB"
+        )
     whole, _, fraction = number.partition(".")
     scaled = int(whole + fraction) * _UNITS[unit.lower()]
     return round(scaled / 10 ** len(fraction)) if fraction else scaled
 
 
 def format_bytes(count: float, decimals: int = 1) -> str:
-    """Write bytes in the largest binary unit that keeps the number at 1 or above: ``7.4 GiB``."""
+    """Write bytes in the largest binary unit that keeps the number at 1 or above: ``7.4
+    GiB``.
+    """
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

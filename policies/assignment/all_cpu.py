@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-
-from policies.base import CPU, Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.base import (
+    CPU,
+    Assignment,
+    AssignmentPolicy,
+    LayerWork,
+    MachineView,
+)
 
 
 class AllCPU(AssignmentPolicy):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from policies.kernels import beam
-from policies.parameters import expect
+from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.kernels import beam
+from moesim.policies.parameters import expect
 
 
 class Beam(AssignmentPolicy):
-    """Take experts in greedy's order and keep the `width` partial assignments with the smallest makespan.
+    """Take experts in greedy's order and keep the `width` partial assignments with the
+    smallest makespan.
 
-    Costs and launch order are greedy's. Equal makespans rank by the smaller sum of lane loads, then by order of
-    generation (better parent first, GPUs before the CPU). Not always better than greedy: a beam may drop the
-    start that greedy's rule would have kept.
+    Costs and launch order are greedy's. Equal makespans rank by the smaller sum of lane
+    loads, then by order of generation (better parent first, GPUs before the CPU). Not
+    always better than greedy: a beam may drop the start that greedy's rule would have
+    kept.
 
     Args:
-        width: assignments kept after each expert; the paper's is 2. From ``2 ** active`` on it is exhaustive.
+        width: assignments kept after each expert; the paper's is 2. From ``2 **
+            active`` on it is exhaustive.
 
     Source: DALI, appendix A.2 (which gives no tie rule).
     """
@@ -27,4 +30,6 @@ class Beam(AssignmentPolicy):
     def assign(self, work: LayerWork, view: MachineView) -> Assignment:
         """Place by the best complete assignment found."""
         del view
-        return Assignment(*beam(work.cpu_s, work.host_s, work.gpu_s, work.arrive_s, self.width))
+        return Assignment(
+            *beam(work.cpu_s, work.host_s, work.gpu_s, work.arrive_s, self.width)
+        )

@@ -1,36 +1,50 @@
-"""DAOP's assignment: the CPU starts on the next layer's experts before that layer's gate has spoken."""
+"""DAOP's assignment: the CPU starts on the next layer's experts before that layer's
+gate has spoken.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import numpy as np
-
-from policies.base import Ahead, Assignment, AssignmentPolicy, LayerWork, MachineView
-from policies.lanes import gpu_lanes
-from policies.parameters import expect, expect_choice
-from traces.schema import Phase
+from moesim.policies.assignment._gpu_choice import gpu_lanes
+from moesim.policies.base import (
+    Ahead,
+    Assignment,
+    AssignmentPolicy,
+    LayerWork,
+    MachineView,
+)
+from moesim.policies.parameters import expect, expect_choice
+from moesim.traces.format.schema import Phase
 
 Overlap = Literal["parallel", "serial"]
 Prefill = Literal["in-place", "cheapest"]
 
 
 class DAOP(AssignmentPolicy):
-    """Compute experts where they lie; in decode, pre-calculate the next layer's predicted CPU experts.
+    """Compute experts where they lie; in decode, pre-calculate the next layer's
+    predicted CPU experts.
 
-    The next gate, asked with this layer's input, predicts each token's top-k. Those that no GPU holds start on
-    the CPU at once, behind this layer's own CPU experts; GPU experts of the next layer run there, on their own input.
-    A wrong guess keeps the CPU busy and joins nothing. What was started is computed on the layer before's input: an
-    approximation; a token for which an expert was not predicted gets it on its own input.
+    The next gate, asked with this layer's input, predicts each token's top-k. Those
+    that no GPU holds start on the CPU at once, behind this layer's own CPU experts; GPU
+    experts of the next layer run there, on their own input. A wrong guess keeps the CPU
+    busy and joins nothing. What was started is computed on the layer before's input: an
+    approximation; a token for which an expert was not predicted gets it on its own
+    input.
 
     Args:
-        first_layer: first layer that is predicted; layers below it run on demand (the code's
-            ``first_predict_layer`` is 5, so the first prediction is made at layer 4).
-        before_first: ``parallel`` lets CPU and GPU experts of on-demand layers overlap, as the paper draws it;
-            ``serial`` runs the CPU's after the GPU's fetched ones, as the code does where it fetches.
-        prefill: ``in-place`` computes every expert of a prompt where it lies, as the paper says; ``cheapest`` is the
-            code's search over 2^N placements for the least *sum* of latencies, in which a resident costs nothing on the
-            GPU and an absent one its load: each by itself, ties to the GPU. What is loaded so is not kept.
+        first_layer: first layer that is predicted; layers below it run on demand (the
+            code's ``first_predict_layer`` is 5, so the first prediction is made at
+            layer 4).
+        before_first: ``parallel`` lets CPU and GPU experts of on-demand layers overlap,
+            as the paper draws it; ``serial`` runs the CPU's after the GPU's fetched
+            ones, as the code does where it fetches.
+        prefill: ``in-place`` computes every expert of a prompt where it lies, as the
+            paper says; ``cheapest`` is the code's search over 2^N placements for the
+            least *sum* of latencies, in which a resident costs nothing on the GPU and
+            an absent one its load: each by itself, ties to the GPU. What is loaded so
+            is not kept.
 
     Source: DAOP, predictive pre-calculation; algorithms §2.2 and §2.3.
     """
@@ -39,7 +53,11 @@ class DAOP(AssignmentPolicy):
     needs = ("pred1_raw",)
 
     def __init__(
-        self, *, first_layer: int = 5, before_first: Overlap = "parallel", prefill: Prefill = "in-place"
+        self,
+        *,
+        first_layer: int = 5,
+        before_first: Overlap = "parallel",
+        prefill: Prefill = "in-place",
     ) -> None:
         expect(first_layer >= 1, "first_layer", "a number >= 1", first_layer)
         expect_choice("before_first", before_first, Overlap)
@@ -64,7 +82,9 @@ class DAOP(AssignmentPolicy):
         if work.phase != Phase.DECODE or layer < self.first_layer:
             return None
         scores = work.predicted["pred1_raw"].astype(np.float32)
-        chosen = np.argsort(-scores, axis=1, kind="stable")[:, : work.routing.shape[1]].astype(np.uint16)
+        chosen = np.argsort(-scores, axis=1, kind="stable")[
+            :, : work.routing.shape[1]
+        ].astype(np.uint16)
         workload = np.bincount(chosen.ravel(), minlength=scores.shape[1])
         on_gpu = view.resident(layer)
         for gpu in range(1, view.gpus):

@@ -5,36 +5,40 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-
-from policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from policies.lanes import gpu_lanes, in_flight
-from policies.parameters import expect_choice
-from traces.schema import Phase
+from moesim.policies.assignment._gpu_choice import gpu_lanes, in_flight
+from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.parameters import expect_choice
+from moesim.traces.format.schema import Phase
 
 Prefill = Literal["mapped", "gpu"]
 
 
 class FixedMapping(AssignmentPolicy):
-    """Compute resident experts on their GPU and all others on the CPU, both at the same time; never fetch on demand.
+    """Compute resident experts on their GPU and all others on the CPU, both at the same
+    time; never fetch on demand.
 
-    What is resident is the cache's affair: with a static one this is KTransformers' placement masks (``frequency``,
-    ``uniform``, ``front-loading`` and ``random`` are ways to fill it); with any other it is the usual "cached on
-    the GPU, uncached on the CPU".
+    What is resident is the cache's affair: with a static one this is KTransformers'
+    placement masks (``frequency``, ``uniform``, ``front-loading`` and ``random`` are
+    ways to fill it); with any other it is the usual "cached on the GPU, uncached on the
+    CPU".
 
     An expert resident on several GPUs goes to the one that would finish it first.
 
     Args:
-        wait: experts in flight are awaited on their GPU instead of being computed on the CPU; off, as masks know
-            nothing that is on its way.
-        prefill: ``mapped`` treats a prompt like decode (kt-kernel's masks, the default); ``gpu`` fetches what is absent
-            and computes nothing on the CPU, as KTransformers' rule for DeepSeek-V2-Lite has it, and HybriMoE's account.
+        wait: experts in flight are awaited on their GPU instead of being computed on
+            the CPU; off, as masks know nothing that is on its way.
+        prefill: ``mapped`` treats a prompt like decode (kt-kernel's masks, the
+            default); ``gpu`` fetches what is absent and computes nothing on the CPU, as
+            KTransformers' rule for DeepSeek-V2-Lite has it, and HybriMoE's account.
 
-    Source: KTransformers, kt-kernel's GPU expert masks; "fixed mapping" as HybriMoE calls it; algorithms §6.2.
+    Source: KTransformers, kt-kernel's GPU expert masks; "fixed mapping" as HybriMoE
+    calls it; algorithms §6.2.
     """
 
     def __init__(self, *, wait: bool = False, prefill: Prefill = "mapped") -> None:
         expect_choice("prefill", prefill, Prefill)
-        self.wait, self.prefill = wait, prefill
+        self.wait = wait
+        self.prefill = prefill
 
     def assign(self, work: LayerWork, view: MachineView) -> Assignment:
         """Place by residency, in ascending expert id."""

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from policies.kernels import UNLIMITED, greedy
-from policies.parameters import expect
+from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.kernels import UNLIMITED, greedy
+from moesim.policies.parameters import expect
 
 
 class Greedy(AssignmentPolicy):
-    """Take experts by the gap between their two costs, largest first; each goes where its lane ends sooner.
+    """Take experts by the gap between their two costs, largest first; each goes where
+    its lane ends sooner.
 
-    An expert costs ``max(arrive_s, gpu_s)`` on a GPU and ``max(host_s, cpu_s)`` on the CPU: a steady-state
-    pipeline estimate that hides compute behind the next copy. Ties between lanes go to the GPU (the paper's
-    ``<=``), ties between gaps to the lower id. With several GPUs the gap is that of the best GPU and the
-    earliest-ending lane of all wins. Costless experts change no load, which is the paper's skip.
+    An expert costs ``max(arrive_s, gpu_s)`` on a GPU and ``max(host_s, cpu_s)`` on the
+    CPU: a steady-state pipeline estimate that hides compute behind the next copy. Ties
+    between lanes go to the GPU (the paper's ``<=``), ties between gaps to the lower id.
+    With several GPUs the gap is that of the best GPU and the earliest-ending lane of
+    all wins. Costless experts change no load, which is the paper's skip.
 
-    Experts are launched in the order of decision. The gap of an absent expert on the GPU is what the CPU would
-    lose on it, so the copies that pay most are on the link first, and what a late copy would delay is small.
+    Experts are launched in the order of decision. The gap of an absent expert on the
+    GPU is what the CPU would lose on it, so the copies that pay most are on the link
+    first, and what a late copy would delay is small.
 
     Args:
-        staging: ``none`` ignores staging memory, as Alg. 1 does. A number lets at most so many experts that are not
-            resident go to each GPU; the rest falls back to the CPU (equation 9, counting copies only).
+        staging: ``none`` ignores staging memory, as Alg. 1 does. A number lets at most
+            so many experts that are not resident go to each GPU; the rest falls back to
+            the CPU (equation 9, counting copies only).
 
-    Source: DALI, Alg. 1; the second cost, `host_s`, is ours for machines whose experts come from an SSD.
+    Source: DALI, Alg. 1; the second cost, `host_s`, is ours for machines whose experts
+    come from an SSD.
     """
 
     def __init__(self, *, staging: int | None = None) -> None:
-        expect(staging is None or staging >= 0, "staging", "a number >= 0 or none", staging)
+        expect(
+            staging is None or staging >= 0, "staging", "a number >= 0 or none", staging
+        )
         self.staging = staging
         self._room = UNLIMITED if staging is None else staging
 
     def assign(self, work: LayerWork, view: MachineView) -> Assignment:
         """Place in one compiled pass."""
         del view
-        return Assignment(*greedy(work.cpu_s, work.host_s, work.gpu_s, work.arrive_s, self._room))
+        return Assignment(
+            *greedy(work.cpu_s, work.host_s, work.gpu_s, work.arrive_s, self._room)
+        )

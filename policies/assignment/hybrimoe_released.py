@@ -5,32 +5,37 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-
-from policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from policies.lanes import first_cpu_s, gpu_state
-from policies.parameters import expect_choice
-from policies.pointers import head_and_tail
-from traces.schema import Phase
+from moesim.policies.assignment._gpu_choice import first_cpu_s, gpu_state
+from moesim.policies.assignment._two_pointer import head_and_tail
+from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.parameters import expect_choice
+from moesim.traces.format.schema import Phase
 
 Prefill = Literal["gpu", "schedule"]
 Costs = Literal["machine", "released"]
 
-_CPU_PER_TOKEN, _CPU_FIRST, _GPU, _COPY = 1.0, 0.79, 0.5, 0.4179
+_CPU_PER_TOKEN = 1.0
+_CPU_FIRST = 0.79
+_GPU = 0.5
+_COPY = 0.4179
 
 
 class HybriMoEReleased(AssignmentPolicy):
-    """Cached experts then uncached ones, each by load: the head goes to the GPU or the tail to the CPU.
+    """Cached experts then uncached ones, each by load: the head goes to the GPU or the
+    tail to the CPU.
 
-    The GPU's candidate is the head, after its copy if it is uncached; the CPU's is the tail. The one that
-    would end no later than the other is committed, ties to the GPU. So, unlike in the paper, copies go in list order,
-    and the CPU steals nothing before the uncached experts have run out.
+    The GPU's candidate is the head, after its copy if it is uncached; the CPU's is the
+    tail. The one that would end no later than the other is committed, ties to the GPU.
+    So, unlike in the paper, copies go in list order, and the CPU steals nothing before
+    the uncached experts have run out.
 
     Args:
-        prefill: ``gpu`` computes every expert of a prefill on the GPU, as the release does; ``schedule``
-            uses the two pointers there too.
-        costs: ``machine`` takes this machine's seconds (the file's own numbers are marked to be tuned); ``released``
-            those numbers, in arbitrary units: 1 per token on the CPU, 0.79 for its first expert, 0.5 on the GPU,
-            0.4179 for a copy.
+        prefill: ``gpu`` computes every expert of a prefill on the GPU, as the release
+            does; ``schedule`` uses the two pointers there too.
+        costs: ``machine`` takes this machine's seconds (the file's own numbers are
+            marked to be tuned); ``released`` those numbers, in arbitrary units: 1 per
+            token on the CPU, 0.79 for its first expert, 0.5 on the GPU, 0.4179 for a
+            copy.
 
     Source: HybriMoE, `ktransformers/operators/experts.py`, class `HSS`.
     """
@@ -46,10 +51,19 @@ class HybriMoEReleased(AssignmentPolicy):
         """Place by two pointers."""
         if self._first_s is None:
             self._first_s = first_cpu_s(view) if self.costs == "machine" else _CPU_FIRST
-        cpu_s, gpu_s, arrive_s, first_s = work.cpu_s, work.gpu_s, work.arrive_s, self._first_s
+        cpu_s = work.cpu_s
+        gpu_s = work.gpu_s
+        arrive_s = work.arrive_s
+        first_s = self._first_s
         if self.costs == "released":
-            cpu_s, gpu_s = _CPU_PER_TOKEN * work.tokens, np.full_like(work.gpu_s, _GPU)
+            cpu_s = _CPU_PER_TOKEN * work.tokens
+            gpu_s = np.full_like(work.gpu_s, _GPU)
             arrive_s = np.where(work.arrive_s > 0.0, _COPY, 0.0)
         if self.prefill == "gpu" and work.phase == Phase.PREFILL:
-            cpu_s, first_s = np.full(len(cpu_s), np.inf), 0.0
-        return Assignment(*head_and_tail(work.tokens, cpu_s, gpu_s, arrive_s, gpu_state(work, view), first_s))
+            cpu_s = np.full(len(cpu_s), np.inf)
+            first_s = 0.0
+        return Assignment(
+            *head_and_tail(
+                work.tokens, cpu_s, gpu_s, arrive_s, gpu_state(work, view), first_s
+            )
+        )

@@ -1,38 +1,45 @@
-"""HybriMoE's assignment as its paper describes it: rehearse the layer step, then do what the rehearsal did."""
+"""HybriMoE's assignment as its paper describes it: rehearse the layer step, then do
+what the rehearsal did.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from policies.lanes import first_cpu_s, in_flight
-from policies.parameters import expect_choice
-from policies.schedule import rehearse
+from moesim.policies.assignment._gpu_choice import first_cpu_s, in_flight
+from moesim.policies.assignment._list_scheduler import rehearse
+from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.parameters import expect_choice
 
 Reading = Literal["r1", "r2"]
 
 
 class HybriMoESchedule(AssignmentPolicy):
-    """Simulate GPU, CPU and link on this layer's experts, and keep the simulated lanes and order.
+    """Simulate GPU, CPU and link on this layer's experts, and keep the simulated lanes
+    and order.
 
-    The GPU takes cached experts, highest load first; the CPU uncached ones, lowest load first, then steals the lowest
-    cached one; the link brings the highest uncached one. Ties between loads go to the lower id. The paper repeats
-    "the timeline with the earliest completion", which can be read in two ways:
+    The GPU takes cached experts, highest load first; the CPU uncached ones, lowest load
+    first, then steals the lowest cached one; the link brings the highest uncached one.
+    Ties between loads go to the lower id. The paper repeats "the timeline with the
+    earliest completion", which can be read in two ways:
 
-    ``r2``: the operation that would *end* first comes next. ``r1``: the timeline that is *free* first does its next
-    operation. R1 never leaves a lane idle, so it gives work to a lane that is slow at it: two uncached experts of load
-    1 take 4 instead of 2 (one is copied although the CPU would have done both), two cached of load 10 take 10
-    instead of 2 (one is stolen). That is why R2 is the default. Neither is optimal.
+    ``r2``: the operation that would *end* first comes next. ``r1``: the timeline that
+    is *free* first does its next operation. R1 never leaves a lane idle, so it gives
+    work to a lane that is slow at it: two uncached experts of load 1 take 4 instead of
+    2 (one is copied although the CPU would have done both), two cached of load 10 take
+    10 instead of 2 (one is stolen). That is why R2 is the default. Neither is optimal.
 
-    A lane runs what it was given in the simulated order, except that a GPU really runs residents before arrivals.
-    Experts in flight count as copied: the CPU leaves them alone, and the link is free after them. Shared experts are
-    part of the dense work before. With several GPUs each has a queue and a link, the lower first in ties.
+    A lane runs what it was given in the simulated order, except that a GPU really runs
+    residents before arrivals. Experts in flight count as copied: the CPU leaves them
+    alone, and the link is free after them. Shared experts are part of the dense work
+    before. With several GPUs each has a queue and a link, the lower first in ties.
 
     Args:
         reading: ``r2`` or ``r1``.
         stealing: whether the CPU may take cached experts when no uncached one is left.
 
-    Source: HybriMoE (arXiv 2504.05897), section on scheduling; tie order GPU, CPU, link is ours.
+    Source: HybriMoE (arXiv 2504.05897), section on scheduling; tie order GPU, CPU, link
+    is ours.
     """
 
     def __init__(self, *, reading: Reading = "r2", stealing: bool = True) -> None:
@@ -46,7 +53,13 @@ class HybriMoESchedule(AssignmentPolicy):
         if self._first_s is None:
             self._first_s = first_cpu_s(view)
         lanes, order, _ = rehearse(
-            work.tokens, work.cpu_s, work.gpu_s, work.arrive_s, in_flight(work, view), self._first_s,
-            self.reading == "r2", self.stealing,
-        )  # fmt: skip
+            work.tokens,
+            work.cpu_s,
+            work.gpu_s,
+            work.arrive_s,
+            in_flight(work, view),
+            self._first_s,
+            self.reading == "r2",
+            self.stealing,
+        )
         return Assignment(lanes, order)

@@ -1,22 +1,25 @@
-"""The rule of thumb of CPU-offload users: a batch must be large before copying weights pays."""
+"""The rule of thumb of CPU-offload users: a batch must be large before copying weights
+pays.
+"""
 
 from __future__ import annotations
 
 import numpy as np
-
-from policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from policies.lanes import gpu_lanes
-from policies.parameters import expect
+from moesim.policies.assignment._gpu_choice import gpu_lanes
+from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.parameters import expect
 
 
 class IkBreakEven(AssignmentPolicy):
-    """Fetch a layer's absent experts if the step has enough tokens, else compute them on the CPU; all or none.
+    """Fetch a layer's absent experts if the step has enough tokens, else compute them
+    on the CPU; all or none.
 
-    Enough is ``tokens >= experts / top_k * min_batch``: each expert then serves `min_batch` tokens in the mean.
-    Residents always run on their GPU.
+    Enough is ``tokens >= experts / top_k * min_batch``: each expert then serves
+    `min_batch` tokens in the mean. Residents always run on their GPU.
 
     Args:
-        min_batch: tokens per expert from which one matrix product is worth its copy; the program's default is 32.
+        min_batch: tokens per expert from which one matrix product is worth its copy;
+            the program's default is 32.
 
     Source: ik_llama.cpp, pull request 520.
     """

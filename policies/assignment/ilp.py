@@ -1,4 +1,6 @@
-"""The assignment problem itself, handed to a mixed-integer solver: the yardstick, not a contender."""
+"""The assignment problem itself, handed to a mixed-integer solver: the yardstick, not a
+contender.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,15 @@ from typing import Any, Literal
 
 import numpy as np
 import pulp
-
-from policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView, PolicyError
-from policies.kernels import gap_order
-from policies.parameters import expect, expect_choice
+from moesim.policies.base import (
+    Assignment,
+    AssignmentPolicy,
+    LayerWork,
+    MachineView,
+    PolicyError,
+)
+from moesim.policies.kernels import gap_order
+from moesim.policies.parameters import expect, expect_choice
 
 Solver = Literal["auto", "highs", "cbc"]
 
@@ -18,38 +25,53 @@ Solver = Literal["auto", "highs", "cbc"]
 class ILP(AssignmentPolicy):
     """Minimise the time of the slowest lane exactly, by integer programming.
 
-    ``min z`` subject to ``z >= load`` of the CPU and of each GPU, one lane per active expert. The printed
-    equations 7 and 8 fix only how many variables are set; equality per active expert is the reading that
-    makes sense. Costs and launch order are greedy's. Optima are often not unique: which one comes back is the solver's
-    choice, the same for the same solver version (one thread, no time limit, zero gap), and only the objective
-    is comparable. Times are scaled by their largest before solving, because solvers' tolerances are absolute.
+    ``min z`` subject to ``z >= load`` of the CPU and of each GPU, one lane per active
+    expert. The printed equations 7 and 8 fix only how many variables are set; equality
+    per active expert is the reading that makes sense. Costs and launch order are
+    greedy's. Optima are often not unique: which one comes back is the solver's choice,
+    the same for the same solver version (one thread, no time limit, zero gap), and only
+    the objective is comparable. Times are scaled by their largest before solving,
+    because solvers' tolerances are absolute.
 
     Args:
-        solver: ``highs`` in process, ``cbc`` as a program that PuLP brings, ``auto`` the first of the two that works.
-        staging: at most so many experts that are not resident may go to each GPU (equation 9, counting copies
-            only); ``none`` for no limit.
+        solver: ``highs`` in process, ``cbc`` as a program that PuLP brings, ``auto``
+            the first of the two that works.
+        staging: at most so many experts that are not resident may go to each GPU
+            (equation 9, counting copies only); ``none`` for no limit.
 
     Source: DALI, equations 3-9.
     """
 
     def __init__(self, *, solver: Solver = "auto", staging: int | None = None) -> None:
         expect_choice("solver", solver, Solver)
-        expect(staging is None or staging >= 0, "staging", "a number >= 0 or none", staging)
+        expect(
+            staging is None or staging >= 0, "staging", "a number >= 0 or none", staging
+        )
         self.staging = staging
         self._solver = _solver(solver)
 
     def assign(self, work: LayerWork, view: MachineView) -> Assignment:
         """Build the program, solve it, read the lanes back."""
         del view
-        costs = np.vstack([np.maximum(work.host_s, work.cpu_s), np.maximum(work.arrive_s, work.gpu_s)])
+        costs = np.vstack(
+            [np.maximum(work.host_s, work.cpu_s), np.maximum(work.arrive_s, work.gpu_s)]
+        )
         costs = costs / (costs.max() or 1.0)  # [1 + G, A]
         lanes, active = costs.shape
         problem = pulp.LpProblem("assignment", pulp.LpMinimize)
         makespan = problem.add_variable("z", lowBound=0.0)
-        on = [[problem.add_variable(f"x_{d}_{i}", cat=pulp.LpBinary) for i in range(active)] for d in range(lanes)]
+        on = [
+            [
+                problem.add_variable(f"x_{d}_{i}", cat=pulp.LpBinary)
+                for i in range(active)
+            ]
+            for d in range(lanes)
+        ]
         problem += makespan
         for d in range(lanes):
-            problem += makespan >= pulp.LpAffineExpression(zip(on[d], costs[d].tolist(), strict=True))
+            problem += makespan >= pulp.LpAffineExpression(
+                zip(on[d], costs[d].tolist(), strict=True)
+            )
         for i in range(active):
             problem += pulp.lpSum(row[i] for row in on) == 1
         if self.staging is not None:
@@ -58,7 +80,10 @@ class ILP(AssignmentPolicy):
                 problem += pulp.lpSum(on[1 + g][i] for i in absent) <= self.staging
         problem.solve(self._solver)
         if problem.status != pulp.LpStatusOptimal:
-            raise PolicyError(f"ilp: solver answered {pulp.LpStatus[problem.status]!r}; try solver=cbc or solver=highs")
+            raise PolicyError(
+                f"ilp: solver answered {pulp.LpStatus[problem.status]!r}; try"
+                " solver=cbc or solver=highs"
+            )
         chosen = np.array([[variable.value() for variable in row] for row in on])
         order = gap_order(work.cpu_s, work.host_s, work.gpu_s, work.arrive_s)
         return Assignment(chosen.argmax(axis=0).astype(np.int8), order)
@@ -79,4 +104,6 @@ def _solver(name: Solver) -> Any:
         solver = makers[candidate]()
         if solver.available():
             return solver
-    raise PolicyError(f"solver: {name} cannot run here; install highspy, or PuLP with its CBC program")
+    raise PolicyError(
+        f"solver: {name} cannot run here; install highspy, or PuLP with its CBC program"
+    )

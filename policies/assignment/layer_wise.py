@@ -1,32 +1,42 @@
-"""Whole layers on the GPU, the rest on the CPU: expert offloading as llama.cpp does it."""
+"""Whole layers on the GPU, the rest on the CPU: expert offloading as llama.cpp does
+it.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import numpy as np
-
-from policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView, RunContext
-from policies.lanes import gpu_lanes
-from policies.parameters import expect, expect_choice
+from moesim.policies.assignment._gpu_choice import gpu_lanes
+from moesim.policies.base import (
+    Assignment,
+    AssignmentPolicy,
+    LayerWork,
+    MachineView,
+    RunContext,
+)
+from moesim.policies.parameters import expect, expect_choice
 
 Side = Literal["last", "first"]
 
 
 class LayerWise(AssignmentPolicy):
-    """Compute the experts of some layers on the GPU and those of all others on the CPU, whatever is resident.
+    """Compute the experts of some layers on the GPU and those of all others on the CPU,
+    whatever is resident.
 
-    As many layers are chosen as the cache holds whole, ``floor(slots / experts)``. Their experts are fetched when
-    they are first needed and stay if the cache has global scope, which is what loading them at the start amounts to;
-    a per-layer cache smaller than a layer fetches them again and again. KTransformers, as DALI models it, is
-    the same with a faster CPU, so its difference belongs in the hardware profile.
+    As many layers are chosen as the cache holds whole, ``floor(slots / experts)``.
+    Their experts are fetched when they are first needed and stay if the cache has
+    global scope, which is what loading them at the start amounts to; a per-layer cache
+    smaller than a layer fetches them again and again. KTransformers, as DALI models it,
+    is the same with a faster CPU, so its difference belongs in the hardware profile.
 
-    With several GPUs that split the layers, each GPU takes the last (first) of its own; where they split the experts,
-    their memories count together.
+    With several GPUs that split the layers, each GPU takes the last (first) of its own;
+    where they split the experts, their memories count together.
 
     Args:
-        side: ``last`` layers go to the GPU (llama.cpp's ``-ngl``; the mirror of ``--n-cpu-moe`` for the first
-            ones, and DALI's assumption), or the ``first``.
+        side: ``last`` layers go to the GPU (llama.cpp's ``-ngl``; the mirror of
+            ``--n-cpu-moe`` for the first ones, and DALI's assumption), or the
+            ``first``.
         gpu_layers: how many layers of the model; none for as many as fit.
 
     Source: llama.cpp; DALI, section 6.1 (count and side).
@@ -34,7 +44,12 @@ class LayerWise(AssignmentPolicy):
 
     def __init__(self, *, side: Side = "last", gpu_layers: int | None = None) -> None:
         expect_choice("side", side, Side)
-        expect(gpu_layers is None or gpu_layers >= 0, "gpu_layers", "a number >= 0 or none", gpu_layers)
+        expect(
+            gpu_layers is None or gpu_layers >= 0,
+            "gpu_layers",
+            "a number >= 0 or none",
+            gpu_layers,
+        )
         self.side = side
         self.gpu_layers = gpu_layers
         self._on_gpu: np.ndarray | None = None
@@ -48,20 +63,28 @@ class LayerWise(AssignmentPolicy):
         del view
         if self._on_gpu is None:
             self._on_gpu = self._choose(split_experts=len(work.gpu_s) > 1)
-        return Assignment(gpu_lanes(work, np.full(len(work.experts), self._on_gpu[work.layer])))
+        return Assignment(
+            gpu_lanes(work, np.full(len(work.experts), self._on_gpu[work.layer]))
+        )
 
     def _choose(self, *, split_experts: bool) -> np.ndarray:
         """Bool [L]: layers on a GPU."""
         context = self._context
-        layers, experts, slots = context.shape.layers, context.shape.experts, context.capacity_slots
+        layers = context.shape.layers
+        experts = context.shape.experts
+        slots = context.capacity_slots
         gpus = 1 if split_experts or self.gpu_layers is not None else context.gpus
         memories = context.gpus if split_experts else 1
         home = np.arange(layers) * gpus // layers
         chosen = np.zeros(layers, np.bool_)
         for gpu in range(gpus):
             own = np.flatnonzero(home == gpu)
-            room = int(slots[own].sum() if len(slots) == layers else slots[0]) * memories
+            room = (
+                int(slots[own].sum() if len(slots) == layers else slots[0]) * memories
+            )
             count = room // experts if self.gpu_layers is None else self.gpu_layers
             count = min(count, len(own))
-            chosen[own[len(own) - count :] if self.side == "last" else own[:count]] = True
+            chosen[own[len(own) - count :] if self.side == "last" else own[:count]] = (
+                True
+            )
         return chosen

@@ -1,36 +1,48 @@
-"""A split found once, for average workloads, and kept: MoE-Lightning's offline search."""
+"""A split found once, for average workloads, and kept: MoE-Lightning's offline
+search.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView, RunContext
-from policies.lanes import gpu_lanes
-from policies.parameters import expect
+from moesim.policies.assignment._gpu_choice import gpu_lanes
+from moesim.policies.base import (
+    Assignment,
+    AssignmentPolicy,
+    LayerWork,
+    MachineView,
+    RunContext,
+)
+from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
-    from traces.schema import Phase
+    from moesim.traces.format.schema import Phase
 
 
 class MoELightning(AssignmentPolicy):
-    """Search, before a layer's first step, which experts to stream to the GPU; the CPU computes the rest for ever.
+    """Search, before a layer's first step, which experts to stream to the GPU; the CPU
+    computes the rest for ever.
 
-    Experts that are resident at that moment stay on the GPU (give it a static cache). Of the others the most popular
-    are streamed, as many as minimise ``max(T_cpu, T_gpu, T_link)`` for the average step, ties to fewer.
-    In an average step of T tokens an expert of popularity p, the share of all choices that fall on it, is active
-    with probability ``a = 1 - (1 - K p) ** T`` and then has ``T K p / a`` tokens; its costs count a times. Prefill and
-    decode have plans of their own. An expert that became resident since is computed where it is.
+    Experts that are resident at that moment stay on the GPU (give it a static cache).
+    Of the others the most popular are streamed, as many as minimise ``max(T_cpu, T_gpu,
+    T_link)`` for the average step, ties to fewer. In an average step of T tokens an
+    expert of popularity p, the share of all choices that fall on it, is active with
+    probability ``a = 1 - (1 - K p) ** T`` and then has ``T K p / a`` tokens; its costs
+    count a times. Prefill and decode have plans of their own. An expert that became
+    resident since is computed where it is.
 
-    Departures: the paper also searches batch, micro-batch and where attention runs, which a trace replay has fixed;
-    and it streams whole layers page by page, where here only active experts move.
+    Departures: the paper also searches batch, micro-batch and where attention runs,
+    which a trace replay has fixed; and it streams whole layers page by page, where here
+    only active experts move.
 
     Args:
         tokens: T; none takes the tokens of the first step of each phase.
 
-    Source: MoE-Lightning (arXiv 2411.11217), reduced as in `reference/algorithms.md` §6.10. Popularity comes from the
-    calibration trace; without one all experts are equally popular.
+    Source: MoE-Lightning (arXiv 2411.11217), reduced as in `reference/algorithms.md`
+    §6.10. Popularity comes from the calibration trace; without one all experts are
+    equally popular.
     """
 
     def __init__(self, *, tokens: int | None = None) -> None:
@@ -46,14 +58,20 @@ class MoELightning(AssignmentPolicy):
         if context.calibration is not None:
             counts = np.asarray(context.calibration, np.float64)
         total = counts.sum(axis=1, keepdims=True)
-        self._popularity = np.where(total > 0.0, counts / np.maximum(total, 1.0), 1.0 / shape.experts)
+        self._popularity = np.where(
+            total > 0.0, counts / np.maximum(total, 1.0), 1.0 / shape.experts
+        )
 
     def assign(self, work: LayerWork, view: MachineView) -> Assignment:
         """Follow the plan of this layer and phase, in ascending expert id."""
         plan = self._plans.get((work.phase, work.layer))
         if plan is None:
-            tokens = self.tokens or self._tokens.setdefault(work.phase, max(1, len(work.routing)))
-            plan = self._plans[work.phase, work.layer] = self._search(work.layer, tokens, view)
+            tokens = self.tokens or self._tokens.setdefault(
+                work.phase, max(1, len(work.routing))
+            )
+            plan = self._plans[work.phase, work.layer] = self._search(
+                work.layer, tokens, view
+            )
         here = work.arrive_s == 0.0
         streamed = plan[work.experts]
         return Assignment(gpu_lanes(work, streamed | here.any(axis=0), streamed | here))
@@ -62,7 +80,9 @@ class MoELightning(AssignmentPolicy):
         """Bool [E]: the experts that belong on a GPU."""
         chosen_share = np.minimum(1.0, view.shape.top_k * self._popularity[layer])
         active = 1.0 - (1.0 - chosen_share) ** tokens
-        mean = np.rint(tokens * chosen_share / np.maximum(active, 1e-12)).astype(np.int64)
+        mean = np.rint(tokens * chosen_share / np.maximum(active, 1e-12)).astype(
+            np.int64
+        )
         cpu_s = active * view.cpu_s(layer, np.maximum(1, mean))
         gpu_s = active * view.gpu_s(layer, np.maximum(1, mean))
         copy_s = active * view.copy_s(layer)

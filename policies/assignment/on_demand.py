@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-
-from policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from policies.kernels import UNLIMITED, greedy
+from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.kernels import UNLIMITED, greedy
 
 
 class OnDemand(AssignmentPolicy):
     """Compute every active expert on a GPU, fetching the absent ones.
 
-    With several GPUs each expert, in ascending id, goes to the GPU that would finish it first, ties to
-    the lower GPU: the greedy rule on a machine whose CPU takes forever.
+    With several GPUs each expert, in ascending id, goes to the GPU that would finish it
+    first, ties to the lower GPU: the greedy rule on a machine whose CPU takes forever.
 
     Source: Mixtral-Offloading; "MoE-OnDemand" of DAOP.
     """

@@ -1,32 +1,35 @@
-"""SMoE's assignment: big misses over the link, small ones to the CPU, until the two meet."""
+"""SMoE's assignment: big misses over the link, small ones to the CPU, until the two
+meet.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import numpy as np
-
-from policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from policies.lanes import gpu_state
-from policies.parameters import expect_choice
-from policies.pointers import head_and_tail, load_or_compute
-from traces.schema import Phase
+from moesim.policies.assignment._gpu_choice import gpu_state
+from moesim.policies.assignment._two_pointer import head_and_tail, load_or_compute
+from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.parameters import expect_choice
+from moesim.traces.format.schema import Phase
 
 Form = Literal["faithful", "guarded"]
 Prefill = Literal["gpu", "balance"]
 
 
 class SMoEBalancer(AssignmentPolicy):
-    """Load the largest miss while loading is not behind computing, else compute the smallest on the CPU.
+    """Load the largest miss while loading is not behind computing, else compute the
+    smallest on the CPU.
 
-    Misses stand in a line by load, ties to the lower id. What is resident or in flight runs on the GPU. GPU
-    compute after a load is ignored, as in the paper.
+    Misses stand in a line by load, ties to the lower id. What is resident or in flight
+    runs on the GPU. GPU compute after a load is ignored, as in the paper.
 
     Args:
-        form: ``faithful`` always loads the first miss (0 <= 0), even a single one that the CPU would compute sooner:
-            3 instead of 1 in the reference's example. ``guarded`` leaves that one there. The default is the paper's.
-        prefill: ``gpu`` loads every miss of a prefill and computes nothing on the CPU, as the paper's prefill pipeline
-            does; ``balance`` treats it like decode.
+        form: ``faithful`` always loads the first miss (0 <= 0), even a single one that
+            the CPU would compute sooner: 3 instead of 1 in the reference's example.
+            ``guarded`` leaves that one there. The default is the paper's.
+        prefill: ``gpu`` loads every miss of a prefill and computes nothing on the CPU,
+            as the paper's prefill pipeline does; ``balance`` treats it like decode.
 
     Source: SMoE (arXiv 2508.18983), Alg. 2; `guarded` is ours.
     """
@@ -42,6 +45,14 @@ class SMoEBalancer(AssignmentPolicy):
         state = gpu_state(work, view)
         if self.prefill == "gpu" and work.phase == Phase.PREFILL:
             never = np.full(len(work.experts), np.inf)
-            return Assignment(*head_and_tail(work.tokens, never, work.gpu_s, work.arrive_s, state, 0.0))
+            return Assignment(
+                *head_and_tail(
+                    work.tokens, never, work.gpu_s, work.arrive_s, state, 0.0
+                )
+            )
         guarded = self.form == "guarded"
-        return Assignment(*load_or_compute(work.tokens, work.cpu_s, work.host_s, work.arrive_s, state, guarded))
+        return Assignment(
+            *load_or_compute(
+                work.tokens, work.cpu_s, work.host_s, work.arrive_s, state, guarded
+            )
+        )

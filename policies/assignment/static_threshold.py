@@ -5,29 +5,32 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-
-from policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from policies.kernels import UNLIMITED, greedy
-from policies.parameters import expect, expect_choice
+from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.kernels import UNLIMITED, greedy
+from moesim.policies.parameters import expect, expect_choice
 
 Rule = Literal["max", "sum"]
 
 
 class StaticThreshold(AssignmentPolicy):
-    """Compute an expert on the GPU where that alone is no slower than on the CPU, ties to the GPU.
+    """Compute an expert on the GPU where that alone is no slower than on the CPU, ties
+    to the GPU.
 
-    Fiddler minimises the *sum* of all experts' times, which is this independent comparison; the lanes'
-    loads play no part, so one lane may idle while the other drowns. With several GPUs the best GPU is
-    compared, and the chosen experts are then spread by earliest finish, in ascending id.
+    Fiddler minimises the *sum* of all experts' times, which is this independent
+    comparison; the lanes' loads play no part, so one lane may idle while the other
+    drowns. With several GPUs the best GPU is compared, and the chosen experts are then
+    spread by earliest finish, in ascending id.
 
     Args:
-        rule: cost where the weights must come first: ``max`` of arriving and computing (they overlap across
-            experts; the form DALI compares with, and Fiddler's own constant is load time alone), or their ``sum``
-            (Fiddler's serial issue).
-        tokens: None compares times. A number replaces them by a workload threshold: residents and experts
-            with at least so many tokens run on the GPU (how DALI's text describes Fiddler).
+        rule: cost where the weights must come first: ``max`` of arriving and computing
+            (they overlap across experts; the form DALI compares with, and Fiddler's own
+            constant is load time alone), or their ``sum`` (Fiddler's serial issue).
+        tokens: None compares times. A number replaces them by a workload threshold:
+            residents and experts with at least so many tokens run on the GPU (how
+            DALI's text describes Fiddler).
 
-    Source: Fiddler, `src/fiddler/mixtral.py` (a search over 2^8 placements by the sum of costs).
+    Source: Fiddler, `src/fiddler/mixtral.py` (a search over 2^8 placements by the sum
+    of costs).
     """
 
     def __init__(self, *, rule: Rule = "max", tokens: int | None = None) -> None:
@@ -48,6 +51,9 @@ class StaticThreshold(AssignmentPolicy):
         lanes = chosen.astype(np.int8)
         if len(work.gpu_s) > 1 and chosen.any():
             never = np.full(int(chosen.sum()), np.inf)
-            gpu_s, arrive_s = (np.ascontiguousarray(times[:, chosen]) for times in (work.gpu_s, work.arrive_s))
+            gpu_s, arrive_s = (
+                np.ascontiguousarray(times[:, chosen])
+                for times in (work.gpu_s, work.arrive_s)
+            )
             lanes[chosen] = greedy(never, never, gpu_s, arrive_s, UNLIMITED)[0]
         return Assignment(lanes)

@@ -1,30 +1,36 @@
-"""Adaptive replacement: recency and frequency share the cache, ghosts decide the shares."""
+"""Adaptive replacement: recency and frequency share the cache, ghosts decide the
+shares.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from policies.parameters import expect_choice
-from policies.requests import RequestCache, Requests, first
+from moesim.policies.cache._per_request import RequestCache, Requests, first
+from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from policies.base import RunContext
+    from moesim.policies.base import RunContext
 
 Ratio = Literal["whole", "real"]
 
 
 class ARC(RequestCache):
-    """Keep experts seen once (T1) and more often (T2); hits on evicted ones shift the target size of T1.
+    """Keep experts seen once (T1) and more often (T2); hits on evicted ones shift the
+    target size of T1.
 
-    A ghost hit moves the target p by max(1, ratio of the ghost lists), measured before the ghost is removed; T1
-    pays while it is larger than p (or as large, when the ghost was in B2). Requests are made from layer
-    steps as `policies.requests` says; if the list that should pay has only held experts, the other pays.
+    A ghost hit moves the target p by max(1, ratio of the ghost lists), measured before
+    the ghost is removed; T1 pays while it is larger than p (or as large, when the ghost
+    was in B2). Requests are made from layer steps as
+    `moesim.policies.cache._per_request` says; if the list that should pay has only held
+    experts, the other pays.
 
     Args:
-        ratio: ``whole`` divides the ghost lists as integers (algorithms §5.5; cacheus ``arc.py``), ``real`` exactly, as
-            libCacheSim does: that form equals its ARC on one request at a time. The paper leaves it open.
+        ratio: ``whole`` divides the ghost lists as integers (algorithms §5.5; cacheus
+            ``arc.py``), ``real`` exactly, as libCacheSim does: that form equals its ARC
+            on one request at a time. The paper leaves it open.
 
     Source: Megiddo and Modha, FAST 2003, figure 4.
     """
@@ -40,7 +46,9 @@ class ARC(RequestCache):
 
 
 class _Lists:
-    """T1, T2 and their ghosts B1, B2, each least recent first; `target` is the paper's p."""
+    """T1, T2 and their ghosts B1, B2, each least recent first; `target` is the paper's
+    p.
+    """
 
     def __init__(self, capacity: int, *, whole: bool) -> None:
         self.capacity = capacity
@@ -61,10 +69,17 @@ class _Lists:
     def miss(self, key: int, free: Container[int]) -> int:
         returning = key in self.ghost_often
         if key in self.ghost_once:
-            self.target = min(self.target + self._shift(self.ghost_often, self.ghost_once), self.capacity)
+            self.target = min(
+                self.target + self._shift(self.ghost_often, self.ghost_once),
+                self.capacity,
+            )
         elif returning:
-            self.target = max(self.target - self._shift(self.ghost_once, self.ghost_often), 0.0)
-        pays = len(self.once) > self.target or (returning and len(self.once) == self.target)
+            self.target = max(
+                self.target - self._shift(self.ghost_once, self.ghost_often), 0.0
+            )
+        pays = len(self.once) > self.target or (
+            returning and len(self.once) == self.target
+        )
         lists = [(self.once, self.ghost_once), (self.often, self.ghost_often)]
         victim = -1
         for queue, ghosts in lists if pays else lists[::-1]:
@@ -77,7 +92,9 @@ class _Lists:
         return victim
 
     def fill(self, key: int) -> None:
-        """Enter T2 from a ghost list, else T1; then forget ghosts beyond c in L1 and 2c in all (cases A and B)."""
+        """Enter T2 from a ghost list, else T1; then forget ghosts beyond c in L1 and 2c
+        in all (cases A and B).
+        """
         if key in self.ghost_once or key in self.ghost_often:
             self.ghost_once.pop(key, None)
             self.ghost_often.pop(key, None)

@@ -5,27 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-
-from policies.base import PolicyError
-from policies.kernels import foresee, outscored, soonest
-from policies.scored import ScoredCache
+from moesim.policies.base import PolicyError
+from moesim.policies.cache._score_based import ScoredCache
+from moesim.policies.kernels import foresee, outscored, soonest
 
 if TYPE_CHECKING:
-    from policies.base import LayerWork, RunContext
+    from moesim.policies.base import LayerWork, RunContext
 
 
 class Belady(ScoredCache):
-    """Evict the expert whose next use, strictly after this layer step, lies farthest ahead.
+    """Evict the expert whose next use, strictly after this layer step, lies farthest
+    ahead.
 
-    "Never again" is farthest; ties go to the lower id. In global scope a use's place is its step, then its layer. An
-    expert's next use changes only when it is used, so the score (minus that place) is refreshed for the
-    active experts alone, and prefetched ones need no bookkeeping. Where more experts come in than can enter, those that
-    are needed soonest do.
+    "Never again" is farthest; ties go to the lower id. In global scope a use's place is
+    its step, then its layer. An expert's next use changes only when it is used, so the
+    score (minus that place) is refreshed for the active experts alone, and prefetched
+    ones need no bookkeeping. Where more experts come in than can enter, those that are
+    needed soonest do.
 
     Args:
-        must_admit: False may decline an expert whose next use is later than that of everything it could replace; it
-            then runs from staging. That is the bound for a machine with staging. True is the textbook MIN, where
-            each miss enters, as long as there is a place that nobody holds.
+        must_admit: False may decline an expert whose next use is later than that of
+            everything it could replace; it then runs from staging. That is the bound
+            for a machine with staging. True is the textbook MIN, where each miss
+            enters, as long as there is a place that nobody holds.
 
     Source: Belady 1966 (MIN); the step-atomic form is algorithms §5.5.
     """
@@ -43,7 +45,10 @@ class Belady(ScoredCache):
         """
         super().start(context)
         if context.future is None:
-            raise PolicyError("cache policy 'belady' must see the future; only a replay of a whole trace has one")
+            raise PolicyError(
+                "cache policy 'belady' must see the future; only a replay of a whole"
+                " trace has one"
+            )
         self._future = context.future
         self._layers = context.shape.layers
         every = np.arange(self.experts, dtype=np.int32)
@@ -67,4 +72,12 @@ class Belady(ScoredCache):
     def _look(self, step: int, layer: int, experts: np.ndarray) -> None:
         """Refresh the scores of `experts`, int32 [A]."""
         uses = self._future.next_uses(step, layer, experts)
-        foresee(self.score, experts, uses, layer, self._layers, self.experts, self._future.never)
+        foresee(
+            self.score,
+            experts,
+            uses,
+            layer,
+            self._layers,
+            self.experts,
+            self._future.never,
+        )

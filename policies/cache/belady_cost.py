@@ -5,64 +5,90 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from policies.bounds import Uses, miss_costs
-from policies.parameters import expect
-from policies.planned import PlannedCache
+from moesim.policies.cache._offline_bounds import Uses, miss_costs
+from moesim.policies.cache._offline_optimal import PlannedCache
+from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
-    from hwprofiles.costs import Costs
-    from policies.base import RunContext
+    from moesim.hwprofiles.costs import Costs
+    from moesim.policies.base import RunContext
 
 
 class BeladyCost(PlannedCache):
-    """Follow the plan that spends the least lane time on misses, each fetched or computed on the CPU.
+    """Follow the plan that spends the least lane time on misses, each fetched or
+    computed on the CPU.
 
-    A miss costs the shorter of its fetch and its CPU time for the tokens it has; only a fetched expert can stay, so
-    one that stays where the CPU would have been shorter pays the difference. The plan minimises the sum over all
-    misses: it bounds lane time added up, not the makespan of steps whose lanes overlap. It holds for caches that are
-    filled by demand alone (`policies.bounds`), and for an assignment that sends a declined miss to the CPU where
-    that is shorter, and the others to the GPU; the cache does not decide that.
+    A miss costs the shorter of its fetch and its CPU time for the tokens it has; only a
+    fetched expert can stay, so one that stays where the CPU would have been shorter
+    pays the difference. The plan minimises the sum over all misses: it bounds lane time
+    added up, not the makespan of steps whose lanes overlap. It holds for caches that
+    are filled by demand alone (`moesim.policies.cache._offline_bounds`), and for an
+    assignment that sends a declined miss to the CPU where that is shorter, and the
+    others to the GPU; the cache does not decide that.
 
     Args:
-        cpu: CPU time of one token as a share of the fetch time, which then goes by the expert's bytes. None takes both
-            from this machine: the copy, and what the CPU takes longer than the GPU would; reads from an SSD and the
-            extra seconds of a layer's first CPU expert are left out. A cache that is driven alone has no machine: there
-            None is 1, where one token is always fetched; with equal sizes that is Belady with bypass, except that
-            this plan knows no holds. At 0 nothing is worth keeping.
-        growth: what each further token adds to `cpu`, as a share of the first; 1 is proportional to the tokens, as
-            Fiddler and HybriMoE model their CPUs.
+        cpu: CPU time of one token as a share of the fetch time, which then goes by the
+            expert's bytes. None takes both from this machine: the copy, and what the
+            CPU takes longer than the GPU would; reads from an SSD and the extra seconds
+            of a layer's first CPU expert are left out. A cache that is driven alone has
+            no machine: there None is 1, where one token is always fetched; with equal
+            sizes that is Belady with bypass, except that this plan knows no holds. At 0
+            nothing is worth keeping.
+        growth: what each further token adds to `cpu`, as a share of the first; 1 is
+            proportional to the tokens, as Fiddler and HybriMoE model their CPUs.
 
-    Source: ours, after FOO in `policies.bounds`; peers §6, item 3.
+    Source: ours, after FOO in `moesim.policies.cache._offline_bounds`; peers §6, item
+    3.
     """
 
     def __init__(self, *, cpu: float | None = None, growth: float = 1.0) -> None:
         expect(cpu is None or cpu >= 0.0, "cpu", ">= 0 or none", cpu)
         expect(growth >= 0.0, "growth", ">= 0", growth)
-        self.cpu, self.growth = cpu, growth
+        self.cpu = cpu
+        self.growth = growth
 
     def uses(
-        self, place: np.ndarray, key: np.ndarray, tokens: np.ndarray, slots: int, context: RunContext
+        self,
+        place: np.ndarray,
+        key: np.ndarray,
+        tokens: np.ndarray,
+        slots: int,
+        context: RunContext,
     ) -> tuple[Uses, float]:
-        """Price in seconds of this machine, or by bytes relative to the largest expert; room in bytes likewise."""
+        """Price in seconds of this machine, or by bytes relative to the largest expert;
+        room in bytes likewise.
+        """
         layer = key // context.shape.experts
-        size = np.array(context.shape.expert_bytes, np.float64)[layer] / context.shape.max_expert_bytes
+        size = (
+            np.array(context.shape.expert_bytes, np.float64)[layer]
+            / context.shape.max_expert_bytes
+        )
         if self.cpu is None and context.costs is not None:
             fetch, cpu = _seconds(layer, tokens, context.costs)
         else:
             fetch = size
-            cpu = (1.0 if self.cpu is None else self.cpu) * size * (1.0 + self.growth * (tokens - 1.0))
+            cpu = (
+                (1.0 if self.cpu is None else self.cpu)
+                * size
+                * (1.0 + self.growth * (tokens - 1.0))
+            )
         cost, entry = miss_costs(fetch, cpu)
         if len(context.capacity_slots) > 1:
             size = np.ones(len(key))
         return Uses(place, key, size, cost, entry), float(slots)
 
 
-def _seconds(layer: np.ndarray, tokens: np.ndarray, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
+def _seconds(
+    layer: np.ndarray, tokens: np.ndarray, costs: Costs
+) -> tuple[np.ndarray, np.ndarray]:
     """Seconds beyond a hit's of every use, float64 [U]: fetched, and on the CPU."""
-    fetch_s, cpu_s = np.empty(len(layer)), np.empty(len(layer))
+    fetch_s = np.empty(len(layer))
+    cpu_s = np.empty(len(layer))
     for one in np.unique(layer):
         mine = layer == one
         fetch_s[mine] = costs.copy_s(int(one))
-        cpu_s[mine] = np.maximum(0.0, costs.cpu_s(int(one), tokens[mine]) - costs.gpu_s(int(one), tokens[mine]))
+        cpu_s[mine] = np.maximum(
+            0.0,
+            costs.cpu_s(int(one), tokens[mine]) - costs.gpu_s(int(one), tokens[mine]),
+        )
     return fetch_s, cpu_s

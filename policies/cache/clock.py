@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from policies.parameters import expect
-from policies.requests import RequestCache, Requests, first
+from moesim.policies.cache._per_request import RequestCache, Requests, first
+from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from policies.base import RunContext
+    from moesim.policies.base import RunContext
 
 
 class Clock(RequestCache):
-    """Evict the oldest, unless it was used since its turn came last: then it becomes the newest, one use poorer.
+    """Evict the oldest, unless it was used since its turn came last: then it becomes
+    the newest, one use poorer.
 
-    Held experts keep place and uses. Requests are made from layer steps as `policies.requests` says. Equal to
-    libCacheSim's Clock on one request at a time.
+    Held experts keep place and uses. Requests are made from layer steps as
+    `moesim.policies.cache._per_request` says. Equal to libCacheSim's Clock on one
+    request at a time.
 
     Args:
-        rounds: uses that are remembered at most; 1 is the textbook's reference bit (second chance), and the default.
+        rounds: uses that are remembered at most; 1 is the textbook's reference bit
+            (second chance), and the default.
 
     Source: Corbató 1968; peers §1.3.
     """

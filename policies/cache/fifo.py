@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from policies.scored import ScoredCache
+from moesim.policies.cache._score_based import ScoredCache
 
 if TYPE_CHECKING:
-    from policies.base import LayerWork, RunContext
+    from moesim.policies.base import LayerWork, RunContext
 
 
 class FIFO(ScoredCache):
     """Evict the expert that entered first; a hit changes nothing.
 
-    Experts of one layer step enter in launch order. Equal to libCacheSim's FIFO on one request at a time.
+    Experts of one layer step enter in launch order. Equal to libCacheSim's FIFO on one
+    request at a time.
 
     Source: textbook; a baseline of peers §1.3 and algorithms §5.5.
     """

@@ -1,16 +1,17 @@
-"""Least-Stale by reuse interval: evict what should come back last, judging by how often it came."""
+"""Least-Stale by reuse interval: evict what should come back last, judging by how often
+it came.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
-from policies.parameters import expect, expect_choice
-from policies.scored import ScoredCache
+from moesim.policies.cache._score_based import ScoredCache
+from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
-    from policies.base import LayerWork, RunContext
+    from moesim.policies.base import LayerWork, RunContext
 
 Memory = Literal["in-cache", "perfect"]
 
@@ -18,14 +19,16 @@ Memory = Literal["in-cache", "perfect"]
 class LeastStaleInterval(ScoredCache):
     """Evict the largest ``last use + max(1, expected interval)``.
 
-    One of three public policies called Least-Stale. The expected interval is a moving average of the gaps between
-    uses, seeded with the first gap; before that it is 0. Time is the number of layer steps that this memory has
-    seen, so that the active experts of a layer step are used at one instant. Ties go to the later last use, as in
-    the public code, then to the lower id.
+    One of three public policies called Least-Stale. The expected interval is a moving
+    average of the gaps between uses, seeded with the first gap; before that it is 0.
+    Time is the number of layer steps that this memory has seen, so that the active
+    experts of a layer step are used at one instant. Ties go to the later last use, as
+    in the public code, then to the lower id.
 
     Args:
         weight: of a new gap; 0.25 as in the public code.
-        memory: ``in-cache`` forgets last use and interval at eviction, as the public code does; ``perfect`` never.
+        memory: ``in-cache`` forgets last use and interval at eviction, as the public
+            code does; ``perfect`` never.
 
     Source: peers §1.3 (b).
     """
@@ -33,7 +36,8 @@ class LeastStaleInterval(ScoredCache):
     def __init__(self, *, weight: float = 0.25, memory: Memory = "in-cache") -> None:
         expect(0.0 < weight <= 1.0, "weight", "0 < weight <= 1", weight)
         expect_choice("memory", memory, Memory)
-        self.weight, self.memory = weight, memory
+        self.weight = weight
+        self.memory = memory
 
     def start(self, context: RunContext) -> None:
         """Begin with no intervals."""
@@ -50,8 +54,11 @@ class LeastStaleInterval(ScoredCache):
         keys = work.layer * self.experts + work.experts.astype(np.int64)
         used = keys[self._known[keys]]
         again = used[self._last[used] > 0.0]
-        gap, old = self._now - self._last[again], self._interval[again]
-        self._interval[again] = np.where(old == 0.0, gap, (1.0 - self.weight) * old + self.weight * gap)
+        gap = self._now - self._last[again]
+        old = self._interval[again]
+        self._interval[again] = np.where(
+            old == 0.0, gap, (1.0 - self.weight) * old + self.weight * gap
+        )
         self._stamp(used)
 
     def admitted(self, keys: np.ndarray) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
-from policies.base import CachePolicy
-from policies.parameters import expect_choice
+from moesim.policies.base import CachePolicy
+from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
-    from policies.base import LayerWork, RunContext
+    from moesim.policies.base import LayerWork, RunContext
 
 Order = Literal["lowest", "cyclic"]
 
@@ -18,13 +17,14 @@ Order = Literal["lowest", "cyclic"]
 class LeastStaleLayer(CachePolicy):
     """Evict by layer position alone; ties to the lower id.
 
-    One of three public policies called Least-Stale. In per-layer scope it evicts the lowest id: it is made
-    for the global scope.
+    One of three public policies called Least-Stale. In per-layer scope it evicts the
+    lowest id: it is made for the global scope.
 
     Args:
-        order: ``lowest`` evicts the lowest layer, as the public code does, which is wrong for the experts of the
-            coming layers at the start of a pass; ``cyclic`` evicts the layer whose turn is farthest ahead: the
-            current one, then its predecessors, around to the next one.
+        order: ``lowest`` evicts the lowest layer, as the public code does, which is
+            wrong for the experts of the coming layers at the start of a pass;
+            ``cyclic`` evicts the layer whose turn is farthest ahead: the current one,
+            then its predecessors, around to the next one.
 
     Source: peers §1.3 (c).
     """
@@ -35,7 +35,8 @@ class LeastStaleLayer(CachePolicy):
 
     def start(self, context: RunContext) -> None:
         """Learn the number of layers."""
-        self._layers, self._experts = context.shape.layers, context.shape.experts
+        self._layers = context.shape.layers
+        self._experts = context.shape.experts
         self._layer = 0
 
     def accessed(self, work: LayerWork) -> None:

@@ -5,26 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
-from policies.base import CachePolicy
-from policies.parameters import expect_choice
+from moesim.policies.base import CachePolicy
+from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
-    from policies.base import LayerWork, RunContext
+    from moesim.policies.base import LayerWork, RunContext
 
 Order = Literal["lowest", "cyclic"]
 
 
 class LeastStalePass(CachePolicy):
-    """Evict experts that the current forward pass has neither used nor brought in, then the others; by layer.
+    """Evict experts that the current forward pass has neither used nor brought in, then
+    the others; by layer.
 
-    One of three public policies called Least-Stale. In per-layer scope all candidates share a layer, so
-    only the pass and then the lower id decide: it is made for the global scope. A prefetched expert counts
-    as touched, or it would leave before its use.
+    One of three public policies called Least-Stale. In per-layer scope all candidates
+    share a layer, so only the pass and then the lower id decide: it is made for the
+    global scope. A prefetched expert counts as touched, or it would leave before its
+    use.
 
     Args:
-        order: among equals, ``lowest`` evicts the lowest layer, as published; ``cyclic`` the layer whose turn is
-            farthest ahead: the current one, then its predecessors, around to the next one. Ties go to the lower id.
+        order: among equals, ``lowest`` evicts the lowest layer, as published;
+            ``cyclic`` the layer whose turn is farthest ahead: the current one, then its
+            predecessors, around to the next one. Ties go to the lower id.
 
     Source: SpecMD (2602.03921) as summarised in peers §1.3 (a).
     """
@@ -35,13 +37,16 @@ class LeastStalePass(CachePolicy):
 
     def start(self, context: RunContext) -> None:
         """Begin with nothing touched."""
-        self._layers, self._experts = context.shape.layers, context.shape.experts
+        self._layers = context.shape.layers
+        self._experts = context.shape.experts
         self._touched = np.full(self._layers * self._experts, -1, np.int64)
-        self._step, self._layer = 0, 0
+        self._step = 0
+        self._layer = 0
 
     def accessed(self, work: LayerWork) -> None:
         """Note the pass of the active experts."""
-        self._step, self._layer = work.step, work.layer
+        self._step = work.step
+        self._layer = work.layer
         self._touched[work.layer * self._experts + work.experts] = work.step
 
     def admitted(self, keys: np.ndarray) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
-from policies.kernels import count_accesses, stamp
-from policies.parameters import expect_choice
-from policies.scored import ScoredCache
+from moesim.policies.cache._score_based import ScoredCache
+from moesim.policies.kernels import count_accesses, stamp
+from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
-    from policies.base import LayerWork, RunContext
+    from moesim.policies.base import LayerWork, RunContext
 
 Variant = Literal["perfect", "in-cache"]
 
@@ -19,12 +18,13 @@ Variant = Literal["perfect", "in-cache"]
 class LFRU(ScoredCache):
     """Evict the lowest ``uses / (now - last use + 1)``; ties to the lower id.
 
-    A use is one layer step in which the expert is active. Now counts the layer steps, of all layers, that this
-    memory has seen (2608.07911).
+    A use is one layer step in which the expert is active. Now counts the layer steps,
+    of all layers, that this memory has seen (2608.07911).
 
     Args:
-        variant: ``perfect`` counts the uses of the whole run (2608.07911; the best causal policy of peers §1.1);
-            ``in-cache`` counts from 1 on entering and forgets at eviction (tinyserve, vLLM #37190).
+        variant: ``perfect`` counts the uses of the whole run (2608.07911; the best
+            causal policy of peers §1.1); ``in-cache`` counts from 1 on entering and
+            forgets at eviction (tinyserve, vLLM #37190).
 
     Source: peers §1.3.
     """
@@ -45,7 +45,9 @@ class LFRU(ScoredCache):
         """Count and stamp the active experts."""
         self._now += 1.0
         first = work.layer * self.experts
-        count_accesses(self._uses, self._counted, work.experts, first, self.experts, 1.0)
+        count_accesses(
+            self._uses, self._counted, work.experts, first, self.experts, 1.0
+        )
         stamp(self._last, work.experts, first, self._now)
 
     def admitted(self, keys: np.ndarray) -> None:
@@ -62,5 +64,7 @@ class LFRU(ScoredCache):
 
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Choose the lowest frequency per age."""
-        self.score[candidates] = self._uses[candidates] / (self._now - self._last[candidates] + 1.0)
+        self.score[candidates] = self._uses[candidates] / (
+            self._now - self._last[candidates] + 1.0
+        )
         return super().victims(incoming, candidates)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
-from policies.kernels import count_accesses, stamp
-from policies.parameters import expect, expect_choice
-from policies.scored import ScoredCache
+from moesim.policies.cache._score_based import ScoredCache
+from moesim.policies.kernels import count_accesses, stamp
+from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
-    from policies.base import LayerWork, RunContext
+    from moesim.policies.base import LayerWork, RunContext
 
 Variant = Literal["in-cache", "perfect"]
 Tie = Literal["id", "fifo", "lru"]
@@ -20,25 +19,33 @@ Tie = Literal["id", "fifo", "lru"]
 class LFU(ScoredCache):
     """Evict the expert with the fewest uses.
 
-    A use is one layer step in which the expert is active, however many tokens it serves.
+    A use is one layer step in which the expert is active, however many tokens it
+    serves.
 
     Args:
-        variant: ``in-cache`` counts while an expert is in the cache, from 1 on entering (by demand or
-            prefetch), and forgets at eviction, as FlashMoE's baseline and libCacheSim do; ``perfect`` counts every
-            use of the whole run, in the cache or not.
+        variant: ``in-cache`` counts while an expert is in the cache, from 1 on entering
+            (by demand or prefetch), and forgets at eviction, as FlashMoE's baseline and
+            libCacheSim do; ``perfect`` counts every use of the whole run, in the cache
+            or not.
         decay: factor on a layer's counts before each of its steps; 1 never forgets.
-        tie: between equal counts, ``id`` evicts the lower id (our rule, and CECAR's training code), ``fifo`` the first
-            to enter (CECAR's runtime), ``lru`` the least recently used (libCacheSim; algorithms §5.5).
+        tie: between equal counts, ``id`` evicts the lower id (our rule, and CECAR's
+            training code), ``fifo`` the first to enter (CECAR's runtime), ``lru`` the
+            least recently used (libCacheSim; algorithms §5.5).
 
-    Source: textbook; variants as in algorithms §5.5. The defaults are FlashMoE's baseline with our tie rule, and never
-    forget because no paper gives a rate; a decay is the moving average of peers §1.3.
+    Source: textbook; variants as in algorithms §5.5. The defaults are FlashMoE's
+    baseline with our tie rule, and never forget because no paper gives a rate; a decay
+    is the moving average of peers §1.3.
     """
 
-    def __init__(self, *, variant: Variant = "in-cache", decay: float = 1.0, tie: Tie = "id") -> None:
+    def __init__(
+        self, *, variant: Variant = "in-cache", decay: float = 1.0, tie: Tie = "id"
+    ) -> None:
         expect_choice("variant", variant, Variant)
         expect_choice("tie", tie, Tie)
         expect(0.0 < decay <= 1.0, "decay", "0 < decay <= 1", decay)
-        self.variant, self.decay, self.tie_rule = variant, decay, tie
+        self.variant = variant
+        self.decay = decay
+        self.tie_rule = tie
 
     def start(self, context: RunContext) -> None:
         """Begin all counts at 0; `perfect` counts everybody from the start."""
@@ -51,7 +58,9 @@ class LFU(ScoredCache):
     def accessed(self, work: LayerWork) -> None:
         """Count the active experts that are counted, after ageing their layer."""
         first = work.layer * self.experts
-        count_accesses(self.score, self._counted, work.experts, first, self.experts, self.decay)
+        count_accesses(
+            self.score, self._counted, work.experts, first, self.experts, self.decay
+        )
         self._now += 1.0
         if self.tie_rule == "lru":
             stamp(self.tie, work.experts, first, self._now)

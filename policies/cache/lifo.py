@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from policies.scored import ScoredCache
+from moesim.policies.cache._score_based import ScoredCache
 
 if TYPE_CHECKING:
-    from policies.base import LayerWork, RunContext
+    from moesim.policies.base import LayerWork, RunContext
 
 
 class LIFO(ScoredCache):
     """Evict the expert that entered last; a hit changes nothing.
 
-    Experts of one layer step enter in launch order. What is held stays, so the last of a step leaves in the next.
+    Experts of one layer step enter in launch order. What is held stays, so the last of
+    a step leaves in the next.
 
     Source: a baseline of FlashMoE (algorithms §5.5).
     """

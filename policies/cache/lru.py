@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from policies.kernels import stamp
-from policies.scored import ScoredCache
+from moesim.policies.cache._score_based import ScoredCache
+from moesim.policies.kernels import stamp
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from policies.base import LayerWork, RunContext
+    from moesim.policies.base import LayerWork, RunContext
 
 
 class LRU(ScoredCache):
     """Evict the expert whose last use is oldest.
 
-    Step-atomic: the active experts of a layer step are used at the same instant, so ties are real and go to the
-    lower id. Entering counts as a use, so that a prefetched expert that nobody asked for ages and leaves.
+    Step-atomic: the active experts of a layer step are used at the same instant, so
+    ties are real and go to the lower id. Entering counts as a use, so that a prefetched
+    expert that nobody asked for ages and leaves.
 
-    Source: textbook; step-atomic as in algorithms §5.5. Mixtral-Offloading's and AdapMoE's cache.
+    Source: textbook; step-atomic as in algorithms §5.5. Mixtral-Offloading's and
+    AdapMoE's cache.
     """
 
     def start(self, context: RunContext) -> None:

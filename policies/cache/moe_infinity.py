@@ -1,52 +1,70 @@
-"""MoE-Infinity's cache: a priority from the layer's place, the sequence so far and past visits."""
+"""MoE-Infinity's cache: a priority from the layer's place, the sequence so far and past
+visits.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
-from policies.base import CachePolicy
-from policies.parameters import expect_choice
-from traces.schema import Phase
+from moesim.policies.base import CachePolicy
+from moesim.policies.parameters import expect_choice
+from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from policies.base import LayerWork, RunContext
+    from moesim.policies.base import LayerWork, RunContext
 
 Topology = Literal["first", "released"]
 Visits = Literal["in-cache", "perfect"]
 
 _FLOOR = 1e-6
-"""Added to each normalised factor, so that a zero in one does not silence the others (released code)."""
+"""Added to each normalised factor, so that a zero in one does not silence the others
+(released code).
+"""
 
 
 class MoEInfinity(CachePolicy):
-    """Evict the lowest product of topology decay, activation ratio of the sequence, and visit frequency.
+    """Evict the lowest product of topology decay, activation ratio of the sequence, and
+    visit frequency.
 
-    Each factor is scaled to sum to 1 over all experts and raised by 1e-6. The activation ratio is the
-    expert's share of its layer's tokens since the sequences began; a layer that has none counts as uniform.
-    Experts of the current layer, and prefetched ones that were not used yet, leave only when no other can;
-    within either group the lowest product, then the lower id. Made for the global scope.
+    Each factor is scaled to sum to 1 over all experts and raised by 1e-6. The
+    activation ratio is the expert's share of its layer's tokens since the sequences
+    began; a layer that has none counts as uniform. Experts of the current layer, and
+    prefetched ones that were not used yet, leave only when no other can; within either
+    group the lowest product, then the lower id. Made for the global scope.
 
     Args:
-        topology: ``first`` favours early layers, ``1 − l / L``: their experts are predicted latest; ``released`` is
-            the code's rule, which takes the first half of the layers for an encoder. While the current layer lies in
-            a half, that half's layers up to it count 1; otherwise the first half falls from 1 and the second rises
-            from 0.
-        visits: ``in-cache`` counts layer steps since entering, from 1; ``perfect`` over the run.
-        reset: a prefill of the first layer begins new sequences. A trace without prefill is one long sequence.
+        topology: ``first`` favours early layers, ``1 − l / L``: their experts are
+            predicted latest; ``released`` is the code's rule, which takes the first
+            half of the layers for an encoder. While the current layer lies in a half,
+            that half's layers up to it count 1; otherwise the first half falls from 1
+            and the second rises from 0.
+        visits: ``in-cache`` counts layer steps since entering, from 1; ``perfect`` over
+            the run.
+        reset: a prefill of the first layer begins new sequences. A trace without
+            prefill is one long sequence.
 
-    Source: MoE-Infinity ``expert_priority_score.py`` and ``expert_cache.py``; algorithms §6.9.
+    Source: MoE-Infinity ``expert_priority_score.py`` and ``expert_cache.py``;
+    algorithms §6.9.
     """
 
-    def __init__(self, *, topology: Topology = "first", visits: Visits = "in-cache", reset: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        topology: Topology = "first",
+        visits: Visits = "in-cache",
+        reset: bool = True,
+    ) -> None:
         expect_choice("topology", topology, Topology)
         expect_choice("visits", visits, Visits)
-        self.topology, self.visits, self.reset = topology, visits, reset
+        self.topology = topology
+        self.visits = visits
+        self.reset = reset
 
     def start(self, context: RunContext) -> None:
         """Begin without tokens or visits."""
-        self._layers, self._experts = context.shape.layers, context.shape.experts
+        self._layers = context.shape.layers
+        self._experts = context.shape.experts
         self._tokens = np.zeros((self._layers, self._experts))
         self._visits = np.zeros(self._layers * self._experts)
         self._counted = np.full(len(self._visits), self.visits == "perfect")
@@ -82,14 +100,18 @@ class MoEInfinity(CachePolicy):
 
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Choose the lowest priorities, protected ones last."""
-        protected = self._unused[candidates] | (candidates // self._experts == self._layer)
+        protected = self._unused[candidates] | (
+            candidates // self._experts == self._layer
+        )
         order = np.lexsort((self._priority()[candidates], protected))
         return candidates[order[: len(incoming)]]
 
     def _priority(self) -> np.ndarray:
         """The product for every expert: float64 [L * E]."""
         total = self._tokens.sum(axis=1, keepdims=True)
-        ratio = np.where(total > 0.0, self._tokens / np.maximum(total, 1.0), 1.0 / self._experts).reshape(-1)
+        ratio = np.where(
+            total > 0.0, self._tokens / np.maximum(total, 1.0), 1.0 / self._experts
+        ).reshape(-1)
         topology = np.repeat(self._decay(), self._experts)
         return np.prod([_share(topology), _share(ratio), _share(self._visits)], axis=0)
 
@@ -99,7 +121,8 @@ class MoEInfinity(CachePolicy):
         if self.topology == "first":
             return 1.0 - layer / self._layers
         half = max(1, self._layers // 2)
-        falling, rising = 1.0 - layer / half, (layer - half) / (half + 1)
+        falling = 1.0 - layer / half
+        rising = (layer - half) / (half + 1)
         if self._layer < half:
             falling = np.where(layer > self._layer, falling, 1.0)
         else:
@@ -110,4 +133,6 @@ class MoEInfinity(CachePolicy):
 def _share(values: np.ndarray) -> np.ndarray:
     """`values` as shares of their sum, raised by the floor; uniform where all are 0."""
     total = values.sum()
-    return (values / total if total > 0.0 else np.full(len(values), 1.0 / len(values))) + _FLOOR
+    return (
+        values / total if total > 0.0 else np.full(len(values), 1.0 / len(values))
+    ) + _FLOOR

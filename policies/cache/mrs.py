@@ -1,36 +1,43 @@
-"""HybriMoE's minus-recent-score: keep what the gate rated highly of late, used or not."""
+"""HybriMoE's minus-recent-score: keep what the gate rated highly of late, used or
+not.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
-from policies.cache.static import Static
-from policies.parameters import expect, expect_choice
-from policies.scored import ScoredCache
+from moesim.policies.cache._score_based import ScoredCache
+from moesim.policies.cache.static import Static
+from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
-    from policies.base import LayerWork, RunContext
+    from moesim.policies.base import LayerWork, RunContext
 
 Fill = Literal["empty", "lowest"]
 Tie = Literal["id", "touched"]
 
 
 class MRS(ScoredCache):
-    """Evict the lowest S, where ``S ← α · TopP(s) + (1 − α) · S`` at every step of its layer, starting from 0.
+    """Evict the lowest S, where ``S ← α · TopP(s) + (1 − α) · S`` at every step of its
+    layer, starting from 0.
 
-    s are the gate's scores of the step and TopP keeps the p largest (ties to the lower id); the others decay.
-    In global scope the layers' S are compared as they are. A layer step without scores teaches nothing.
+    s are the gate's scores of the step and TopP keeps the p largest (ties to the lower
+    id); the others decay. In global scope the layers' S are compared as they are. A
+    layer step without scores teaches nothing.
 
     Args:
         alpha: α; 0.5 in the released code, not given in the paper.
-        p: scores that count in a step; none is 2·k, as the paper says and the code passes.
-        first_row: a step of many tokens counts by its first row only, as the released code does; otherwise the
-            scores are averaged over the tokens (our reading: the paper has one token).
-        tie: between equal S, ``id`` evicts the lower id (our rule), ``touched`` the least recently used or entered, as
-            the released code's dictionary order does.
-        fill: ``lowest`` fills the cache with the lowest ids before the run, as the released code does.
+        p: scores that count in a step; none is 2·k, as the paper says and the code
+            passes.
+        first_row: a step of many tokens counts by its first row only, as the released
+            code does; otherwise the scores are averaged over the tokens (our reading:
+            the paper has one token).
+        tie: between equal S, ``id`` evicts the lower id (our rule), ``touched`` the
+            least recently used or entered, as the released code's dictionary order
+            does.
+        fill: ``lowest`` fills the cache with the lowest ids before the run, as the
+            released code does.
 
     Source: HybriMoE eq. 3 and its ``modeling_deepseek.py``; algorithms §4.5.
     """
@@ -50,7 +57,11 @@ class MRS(ScoredCache):
         expect(p is None or p >= 1, "p", ">= 1 or none", p)
         expect_choice("tie", tie, Tie)
         expect_choice("fill", fill, Fill)
-        self.alpha, self.p, self.first_row, self.tie_rule, self.fill = alpha, p, first_row, tie, fill
+        self.alpha = alpha
+        self.p = p
+        self.first_row = first_row
+        self.tie_rule = tie
+        self.fill = fill
 
     def start(self, context: RunContext) -> None:
         """Begin with S = 0."""
@@ -74,7 +85,11 @@ class MRS(ScoredCache):
             self.tie[first + work.experts] = self._now
         if work.scores is None:
             return
-        s = work.scores[0] if self.first_row else work.scores.mean(axis=0, dtype=np.float64)
+        s = (
+            work.scores[0]
+            if self.first_row
+            else work.scores.mean(axis=0, dtype=np.float64)
+        )
         best = np.argsort(-s, kind="stable")[: self._top]
         layer = self.score[first : first + self.experts]
         layer *= 1.0 - self.alpha

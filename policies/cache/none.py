@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from policies.closed import ClosedCache
+from moesim.policies.cache._no_admission import ClosedCache
 
 
 class NoCache(ClosedCache):
     """Admit nothing.
 
-    Source: the caches of Pre-gated MoE and DeepSpeed, which have buffers only (algorithms §6.5, §6.6).
+    Source: the caches of Pre-gated MoE and DeepSpeed, which have buffers only
+    (algorithms §6.5, §6.6).
     """

@@ -1,20 +1,21 @@
-"""DAOP's cache: placed by calibration, adapted to each prompt in prefill, frozen in decode."""
+"""DAOP's cache: placed by calibration, adapted to each prompt in prefill, frozen in
+decode.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
-from policies.base import ExpertKey, PolicyError, Swap
-from policies.parameters import expect, expect_choice
-from policies.swaps import SwapCache
-from traces.schema import Phase
+from moesim.policies.base import ExpertKey, PolicyError, Swap
+from moesim.policies.cache._own_replacements import SwapCache
+from moesim.policies.parameters import expect, expect_choice
+from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from policies.base import LayerWork, MachineView, RunContext
+    from moesim.policies.base import LayerWork, MachineView, RunContext
 
 Variant = Literal["paper", "released"]
 Fill = Literal["auto", "calibrated"]
@@ -24,26 +25,33 @@ _TOLERANCE = 1e-12
 
 
 class PrefillSwap(SwapCache):
-    """In prefill, pair each layer's hottest absent experts with its coldest residents and swap clear cases.
+    """In prefill, pair each layer's hottest absent experts with its coldest residents
+    and swap clear cases.
 
-    Of the N experts, the ``share·N`` hottest absent ones (by prompt tokens) meet as many coldest residents, rank by
-    rank; ties go to the lower id. Nothing moves in decode, and what is fetched runs from staging. Two departures:
-    the planner carries a swap out behind its layer step, so the prompt that caused it is still served from the old
-    placement; and the copy of the leaving expert back to the host, which DAOP charges, is not modelled, as weights
-    never change.
+    Of the N experts, the ``share·N`` hottest absent ones (by prompt tokens) meet as
+    many coldest residents, rank by rank; ties go to the lower id. Nothing moves in
+    decode, and what is fetched runs from staging. Two departures: the planner carries a
+    swap out behind its layer step, so the prompt that caused it is still served from
+    the old placement; and the copy of the leaving expert back to the host, which DAOP
+    charges, is not modelled, as weights never change.
 
     Args:
         share: of all experts that may swap in one prefill of a layer.
         margin: hot must have at least `margin` times the tokens of cold: 1.05.
-        variant: ``paper`` swaps at equality and pairs clean lists; ``released`` does what the code does: strictly more
-            tokens, and lists over *all* experts, where an absent expert without tokens passes for the coldest
-            resident and shifts the pairs; a pair of two residents or two absent experts has no effect.
-        idle: whether an absent expert without tokens may enter where the cold one has none either, as ≥ says literally;
-            our default spares the copy. Only for ``paper``.
-        fill: ``calibrated`` gives every layer ⌊slots / L⌋ of its own most frequent experts and the rest to the most
-            frequent of all; ``auto`` is that where there is a calibration, else lowest ids.
+        variant: ``paper`` swaps at equality and pairs clean lists; ``released`` does
+            what the code does: strictly more tokens, and lists over *all* experts,
+            where an absent expert without tokens passes for the coldest resident and
+            shifts the pairs; a pair of two residents or two absent experts has no
+            effect.
+        idle: whether an absent expert without tokens may enter where the cold one has
+            none either, as ≥ says literally; our default spares the copy. Only for
+            ``paper``.
+        fill: ``calibrated`` gives every layer ⌊slots / L⌋ of its own most frequent
+            experts and the rest to the most frequent of all; ``auto`` is that where
+            there is a calibration, else lowest ids.
 
-    Source: DAOP Alg. 1 and §4; ``daop_moe.py``, ``modeling_daop.py``; algorithms §2.1 and §2.2.
+    Source: DAOP Alg. 1 and §4; ``daop_moe.py``, ``modeling_daop.py``; algorithms §2.1
+    and §2.2.
     """
 
     def __init__(
@@ -59,7 +67,11 @@ class PrefillSwap(SwapCache):
         expect(margin > 0.0, "margin", "> 0", margin)
         expect_choice("variant", variant, Variant)
         expect_choice("fill", fill, Fill)
-        self.share, self.margin, self.variant, self.idle, self.fill = share, margin, variant, idle, fill
+        self.share = share
+        self.margin = margin
+        self.variant = variant
+        self.idle = idle
+        self.fill = fill
 
     def start(self, context: RunContext) -> None:
         """Rank the experts by calibration.
@@ -68,24 +80,37 @@ class PrefillSwap(SwapCache):
             PolicyError: ``fill=calibrated`` without calibration counts.
         """
         super().start(context)
-        self._served = np.ones(context.shape.layers, np.bool_) if context.served is None else context.served
+        self._served = (
+            np.ones(context.shape.layers, np.bool_)
+            if context.served is None
+            else context.served
+        )
         if context.calibration is not None:
             self._counts = np.asarray(context.calibration, dtype=np.float64)
         elif self.fill == "calibrated":
             raise PolicyError(
-                "cache policy 'prefill-swap': fill=calibrated needs the counts of a calibration trace; found none"
+                "cache policy 'prefill-swap': fill=calibrated needs the counts of a"
+                " calibration trace; found none"
             )
         else:
             self._counts = np.zeros(self.inside.shape)
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
-        """Give each layer its share of its own best, the remainder to the best of all: int64 flat keys, ascending."""
+        """Give each layer its share of its own best, the remainder to the best of all:
+        int64 flat keys, ascending.
+        """
         layers, experts = self.inside.shape
         served = int(self._served.sum())
-        shares = capacity_slots if len(capacity_slots) > 1 else np.full(layers, int(capacity_slots[0]) // served)
+        shares = (
+            capacity_slots
+            if len(capacity_slots) > 1
+            else np.full(layers, int(capacity_slots[0]) // served)
+        )
         taken = np.zeros(self.inside.shape, np.bool_)
         for layer in np.flatnonzero(self._served).tolist():
-            taken[layer, np.argsort(-self._counts[layer], kind="stable")[: shares[layer]]] = True
+            taken[
+                layer, np.argsort(-self._counts[layer], kind="stable")[: shares[layer]]
+            ] = True
         if len(capacity_slots) == 1:
             order = np.argsort(-self._counts, axis=None, kind="stable")
             order = order[self._served[order // experts]]
@@ -102,19 +127,25 @@ class PrefillSwap(SwapCache):
             return ()
         tokens = np.zeros(self.inside.shape[1], np.int64)
         tokens[work.experts] = work.tokens
-        settled, absent = self.settled(work.layer, view), ~self.inside[work.layer]
+        settled = self.settled(work.layer, view)
+        absent = ~self.inside[work.layer]
         pairs = int(self.share * len(tokens))
         if self.variant == "released":
             hot = np.argsort(-tokens * absent, kind="stable")[:pairs]
-            cold = np.argsort(tokens * np.where(absent, len(work.routing), 1), kind="stable")[:pairs]
+            cold = np.argsort(
+                tokens * np.where(absent, len(work.routing), 1), kind="stable"
+            )[:pairs]
         else:
-            hot, cold = np.flatnonzero(absent), np.flatnonzero(settled)
+            hot = np.flatnonzero(absent)
+            cold = np.flatnonzero(settled)
             hot = hot[np.argsort(-tokens[hot], kind="stable")][:pairs]
             cold = cold[np.argsort(tokens[cold], kind="stable")][:pairs]
         return [
             Swap(ExpertKey(work.layer, out), ExpertKey(work.layer, into))
             for into, out in zip(hot.tolist(), cold.tolist(), strict=False)
-            if absent[into] and settled[out] and self._clear(int(tokens[into]), int(tokens[out]))
+            if absent[into]
+            and settled[out]
+            and self._clear(int(tokens[into]), int(tokens[out]))
         ]
 
     def _clear(self, hot: int, cold: int) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import cycle
 from typing import TYPE_CHECKING, Literal
 
-from policies.parameters import expect, expect_choice
-from policies.requests import RequestCache, Requests, first
+from moesim.policies.cache._per_request import RequestCache, Requests, first
+from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from policies.base import RunContext
+    from moesim.policies.base import RunContext
 
 Variant = Literal["paper", "libcachesim"]
 
@@ -20,28 +20,42 @@ _MOST_USES = 3
 
 
 class S3FIFO(RequestCache):
-    """Newcomers prove themselves in a small queue; who was used moves to the main one, the others become ghosts.
+    """Newcomers prove themselves in a small queue; who was used moves to the main one,
+    the others become ghosts.
 
-    A ghost that returns enters the main queue. The main queue gives a used expert another round for each use,
-    at most 3. Held experts stay where they are. Requests are made from layer steps as `policies.requests` says.
+    A ghost that returns enters the main queue. The main queue gives a used expert
+    another round for each use, at most 3. Held experts stay where they are. Requests
+    are made from layer steps as `moesim.policies.cache._per_request` says.
 
     Args:
         small: share of the slots for the small queue, at least one slot.
         ghosts: remembered evictions of the small queue, as a share of the slots.
         uses: uses in the small queue that earn a place in the main one.
-        variant: ``paper`` evicts from the small queue whenever it is full, else from the main one, and fills the
-            small queue first; ``libcachesim`` evicts from the main queue only when that is over its size, and lets
-            newcomers fill the main queue until the first eviction. That form equals libCacheSim's S3FIFO.
+        variant: ``paper`` evicts from the small queue whenever it is full, else from
+            the main one, and fills the small queue first; ``libcachesim`` evicts from
+            the main queue only when that is over its size, and lets newcomers fill the
+            main queue until the first eviction. That form equals libCacheSim's S3FIFO.
 
-    Source: Yang et al., SOSP 2023, algorithm 1; libCacheSim ``S3FIFO.c`` for the second variant.
+    Source: Yang et al., SOSP 2023, algorithm 1; libCacheSim ``S3FIFO.c`` for the second
+    variant.
     """
 
-    def __init__(self, *, small: float = 0.1, ghosts: float = 0.9, uses: int = 2, variant: Variant = "paper") -> None:
+    def __init__(
+        self,
+        *,
+        small: float = 0.1,
+        ghosts: float = 0.9,
+        uses: int = 2,
+        variant: Variant = "paper",
+    ) -> None:
         expect(0.0 < small < 1.0, "small", "0 < small < 1", small)
         expect(ghosts >= 0.0, "ghosts", ">= 0", ghosts)
         expect(uses >= 1, "uses", ">= 1", uses)
         expect_choice("variant", variant, Variant)
-        self.small, self.ghosts, self.uses, self.variant = small, ghosts, uses, variant
+        self.small = small
+        self.ghosts = ghosts
+        self.uses = uses
+        self.variant = variant
 
     def pool(self, capacity: int, context: RunContext) -> Requests:
         """Open the three queues."""
@@ -50,7 +64,9 @@ class S3FIFO(RequestCache):
 
 
 class _Queues:
-    """`probation` and `main` hold uses by key, oldest first; so do ghosts, without uses."""
+    """`probation` and `main` hold uses by key, oldest first; so do ghosts, without
+    uses.
+    """
 
     def __init__(self, rule: S3FIFO, capacity: int) -> None:
         self.rule = rule
@@ -98,7 +114,9 @@ class _Queues:
         return len(self.main) <= self.large and len(self.probation) > 0
 
     def _from_probation(self, free: Container[int]) -> int:
-        """Promote until somebody has earned no place; he leaves. -1 if all were promoted or held."""
+        """Promote until somebody has earned no place; he leaves. -1 if all were
+        promoted or held.
+        """
         while (key := first(self.probation, free)) >= 0:
             if self.probation.pop(key) < self.rule.uses:
                 self.ghosts[key] = None

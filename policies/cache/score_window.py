@@ -5,25 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from policies.parameters import expect
-from policies.scored import ScoredCache
+from moesim.policies.cache._score_based import ScoredCache
+from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
-    from policies.base import LayerWork, RunContext
+    from moesim.policies.base import LayerWork, RunContext
 
 
 class ScoreWindow(ScoredCache):
-    """Evict the lowest mean score over the last `window` steps of its layer, inactive steps included.
+    """Evict the lowest mean score over the last `window` steps of its layer, inactive
+    steps included.
 
-    Before a layer has seen `window` steps, the mean is over those it has seen. A step of many tokens counts by
-    the mean over its tokens. Ties go to the least recently used, then to the lower id. SMoE's shield, that
-    experts selected for the current layer cannot leave before it ends, is what the planner's holds do for every
-    policy (the text says "elevates eviction priority" and means protects). In global scope the means of different
-    layers are compared as they are.
+    Before a layer has seen `window` steps, the mean is over those it has seen. A step
+    of many tokens counts by the mean over its tokens. Ties go to the least recently
+    used, then to the lower id. SMoE's shield, that experts selected for the current
+    layer cannot leave before it ends, is what the planner's holds do for every policy
+    (the text says "elevates eviction priority" and means protects). In global scope the
+    means of different layers are compared as they are.
 
     Args:
-        window: iterations; SMoE does not give it, our default is 8 (to be swept over 4, 8, 16).
+        window: iterations; SMoE does not give it, our default is 8 (to be swept over 4,
+            8, 16).
 
     Source: SMoE, algorithms §3.3.
     """
@@ -43,7 +45,9 @@ class ScoreWindow(ScoredCache):
         self._now = 0.0
 
     def accessed(self, work: LayerWork) -> None:
-        """Push this step's scores through the layer's window; a step without scores teaches nothing."""
+        """Push this step's scores through the layer's window; a step without scores
+        teaches nothing.
+        """
         self._now += 1.0
         first = work.layer * self.experts
         self.tie[first + work.experts] = self._now

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from policies.requests import RequestCache, Requests
+from moesim.policies.cache._per_request import RequestCache, Requests
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from policies.base import RunContext
+    from moesim.policies.base import RunContext
 
 
 class SIEVE(RequestCache):
-    """A hand walks from the oldest to the newest, spares what was used (once) and evicts the first that was not.
+    """A hand walks from the oldest to the newest, spares what was used (once) and
+    evicts the first that was not.
 
-    The hand stays where it evicted; newcomers enter behind it. Held experts are passed over and keep their mark.
-    Requests are made from layer steps as `policies.requests` says. Equal to libCacheSim's Sieve on one request at a
-    time.
+    The hand stays where it evicted; newcomers enter behind it. Held experts are passed
+    over and keep their mark. Requests are made from layer steps as
+    `moesim.policies.cache._per_request` says. Equal to libCacheSim's Sieve on one
+    request at a time.
 
     Source: Zhang et al., NSDI 2024, algorithm 1.
     """
@@ -57,7 +59,8 @@ class _Queue:
         return victim
 
     def fill(self, key: int) -> None:
-        if self.hand >= len(self.queue):  # it has walked off the newest: back to the oldest
+        # It has walked off the newest: back to the oldest.
+        if self.hand >= len(self.queue):
             self.hand = 0
         self.queue.append(key)
         self.used[key] = False

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from policies.parameters import expect, expect_choice
-from policies.requests import RequestCache, Requests, first
+from moesim.policies.cache._per_request import RequestCache, Requests, first
+from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from policies.base import RunContext
+    from moesim.policies.base import RunContext
 
 Entry = Literal["lowest", "free"]
 
@@ -18,25 +18,28 @@ Entry = Literal["lowest", "free"]
 class SLRU(RequestCache):
     """Newcomers enter the lowest segment, hits climb, the lowest segment pays.
 
-    Every segment above the lowest has an equal share of the slots, rounded down; one that overflows hands its
-    least recent expert down to the segment below. Requests are made from layer steps as `policies.requests` says.
+    Every segment above the lowest has an equal share of the slots, rounded down; one
+    that overflows hands its least recent expert down to the segment below. Requests are
+    made from layer steps as `moesim.policies.cache._per_request` says.
 
     Args:
         segments: 2 are probation and protected, as published; 4 are S4LRU.
-        entry: ``lowest`` lets newcomers enter the lowest segment; ``free`` the lowest segment that is not full, as
-            libCacheSim does.
+        entry: ``lowest`` lets newcomers enter the lowest segment; ``free`` the lowest
+            segment that is not full, as libCacheSim does.
 
-    ``segments=4,entry=free`` equals libCacheSim's SLRU wherever 4 divides the capacity. Where it does not,
-    libCacheSim's lowest segment can exceed its share, and a hit that hands an expert down to it evicts although
-    nobody enters.
+    ``segments=4,entry=free`` equals libCacheSim's SLRU wherever 4 divides the capacity.
+    Where it does not, libCacheSim's lowest segment can exceed its share, and a hit that
+    hands an expert down to it evicts although nobody enters.
 
-    Source: Karedla et al., IEEE Computer 1994 (two segments); Huang et al., SOSP 2013 (four).
+    Source: Karedla et al., IEEE Computer 1994 (two segments); Huang et al., SOSP 2013
+    (four).
     """
 
     def __init__(self, *, segments: int = 2, entry: Entry = "lowest") -> None:
         expect(segments >= 1, "segments", ">= 1", segments)
         expect_choice("entry", entry, Entry)
-        self.segments, self.entry = segments, entry
+        self.segments = segments
+        self.entry = entry
 
     def pool(self, capacity: int, context: RunContext) -> Requests:
         """Open empty segments."""
@@ -62,7 +65,9 @@ class _Segments:
         self._put(key, min(level + 1, len(self.segments) - 1))
 
     def miss(self, key: int, free: Container[int]) -> int:
-        victim = next(found for segment in self.segments if (found := first(segment, free)) >= 0)
+        victim = next(
+            found for segment in self.segments if (found := first(segment, free)) >= 0
+        )
         self.drop(victim)
         self.fill(key)
         return victim
@@ -70,14 +75,23 @@ class _Segments:
     def fill(self, key: int) -> None:
         level = 0
         if self.rule.entry == "free":
-            level = next((n for n, segment in enumerate(self.segments) if len(segment) < self.share), 0)
+            level = next(
+                (
+                    n
+                    for n, segment in enumerate(self.segments)
+                    if len(segment) < self.share
+                ),
+                0,
+            )
         self._put(key, level)
 
     def drop(self, key: int) -> None:
         del self.segments[self.level.pop(key)][key]
 
     def _put(self, key: int, level: int) -> None:
-        """Make `key` the most recent of a segment, and hand down what no longer fits."""
+        """Make `key` the most recent of a segment, and hand down what no longer
+        fits.
+        """
         self.segments[level][key] = None
         self.level[key] = level
         while level > 0 and len(self.segments[level]) > self.share:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-
-from policies.base import PolicyError, RunContext
-from policies.closed import ClosedCache
-from policies.filling import fitting
-from policies.parameters import expect_choice
-from policies.residency import GLOBAL
+from moesim.policies.base import PolicyError, RunContext
+from moesim.policies.cache._no_admission import ClosedCache
+from moesim.policies.parameters import expect_choice
+from moesim.policies.planner.initial_content import fitting
+from moesim.policies.planner.residency import GLOBAL
 
 Fill = Literal["auto", "calibrated", "lowest", "random", "front", "last"]
 
@@ -18,17 +17,19 @@ Fill = Literal["auto", "calibrated", "lowest", "random", "front", "last"]
 class Static(ClosedCache):
     """Fill the cache before the run and leave it so.
 
-    In per-layer scope every layer is filled by itself; in global scope the whole model is ranked at once (as
-    Fiddler places its popular experts).
+    In per-layer scope every layer is filled by itself; in global scope the whole model
+    is ranked at once (as Fiddler places its popular experts).
 
     Args:
-        fill: ``calibrated`` takes the most often activated experts of the calibration trace, ties to the lower id
-            (Fiddler, DAOP; kt-kernel's ``frequency`` in global scope); ``lowest`` the lowest ids of every layer
-            (HybriMoE's released code; kt-kernel's ``uniform``); ``random`` draws with the run's seed (kt-kernel's own
-            is 42); ``front`` fills the first layers whole (kt-kernel's ``front-loading``), ``last`` the last ones
-            (llama.cpp's ``-ngl``): both need the global scope, as a layer's own slots cannot go to another. ``auto``,
-            the default, is ``calibrated`` where there is a calibration, because popularity is what placements are
-            published with, else ``lowest``.
+        fill: ``calibrated`` takes the most often activated experts of the calibration
+            trace, ties to the lower id (Fiddler, DAOP; kt-kernel's ``frequency`` in
+            global scope); ``lowest`` the lowest ids of every layer (HybriMoE's released
+            code; kt-kernel's ``uniform``); ``random`` draws with the run's seed
+            (kt-kernel's own is 42); ``front`` fills the first layers whole (kt-kernel's
+            ``front-loading``), ``last`` the last ones (llama.cpp's ``-ngl``): both need
+            the global scope, as a layer's own slots cannot go to another. ``auto``, the
+            default, is ``calibrated`` where there is a calibration, because popularity
+            is what placements are published with, else ``lowest``.
 
     Source: algorithms §2.1, §4.5, §6.1-6.3.
     """
@@ -41,31 +42,47 @@ class Static(ClosedCache):
         """Keep what ranks the experts.
 
         Raises:
-            PolicyError: ``fill=calibrated`` without calibration counts, or whole layers with slots per layer.
+            PolicyError: ``fill=calibrated`` without calibration counts, or whole layers
+                with slots per layer.
         """
         if self.fill in {"front", "last"} and context.scope != GLOBAL:
             raise PolicyError(
-                f"cache policy 'static': fill={self.fill} fills whole layers, which slots per layer do not allow;"
-                " add --cache-scope global"
+                f"cache policy 'static': fill={self.fill} fills whole layers, which"
+                " slots per layer do not allow; add --cache-scope global"
             )
         if self.fill == "calibrated" and context.calibration is None:
             raise PolicyError(
-                "cache policy 'static': fill=calibrated needs the counts of a calibration trace; found none"
+                "cache policy 'static': fill=calibrated needs the counts of a"
+                " calibration trace; found none"
             )
         self._context = context
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
-        """Rank all experts, most wanted first, and keep what fits: int64 flat keys, ascending."""
-        return fitting(self._rank(), capacity_slots, self._context.scope, self._context.served)
+        """Rank all experts, most wanted first, and keep what fits: int64 flat keys,
+        ascending.
+        """
+        return fitting(
+            self._rank(), capacity_slots, self._context.scope, self._context.served
+        )
 
     def _rank(self) -> np.ndarray:
-        """Float64 [L, E], lowest for the most wanted; stable sorting leaves ties to the lower key."""
+        """Float64 [L, E], lowest for the most wanted; stable sorting leaves ties to the
+        lower key.
+        """
         shape = self._context.shape
         if self.fill in {"front", "last"}:
             layer = np.arange(shape.layers, dtype=np.float64)
-            return np.repeat((layer if self.fill == "front" else -layer)[:, None], shape.experts, axis=1)
+            return np.repeat(
+                (layer if self.fill == "front" else -layer)[:, None],
+                shape.experts,
+                axis=1,
+            )
         if self.fill == "random":
-            return np.random.default_rng(self._context.seed).random((shape.layers, shape.experts))
+            return np.random.default_rng(self._context.seed).random(
+                (shape.layers, shape.experts)
+            )
         if self.fill == "lowest" or self._context.calibration is None:
-            return np.tile(np.arange(shape.experts, dtype=np.float64), (shape.layers, 1))
+            return np.tile(
+                np.arange(shape.experts, dtype=np.float64), (shape.layers, 1)
+            )
         return -np.asarray(self._context.calibration, dtype=np.float64)

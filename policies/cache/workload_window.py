@@ -1,21 +1,22 @@
-"""DALI's workload-aware cache: at the end of a window, the busiest outside replace the idlest inside."""
+"""DALI's workload-aware cache: at the end of a window, the busiest outside replace the
+idlest inside.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
-from policies.base import ExpertKey, Swap
-from policies.cache.static import Static
-from policies.parameters import expect, expect_choice
-from policies.swaps import SwapCache
-from traces.schema import Phase
+from moesim.policies.base import ExpertKey, Swap
+from moesim.policies.cache._own_replacements import SwapCache
+from moesim.policies.cache.static import Static
+from moesim.policies.parameters import expect, expect_choice
+from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from policies.base import LayerWork, MachineView, RunContext
+    from moesim.policies.base import LayerWork, MachineView, RunContext
 
 Trigger = Literal["aligned", "literal"]
 Swaps = Literal["always", "gain-only"]
@@ -23,23 +24,29 @@ Fill = Literal["random", "calibrated", "lowest"]
 
 
 class WorkloadWindow(SwapCache):
-    """Sum the tokens of every expert over w steps; then swap the u busiest absent with the u idlest resident.
+    """Sum the tokens of every expert over w steps; then swap the u busiest absent with
+    the u idlest resident.
 
-    Each layer has a window of its own, in global scope too, where a swap stays within its layer. Ranks are
-    paired, best with worst; ties go to the lower id; u is cut to what there is. Experts fetched on demand never
-    enter; one whose copy from the last window is still in flight does not leave. The swaps are copied after the
-    layer step, behind its demand loads.
+    Each layer has a window of its own, in global scope too, where a swap stays within
+    its layer. Ranks are paired, best with worst; ties go to the lower id; u is cut to
+    what there is. Experts fetched on demand never enter; one whose copy from the last
+    window is still in flight does not leave. The swaps are copied after the layer step,
+    behind its demand loads.
 
     Args:
         window: w, steps of a layer per window: 4 as published.
         swaps: u, experts per window: 1 for Mixtral, 8 for DeepSeek and Qwen.
-        trigger: ``aligned`` swaps after steps w, 2w, …, so that a window sums exactly w steps as eq. 12 does;
-            ``literal`` swaps when ``i mod w == 0`` as Alg. 2 prints, first after a single step.
-        gain: ``always`` swaps whatever the sums, as published; ``gain-only`` a pair only if its incoming sum is larger.
-        prefill: whether a prefill step counts as one step with all its tokens (our reading); if not it is skipped.
+        trigger: ``aligned`` swaps after steps w, 2w, …, so that a window sums exactly w
+            steps as eq. 12 does; ``literal`` swaps when ``i mod w == 0`` as Alg. 2
+            prints, first after a single step.
+        gain: ``always`` swaps whatever the sums, as published; ``gain-only`` a pair
+            only if its incoming sum is larger.
+        prefill: whether a prefill step counts as one step with all its tokens (our
+            reading); if not it is skipped.
         fill: the start: ``random`` as published, ``calibrated``, or ``lowest`` ids.
 
-    Source: DALI Alg. 2, with line 11 read as the text says (lowest leaves); algorithms §1.7.
+    Source: DALI Alg. 2, with line 11 read as the text says (lowest leaves); algorithms
+    §1.7.
     """
 
     def __init__(
@@ -57,7 +64,11 @@ class WorkloadWindow(SwapCache):
         expect_choice("trigger", trigger, Trigger)
         expect_choice("gain", gain, Swaps)
         expect_choice("fill", fill, Fill)
-        self.window, self.swaps, self.trigger, self.gain, self.prefill = window, swaps, trigger, gain, prefill
+        self.window = window
+        self.swaps = swaps
+        self.trigger = trigger
+        self.gain = gain
+        self.prefill = prefill
         self.fill: Fill = fill
 
     def start(self, context: RunContext) -> None:
@@ -79,7 +90,9 @@ class WorkloadWindow(SwapCache):
             self._steps[work.layer] += 1
 
     def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
-        """At the end of a window, pair the busiest outside with the idlest inside, and begin a new window."""
+        """At the end of a window, pair the busiest outside with the idlest inside, and
+        begin a new window.
+        """
         layer = work.layer
         done = self._steps[layer] - (self.trigger == "literal")
         if not self._counts(work) or done % self.window:
@@ -87,7 +100,8 @@ class WorkloadWindow(SwapCache):
         sums = self._sums[layer].copy()
         self._sums[layer] = 0
         settled = self.settled(layer, view)
-        inside, outside = np.flatnonzero(settled), np.flatnonzero(~self.inside[layer])
+        inside = np.flatnonzero(settled)
+        outside = np.flatnonzero(~self.inside[layer])
         leaving = inside[np.argsort(sums[inside], kind="stable")][: self.swaps]
         entering = outside[np.argsort(-sums[outside], kind="stable")][: self.swaps]
         return [

@@ -1,53 +1,71 @@
-"""MoE-Infinity's prefetch: the sequence that looked most like this one tells what comes next."""
+"""MoE-Infinity's prefetch: the sequence that looked most like this one tells what comes
+next.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
-from policies.activations import ActivationStore
-from policies.base import ExpertKey, PolicyError, PrefetchPolicy
-from policies.parameters import expect, expect_choice
-from policies.presence import present
-from traces.schema import Phase
+from moesim.policies.base import ExpertKey, PolicyError, PrefetchPolicy
+from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.planner.resident_mask import present
+from moesim.policies.prefetch._activations import ActivationStore
+from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from policies.base import LayerWork, MachineView, RunContext
+    from moesim.policies.base import LayerWork, MachineView, RunContext
 
 Mask = Literal["released", "prefix"]
 
 
 class ActivationMatrix(PrefetchPolicy):
-    """Prefetch the experts of all coming layers by what the most similar finished sequence used there.
+    """Prefetch the experts of all coming layers by what the most similar finished
+    sequence used there.
 
-    Similar is the highest mean over layers of the cosine between rows of token counts. A coming layer j counts with
-    ``1 - (j - l) / (L + 1)``. Absent experts that the found sequence used are wanted by descending value, ties to the
-    lower layer and id. A prefill of the first layer begins a new sequence (a batch is one sequence); a trace without
-    prefill is one endless sequence, of which only a calibrated store can say anything.
+    Similar is the highest mean over layers of the cosine between rows of token counts.
+    A coming layer j counts with ``1 - (j - l) / (L + 1)``. Absent experts that the
+    found sequence used are wanted by descending value, ties to the lower layer and id.
+    A prefill of the first layer begins a new sequence (a batch is one sequence); a
+    trace without prefill is one endless sequence, of which only a calibrated store can
+    say anything.
 
     Args:
-        mask: which layers are compared at layer l. The ``released`` code blanks the stored rows up to l, so that only
-            coming layers count, by what earlier steps of the sequence did there (nothing in its first step: the oldest
-            matrix then wins). ``prefix`` compares the layers up to l, as the paper describes.
-        capacity: sequences kept; 1000 in the released code. Calibrated ones (``extras["activation_matrices"]``, see
-            `policies.activations`) are never forgotten.
-        size: absent experts wanted per layer step. The released code queues all of them; as a place in the cache is
-            given when a copy is queued here, and when it starts there, only the head of the queue is put in: more than
-            a link can start within one layer.
-        requeue: whether the queue is sorted anew at every layer, as the released code does; otherwise what was put in
-            earlier goes first.
+        mask: which layers are compared at layer l. The ``released`` code blanks the
+            stored rows up to l, so that only coming layers count, by what earlier steps
+            of the sequence did there (nothing in its first step: the oldest matrix then
+            wins). ``prefix`` compares the layers up to l, as the paper describes.
+        capacity: sequences kept; 1000 in the released code. Calibrated ones
+            (``extras["activation_matrices"]``, see
+            `moesim.policies.prefetch._activations`) are never forgotten.
+        size: absent experts wanted per layer step. The released code queues all of
+            them; as a place in the cache is given when a copy is queued here, and when
+            it starts there, only the head of the queue is put in: more than a link can
+            start within one layer.
+        requeue: whether the queue is sorted anew at every layer, as the released code
+            does; otherwise what was put in earlier goes first.
 
-    Source: MoE-Infinity, `expert_tracer.py` and `expert_predictor.py`; our reference, section 6.9.
+    Source: MoE-Infinity, `expert_tracer.py` and `expert_predictor.py`; our reference,
+    section 6.9.
     """
 
-    def __init__(self, *, mask: Mask = "released", capacity: int = 1000, size: int = 8, requeue: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        mask: Mask = "released",
+        capacity: int = 1000,
+        size: int = 8,
+        requeue: bool = True,
+    ) -> None:
         expect_choice("mask", mask, Mask)
         expect(capacity >= 1, "capacity", "a number >= 1", capacity)
         expect(size >= 0, "size", "a number >= 0", size)
-        self.mask, self.capacity, self.size, self.requeue = mask, capacity, size, requeue
+        self.mask = mask
+        self.capacity = capacity
+        self.size = size
+        self.requeue = requeue
 
     def start(self, context: RunContext) -> None:
         """Open the store.
@@ -55,17 +73,24 @@ class ActivationMatrix(PrefetchPolicy):
         Raises:
             PolicyError: the calibrated matrices have another shape than the model.
         """
-        layers, experts = context.shape.layers, context.shape.experts
-        known = np.asarray(context.extras.get("activation_matrices", np.zeros((0, layers, experts))), np.float64)
+        layers = context.shape.layers
+        experts = context.shape.experts
+        known = np.asarray(
+            context.extras.get("activation_matrices", np.zeros((0, layers, experts))),
+            np.float64,
+        )
         if known.ndim != 3 or known.shape[1:] != (layers, experts):
             raise PolicyError(
-                f"prefetch policy 'activation-matrix': calibration 'activation_matrices': expected shape"
-                f" (N, {layers}, {experts}), got {known.shape}"
+                "prefetch policy 'activation-matrix': calibration"
+                f" 'activation_matrices': expected shape (N, {layers}, {experts}), got"
+                f" {known.shape}"
             )
         self._store = ActivationStore(known, self.capacity)
 
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
-        """Count this layer step, find the nearest sequence, want its best absent experts."""
+        """Count this layer step, find the nearest sequence, want its best absent
+        experts.
+        """
         if work.layer == 0 and work.phase == Phase.PREFILL:
             self._store.finish()
         self._store.observe(work.layer, work.experts, work.tokens)
@@ -85,4 +110,7 @@ class ActivationMatrix(PrefetchPolicy):
         least = np.partition(flat, -size)[-size]
         among = np.flatnonzero(flat >= least)
         best = among[np.argsort(-flat[among], kind="stable")[:size]]
-        return [ExpertKey(first + int(key) // view.experts, int(key) % view.experts) for key in best]
+        return [
+            ExpertKey(first + int(key) // view.experts, int(key) % view.experts)
+            for key in best
+        ]

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from policies.base import ExpertKey
-from policies.parameters import expect
-from policies.prefetch._foresight import Foresight
+from moesim.policies.base import ExpertKey
+from moesim.policies.parameters import expect
+from moesim.policies.prefetch._foresight import Foresight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from policies.base import LayerWork, MachineView
+    from moesim.policies.base import LayerWork, MachineView
 
 
 class Clairvoyant(Foresight):
     """Prefetch exactly the experts that the coming layers of this step will use.
 
-    Nearest layer first, then ascending id. The bound on what a predictor can bring, given cache and link.
+    Nearest layer first, then ascending id. The bound on what a predictor can bring,
+    given cache and link.
 
     Args:
-        depth: layers ahead; 1 is what the papers' predictors look at, and more can flood a slow link.
+        depth: layers ahead; 1 is what the papers' predictors look at, and more can
+            flood a slow link.
 
     Source: ours; the prefetcher's Belady.
     """

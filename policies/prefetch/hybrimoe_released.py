@@ -5,31 +5,34 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from policies.base import ABSENT, PrefetchPolicy
-from policies.cache.mrs import MRS
-from policies.parameters import expect
-from policies.prefetch._wishes import wishes
-from traces.schema import Phase
+from moesim.policies.base import ABSENT, PrefetchPolicy
+from moesim.policies.cache.mrs import MRS
+from moesim.policies.parameters import expect
+from moesim.policies.prefetch._wishes import wishes
+from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from policies.base import ExpertKey, LayerWork, MachineView, RunContext
+    from moesim.policies.base import ExpertKey, LayerWork, MachineView, RunContext
 
 
 class HybriMoEReleased(PrefetchPolicy):
-    """Prefetch the next layer's experts of the highest minus-recent score, if this layer uses the GPU.
+    """Prefetch the next layer's experts of the highest minus-recent score, if this
+    layer uses the GPU.
 
-    The score is that of the `mrs` cache with the released constants, first row of the step included. "Uses the GPU"
-    is read here as: an active expert is present. Decode only; the release preloads whole layers in prefill. What
-    is late is waited for, present experts use up their place.
+    The score is that of the `mrs` cache with the released constants, first row of the
+    step included. "Uses the GPU" is read here as: an active expert is present. Decode
+    only; the release preloads whole layers in prefill. What is late is waited for,
+    present experts use up their place.
 
     Args:
-        size: experts of the next layer; the release leaves it 0, off, unless configured.
+        size: experts of the next layer; the release leaves it 0, off, unless
+            configured.
         alpha: weight of the newest scores.
 
-    Source: HybriMoE, `ktransformers/operators/experts.py` (the paper's own rule is `impact`).
+    Source: HybriMoE, `ktransformers/operators/experts.py` (the paper's own rule is
+    `impact`).
     """
 
     needs = ("scores",)
@@ -47,7 +50,11 @@ class HybriMoEReleased(PrefetchPolicy):
         """Note this layer's scores, then rank the next layer by what it had before."""
         self._scores.accessed(work)
         layer = work.layer + 1
-        if layer >= view.layers or work.phase != Phase.DECODE or not (work.state != ABSENT).any():
+        if (
+            layer >= view.layers
+            or work.phase != Phase.DECODE
+            or not (work.state != ABSENT).any()
+        ):
             return ()
         recent = self._scores.score[layer * view.experts : (layer + 1) * view.experts]
         ranked = np.argsort(-recent, kind="stable")[: np.count_nonzero(recent)]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from policies.base import Late, PrefetchPolicy
-from policies.parameters import expect, expect_choice
-from policies.prediction import Tie, most_wanted
+from moesim.policies.base import Late, PrefetchPolicy
+from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.prefetch._prediction import Tie, most_wanted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from policies.base import ExpertKey, LayerWork, MachineView
+    from moesim.policies.base import ExpertKey, LayerWork, MachineView
 
 _COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")
 
@@ -19,21 +19,29 @@ _COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")
 class NextGate(PrefetchPolicy):
     """Prefetch the experts that the next gates choose for this layer's gate input.
 
-    Adjacent layers see similar hidden states, so gate l+1 on the input of gate l is a fair guess.
+    Adjacent layers see similar hidden states, so gate l+1 on the input of gate l is a
+    fair guess.
 
     Args:
-        size: experts per layer ahead, ranked by predicted workload (tokens whose predicted top-k holds them).
-        depth: layers ahead, nearest first: 1 as Mixtral-Offloading, 3 as HybriMoE's look-ahead.
-        refill: False lets experts that are present use up their place (the share of `size` found is then the paper's
-            prefetch accuracy); True takes the next in rank instead.
-        tie: between equal workloads, ``id`` takes the lower id; ``score`` the higher summed score, which matters for
-            one sequence, where all k predicted experts have workload 1.
-        late: what becomes of copies that have not started when their layer comes: ``keep``, as Mixtral-Offloading knows
-            no way to cancel; ``drop``; or ``active``, which keeps those that turn out to be right.
-        requeue: whether farther layers' copies that have not started are taken back at every layer, to be predicted
-            anew by a nearer gate; with a depth of 1 there are none.
+        size: experts per layer ahead, ranked by predicted workload (tokens whose
+            predicted top-k holds them).
+        depth: layers ahead, nearest first: 1 as Mixtral-Offloading, 3 as HybriMoE's
+            look-ahead.
+        refill: False lets experts that are present use up their place (the share of
+            `size` found is then the paper's prefetch accuracy); True takes the next in
+            rank instead.
+        tie: between equal workloads, ``id`` takes the lower id; ``score`` the higher
+            summed score, which matters for one sequence, where all k predicted experts
+            have workload 1.
+        late: what becomes of copies that have not started when their layer comes:
+            ``keep``, as Mixtral-Offloading knows no way to cancel; ``drop``; or
+            ``active``, which keeps those that turn out to be right.
+        requeue: whether farther layers' copies that have not started are taken back at
+            every layer, to be predicted anew by a nearer gate; with a depth of 1 there
+            are none.
 
-    Source: Mixtral-Offloading; HybriMoE, section on prefetching (the impact ranking is another policy).
+    Source: Mixtral-Offloading; HybriMoE, section on prefetching (the impact ranking is
+    another policy).
     """
 
     def __init__(
@@ -50,13 +58,25 @@ class NextGate(PrefetchPolicy):
         expect(1 <= depth <= len(_COLUMNS), "depth", f"1 to {len(_COLUMNS)}", depth)
         expect_choice("tie", tie, Tie)
         expect_choice("late", late, Late)
-        self.size, self.depth, self.refill, self.tie = size, depth, refill, tie
-        self.late, self.requeue = late, requeue
+        self.size = size
+        self.depth = depth
+        self.refill = refill
+        self.tie = tie
+        self.late = late
+        self.requeue = requeue
         self.needs = _COLUMNS[:depth]
 
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
         """Rank each layer ahead by itself; nearer layers come first."""
         wanted: list[ExpertKey] = []
         for ahead, column in enumerate(self.needs, start=1):
-            wanted += most_wanted(work, view, column, ahead, size=self.size, refill=self.refill, tie=self.tie)
+            wanted += most_wanted(
+                work,
+                view,
+                column,
+                ahead,
+                size=self.size,
+                refill=self.refill,
+                tie=self.tie,
+            )
         return wanted

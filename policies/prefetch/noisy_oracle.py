@@ -5,42 +5,47 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from policies.base import ExpertKey, Late
-from policies.parameters import expect, expect_choice
-from policies.prefetch._foresight import Foresight
+from moesim.policies.base import ExpertKey, Late
+from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.prefetch._foresight import Foresight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from policies.base import LayerWork, MachineView, RunContext
+    from moesim.policies.base import LayerWork, MachineView, RunContext
 
 
 class NoisyOracle(Foresight):
     """Predict as many experts as will be active, each right with the stated accuracy.
 
-    Every active expert is named with probability `accuracy`, else an inactive one drawn at random takes its
-    place (where fewer are inactive than were missed, the rest is left out). Right and wrong names come in random
-    order: a real predictor does not know its mistakes. Errors are independent of each other and from step to step,
-    which those of a real predictor are not.
+    Every active expert is named with probability `accuracy`, else an inactive one drawn
+    at random takes its place (where fewer are inactive than were missed, the rest is
+    left out). Right and wrong names come in random order: a real predictor does not
+    know its mistakes. Errors are independent of each other and from step to step, which
+    those of a real predictor are not.
 
     Args:
-        accuracy: expected share of the prediction that is right. The share of *copies* that get used is lower, as
-            right ones are often present already.
+        accuracy: expected share of the prediction that is right. The share of *copies*
+            that get used is lower, as right ones are often present already.
         depth: layers ahead, nearest first, each as accurate.
-        late: what becomes of copies that have not started when their layer comes: ``keep`` (DALI's reading, the
-            default: a mistake is paid for in full), ``drop`` (SMoE's), or ``active``, which keeps those that turn out
-            to be right.
+        late: what becomes of copies that have not started when their layer comes:
+            ``keep`` (DALI's reading, the default: a mistake is paid for in full),
+            ``drop`` (SMoE's), or ``active``, which keeps those that turn out to be
+            right.
 
-    Source: ours, for "what if my predictor were 90 % right?", hence the default; algorithms §3.2 and §6.11 ask for it
-    where a trace cannot hold a prediction.
+    Source: ours, for "what if my predictor were 90 % right?", hence the default;
+    algorithms §3.2 and §6.11 ask for it where a trace cannot hold a prediction.
     """
 
-    def __init__(self, *, accuracy: float = 0.9, depth: int = 1, late: Late = "keep") -> None:
+    def __init__(
+        self, *, accuracy: float = 0.9, depth: int = 1, late: Late = "keep"
+    ) -> None:
         expect(0 <= accuracy <= 1, "accuracy", "0 to 1", accuracy)
         expect(depth >= 1, "depth", "a number >= 1", depth)
         expect_choice("late", late, Late)
-        self.accuracy, self.depth, self.late = accuracy, depth, late
+        self.accuracy = accuracy
+        self.depth = depth
+        self.late = late
 
     def start(self, context: RunContext) -> None:
         """Keep the future and seed the errors."""
@@ -54,11 +59,16 @@ class NoisyOracle(Foresight):
             active = self.coming(work, view, ahead)
             if len(active):
                 predicted = self._predict(active, view.experts)
-                wanted += [ExpertKey(work.layer + ahead, expert) for expert in predicted.tolist()]
+                wanted += [
+                    ExpertKey(work.layer + ahead, expert)
+                    for expert in predicted.tolist()
+                ]
         return wanted
 
     def _predict(self, active: np.ndarray, experts: int) -> np.ndarray:
-        """Spoil the truth: distinct ids in random order, at most as many as are active."""
+        """Spoil the truth: distinct ids in random order, at most as many as are
+        active.
+        """
         right = active[self._random.random(len(active)) < self.accuracy]
         inactive = np.delete(np.arange(experts), active)
         wrong = self._random.permutation(inactive)[: len(active) - len(right)]

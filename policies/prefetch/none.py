@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from policies.base import PrefetchPolicy
+from moesim.policies.base import PrefetchPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from policies.base import ExpertKey, LayerWork, MachineView
+    from moesim.policies.base import ExpertKey, LayerWork, MachineView
 
 
 class NoPrefetch(PrefetchPolicy):

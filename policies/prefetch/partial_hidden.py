@@ -1,35 +1,41 @@
-"""SMoE's online prefetch: ask the next gate early, load in the order of its scores, drop what comes too late."""
+"""SMoE's online prefetch: ask the next gate early, load in the order of its scores,
+drop what comes too late.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
-from policies.base import PrefetchPolicy
-from policies.kernels import predicted_workload
-from policies.parameters import expect, expect_choice
-from policies.prefetch._wishes import wishes
+from moesim.policies.base import PrefetchPolicy
+from moesim.policies.kernels import predicted_workload
+from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.prefetch._wishes import wishes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from policies.base import ExpertKey, LayerWork, MachineView
+    from moesim.policies.base import ExpertKey, LayerWork, MachineView
 
 Merge = Literal["max", "sum"]
 
 
 class PartialHidden(PrefetchPolicy):
-    """Prefetch every expert of some token's predicted top k, best score first; drop what has not started in time.
+    """Prefetch every expert of some token's predicted top k, best score first; drop
+    what has not started in time.
 
-    SMoE runs the next layer's attention and gate on the hidden state that the resident experts have produced so far.
-    That state depends on residency, so no trace holds it: ``pred1_raw``, the next gate on this layer's input, stands
-    in, and the second run of attention and gate is not charged. For a trace without predictions take
-    ``noisy-oracle:accuracy=0.95,late=drop``, an oracle with SMoE's stated accuracy (95 % of active experts).
+    SMoE runs the next layer's attention and gate on the hidden state that the resident
+    experts have produced so far. That state depends on residency, so no trace holds it:
+    ``pred1_raw``, the next gate on this layer's input, stands in, and the second run of
+    attention and gate is not charged. For a trace without predictions take
+    ``noisy-oracle:accuracy=0.95,late=drop``, an oracle with SMoE's stated accuracy (95
+    % of active experts).
 
     Args:
-        merge: a batch's scores are merged by ``max`` (our reading; the paper has one token) or by ``sum`` over tokens.
-        size: at most so many ranked experts, present ones included; none for all predicted.
+        merge: a batch's scores are merged by ``max`` (our reading; the paper has one
+            token) or by ``sum`` over tokens.
+        size: at most so many ranked experts, present ones included; none for all
+            predicted.
 
     Source: SMoE, section on online prefetching; our reference, section 3.2.
     """
@@ -40,7 +46,8 @@ class PartialHidden(PrefetchPolicy):
     def __init__(self, *, merge: Merge = "max", size: int | None = None) -> None:
         expect_choice("merge", merge, Merge)
         expect(size is None or size >= 0, "size", "a number >= 0 or none", size)
-        self.merge, self.size = merge, size
+        self.merge = merge
+        self.size = size
 
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
         """Queue the next layer's predicted experts, best first."""
@@ -48,7 +55,13 @@ class PartialHidden(PrefetchPolicy):
             return ()
         scores = work.predicted["pred1_raw"].astype(np.float32)
         predicted = predicted_workload(scores, work.routing.shape[1]) > 0
-        merged = scores.max(axis=0) if self.merge == "max" else scores.sum(axis=0, dtype=np.float64)
-        ranked = np.argsort(-np.where(predicted, merged, -np.inf), kind="stable")[: np.count_nonzero(predicted)]
+        merged = (
+            scores.max(axis=0)
+            if self.merge == "max"
+            else scores.sum(axis=0, dtype=np.float64)
+        )
+        ranked = np.argsort(-np.where(predicted, merged, -np.inf), kind="stable")[
+            : np.count_nonzero(predicted)
+        ]
         size = len(ranked) if self.size is None else self.size
         return wishes(ranked, work.layer + 1, view, size=size, refill=False)

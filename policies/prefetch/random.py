@@ -5,21 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from policies.base import PrefetchPolicy
-from policies.parameters import expect
-from policies.prefetch._wishes import wishes
+from moesim.policies.base import PrefetchPolicy
+from moesim.policies.parameters import expect
+from moesim.policies.prefetch._wishes import wishes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from policies.base import ExpertKey, LayerWork, MachineView, RunContext
+    from moesim.policies.base import ExpertKey, LayerWork, MachineView, RunContext
 
 
 class RandomPrefetch(PrefetchPolicy):
-    """Prefetch experts of the next layer drawn at random, all alike: the control of a predictor.
+    """Prefetch experts of the next layer drawn at random, all alike: the control of a
+    predictor.
 
-    One permutation is drawn per layer step whatever is present, so two runs with one seed guess the same.
+    One permutation is drawn per layer step whatever is present, so two runs with one
+    seed guess the same.
 
     Args:
         size: experts drawn; those that are present use up their place.
@@ -30,7 +31,8 @@ class RandomPrefetch(PrefetchPolicy):
 
     def __init__(self, *, size: int = 4, refill: bool = False) -> None:
         expect(size >= 0, "size", "a number >= 0", size)
-        self.size, self.refill = size, refill
+        self.size = size
+        self.refill = refill
 
     def start(self, context: RunContext) -> None:
         """Seed the generator."""

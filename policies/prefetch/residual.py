@@ -1,30 +1,37 @@
-"""DALI's prefetch: the next gate, on an input corrected by what a layer usually adds."""
+"""DALI's prefetch: the next gate, on an input corrected by what a layer usually
+adds.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from policies.base import PrefetchPolicy
-from policies.parameters import expect, expect_choice
-from policies.prediction import Tie, most_wanted
+from moesim.policies.base import PrefetchPolicy
+from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.prefetch._prediction import Tie, most_wanted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from policies.base import ExpertKey, LayerWork, MachineView
+    from moesim.policies.base import ExpertKey, LayerWork, MachineView
 
 
 class Residual(PrefetchPolicy):
-    """Prefetch the experts with the highest workload predicted from residual-corrected features.
+    """Prefetch the experts with the highest workload predicted from residual-corrected
+    features.
 
-    The recorder adds the mean change of the gate input from one layer to the next, measured on a
-    calibration split, before it asks the next gate; the trace holds those scores as ``pred1_res``.
+    The recorder adds the mean change of the gate input from one layer to the next,
+    measured on a calibration split, before it asks the next gate; the trace holds those
+    scores as ``pred1_res``.
 
     Args:
-        size: experts ranked per layer; 4 for DeepSeek and Qwen, 1 for Mixtral (DALI, figure 12).
-        refill: False ranks all experts and transfers those of the top `size` that are absent, because the paper
-            measures accuracy over the top k of all experts; True takes the next in rank instead.
-        tie: between equal workloads, ``id`` takes the lower id, ``score`` the higher summed score.
+        size: experts ranked per layer; 4 for DeepSeek and Qwen, 1 for Mixtral (DALI,
+            figure 12).
+        refill: False ranks all experts and transfers those of the top `size` that are
+            absent, because the paper measures accuracy over the top k of all experts;
+            True takes the next in rank instead.
+        tie: between equal workloads, ``id`` takes the lower id, ``score`` the higher
+            summed score.
 
     Source: DALI, equations 10-11.
     """
@@ -34,8 +41,12 @@ class Residual(PrefetchPolicy):
     def __init__(self, *, size: int = 4, refill: bool = False, tie: Tie = "id") -> None:
         expect(size >= 0, "size", "a number >= 0", size)
         expect_choice("tie", tie, Tie)
-        self.size, self.refill, self.tie = size, refill, tie
+        self.size = size
+        self.refill = refill
+        self.tie = tie
 
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
         """Rank the next layer."""
-        return most_wanted(work, view, "pred1_res", 1, size=self.size, refill=self.refill, tie=self.tie)
+        return most_wanted(
+            work, view, "pred1_res", 1, size=self.size, refill=self.refill, tie=self.tie
+        )

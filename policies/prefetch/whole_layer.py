@@ -1,23 +1,27 @@
-"""Streaming without selection: the next layer comes over complete, whoever is needed."""
+"""Streaming without selection: the next layer comes over complete, whoever is
+needed.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from policies.base import ExpertKey, PrefetchPolicy
+from moesim.policies.base import ExpertKey, PrefetchPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from policies.base import LayerWork, MachineView
+    from moesim.policies.base import LayerWork, MachineView
 
 
 class WholeLayer(PrefetchPolicy):
     """Prefetch all experts of the next layer, and wait for what is late.
 
-    With no cache and staging for two layers a layer costs the longer of computing it and moving all its experts, by the
-    link's queue. Two departures: a layer step waits for its active experts only, so the last inactive ones may still be
-    on their way in the next; and a step's first layer is fetched on demand, so its inactive experts are not moved.
+    With no cache and staging for two layers a layer costs the longer of computing it
+    and moving all its experts, by the link's queue. Two departures: a layer step waits
+    for its active experts only, so the last inactive ones may still be on their way in
+    the next; and a step's first layer is fetched on demand, so its inactive experts are
+    not moved.
 
     Source: DeepSpeed ZeRO-Inference; our reference, section 6.5.
     """
@@ -25,4 +29,8 @@ class WholeLayer(PrefetchPolicy):
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
         """Name the next layer in ascending id."""
         layer = work.layer + 1
-        return [ExpertKey(layer, expert) for expert in range(view.experts)] if layer < view.layers else ()
+        return (
+            [ExpertKey(layer, expert) for expert in range(view.experts)]
+            if layer < view.layers
+            else ()
+        )

@@ -5,28 +5,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from policies.base import PolicyError, Routing, RoutingPolicy
-from policies.parameters import expect
-from policies.routing._substitute import UNUSED
-from traces.schema import Phase
+from moesim.policies.base import PolicyError, Routing, RoutingPolicy
+from moesim.policies.parameters import expect
+from moesim.policies.routing._substitute import UNUSED
+from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from policies.base import Gate, MachineView, RunContext
+    from moesim.policies.base import Gate, MachineView, RunContext
 
 
 class AdaptiveGating(RoutingPolicy):
-    """Drop every expert but a token's best whose share of the weight is below the layer's threshold.
+    """Drop every expert but a token's best whose share of the weight is below the
+    layer's threshold.
 
-    The threshold is ``sqrt(budget / sensitivity of the layer)``. Decode only. The source drops the second of two, and
-    only while a single token is decoded; for more experts per token, and in batches, the same rule holds
-    for each place and token (ours). What remains is scaled up to the recorded sum where the model normalises over
-    the top k.
+    The threshold is ``sqrt(budget / sensitivity of the layer)``. Decode only. The
+    source drops the second of two, and only while a single token is decoded; for more
+    experts per token, and in batches, the same rule holds for each place and token
+    (ours). What remains is scaled up to the recorded sum where the model normalises
+    over the top k.
 
     Args:
         budget: the loss a layer may add.
-        sensitivity: of every layer, where the calibration holds none (``extras["sensitivity"]``, float [L]). The
-            default is the median that AdapMoE's code gives for Mixtral's 32 layers, which span 0.02 to 47; with it
+        sensitivity: of every layer, where the calibration holds none
+            (``extras["sensitivity"]``, float [L]). The default is the median that
+            AdapMoE's code gives for Mixtral's 32 layers, which span 0.02 to 47; with it
             experts below 14 % are dropped.
 
     Source: AdapMoE, `run.py` and `src/custom_layers.py`.
@@ -37,7 +39,8 @@ class AdaptiveGating(RoutingPolicy):
     def __init__(self, *, budget: float = 0.005, sensitivity: float = 0.27) -> None:
         expect(budget >= 0, "budget", "a number >= 0", budget)
         expect(sensitivity > 0, "sensitivity", "a number > 0", sensitivity)
-        self.budget, self.sensitivity = budget, sensitivity
+        self.budget = budget
+        self.sensitivity = sensitivity
         self._threshold: np.ndarray | None = None
 
     def start(self, context: RunContext) -> None:
@@ -47,18 +50,24 @@ class AdaptiveGating(RoutingPolicy):
             PolicyError: they are not one positive number for each layer.
         """
         layers = context.shape.layers
-        given = np.asarray(context.extras.get("sensitivity", np.full(layers, self.sensitivity)), np.float64)
+        given = np.asarray(
+            context.extras.get("sensitivity", np.full(layers, self.sensitivity)),
+            np.float64,
+        )
         if given.shape != (layers,) or not (given > 0).all():
             raise PolicyError(
-                f"routing policy 'adaptive-gating': calibration 'sensitivity': expected {layers} positive numbers,"
-                f" one for each MoE layer, got shape {given.shape}"
+                "routing policy 'adaptive-gating': calibration 'sensitivity': expected"
+                f" {layers} positive numbers, one for each MoE layer, got shape"
+                f" {given.shape}"
             )
         self._threshold = np.sqrt(self.budget / given)
 
     def route(self, gate: Gate, view: MachineView) -> Routing:
         """Thin out a decode step."""
         assert self._threshold is not None, "route() before start()"
-        assert gate.weights is not None, "a policy that needs weights was started without them"
+        assert gate.weights is not None, (
+            "a policy that needs weights was started without them"
+        )
         if gate.phase != Phase.DECODE:
             return Routing(gate.experts, gate.weights)
         weights = gate.weights.astype(np.float64)
@@ -70,4 +79,7 @@ class AdaptiveGating(RoutingPolicy):
         kept = np.where(dropped, 0.0, weights)
         if view.shape.norm_topk:
             kept *= total / np.maximum(kept.sum(axis=1, keepdims=True), 1e-30)
-        return Routing(np.where(dropped, UNUSED, gate.experts).astype(np.uint16), kept.astype(np.float32))
+        return Routing(
+            np.where(dropped, UNUSED, gate.experts).astype(np.uint16),
+            kept.astype(np.float32),
+        )

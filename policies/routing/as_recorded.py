@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from policies.base import Gate, MachineView, Routing, RoutingPolicy
+from moesim.policies.base import Gate, MachineView, Routing, RoutingPolicy
 
 
 class AsRecorded(RoutingPolicy):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
-from policies.base import RoutingPolicy
-from policies.parameters import expect, expect_choice
-from policies.presence import present
-from policies.routing._substitute import chosen_mask, routing, scores_of
+from moesim.policies.base import RoutingPolicy
+from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.planner.resident_mask import present
+from moesim.policies.routing._substitute import chosen_mask, routing, scores_of
 
 if TYPE_CHECKING:
-    from policies.base import Gate, MachineView, Routing, RunContext
+    from moesim.policies.base import Gate, MachineView, Routing, RunContext
 
 Scale = Literal["mean", "token"]
 
@@ -23,26 +22,33 @@ _SMALLEST = float(np.finfo(np.float16).smallest_subnormal)
 class CachePrior(RoutingPolicy):
     """Add a share of the logits' range to resident experts, then take the top k again.
 
-    A confident gate is left alone, a near-tie goes to what is there. Every expert counts with its own, unraised score.
-    Only residents can enter: nothing else has gained. Logits are recovered from the scores, whose unknown constant
-    cancels in a range.
+    A confident gate is left alone, a near-tie goes to what is there. Every expert
+    counts with its own, unraised score. Only residents can enter: nothing else has
+    gained. Logits are recovered from the scores, whose unknown constant cancels in a
+    range.
 
     Args:
         strength: the share, lambda in the paper.
         top_j: so many of each token's best experts always stay.
-        scale: the range is the ``mean`` over all tokens the layer has seen (the paper's running estimate), or each
-            ``token``'s own, as an independent implementation (BigMoeOnEdge) has it; that one needs no memory.
+        scale: the range is the ``mean`` over all tokens the layer has seen (the paper's
+            running estimate), or each ``token``'s own, as an independent implementation
+            (BigMoeOnEdge) has it; that one needs no memory.
 
-    Source: arXiv 2412.00099, cache-prior; by definition able to beat Belady's bound, as accesses change.
+    Source: arXiv 2412.00099, cache-prior; by definition able to beat Belady's bound, as
+    accesses change.
     """
 
     needs = ("scores",)
 
-    def __init__(self, *, strength: float = 0.2, top_j: int = 1, scale: Scale = "mean") -> None:
+    def __init__(
+        self, *, strength: float = 0.2, top_j: int = 1, scale: Scale = "mean"
+    ) -> None:
         expect(strength >= 0, "strength", "a number >= 0", strength)
         expect(top_j >= 0, "top_j", "a number >= 0", top_j)
         expect_choice("scale", scale, Scale)
-        self.strength, self.top_j, self.scale = strength, top_j, scale
+        self.strength = strength
+        self.top_j = top_j
+        self.scale = scale
 
     def start(self, context: RunContext) -> None:
         """Forget the ranges seen so far."""
@@ -51,27 +57,45 @@ class CachePrior(RoutingPolicy):
         self._sigmoid = context.shape.scoring == "sigmoid"
 
     def route(self, gate: Gate, view: MachineView) -> Routing:
-        """Rank the recorded experts and the residents again; ties stay with the recorded ones."""
+        """Rank the recorded experts and the residents again; ties stay with the
+        recorded ones.
+        """
         logits = self._logits(scores_of(gate))
         recorded = gate.experts.astype(np.int64)
         top_k = recorded.shape[1]
         chosen = chosen_mask(recorded, view.experts)
         there = present(view, gate.layer, in_flight=False)
         raised = there | chosen_mask(recorded[:, : self.top_j], view.experts)
-        ranked = logits + self.strength * self._range(gate.layer, logits) * raised + 1e-9 * chosen
+        ranked = (
+            logits
+            + self.strength * self._range(gate.layer, logits) * raised
+            + 1e-9 * chosen
+        )
         ranked = np.where(chosen | there, ranked, -np.inf)
         best = np.sort(np.argsort(-ranked, axis=1, kind="stable")[:, :top_k], axis=1)
         unchanged = (best == np.sort(recorded, axis=1)).all(axis=1, keepdims=True)
-        by_score = np.argsort(-np.take_along_axis(logits, best, axis=1), axis=1, kind="stable")
-        return routing(gate, np.where(unchanged, recorded, np.take_along_axis(best, by_score, axis=1)), view)
+        by_score = np.argsort(
+            -np.take_along_axis(logits, best, axis=1), axis=1, kind="stable"
+        )
+        return routing(
+            gate,
+            np.where(unchanged, recorded, np.take_along_axis(best, by_score, axis=1)),
+            view,
+        )
 
     def _logits(self, scores: np.ndarray) -> np.ndarray:
         """Logits up to a constant, float64 [T, E]."""
         scores = np.maximum(scores, _SMALLEST)
-        return np.log(scores / np.maximum(1 - scores, _SMALLEST)) if self._sigmoid else np.log(scores)
+        return (
+            np.log(scores / np.maximum(1 - scores, _SMALLEST))
+            if self._sigmoid
+            else np.log(scores)
+        )
 
     def _range(self, layer: int, logits: np.ndarray) -> np.ndarray:
-        """Range of the logits: float64 [T, 1], or [1, 1] for the layer's mean, these tokens included."""
+        """Range of the logits: float64 [T, 1], or [1, 1] for the layer's mean, these
+        tokens included.
+        """
         spread = np.ptp(logits, axis=1, keepdims=True)
         if self.scale == "token":
             return spread

@@ -1,19 +1,26 @@
-"""SMoE's router: an expert that hardly matters is replaced by a similar one that is already there."""
+"""SMoE's router: an expert that hardly matters is replaced by a similar one that is
+already there.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-
-from policies.base import Routing, RoutingPolicy
-from policies.parameters import expect, expect_choice
-from policies.presence import present
-from policies.routing._substitute import UNUSED, chosen_mask, routing, scores_of, substitute
-from traces.schema import Phase
+from moesim.policies.base import Routing, RoutingPolicy
+from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.planner.resident_mask import present
+from moesim.policies.routing._substitute import (
+    UNUSED,
+    chosen_mask,
+    routing,
+    scores_of,
+    substitute,
+)
+from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from policies.base import Gate, MachineView
+    from moesim.policies.base import Gate, MachineView
 
 Reading = Literal["text", "literal"]
 Phases = Literal["both", "decode"]
@@ -25,20 +32,26 @@ _TOLERANCE = 1e-12
 class ExpertCacheRouter(RoutingPolicy):
     """Replace low-score experts that are absent by resident ones of similar score.
 
-    With beta the best score outside a token's top k: experts above (1 + alpha) beta are its top-score experts and
-    always stay. The rest of the top k stay if they are on the GPU or some token's top-score expert; else the best
-    experts of at least (1 - alpha) beta that are there take their places. If too few are, the best absent ones are
+    With beta the best score outside a token's top k: experts above (1 + alpha) beta are
+    its top-score experts and always stay. The rest of the top k stay if they are on the
+    GPU or some token's top-score expert; else the best experts of at least (1 - alpha)
+    beta that are there take their places. If too few are, the best absent ones are
     fetched. Every expert counts with its own gate score.
 
     Args:
-        alpha: half-width of the band around beta; 0.35, 0.30 and 0.25 in the paper's settings S1, S2, S3.
-        batch_aware: what is still missing is then replaced by an expert of the band that more tokens of the batch
-            ask for, by batch size, then score (section 3.5). It must be asked for by strictly more than the one it
-            replaces (our resolution: else two misses could trade places).
-        inflight_ok: experts still being copied count as present (ours; the paper says nothing).
-        phase: ``both``, as the algorithm knows no phases, or ``decode`` alone, as prefill loads whole layers anyway.
-        reading: ``text``, or Algorithm 1 to the ``literal``: all experts of beta <= s < (1 + alpha) beta, resident ones
-            and the rank k+1 included, are up for replacement, so tokens get k+1 experts and residents are replaced
+        alpha: half-width of the band around beta; 0.35, 0.30 and 0.25 in the paper's
+            settings S1, S2, S3.
+        batch_aware: what is still missing is then replaced by an expert of the band
+            that more tokens of the batch ask for, by batch size, then score (section
+            3.5). It must be asked for by strictly more than the one it replaces (our
+            resolution: else two misses could trade places).
+        inflight_ok: experts still being copied count as present (ours; the paper says
+            nothing).
+        phase: ``both``, as the algorithm knows no phases, or ``decode`` alone, as
+            prefill loads whole layers anyway.
+        reading: ``text``, or Algorithm 1 to the ``literal``: all experts of beta <= s <
+            (1 + alpha) beta, resident ones and the rank k+1 included, are up for
+            replacement, so tokens get k+1 experts and residents are replaced
             needlessly. Kept to show the difference.
 
     Source: SMoE, Algorithm 1 and its text; our reference, sections 3.1 and 3.5.
@@ -58,12 +71,17 @@ class ExpertCacheRouter(RoutingPolicy):
         expect(0 <= alpha < 1, "alpha", "0 <= alpha < 1", alpha)
         expect_choice("phase", phase, Phases)
         expect_choice("reading", reading, Reading)
-        self.alpha, self.batch_aware, self.inflight_ok = alpha, batch_aware, inflight_ok
-        self.phase, self.reading = phase, reading
+        self.alpha = alpha
+        self.batch_aware = batch_aware
+        self.inflight_ok = inflight_ok
+        self.phase = phase
+        self.reading = reading
 
     def route(self, gate: Gate, view: MachineView) -> Routing:
         """Route a batch; a token whose experts stay keeps its weights."""
-        if gate.experts.shape[1] >= view.experts or (self.phase == "decode" and gate.phase != Phase.DECODE):
+        if gate.experts.shape[1] >= view.experts or (
+            self.phase == "decode" and gate.phase != Phase.DECODE
+        ):
             return Routing(gate.experts, gate.weights)
         scores = scores_of(gate)
         chosen = chosen_mask(gate.experts, view.experts)
@@ -72,20 +90,31 @@ class ExpertCacheRouter(RoutingPolicy):
         close = scores >= (1 - self.alpha) * beta - _TOLERANCE
         resident = present(view, gate.layer, in_flight=self.inflight_ok)
         if self.reading == "literal":
-            low = (scores >= beta - _TOLERANCE) & (scores < (1 + self.alpha) * beta - _TOLERANCE)
-            return routing(gate, _literal(scores, top, low, close, resident | top.any(axis=0)), view)
+            low = (scores >= beta - _TOLERANCE) & (
+                scores < (1 + self.alpha) * beta - _TOLERANCE
+            )
+            return routing(
+                gate,
+                _literal(scores, top, low, close, resident | top.any(axis=0)),
+                view,
+            )
         there = resident | (top & chosen).any(axis=0)
         recorded = gate.experts.astype(np.int64)
         low = ~np.take_along_axis(top, recorded, axis=1)
         absent = low & ~there[recorded]
-        experts = substitute(recorded, absent, np.where(close & there & ~chosen, scores, -np.inf))
+        experts = substitute(
+            recorded, absent, np.where(close & there & ~chosen, scores, -np.inf)
+        )
         if self.batch_aware:
             experts = _gather(experts, absent & (experts == recorded), scores, close)
         return routing(gate, experts, view)
 
 
-def _gather(experts: np.ndarray, missing: np.ndarray, scores: np.ndarray, close: np.ndarray) -> np.ndarray:
-    """Replace experts that are still missing by those of the batch that more tokens ask for.
+def _gather(
+    experts: np.ndarray, missing: np.ndarray, scores: np.ndarray, close: np.ndarray
+) -> np.ndarray:
+    """Replace experts that are still missing by those of the batch that more tokens ask
+    for.
 
     Args:
         experts: int64 [T, K] after replacement by residents.
@@ -103,19 +132,34 @@ def _gather(experts: np.ndarray, missing: np.ndarray, scores: np.ndarray, close:
         rows = np.flatnonzero(missing[:, place])
         best = np.where(open_to[rows], preference[rows], -1.0).argmax(axis=1)
         better = open_to[rows, best] & (asked[best] > asked[experts[rows, place]])
-        rows, best = rows[better], best[better]
+        rows = rows[better]
+        best = best[better]
         experts[rows, place] = best
         open_to[rows, best] = False
     return experts
 
 
-def _literal(scores: np.ndarray, top: np.ndarray, low: np.ndarray, close: np.ndarray, there: np.ndarray) -> np.ndarray:
-    """Algorithm 1 as printed: ids [T, K'], best first; all masks bool [T, E], `there` [E]."""
+def _literal(
+    scores: np.ndarray,
+    top: np.ndarray,
+    low: np.ndarray,
+    close: np.ndarray,
+    there: np.ndarray,
+) -> np.ndarray:
+    """Algorithm 1 as printed: ids [T, K'], best first; all masks bool [T, E], `there`
+    [E].
+    """
     instead = close & there & ~low & ~top
     swapped = np.minimum(low.sum(axis=1), instead.sum(axis=1))
-    used = top | _best(scores, low, low.sum(axis=1) - swapped) | _best(scores, instead, swapped)
+    used = (
+        top
+        | _best(scores, low, low.sum(axis=1) - swapped)
+        | _best(scores, instead, swapped)
+    )
     count = used.sum(axis=1)
-    order = np.argsort(-np.where(used, scores, -np.inf), axis=1, kind="stable")[:, : count.max()]
+    order = np.argsort(-np.where(used, scores, -np.inf), axis=1, kind="stable")[
+        :, : count.max()
+    ]
     return np.where(np.arange(order.shape[1]) < count[:, None], order, UNUSED)
 
 

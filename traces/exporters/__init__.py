@@ -1,7 +1,8 @@
 """Traces for other people's tools: one file per layout, found by scanning this folder.
 
-An exporter is a module with ``export(trace, out, progress) -> int``, the number of records written; its first line
-says what the file is. ``SUFFIX`` is the ending people expect.
+An exporter is a module with ``export(trace, out, progress) -> int``, the number of
+records written; its first line says what the file is. ``SUFFIX`` is the ending people
+expect.
 """
 
 from __future__ import annotations
@@ -11,21 +12,32 @@ import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from traces.errors import TraceError
+from moesim.traces.errors import TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from traces.reader import Trace
+    from moesim.traces.format.reader import Trace
 
 
 def exporters() -> dict[str, Any]:
-    """Name, hyphenated as policies' are, -> module of every exporter in this folder, sorted by name."""
+    """Name, hyphenated as policies' are, -> module of every exporter in this folder,
+    sorted by name.
+    """
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    return {name.replace("_", "-"): importlib.import_module(f"{__name__}.{name}") for name in names}
+    return {
+        name.replace("_", "-"): importlib.import_module(f"{__name__}.{name}")
+        for name in names
+    }
 
 
-def export_trace(trace: Trace, out: Path | str, layout: str, *, progress: Callable[[int], None] | None = None) -> int:
+def export_trace(
+    trace: Trace,
+    out: Path | str,
+    layout: str,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> int:
     """Write a trace in another layout; the file appears only when it is whole.
 
     Args:
@@ -38,9 +50,12 @@ def export_trace(trace: Trace, out: Path | str, layout: str, *, progress: Callab
         Records written.
 
     Raises:
-        TraceError: an unknown layout, a damaged trace, or sizes that the layout cannot hold.
+        TraceError: an unknown layout, a damaged trace, or sizes that the layout cannot
+            hold.
     """
     known = exporters()
     if layout not in known:
-        raise TraceError(f"export layout {layout!r}: unknown; known: {', '.join(known)}")
+        raise TraceError(
+            f"export layout {layout!r}: unknown; known: {', '.join(known)}"
+        )
     return int(known[layout].export(trace, Path(out), progress or (lambda _: None)))

@@ -1,8 +1,10 @@
-"""libCacheSim's oracleGeneral: 24 bytes per request: u32 time, u64 object, u32 bytes, i64 next request of the object.
+"""libCacheSim's oracleGeneral: 24 bytes per request: u32 time, u64 object, u32 bytes,
+i64 next request of the object.
 
-A request is one active expert of one layer step, ascending by id as the planner looks them up; the object is
-``layer * E + expert``, time is the step. Requests are numbered from 1, as libCacheSim counts them, and -1 says never
-again. The file does not know that the experts of a layer step are needed together.
+A request is one active expert of one layer step, ascending by id as the planner looks
+them up; the object is ``layer * E + expert``, time is the step. Requests are numbered
+from 1, as libCacheSim counts them, and -1 says never again. The file does not know that
+the experts of a layer step are needed together.
 
 Source: libCacheSim traceReader/customizedReader/oracle/oracleGeneralBin.h.
 """
@@ -12,33 +14,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from traces.batch import compose
-from traces.errors import TraceError
-from traces.files import written_beside
+from moesim.traces.errors import TraceError
+from moesim.traces.files import written_beside
+from moesim.traces.format.batch import compose
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from traces.batch import RoutedStep
-    from traces.reader import Trace
+    from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.reader import Trace
 
 SUFFIX = ".oracleGeneral"
-RECORD = np.dtype([("time", "<u4"), ("object", "<u8"), ("bytes", "<u4"), ("next", "<i8")])
+RECORD = np.dtype(
+    [("time", "<u4"), ("object", "<u8"), ("bytes", "<u4"), ("next", "<i8")]
+)
 NEVER = -1
 _STEPS = 2048
 
 
 def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
-    """Write all requests; what is needed next is filled in from behind, a stretch of the file at a time.
+    """Write all requests; what is needed next is filled in from behind, a stretch of
+    the file at a time.
 
     Raises:
         TraceError: an expert of 4 GiB or more, which the layout cannot hold.
     """
     if trace.shape.max_expert_bytes >= 1 << 32:
         raise TraceError(
-            f"{trace.path}: expert bytes: expected < 4 GiB for oracleGeneral, got {trace.shape.max_expert_bytes}"
+            f"{trace.path}: expert bytes: expected < 4 GiB for oracleGeneral, got"
+            f" {trace.shape.max_expert_bytes}"
         )
     with written_beside(out) as part:
         starts = [0]
@@ -61,9 +66,14 @@ def _write(file: object, steps: list[RoutedStep], trace: Trace) -> int:
     sizes = np.array(trace.shape.expert_bytes, np.uint32)
     experts = [layer.experts for step in steps for layer in step.layers]
     counts = np.array([len(active) for active in experts])
-    layer = np.repeat(np.array([layer.layer for step in steps for layer in step.layers]), counts)
+    layer = np.repeat(
+        np.array([layer.layer for step in steps for layer in step.layers]), counts
+    )
     records = np.empty(int(counts.sum()), RECORD)
-    records["time"] = np.repeat(np.repeat([step.step for step in steps], [len(step.layers) for step in steps]), counts)
+    records["time"] = np.repeat(
+        np.repeat([step.step for step in steps], [len(step.layers) for step in steps]),
+        counts,
+    )
     records["object"] = layer * trace.shape.experts + np.concatenate(experts)
     records["bytes"] = sizes[layer]
     file.write(records)  # type: ignore[attr-defined]

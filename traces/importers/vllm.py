@@ -1,8 +1,10 @@
-"""vLLM `routed_experts`: one npy array, an npz, or the JSON of its server (one response, or one per line).
+"""vLLM `routed_experts`: one npy array, an npz, or the JSON of its server (one
+response, or one per line).
 
-``prompt_routed_experts`` is [prompt tokens, MoE layers, K] per response, ``routed_experts`` [generated tokens, MoE
-layers, K] per completion; in JSON as nested lists or as a base64 npy. The last generated token is never computed: an
-array that has a row for it fills it with one id.
+``prompt_routed_experts`` is [prompt tokens, MoE layers, K] per response,
+``routed_experts`` [generated tokens, MoE layers, K] per completion; in JSON as nested
+lists or as a base64 npy. The last generated token is never computed: an array that has
+a row for it fills it with one id.
 """
 
 from __future__ import annotations
@@ -14,28 +16,53 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from traces.foreign import DAMAGE, NO_PHASES, NO_WEIGHTS, bad, decoding, dense_block, head, whole_number
-from traces.sorting import BATCH_ROWS
-from traces.streams import in_memory, streams
-from traces.tensors import NPY, array, integers, kind_of, npy_header
+from moesim.traces.format.sorting import BATCH_ROWS
+from moesim.traces.importers.readers.array_stream import in_memory, streams
+from moesim.traces.importers.readers.foreign import (
+    DAMAGE,
+    NO_PHASES,
+    NO_WEIGHTS,
+    bad,
+    decoding,
+    dense_block,
+    head,
+    whole_number,
+)
+from moesim.traces.importers.readers.tensors import (
+    NPY,
+    array,
+    integers,
+    kind_of,
+    npy_header,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from traces.schema import ModelShape
-    from traces.streams import Stream
+    from moesim.traces.format.schema import ModelShape
+    from moesim.traces.importers.readers.array_stream import Stream
 
     Block = dict[str, np.ndarray]
 
-OPTIONS = {"prompt_tokens": "how many of the first tokens of an array without a prompt of its own are prompt"}
-_PROMPT, _GENERATED = "prompt_routed_experts", "routed_experts"
-_HOLE = "tokens served from the prefix cache are not routed again: record with --no-enable-prefix-caching"
+OPTIONS = {
+    "prompt_tokens": (
+        "how many of the first tokens of an array without a prompt of its own are"
+        " prompt"
+    )
+}
+_PROMPT = "prompt_routed_experts"
+_GENERATED = "routed_experts"
+_HOLE = (
+    "tokens served from the prefix cache are not routed again: record with"
+    " --no-enable-prefix-caching"
+)
 
 
 def recognises(path: Path) -> bool:
-    """Whether this is an integer npy with three dimensions, or npz or JSON with the key ``routed_experts``."""
+    """Whether this is an integer npy with three dimensions, or npz or JSON with the key
+    ``routed_experts``.
+    """
     kind = kind_of(path)
     if kind == "npy":
         try:
@@ -47,7 +74,9 @@ def recognises(path: Path) -> bool:
     if kind == "npz":
         return _GENERATED.encode() in head(path, 1 << 20)
     start = head(path, 1 << 20).lstrip()
-    return (start[:1] in (b"{", b"[") and f'"{_GENERATED}"'.encode() in start) or f'"{_PROMPT}"'.encode() in start
+    return (
+        start[:1] in (b"{", b"[") and f'"{_GENERATED}"'.encode() in start
+    ) or f'"{_PROMPT}"'.encode() in start
 
 
 def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
@@ -60,7 +89,9 @@ def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
         if told:
             model = {"model": told}
     if not phases and not prompt_tokens:
-        notes.append(f"{NO_PHASES}: all are taken as generated; option prompt_tokens=N says more")
+        notes.append(
+            f"{NO_PHASES}: all are taken as generated; option prompt_tokens=N says more"
+        )
     return {**model, "notes": notes}
 
 
@@ -73,15 +104,29 @@ def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Iterator[
         if prompt is None and prompt_tokens:
             split = whole_number(path, "prompt_tokens", prompt_tokens, 0)
         told = [one for one in (prompt, generated) if one is not None and one.shape[0]]
-        first, tokens = 0, sum(one.shape[0] for one in told)
-        for part in chain.from_iterable(one.rows(max(1, BATCH_ROWS // max(1, one.shape[1]))) for one in told):
+        first = 0
+        tokens = sum(one.shape[0] for one in told)
+        for part in chain.from_iterable(
+            one.rows(max(1, BATCH_ROWS // max(1, one.shape[1]))) for one in told
+        ):
             ids = integers(path, f"completion {number}", part, 3)
-            same = (ids == ids[:, :, :1]).all(axis=(1, 2)) if ids.shape[2] > 1 else np.zeros(len(ids), bool)
+            same = (
+                (ids == ids[:, :, :1]).all(axis=(1, 2))
+                if ids.shape[2] > 1
+                else np.zeros(len(ids), bool)
+            )
             if first + len(ids) == tokens and same[-1] and tokens > split:
-                ids, same = ids[:-1], same[:-1]
+                ids = ids[:-1]
+                same = same[:-1]
             if same.any():
                 place = f"completion {number}: token {first + int(same.argmax())}"
-                raise bad(path, place, "distinct experts", f"{ids[same.argmax(), 0, 0]} at every layer", _HOLE)
+                raise bad(
+                    path,
+                    place,
+                    "distinct experts",
+                    f"{ids[same.argmax(), 0, 0]} at every layer",
+                    _HOLE,
+                )
             if len(ids):
                 yield dense_block(number, ids, max(0, split - first), first)
             first += len(ids)
@@ -94,19 +139,34 @@ def _completions(path: Path) -> Iterator[tuple[Stream | None, Stream, str]]:
     if kind in ("npy", "npz"):
         found = streams(path)
         if kind == "npz":
-            found = {name: values for name, values in found.items() if name.endswith(_GENERATED)}
+            found = {
+                name: values
+                for name, values in found.items()
+                if name.endswith(_GENERATED)
+            }
         for name, values in found.items():
-            if len(values.shape) != 3 or values.dtype.kind not in "iu" or 0 in values.shape[1:]:
+            if (
+                len(values.shape) != 3
+                or values.dtype.kind not in "iu"
+                or 0 in values.shape[1:]
+            ):
                 told = f"{values.dtype} {list(values.shape)}"
                 raise bad(path, name or "array", "integers with 3 dimensions", told)
         prompts = [name for name in found if name.endswith(_PROMPT)]
         for name, values in found.items():
             if not name.endswith(_PROMPT):
-                prompt = found.get(name.removesuffix(_GENERATED) + _PROMPT, found[prompts[0]] if prompts else None)
+                prompt = found.get(
+                    name.removesuffix(_GENERATED) + _PROMPT,
+                    found[prompts[0]] if prompts else None,
+                )
                 yield _checked(path, name, prompt, values), values, ""
         if len(prompts) == len(found):
             for name in prompts:
-                yield found[name], in_memory(np.empty((0, *found[name].shape[1:]), np.int32)), ""
+                yield (
+                    found[name],
+                    in_memory(np.empty((0, *found[name].shape[1:]), np.int32)),
+                    "",
+                )
         return
     for index, response in enumerate(_responses(path)):
         with decoding(path, f"response {index}"):
@@ -130,13 +190,19 @@ def _responses(path: Path) -> Iterator[Any]:
                 yield json.loads(line)
 
 
-def _of_response(path: Path, where: str, response: dict[str, Any]) -> Iterator[tuple[Stream | None, Stream, str]]:
+def _of_response(
+    path: Path, where: str, response: dict[str, Any]
+) -> Iterator[tuple[Stream | None, Stream, str]]:
     common = _ids(path, f"{where}: {_PROMPT}", response.get(_PROMPT))
     choices = response.get("choices") or [response]
     for index, choice in enumerate(choices):
         place = f"{where}: choice {index}"
         generated = _ids(path, f"{place}: {_GENERATED}", choice.get(_GENERATED))
-        prompt = common if common is not None else _ids(path, f"{place}: {_PROMPT}", choice.get(_PROMPT))
+        prompt = (
+            common
+            if common is not None
+            else _ids(path, f"{place}: {_PROMPT}", choice.get(_PROMPT))
+        )
         if generated is None and prompt is None:
             way_out = "serve with --enable-return-routed-experts"
             raise bad(path, place, f"{_GENERATED} or {_PROMPT}", "neither", way_out)
@@ -145,16 +211,35 @@ def _of_response(path: Path, where: str, response: dict[str, Any]) -> Iterator[t
             generated = prompt[:0]
         asked = response.get("prompt_token_ids")
         told = choice.get("token_ids")
-        if prompt is None and asked and told and len(generated) in (len(asked) + len(told) - 1, len(asked) + len(told)):
-            prompt, generated = generated[: len(asked)], generated[len(asked) :]
+        if (
+            prompt is None
+            and asked
+            and told
+            and len(generated) in (len(asked) + len(told) - 1, len(asked) + len(told))
+        ):
+            prompt = generated[: len(asked)]
+            generated = generated[len(asked) :]
         whole = None if prompt is None else in_memory(prompt)
-        yield _checked(path, place, whole, in_memory(generated)), in_memory(generated), str(response.get("model", ""))
+        yield (
+            _checked(path, place, whole, in_memory(generated)),
+            in_memory(generated),
+            str(response.get("model", "")),
+        )
 
 
-def _checked(path: Path, place: str, prompt: Stream | None, generated: Stream) -> Stream | None:
-    if prompt is not None and generated.shape[0] and prompt.shape[1:] != generated.shape[1:]:
+def _checked(
+    path: Path, place: str, prompt: Stream | None, generated: Stream
+) -> Stream | None:
+    if (
+        prompt is not None
+        and generated.shape[0]
+        and prompt.shape[1:] != generated.shape[1:]
+    ):
         raise bad(
-            path, place, f"[tokens, {prompt.shape[1]}, {prompt.shape[2]}] as in the prompt", list(generated.shape)
+            path,
+            place,
+            f"[tokens, {prompt.shape[1]}, {prompt.shape[2]}] as in the prompt",
+            list(generated.shape),
         )
     return prompt
 
@@ -167,7 +252,11 @@ def _ids(path: Path, place: str, value: Any) -> np.ndarray | None:
         data = base64.b64decode(value, validate=True)
         if not data.startswith(NPY):
             raise bad(
-                path, place, "nested lists or a base64 npy", "other base64 bytes", "save the array with numpy.save"
+                path,
+                place,
+                "nested lists or a base64 npy",
+                "other base64 bytes",
+                "save the array with numpy.save",
             )
         return integers(path, place, array(path, place, io.BytesIO(data), len(data)), 3)
     if value == []:

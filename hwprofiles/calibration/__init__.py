@@ -1,0 +1,1 @@
+"""From the spans of designed runs to the costs of a hardware profile."""

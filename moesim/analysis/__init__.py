@@ -1,0 +1,1 @@
+"""Questions about runs: gaps to oracles, hit rates, answer quality, sensitivity."""

@@ -1,0 +1,111 @@
+"""Hit rates of cache policies at several sizes: the question of a cache simulator,
+asked before any machine is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moesim.reporting.figures import new_figure
+from moesim.reporting.text import aligned, percent
+from moesim.runs.memory import MemoryOptions
+from moesim.runs.replay import replay_cache
+from moesim.traces.format.reader import Trace, open_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+CACHES = ("lru", "lfu", "arc", "belady")
+RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
+
+
+def hit_rates(
+    trace: str | Path | Trace,
+    caches: Sequence[str] = CACHES,
+    ratios: Sequence[float] = RATIOS,
+    *,
+    scope: str | None = None,
+    progress: Callable[[int], None] | None = None,
+    **options: Any,
+) -> pd.DataFrame:
+    """Drive every cache at every size with every access of a trace; each miss is
+    fetched and offered to the cache.
+
+    Args:
+        trace: a moesim trace, by path or opened.
+        caches: cache policies, such as ``lfu:decay=0.9``.
+        ratios: sizes, as shares of all experts.
+        scope: ``layer`` or ``global``; None takes ``layer``.
+        progress: told how many caches are done.
+        options: as in `moesim.runs.replay.replay_cache`.
+
+    Returns:
+        Share of accesses that hit: a row per size, a column per cache.
+
+    Raises:
+        TraceError, PolicyError: as `moesim.runs.replay.replay_cache`.
+    """
+    import pandas as pd  # noqa: PLC0415 - half a second that a plain replay need not pay
+
+    opened = trace if isinstance(trace, Trace) else open_trace(trace)
+    found: dict[str, list[float]] = {}
+    done = 0
+    for cache in dict.fromkeys(caches):
+        found[cache] = []
+        for ratio in ratios:
+            counts = replay_cache(
+                opened,
+                cache,
+                memory=MemoryOptions(cache_ratio=ratio, scope=scope),
+                **options,
+            )
+            found[cache].append(counts["hit_rate_active"])
+            done += 1
+            if progress is not None:
+                progress(done)
+    return pd.DataFrame(found, index=pd.Index(ratios, name="cache_ratio"))
+
+
+def hits_text(rates: pd.DataFrame) -> str:
+    """A row per cache, a column per size."""
+    head = ["cache", *(f"{ratio:.4g}" for ratio in rates.index)]
+    rows = [
+        [str(name), *(percent(rate) for rate in rates[name])] for name in rates.columns
+    ]
+    return "\n".join(
+        [
+            *aligned([head, *rows]),
+            "",
+            "hit rate of active experts, by the share of all experts that fits",
+        ]
+    )
+
+
+def hits_figure(rates: pd.DataFrame) -> Figure:
+    """Draw a line per cache; those that see the future are dashed."""
+    from moesim.policies.registry import resolve  # noqa: PLC0415
+
+    figure = new_figure(7, 4)
+    axis = figure.subplots()
+    for name in rates.columns:
+        oracle = resolve(str(name), "cache").oracle
+        axis.plot(
+            rates.index,
+            rates[name],
+            "--" if oracle else "-",
+            marker="o",
+            markersize=4,
+            label=str(name),
+        )
+    axis.set(
+        xlabel="cache, share of all experts",
+        ylabel="hit rate of active experts",
+        ylim=(0, 1),
+    )
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    return figure

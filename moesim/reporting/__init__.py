@@ -1,0 +1,1 @@
+"""Results as text, figures and HTML pages."""

@@ -1,0 +1,232 @@
+"""Published figures beside the same figures of traces at hand.
+
+Ours need not agree: other models, other prompts, often another length. What is printed
+says which model and which trace each column is of, what the experiment does, and where
+it departs from its source.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from moesim.policies.base import PolicyError
+from moesim.reproduction.experiments import EXPERIMENTS, Experiment
+from moesim.reproduction.experiments.base import Workload
+from moesim.traces.errors import TraceError
+from moesim.traces.format.reader import open_trace
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from moesim.reproduction.experiments.base import Found
+    from moesim.traces.format.reader import Trace
+
+DEFAULT_STEPS = 300
+"""Forward passes of each trace that are looked at unless told otherwise: the shortest
+shared traces have no more.
+"""
+
+SHIPPED = "tiny_evaluation.parquet"
+FOREIGN = {
+    "olmoe_1b_7b_decode299": ("olmoe-1b-7b", "bf16"),
+    "qwen3_30b_a3b_top6": ("qwen3-30b-a3b", "q4_k_m"),
+    "gpt_oss_20b": ("gpt-oss-20b", "mxfp4"),
+    "kimi_linear_48b_a3b_decode300": ("kimi-linear-48b-a3b", "bf16"),
+}
+"""Other people's traces by file name: the model and weight format that their files do
+not tell in our terms.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One published figure, as in ``data/published.yaml``. `value` is a number, or
+    words such as ``4-5``.
+    """
+
+    source: str
+    ref: str
+    metric: str
+    setting: dict[str, Any]
+    value: float | str
+    unit: str
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Reproduction:
+    """One experiment on several traces.
+
+    Attributes:
+        experiment: what was done.
+        published: column (the model as the source names it) -> row -> figure.
+        measured: trace -> row -> figure, or what the trace lacks.
+        models: trace -> its model.
+        steps: forward passes looked at; None for all.
+    """
+
+    experiment: Experiment
+    published: dict[str, dict[str, float | str]]
+    measured: dict[str, Found]
+    models: dict[str, str]
+    steps: int | None
+
+    @property
+    def rows(self) -> list[str]:
+        """Published rows first, in the order of the source; then what only we have."""
+        known = dict.fromkeys(
+            row for column in self.published.values() for row in column
+        )
+        return list(
+            known
+            | dict.fromkeys(row for column in self.measured.values() for row in column)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """One object; a figure that a trace cannot give is words that say why."""
+        experiment = self.experiment
+        return {
+            "name": experiment.name,
+            "summary": experiment.summary,
+            "unit": experiment.unit,
+            "published_records": [list(key) for key in experiment.published],
+            "published": self.published,
+            "measured": {
+                trace: {"model": self.models[trace], "figures": found}
+                for trace, found in self.measured.items()
+            },
+            "steps": self.steps,
+            "needs": experiment.needs,
+            "computes": experiment.computes,
+            "caveats": list(experiment.caveats),
+        }
+
+
+@cache
+def records() -> tuple[Record, ...]:
+    """The published figures that need only routing, in the order of their sources."""
+    text = (resources.files("moesim") / "data" / "published.yaml").read_text(
+        encoding="utf-8"
+    )
+    return tuple(Record(**entry) for entry in yaml.safe_load(text)["records"])
+
+
+def published(experiment: Experiment) -> dict[str, dict[str, float | str]]:
+    """The published figures of an experiment: column -> row -> figure.
+
+    A column is its model as the source names it, behind the source's name where there
+    are several sources.
+    """
+    found: dict[str, dict[str, float | str]] = {}
+    several = len({source for source, _, _ in experiment.published}) > 1
+    for record in records():
+        if (record.source, record.ref, record.metric) not in experiment.published:
+            continue
+        row = experiment.row(record.metric, record.setting)
+        if row is not None:
+            column = experiment.column(record.setting)
+            found.setdefault(f"{record.source}: {column}" if several else column, {})[
+                row
+            ] = record.value
+    return found
+
+
+def find(name: str) -> Experiment:
+    """An experiment by name.
+
+    Raises:
+        PolicyError: no such experiment; the message names them all.
+    """
+    if name in EXPERIMENTS:
+        return EXPERIMENTS[name]
+    close = difflib.get_close_matches(name, EXPERIMENTS, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise PolicyError(
+        f"unknown experiment {name!r}; known: {', '.join(EXPERIMENTS)}{hint}"
+    )
+
+
+def traces_at_hand() -> list[Path]:
+    """The shipped trace, and other people's traces where a checkout has them in
+    ``../shared/traces``.
+    """
+    shipped = Path(str(resources.files("moesim.traces") / "data" / SHIPPED))
+    shared = Path(__file__).resolve().parents[3] / "shared" / "traces"
+    return [
+        shipped,
+        *(path for name in FOREIGN if (path := shared / f"{name}.parquet").is_file()),
+    ]
+
+
+def reproduce(
+    name: str,
+    traces: Sequence[str | Path] | None = None,
+    *,
+    steps: int | None = DEFAULT_STEPS,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Reproduction:
+    """Compute an experiment on traces and lay the published figures beside it.
+
+    Args:
+        name: of the experiment.
+        traces: moesim traces, or foreign ones that `FOREIGN` names; None takes
+            `traces_at_hand`.
+        steps: keep the first so many forward passes of each; None keeps all.
+        seed: for policies that draw.
+        progress: told which trace is being looked at.
+
+    Raises:
+        PolicyError: no such experiment.
+        TraceError: a trace cannot be read.
+    """
+    experiment = find(name)
+    measured: dict[str, Found] = {}
+    models: dict[str, str] = {}
+    paths = (
+        traces_at_hand()
+        if traces is None
+        else [Path(trace) for trace in dict.fromkeys(traces)]
+    )
+    stems = [path.stem for path in paths]
+    for path in paths:
+        label = path.stem if stems.count(path.stem) == 1 else str(path)
+        if progress is not None:
+            progress(label)
+        with _opened(path) as trace:
+            models[label] = trace.shape.name
+            measured[label] = experiment.run(Workload(trace, steps, seed))
+    return Reproduction(experiment, published(experiment), measured, models, steps)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Trace]:
+    """Open a trace; a foreign one that is known is imported first, and forgotten
+    afterwards.
+    """
+    known = FOREIGN.get(path.stem)
+    if known is None or not path.is_file() or _is_ours(path):
+        yield open_trace(path)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        done = import_trace(path, Path(folder) / path.name, shape=model_shape(*known))
+        yield open_trace(done.path)
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        open_trace(path)
+    except TraceError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Runs: their configuration, simulated and real, one or a sweep."""

@@ -1,0 +1,76 @@
+"""Calibration artefacts: tensor files that policies ask for by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesim.policies.base import PolicyError
+from moesim.traces.importers.readers.tensors import load_named
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SUFFIXES = (".npy", ".npz", ".safetensors")
+TENSORS = (
+    "activation_counts",
+    "activation_matrices",
+    "prefetch_accuracy",
+    "residual",
+    "sensitivity",
+    "single_share",
+    "transitions",
+)
+"""Tensors that policies know by their own names, whatever file they lie in (`moesim
+record --calibration`).
+"""
+
+
+def load_artefacts(place: str | Path | None) -> dict[str, Any]:
+    """Read every tensor file of a folder, or one tensor file; nothing without a place.
+
+    Returns:
+        Name without suffix -> the array of a ``.npy``, the named arrays of an ``.npz``
+        or ``.safetensors``: what policies see as `RunContext.extras`. Arrays named as
+        in `TENSORS` are there under their own names as well.
+
+    Raises:
+        PolicyError: no such place, no tensor file in it, or two files with the same
+            tensor of `TENSORS`.
+        TraceError: a damaged file.
+    """
+    if place is None:
+        return {}
+    place = Path(place)
+    if not (place.is_dir() or (place.is_file() and place.suffix in SUFFIXES)):
+        raise PolicyError(
+            f"--artefacts {place}: no such folder; `moesim train-cache TRACE --out"
+            f" {place}` makes one"
+        )
+    paths = sorted(place.iterdir()) if place.is_dir() else [place]
+    found: dict[str, Any] = {}
+    origin: dict[str, Path] = {}
+    for path in (one for one in paths if one.suffix in SUFFIXES):
+        content = _content(path)
+        own = {path.stem: content}
+        if isinstance(content, dict):
+            own |= {name: content[name] for name in TENSORS if name in content}
+        for name in own:
+            if name in TENSORS and name in origin:
+                raise PolicyError(
+                    f"--artefacts {place}: {name}: expected one file with it, found"
+                    f" {origin[name].name} and {path.name}; keep one of them"
+                )
+            origin[name] = path
+        found |= own
+    if not found:
+        raise PolicyError(
+            f"--artefacts {place}: expected files {', '.join(SUFFIXES)}, found none; is"
+            " it the right folder?"
+        )
+    return found
+
+
+def _content(path: Path) -> np.ndarray | dict[str, np.ndarray]:
+    arrays = load_named(path)
+    return arrays[""] if path.suffix == ".npy" else arrays

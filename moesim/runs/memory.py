@@ -1,0 +1,192 @@
+"""How a user states the sizes of memories, and what they come to on a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moesim.policies.base import PolicyError
+from moesim.policies.cache._slot_shares import divided
+from moesim.policies.planner.plan import LAYERS, MemoryPlan
+from moesim.policies.planner.residency import GLOBAL, PER_LAYER, CacheSize
+from moesim.traces.sizes import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.policies.systems import System
+    from moesim.traces.format.schema import ModelShape
+
+DEFAULT_CACHE_RATIO = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """How a user states the sizes of memories; at most one of the first three.
+
+    Attributes:
+        cache_ratio: share of all experts that the GPU cache holds.
+        slots_per_layer: experts per layer.
+        gpu_memory_bytes: memory of each GPU; the expert cache is what everything else
+            leaves of it.
+        host_memory_bytes: host memory for experts; None holds them all (no SSD reads).
+        scope: ``layer`` or ``global``; None takes the system's, else ``layer``.
+        staging: staging slots beside each cache; None takes the system's, else the
+            profile's.
+        prefetch_budget_bytes: most bytes prefetched per layer step.
+        gpu_split: with several GPUs, ``layers`` or ``experts``.
+    """
+
+    cache_ratio: float | None = None
+    slots_per_layer: int | None = None
+    gpu_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    scope: str | None = None
+    staging: int | None = None
+    prefetch_budget_bytes: int | None = None
+    gpu_split: str = LAYERS
+
+    @property
+    def size(self) -> tuple[str, float]:
+        """In which way the size of the GPU cache was stated, as an attribute's name,
+        and the number.
+        """
+        for name in ("gpu_memory_bytes", "slots_per_layer", "cache_ratio"):
+            if (value := getattr(self, name)) is not None:
+                return name, value
+        return "cache_ratio", DEFAULT_CACHE_RATIO
+
+    @property
+    def size_words(self) -> str:
+        """The size of the GPU cache as people say it: ``8.0 GiB``, ``8.01 GiB``, ``16
+        slots`` or ``25 %``.
+        """
+        name, value = self.size
+        if name == "gpu_memory_bytes":
+            short = (format_bytes(value, decimals) for decimals in (1, 2))
+            return next(
+                (words for words in short if parse_bytes(words) == value),
+                format_bytes(value, 3),
+            )
+        return f"{value} slots" if name == "slots_per_layer" else f"{100 * value:.6g} %"
+
+    def plan(
+        self,
+        shape: ModelShape,
+        profile: HardwareProfile,
+        system: System,
+        artefacts: Mapping[str, Any] | None = None,
+    ) -> MemoryPlan:
+        """Turn options into sizes.
+
+        Args:
+            shape: the model.
+            profile: the machine.
+            system: what it is for; one that divides slots by use needs `artefacts` for
+                that.
+            artefacts: ``single_share`` and ``prefetch_accuracy``, float [L], see
+                `moesim.policies.cache._slot_shares`.
+
+        Raises:
+            PolicyError: contradicting options, or no room to stage even one expert.
+        """
+        given = [self.cache_ratio, self.slots_per_layer, self.gpu_memory_bytes]
+        if sum(value is not None for value in given) > 1:
+            raise PolicyError(
+                "cache size: expected at most one of --cache-ratio, --slots-per-layer"
+                " and --gpu-memory; drop the others"
+            )
+        staging = next(
+            slots
+            for slots in (
+                self.staging,
+                system.staging_slots(shape),
+                profile.memory.staging_experts,
+            )
+            if slots is not None
+        )
+        scope = self.scope or system.scope or PER_LAYER
+        ratio = (
+            DEFAULT_CACHE_RATIO
+            if all(value is None for value in given)
+            else self.cache_ratio
+        )
+        total_bytes = None
+        if self.gpu_memory_bytes is not None:
+            total_bytes = self._left_on_gpu(shape, staging, profile.gpus)
+        gpu = CacheSize.of(
+            shape.expert_bytes,
+            shape.experts,
+            scope=scope,
+            ratio=ratio,
+            slots_per_layer=self.slots_per_layer,
+            total_bytes=total_bytes,
+        )
+        if system.divides_slots and scope == PER_LAYER:
+            gpu = _by_use(gpu, shape, artefacts or {})
+        if profile.gpus > 1 and scope == GLOBAL and self.gpu_split == LAYERS:
+            gpu = gpu.split(profile.gpus)
+        return MemoryPlan(
+            gpu,
+            self._host(shape, staging),
+            staging,
+            self.prefetch_budget_bytes,
+            self.gpu_split,
+        )
+
+    def _left_on_gpu(self, shape: ModelShape, staging: int, gpus: int) -> int:
+        """Bytes left for the expert cache on each GPU."""
+        assert self.gpu_memory_bytes is not None
+        split = gpus if self.gpu_split == LAYERS else 1
+        rest = shape.other_bytes // split
+        left = self.gpu_memory_bytes - rest - staging * shape.max_expert_bytes
+        if left < 0:
+            raise PolicyError(
+                f"--gpu-memory: no room to stage {staging} experts:"
+                f" {self.gpu_memory_bytes:,} bytes hold {rest:,} of non-expert weights"
+                f" but not {staging} x {shape.max_expert_bytes:,} beside them; give"
+                " more memory, or fewer --staging slots"
+            )
+        return left * split
+
+    def _host(self, shape: ModelShape, staging: int) -> CacheSize | None:
+        if self.host_memory_bytes is None:
+            return None
+        total = sum(shape.expert_bytes) * shape.experts
+        left = self.host_memory_bytes - staging * shape.max_expert_bytes
+        if left < 0:
+            raise PolicyError(
+                f"--host-memory: no room to stage {staging} experts of"
+                f" {shape.max_expert_bytes:,} bytes in {self.host_memory_bytes:,}"
+                " bytes; give more memory"
+            )
+        if left >= total:
+            return None
+        return CacheSize.of(
+            shape.expert_bytes, shape.experts, scope=GLOBAL, total_bytes=left
+        )
+
+
+def _by_use(
+    size: CacheSize, shape: ModelShape, artefacts: Mapping[str, Any]
+) -> CacheSize:
+    """The same number of slots, divided among the layers by use where a calibration
+    says how.
+    """
+    if not {"single_share", "prefetch_accuracy"} <= artefacts.keys():
+        return size
+    single = artefacts["single_share"]
+    accuracy = artefacts["prefetch_accuracy"]
+    slots = divided(int(size.slots.sum()), shape.experts, shape.top_k, single, accuracy)
+    if len(slots) != shape.layers:
+        raise PolicyError(
+            f"--artefacts: single_share, prefetch_accuracy: expected {shape.layers}"
+            f" numbers, one for each MoE layer, found {len(slots)}; make them for this"
+            " model"
+        )
+    return CacheSize(
+        size.scope, slots, slots * np.asarray(shape.expert_bytes, np.int64)
+    )

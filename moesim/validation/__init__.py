@@ -1,0 +1,1 @@
+"""Calibration of a machine, and simulated runs held against measured ones."""

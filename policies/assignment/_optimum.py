@@ -1,0 +1,160 @@
+"""How good could this layer step have been? The best lanes, exactly, fast enough to ask
+for every layer step.
+
+Two rulers. The *modelled* one is DALI's: a lane's time is the sum of its experts'
+costs, where an expert waits for its weights or computes, whichever takes longer. The
+*scheduled* one is a time table: copies follow each other on a link, a GPU computes
+residents first and then arrivals as they land. The first is what most policies
+minimise; the second is closer to what the machine does.
+
+A active experts, G GPUs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from moesim.policies.assignment._dynamic_program import frontier
+from moesim.policies.assignment._gpu_choice import first_cpu_s, in_flight
+from moesim.policies.assignment._lagrangian_bounds import Layer, priced_rest, prices
+from moesim.policies.base import CPU
+
+if TYPE_CHECKING:
+    from moesim.policies.base import LayerWork, MachineView
+
+
+class Optimum(NamedTuple):
+    """The best lanes found.
+
+    Attributes:
+        makespan_s: time of the slowest lane.
+        lanes: int8 [A], as in `Assignment`.
+        bound_s: no lanes are faster than this. Equal to `makespan_s` (proven up to a
+            relative 1e-10) unless the search outgrew its memory, which takes many
+            experts of which no two cost the same.
+        order: int64 [A], the launch order that goes with them.
+    """
+
+    makespan_s: float
+    lanes: np.ndarray
+    bound_s: float
+    order: np.ndarray
+
+
+def optimal(work: LayerWork) -> Optimum:
+    """Minimise the modelled makespan, ``max(sum of max(host_s, cpu_s), sum of
+    max(arrive_s, gpu_s))``, over lanes.
+
+    Experts whose lane matters most are launched first.
+
+    Source: DALI, equations 3-9 without the staging limit.
+    """
+    return _solve(_modelled(work), len(work.experts))
+
+
+def optimal_scheduled(work: LayerWork, view: MachineView) -> Optimum:
+    """Minimise the scheduled makespan over lanes; see `scheduled_s`."""
+    return _solve(_scheduled(work, view), _residents(work))
+
+
+def modelled_s(work: LayerWork, lanes: np.ndarray) -> float:
+    """Modelled makespan of an assignment: the largest sum of costs."""
+    cpu_s, gpu_s = _costs(work)
+    loads = [
+        cpu_s[lanes == CPU].sum(),
+        *(row[lanes == 1 + g].sum() for g, row in enumerate(gpu_s)),
+    ]
+    return float(max(loads))
+
+
+def scheduled_s(
+    work: LayerWork,
+    view: MachineView,
+    lanes: np.ndarray,
+    order: np.ndarray | None = None,
+) -> float:
+    """Scheduled makespan of an assignment.
+
+    An absent expert's copy takes `arrive_s` and follows the one before it; the first
+    waits for this layer's copies in flight. A GPU computes its residents, then what
+    lands, in launch order: first what is in flight, by landing, then what takes the GPU
+    longest, which is Johnson's rule where all copies take the same time. The CPU
+    charges each expert ``max(host_s, cpu_s)``, and the first of a layer step its extra
+    seconds.
+
+    Args:
+        work: the layer step.
+        view: the machine.
+        lanes: int8 [A].
+        order: int64 [A] another launch order; None for the one above.
+    """
+    layer = _scheduled(work, view)
+    cpu_s = 0.0
+    link_s = layer.link_s.copy()
+    ends = [0.0] * len(layer.link_s)
+    for i, lane in enumerate(lanes):
+        if lane == CPU:
+            cpu_s += layer.cpu_s[i]
+        elif not layer.copy_s[lane - 1, i] and not layer.landing_s[lane - 1, i]:
+            ends[lane - 1] += layer.gpu_s[lane - 1, i]
+    for i in layer.order if order is None else order:
+        g = lanes[i] - 1
+        if g < 0 or not (layer.copy_s[g, i] or layer.landing_s[g, i]):
+            continue
+        lands_s = layer.landing_s[g, i]
+        if layer.copy_s[g, i]:
+            link_s[g] += layer.copy_s[g, i]
+            lands_s = link_s[g]
+        ends[g] = max(ends[g], lands_s) + layer.gpu_s[g, i]
+    return float(max(cpu_s + layer.first_s * bool((lanes == CPU).any()), *ends))
+
+
+def _costs(work: LayerWork) -> tuple[np.ndarray, np.ndarray]:
+    return np.maximum(work.host_s, work.cpu_s), np.maximum(work.arrive_s, work.gpu_s)
+
+
+def _modelled(work: LayerWork) -> Layer:
+    cpu_s, gpu_s = _costs(work)
+    none = np.zeros_like(gpu_s)
+    return Layer(
+        cpu_s, gpu_s, none, none, none[:, 0].copy(), 0.0, np.arange(len(cpu_s))
+    )
+
+
+def _scheduled(work: LayerWork, view: MachineView) -> Layer:
+    flying = in_flight(work, view)
+    landing_s = np.where(flying, work.arrive_s, 0.0)
+    copy_s = np.where(flying, 0.0, work.arrive_s)
+    lands_s = np.where(flying, work.arrive_s, np.inf).min(axis=0)
+    present = (work.arrive_s == 0.0).all(axis=0)
+    order = np.lexsort((-work.gpu_s[0], lands_s, ~present))
+    gpu_s = np.array(work.gpu_s)
+    return Layer(
+        np.maximum(work.host_s, work.cpu_s),
+        gpu_s,
+        copy_s,
+        landing_s,
+        landing_s.max(axis=1),
+        first_cpu_s(view),
+        order,
+    )
+
+
+def _residents(work: LayerWork) -> int:
+    """Experts that no GPU waits for: they stand first in the order, and may be solved
+    in any.
+    """
+    return int((work.arrive_s == 0.0).all(axis=0).sum())
+
+
+def _solve(layer: Layer, free: int) -> Optimum:
+    """Solve with the first `free` experts of the order sorted by how much their lane
+    matters.
+    """
+    price, regret = prices(layer)
+    layer.order[:free] = layer.order[:free][
+        np.argsort(-regret[layer.order[:free]], kind="stable")
+    ]
+    lanes, makespan_s, bound_s = frontier(layer, price, priced_rest(layer, price))
+    return Optimum(makespan_s, lanes, bound_s, layer.order)

@@ -1,0 +1,35 @@
+"""How much of what the gate wanted an altered routing keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def gate_mass_kept(scores: np.ndarray, recorded: np.ndarray, used: np.ndarray) -> float:
+    """Share of the recorded experts' gate scores that the used experts have, mean over
+    tokens.
+
+    Args:
+        scores: float [T, E]; recorded, used: ids [T, K]; ids >= E are unused places.
+    """
+    padded = np.concatenate(
+        (scores.astype(np.float64), np.zeros((len(scores), 1))), axis=1
+    )
+    places = np.minimum(used.astype(np.int64), scores.shape[1])
+    kept = np.take_along_axis(padded, places, axis=1).sum(axis=1)
+    whole = np.take_along_axis(padded, recorded.astype(np.int64), axis=1).sum(axis=1)
+    return float(np.mean(kept / np.maximum(whole, 1e-30)))
+
+
+def weight_kept(weights: np.ndarray, recorded: np.ndarray, used: np.ndarray) -> float:
+    """As `gate_mass_kept`, where a trace has combine weights only: substitutes count
+    for nothing.
+
+    Args:
+        weights: float [T, K] of the recorded experts; recorded, used: ids [T, K].
+    """
+    kept = (recorded[:, :, None] == used[:, None, :]).any(axis=2)
+    whole = weights.astype(np.float64)
+    return float(
+        np.mean((whole * kept).sum(axis=1) / np.maximum(whole.sum(axis=1), 1e-30))
+    )

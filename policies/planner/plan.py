@@ -1,0 +1,127 @@
+"""What the planner hands to a world: lanes, launch order and copies of one layer step;
+and how a run is set up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+    from moesim.policies.base import (
+        Ahead,
+        AssignmentPolicy,
+        CachePolicy,
+        LayerWork,
+        Policy,
+        PrefetchPolicy,
+        RoutingPolicy,
+        Swap,
+    )
+    from moesim.policies.planner.residency import CacheSize
+
+FETCH = 3
+PREFETCH = 4
+REPLACE = 5
+READ = 6
+"""Kinds of copies, equal to the timeline's; lower goes first on a link."""
+
+LAYERS = "layers"
+EXPERTS = "experts"
+"""Readings of several GPUs: each layer lives on one of them, or each layer's experts on
+all.
+"""
+
+
+class Copies(NamedTuple):
+    """Copies of one kind to one memory, in queue order.
+
+    Attributes:
+        kind: FETCH, PREFETCH or REPLACE to a GPU; READ to host memory only (for the
+            CPU).
+        gpu: destination; -1 for READ.
+        layer: MoE layer of all of them.
+        experts: expert ids.
+        staged: whether each lands in the GPU's staging area instead of its cache (for
+            READ: as `host_staged`).
+        read: whether each must first be read from the SSD into host memory.
+        host_staged: whether that read lands in host staging instead of the host cache.
+    """
+
+    kind: int
+    gpu: int
+    layer: int
+    experts: list[int]
+    staged: list[bool]
+    read: list[bool]
+    host_staged: list[bool]
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the lanes do for one layer step.
+
+    `lanes` int8 [A]: CPU (0) or 1 + GPU index; `order`: positions in launch order;
+    `copied`: how many experts `copies` bring from one memory to another;
+    `staging_slots`: per GPU, how many staging slots demand fetches may use at a time;
+    `serial`: the CPU waits for the GPUs' fetched experts; `swaps`: replacements by GPU,
+    carried out when the layer has joined; `ahead`: experts of the next layer that the
+    CPU starts after its own, each for `ahead_s` seconds.
+    """
+
+    work: LayerWork
+    lanes: np.ndarray
+    order: list[int]
+    copies: list[Copies]
+    copied: int
+    staging_slots: list[int]
+    planning_s: float
+    serial: bool = False
+    swaps: list[tuple[int, Swap]] = field(default_factory=list)
+    ahead: Ahead | None = None
+    ahead_s: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Policies:
+    """One instance of each policy that a run needs; one cache policy per memory."""
+
+    assignment: AssignmentPolicy
+    prefetch: PrefetchPolicy
+    caches: list[CachePolicy]
+    routing: RoutingPolicy
+    host_cache: CachePolicy | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def all(self) -> list[Policy]:
+        """Every instance."""
+        found: list[Policy] = [
+            self.assignment,
+            self.prefetch,
+            *self.caches,
+            self.routing,
+        ]
+        return [*found, self.host_cache] if self.host_cache is not None else found
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How much of each memory experts may use.
+
+    Attributes:
+        gpu: cache size of each GPU.
+        host: host memory in front of the SSD; None if it holds every expert.
+        staging: staging slots beside each GPU cache (and beside host memory when that
+            is limited).
+        prefetch_budget_bytes: most bytes prefetched per layer step; None for no limit.
+        gpu_split: with several GPUs, ``layers`` or ``experts``.
+    """
+
+    gpu: CacheSize
+    host: CacheSize | None = None
+    staging: int = 2
+    prefetch_budget_bytes: int | None = None
+    gpu_split: str = LAYERS

@@ -1,0 +1,3 @@
+"""The layer step in real time: lanes, transfers, dispatch and the devices behind
+them.
+"""

@@ -1,0 +1,227 @@
+"""The GPU behind the same lanes: streams for compute and copies, events for their
+times.
+
+The control thread launches the dense part and the products on the compute stream, which
+costs it microseconds each; the link has a thread of its own that launches one copy at a
+time on the copy stream and sleeps in an event until it has landed, so that demand goes
+before prefetches and what has not started can still be withdrawn.
+
+Slots are reused without waiting on the host: a copy into a slot first waits, on its
+stream, for the last product that read it; a product waits for nothing, because it is
+launched only when its copy has landed. Small things for the device go through
+page-locked memory, since a copy from any other would wait for all that was launched
+before it.
+
+Times come from the device's own clock and are written down after a forward pass. Each
+pass begins with an *anchor*, an event whose time the host knows: the device tells times
+as single-precision milliseconds since another event, which after some minutes is
+coarser than a product is long, and its clock drifts from the host's.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from moesim.runtime.errors import RuntimeFault
+from moesim.runtime.executor.host_device import weighted_sum
+from moesim.runtime.store.memory import DeviceSlots
+
+if TYPE_CHECKING:
+    from moesim.runtime.executor.lanes import Operation
+    from moesim.runtime.executor.operations import Compute, Job
+    from moesim.traces.timeline.spans import Timeline
+
+
+_ANCHORINGS = 5
+"""Tries to see the device's clock and the host's at one moment; the tightest counts."""
+
+
+def cuda_is_there() -> bool:
+    """Tell whether this machine has a GPU that torch can use."""
+    return bool(torch.cuda.is_available())
+
+
+class Anchor(NamedTuple):
+    """An event, and when it happened in seconds since the run began."""
+
+    event: Any
+    at_s: float
+
+    def time_of(self, event: Any) -> float:
+        """When a later event happened; both must be over."""
+        return self.at_s + float(self.event.elapsed_time(event)) * 1e-3
+
+
+class CudaDevice:
+    """What the `gpu0`, `h2d0` and `d2h0` lanes do on a machine with CUDA. Attributes as
+    in `HostDevice`.
+
+    Args:
+        device: which GPU.
+
+    Raises:
+        RuntimeFault: there is no such GPU.
+    """
+
+    with_control: ClassVar[tuple[str, ...]] = ("gpu", "d2h")
+    page_lock = True
+
+    def __init__(self, device: str = "cuda:0") -> None:
+        if not cuda_is_there():
+            raise RuntimeFault(
+                f"{device}: expected a CUDA device, found none; use a profile of this"
+                " machine"
+            )
+        self.device = torch.device(device)
+        self._slots = DeviceSlots(0, 1)
+        # Where torch launches what the model computes.
+        self._compute: Any = torch.cuda.current_stream(self.device)
+        self._copies: Any = torch.cuda.Stream(self.device)
+        self._last_use: dict[int, Any] = {}
+        self._began_s = 0.0
+        self._anchor: Anchor | None = None
+        self._dense_start: Any = None
+        self._open: dict[int, Any] = {}
+        self._untold: list[tuple[Operation, Any, Any]] = []
+
+    def allocate(self, slots: int, slot_bytes: int) -> DeviceSlots:
+        """Take GPU memory, and wait until it is zeroed: copies come on a stream that
+        would not.
+
+        Raises:
+            RuntimeFault: there is not that much.
+        """
+        self._slots = DeviceSlots(slots, slot_bytes, self.device)
+        torch.cuda.synchronize(self.device)
+        return self._slots
+
+    def begin(self, began_s: float) -> None:
+        """Map the device's clock to the host's, while the device has nothing to do."""
+        self._began_s = began_s
+        torch.cuda.synchronize(self.device)
+        self._drop_anchor()
+
+    def copy(
+        self, slot: int, record: torch.Tensor, nbytes: int
+    ) -> tuple[float, float] | None:
+        """Copy a record into a slot; return when it has landed, with the device's
+        times.
+        """
+        anchor = self._anchor  # control may drop another one meanwhile
+        start = self._event()
+        end = self._event()
+        with torch.cuda.stream(self._copies):
+            last = self._last_use.get(slot)
+            if last is not None:
+                self._copies.wait_event(last)
+            start.record(self._copies)
+            self._slots.record(slot)[:nbytes].copy_(record[:nbytes], non_blocking=True)
+            end.record(self._copies)
+        end.synchronize()
+        if anchor is None:  # before the run: the initial content
+            return None
+        return anchor.time_of(start), anchor.time_of(end)
+
+    def begin_compute(self, operation: Compute, slot: int) -> None:
+        """Note on the compute stream that a product from this slot begins."""
+        self._open[id(operation)] = (self._recorded(), slot)
+
+    def end_compute(self, operation: Compute) -> tuple[float, float]:
+        """Note that it ends; its slot may be overwritten from then on. The device tells
+        its times later.
+        """
+        start, slot = self._open.pop(id(operation))
+        end = self._recorded()
+        self._last_use[slot] = end
+        self._untold.append((operation, start, end))
+        return -1.0, -1.0
+
+    def settle(self) -> None:
+        """Wait until the last product has really been computed, asleep."""
+        self._untold[-1][2].synchronize()
+
+    def to_host(self, hidden: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Bring hidden states to page-locked host memory, and wait for them, asleep."""
+        there = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=self.page_lock)
+        there.copy_(hidden, non_blocking=True)
+        self._recorded().synchronize()
+        return there, hidden.numel() * hidden.itemsize
+
+    def join(self, job: Job) -> torch.Tensor:
+        """Add weighted results by expert, those of the CPU brought here first, all in
+        one copy.
+        """
+        if not job.results:
+            return torch.zeros_like(job.hidden)
+        results = job.results
+        of_cpu = [result for result in results if result.device.type == "cpu"]
+        if of_cpu:
+            sent = iter(
+                self._send(torch.cat(of_cpu)).split([len(result) for result in of_cpu])
+            )
+            results = [
+                next(sent) if result.device.type == "cpu" else result
+                for result in results
+            ]
+        return weighted_sum(
+            job, torch.cat(results), self._send(torch.from_numpy(job.groups.pairs))
+        )
+
+    def mark(self) -> None:
+        """Note the start of dense work on the compute stream."""
+        self._dense_start = self._recorded()
+
+    def marked(self, operation: Operation) -> None:
+        """Note its end; the device tells its times later."""
+        self._untold.append((operation, self._dense_start, self._recorded()))
+        operation.end_s = -1.0
+
+    def step_done(self, timeline: Timeline) -> None:
+        """Wait for what was computed (copies may go on), write down its times, and drop
+        a fresh anchor.
+        """
+        if self._untold:
+            self._untold[-1][2].synchronize()
+        anchor = self._anchor
+        assert anchor is not None, "a run begins before its first step is done"
+        for op, start, end in self._untold:
+            times = anchor.time_of(start), anchor.time_of(end)
+            timeline.span(
+                op.lane, op.kind, op.step, op.layer, op.expert, *times, op.nbytes
+            )
+        self._untold.clear()
+        self._drop_anchor()
+
+    def _drop_anchor(self) -> None:
+        """Note one moment on both clocks: the compute stream is empty, so an event
+        happens when it is recorded.
+        """
+        tightest_s = float("inf")
+        for _ in range(_ANCHORINGS):
+            # Waited for awake: sleeping would cost what is measured here.
+            event = torch.cuda.Event(enable_timing=True)
+            before_s = time.perf_counter()
+            event.record(self._compute)
+            event.synchronize()
+            took_s = time.perf_counter() - before_s
+            if took_s < tightest_s:
+                tightest_s = took_s
+                self._anchor = Anchor(event, before_s + took_s / 2 - self._began_s)
+
+    def _send(self, values: torch.Tensor) -> torch.Tensor:
+        """Bring host values to the device without waiting for what it is doing."""
+        if self.page_lock:
+            values = values.pin_memory()
+        return values.to(self.device, non_blocking=True)
+
+    def _event(self) -> Any:
+        """An event that can be timed, and waited for asleep."""
+        return torch.cuda.Event(enable_timing=True, blocking=True)
+
+    def _recorded(self) -> Any:
+        """An event recorded now on the compute stream."""
+        event = self._event()
+        event.record(self._compute)
+        return event

@@ -1,0 +1,117 @@
+"""The host accelerator: a core with slots of its own, standing in for a GPU where there
+is none.
+
+Copies into its slots are copies, products from them are products; only the device is a
+thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from moesim.runtime.store.memory import DeviceSlots, HostTier
+from moesim.runtime.store.streaming import streamed
+
+if TYPE_CHECKING:
+    from moesim.runtime.executor.lanes import Operation
+    from moesim.runtime.executor.operations import Compute, Job
+    from moesim.runtime.store.memory import Slots
+    from moesim.traces.timeline.spans import Timeline
+
+
+class HostDevice:
+    """What the `gpu0`, `h2d0` and `d2h0` lanes do on a machine without a GPU.
+
+    Attributes:
+        device: where hidden states live.
+        with_control: lane classes that the control thread serves itself.
+        page_lock: whether host memory must keep its pages.
+    """
+
+    device = torch.device("cpu")
+    with_control: ClassVar[tuple[str, ...]] = ()
+    page_lock = False
+
+    def __init__(self) -> None:
+        self._slots: Slots = DeviceSlots(0, 1)
+
+    def allocate(self, slots: int, slot_bytes: int) -> Slots:
+        """Take the accelerator's memory.
+
+        Raises:
+            RuntimeFault: there is not that much.
+        """
+        self._slots = DeviceSlots(slots, slot_bytes)
+        return self._slots
+
+    def copy(self, slot: int, record: torch.Tensor, nbytes: int) -> None:
+        """Copy a record into a slot, past the caches."""
+        streamed(self._slots.record(slot), record, nbytes)
+
+    def begin_compute(self, operation: Compute, slot: int) -> None:
+        """Note that an expert in this slot is about to compute."""
+
+    def end_compute(self, operation: Compute) -> tuple[float, float] | None:
+        """Note that it has; return its times where only the device knows them
+        (negative: it tells them later).
+        """
+
+    def settle(self) -> None:
+        """Wait until the last product has really been computed; here it has."""
+
+    def to_host(self, hidden: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Bring hidden states to where the CPU reads; return them and the bytes moved:
+        memory is shared, so none.
+        """
+        return hidden, 0
+
+    def join(self, job: Job) -> torch.Tensor:
+        """Add weighted results by ascending expert id, whoever computed them."""
+        if not job.results:
+            return torch.zeros_like(job.hidden)
+        return weighted_sum(
+            job, torch.cat(job.results), torch.from_numpy(job.groups.pairs)
+        )
+
+    def begin(self, began_s: float) -> None:
+        """Note when the run began."""
+
+    def mark(self) -> None:
+        """Note the start of dense work."""
+
+    def marked(self, operation: Operation) -> None:
+        """Note the end of dense work."""
+
+    def step_done(self, timeline: Timeline) -> None:
+        """Wait for the device at the end of a forward pass, and write down what it has
+        timed itself.
+        """
+
+
+def spare_record(nbytes: int) -> HostTier:
+    """One aligned record in host memory, to read into."""
+    return HostTier(1, nbytes)
+
+
+def weighted_sum(job: Job, stacked: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """Add every expert's weighted answers to their tokens, in the order of `pairs`.
+
+    A GPU adds the answers to one token in any order, as it does in the library's own
+    forward: there the last bits may differ from one run to the next.
+
+    Args:
+        job: the layer step, T tokens.
+        stacked: [P, H] answers by ascending expert id, on the device.
+        pairs: int64 [P], flat positions in the routing [T, K], on the device.
+
+    Returns:
+        [T, H] in the dtype of the hidden states.
+    """
+    hidden = job.hidden
+    weighted = stacked * job.weights.reshape(-1)[pairs, None]
+    if job.device_rows is None:
+        return weighted.sum(0, keepdim=True).to(hidden.dtype)
+    return torch.zeros_like(hidden).index_add_(
+        0, job.device_rows, weighted.to(hidden.dtype)
+    )

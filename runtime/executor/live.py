@@ -1,0 +1,548 @@
+"""A live model on the executor: its own gates decide, its tokens come out, its experts
+work where the plan says.
+
+The model's frame (attention, norms, gates, shared experts) runs on the device's thread;
+every experts module asks the executor. Where a policy wants predictions, the gates of
+the coming layers are asked about this layer's input before its experts are computed, so
+what a policy sees is what a real system could know. Padding of shorter prompts is not
+computed: nobody looks at its answers.
+
+B sequences of a batch, S positions of a pass, T tokens kept of B S, E experts, K
+experts per token, H hidden.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from moesim.policies.base import PolicyError
+from moesim.runtime.models.expert_math import UNUSED, group_tokens
+from moesim.runtime.models.gates import best_first
+from moesim.runtime.models.generate import Pass, Sampling, generate
+from moesim.runtime.models.hf import (
+    DTYPES,
+    LocalModel,
+    MoeBlock,
+    find_blocks,
+    gate_facts,
+    model_shape,
+    read_gate,
+)
+from moesim.runtime.models.offloaded import StoreExperts
+from moesim.runtime.store.sources import skeleton
+from moesim.traces.errors import TraceError
+from moesim.traces.format.batch import RoutedLayer, RoutedStep
+from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from moesim.runtime.executor.executor import Executor
+    from moesim.runtime.models.hf import GateFacts
+    from moesim.runtime.models.offloaded import OffloadedModel
+    from moesim.runtime.record.residual import Residual
+    from moesim.runtime.store.store import ExpertStore
+    from moesim.traces.format.schema import ModelShape
+
+TOLERANCES = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 6e-2}
+"""Largest difference of logits, as a share of the largest logit, that rounding
+explains: sums in another order.
+"""
+
+
+def live_shape(
+    offloaded: OffloadedModel, model_dir: Path, store: ExpertStore
+) -> ModelShape:
+    """Describe an offloaded model: experts as they lie in the store, everything else as
+    loaded.
+    """
+    frame = skeleton(model_dir)
+    blocks = find_blocks(frame)
+    shape = model_shape(
+        frame,
+        model_dir.resolve().name,
+        blocks,
+        gate_facts(offloaded.model, live_blocks(offloaded)),
+    )
+    records = tuple(store.record_bytes(layer) for layer in range(store.layers))
+    dtype = store.layout(
+        0
+    ).dtype  # the frame's tensors were never loaded: theirs says nothing
+    return replace(
+        shape,
+        expert_bytes=records,
+        other_bytes=offloaded.dense_bytes,
+        dtype=DTYPES.get(dtype, dtype),
+    )
+
+
+def live_blocks(offloaded: OffloadedModel) -> list[MoeBlock]:
+    """List an offloaded model's MoE layers as `moesim.runtime.models.hf.find_blocks`
+    lists those of a whole one.
+    """
+    blocks = []
+    for layer in offloaded.layers:
+        owner_name = layer.name.removesuffix(".experts")
+        owner = offloaded.model.get_submodule(owner_name)
+        experts = offloaded.model.get_submodule(layer.name)
+        blocks.append(
+            MoeBlock(layer.index, owner_name, owner, layer.gate, experts, layer.experts)
+        )
+    return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class LiveModel(LocalModel):
+    """An offloaded model, with its way of reading and writing text."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn token ids into text; without a tokenizer they are bytes."""
+        if self.tokenizer is None:
+            return bytes(token for token in tokens if token < 256).decode(
+                errors="replace"
+            )
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def reader_of(model_dir: Path, offloaded: OffloadedModel, *, tiny: bool) -> LiveModel:
+    """Give an offloaded model its tokenizer; bytes are tokens where it has none."""
+    tokenizer = None
+    if not tiny and any(
+        (model_dir / name).is_file()
+        for name in ("tokenizer.json", "tokenizer_config.json")
+    ):
+        from transformers import AutoTokenizer  # noqa: PLC0415 - seconds to import
+
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    return LiveModel(model_dir.resolve().name, offloaded.model, tokenizer)
+
+
+def encode(local: LocalModel, prompts: Sequence[str | bytes]) -> list[list[int]]:
+    """Turn prompts into token ids.
+
+    Raises:
+        TraceError: a prompt without a token, or with one that the model does not know.
+    """
+    ids = [local.encode(prompt) for prompt in prompts]
+    vocabulary = int(local.model.get_input_embeddings().num_embeddings)
+    for one, tokens in enumerate(ids):
+        if not tokens or max(tokens) >= vocabulary:
+            found = "none" if not tokens else f"token {max(tokens)}"
+            raise TraceError(
+                f"prompt {one}: expected tokens below {vocabulary}, found {found}; has"
+                " the model a tokenizer?"
+            )
+    if not ids:
+        raise TraceError("prompts: expected at least one, found none")
+    return ids
+
+
+def warm_up(offloaded: OffloadedModel, store: ExpertStore) -> None:
+    """Send one token through the model, so that libraries have initialised themselves
+    before anything is timed.
+    """
+    gatings = [layer.gating for layer in offloaded.layers]
+    offloaded.handler = StoreExperts(store, gatings, check=False)
+    with torch.inference_mode():
+        offloaded.model(
+            input_ids=torch.zeros(
+                1, 1, dtype=torch.long, device=offloaded.model.device
+            ),
+            use_cache=False,
+        )
+    offloaded.handler = None
+
+
+class Foresight:
+    """Asks the gates of coming layers about a layer's input.
+
+    Args:
+        blocks: the model's MoE layers.
+        facts: how its gates score.
+        columns: predictions wanted, of
+            `moesim.traces.format.schema.PREDICTION_COLUMNS`.
+        residual: float32 [L, H] for ``pred1_res``.
+
+    Raises:
+        PolicyError: a prediction needs residual vectors and there are none.
+    """
+
+    def __init__(
+        self,
+        blocks: list[MoeBlock],
+        facts: GateFacts,
+        columns: Sequence[str],
+        residual: torch.Tensor | None,
+    ) -> None:
+        if "pred1_res" in columns and residual is None:
+            raise PolicyError(
+                "prefetch by 'pred1_res' needs residual vectors of this model, found"
+                " none; calibrate with `moesim record --model DIR --prompts FILE"
+                " --residual FILE`, then pass --residual FILE"
+            )
+        self._blocks = blocks
+        self._facts = facts
+        self._columns = list(columns)
+        self._residual = residual
+        self._extras = [_further_arguments(block) for block in blocks]
+
+    def predict(self, layer: int, state: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return column -> scores [T, E] for a coming layer; none past the last one."""
+        found = {}
+        for column in self._columns:
+            coming = layer + int(column[len("pred")])
+            if coming >= len(self._blocks):
+                continue
+            asked = state
+            if column.endswith("_res"):
+                assert self._residual is not None
+                asked = state + self._residual[layer].to(state)
+            block = self._blocks[coming]
+            every, _, _ = read_gate(
+                block.gate.forward(asked, **self._extras[coming]), block.count
+            )
+            if every is None:
+                raise PolicyError(
+                    f"{block.name}: its gate shows only its choice; {column!r} cannot"
+                    " be predicted"
+                )
+            found[column] = self._facts.scores(every)
+        return found
+
+
+def _further_arguments(block: MoeBlock) -> dict[str, Any]:
+    """Arguments of a gate beside the state: attributes of its owner with the same name,
+    as the library passes them.
+    """
+    _, *further = inspect.signature(block.gate.forward).parameters.values()
+    return {
+        one.name: value
+        for one in further
+        if (value := getattr(block.owner, one.name, None)) is not None
+    }
+
+
+class PassRecord(NamedTuple):
+    """What went into one forward pass, and what came out, for `verify`."""
+
+    inputs: dict[str, Any]
+    fresh: bool
+    logits: torch.Tensor
+
+
+@dataclass(slots=True)
+class LiveResult:
+    """What a live run generated.
+
+    Attributes:
+        tokens: per prompt, generated token ids.
+        steps: what the gates decided, pass by pass.
+        passes: inputs and logits, where they were kept.
+    """
+
+    tokens: list[list[int]] = field(default_factory=list)
+    steps: list[RoutedStep] = field(default_factory=list)
+    passes: list[PassRecord] = field(default_factory=list)
+
+
+class LiveRun:
+    """Generates on an offloaded model with an executor as its experts; pass it to
+    `Executor.run`.
+
+    Args:
+        offloaded: the model.
+        local: the same model, with its way of reading text.
+        executor: computes experts.
+        prompts: token ids, none empty.
+        max_new_tokens: decode steps per sequence.
+        batch: sequences run together.
+        columns: optional trace columns that the policies need.
+        residual: vectors for ``pred1_res``.
+        temperature: 0 decodes greedily.
+        seed: of the draws.
+        keep_passes: keep inputs and logits for `verify`.
+    """
+
+    def __init__(
+        self,
+        offloaded: OffloadedModel,
+        local: LocalModel,
+        executor: Executor,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        batch: int = 1,
+        columns: Sequence[str] = (),
+        residual: Residual | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+        keep_passes: bool = False,
+    ) -> None:
+        self.result = LiveResult()
+        self._offloaded = offloaded
+        self._local = local
+        self._executor = executor
+        self._prompts = prompts
+        self._new = max_new_tokens
+        self._size = batch
+        self._sampling = Sampling(temperature, seed)
+        self._keep_passes = keep_passes
+        self._blocks = live_blocks(offloaded)
+        self._facts = gate_facts(offloaded.model, self._blocks)
+        vectors = (
+            None
+            if residual is None
+            else torch.from_numpy(residual.vectors).to(local.device)
+        )
+        wanted = [name for name in columns if name in PREDICTION_COLUMNS]
+        self._foresight = Foresight(self._blocks, self._facts, wanted, vectors)
+        self._predicts = bool(wanted)
+        self._scores = "scores" in columns
+        self._gate_input = self._gate_output = torch.empty(0)
+        self._kept: torch.Tensor | None = (
+            None  # rows that are no padding; None where all are kept
+        )
+        self._inputs: dict[str, Any] = {}
+        self._fresh = True
+        self._step = -1
+        self._batch = 0
+        self._generated: list[list[int]] = []
+
+    def __call__(self) -> None:
+        """Generate for all prompts, a batch at a time."""
+        model = self._offloaded.model
+        handles = [
+            model.register_forward_pre_hook(self._on_begin, with_kwargs=True),
+            model.register_forward_hook(self._on_end),
+        ]
+        if self._predicts or self._scores:
+            handles += [
+                block.gate.register_forward_hook(self._on_gate(block), with_kwargs=True)
+                for block in self._blocks
+            ]
+        self._offloaded.handler = self
+        try:
+            for first in range(0, len(self._prompts), self._size):
+                prompts = self._prompts[first : first + self._size]
+                self._generated = [[] for _ in prompts]
+                generate(
+                    self._local,
+                    prompts,
+                    self._new,
+                    self._listen,
+                    first=first,
+                    sampling=self._sampling,
+                )
+                self.result.tokens += self._generated
+                self._batch += 1
+        finally:
+            self._offloaded.handler = None
+            for handle in handles:
+                handle.remove()
+
+    def experts(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Answer as `moesim.runtime.models.offloaded.ExpertsHandler.experts`."""
+        kept = self._kept
+        if kept is not None:
+            hidden_all = hidden
+            hidden = hidden[kept]
+            index = index[kept]
+            weights = weights[kept]
+        routed, weights, groups = self._routed(layer, index, weights)
+        self.result.steps[-1].layers.append(routed)
+        answer = self._executor.layer(routed, hidden, weights, groups)
+        if kept is None:
+            return answer
+        whole = torch.zeros_like(hidden_all)
+        whole[kept] = answer
+        return whole
+
+    def _routed(
+        self, layer: int, index: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[RoutedLayer, torch.Tensor, Any]:
+        """Say what the gate decided, best expert first, as a trace would."""
+        output = (
+            self._rows(self._gate_output) if self._scores or self._predicts else None
+        )
+        index, weights = best_first(index, weights, output)
+        chosen = index.cpu().numpy().astype(np.uint16)
+        groups = group_tokens(chosen)
+        # In full: a token whose experts a policy keeps must keep its answer.
+        own = weights.float().cpu().numpy()
+        routed = RoutedLayer(
+            layer, groups.experts, groups.tokens, chosen, own, None, {}
+        )
+        if self._scores and output is not None:
+            routed.scores = _half(self._facts.scores(output))
+        if self._predicts:
+            predicted = self._foresight.predict(layer, self._gate_input)
+            routed.predicted = {
+                name: _half(self._rows(scores)) for name, scores in predicted.items()
+            }
+        assert not (chosen == UNUSED).any(), "a gate names experts that exist"
+        return routed, weights, groups
+
+    def _rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Leave padding out."""
+        return values if self._kept is None else values[self._kept]
+
+    def _on_begin(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Note what a forward pass is given."""
+        del model, args
+        tokens = kwargs["input_ids"]
+        mask = kwargs["attention_mask"]
+        keep = mask[:, -tokens.shape[1] :].reshape(-1).bool()
+        self._kept = None if bool(keep.all()) else keep.nonzero().flatten()
+        fresh = kwargs.get("past_key_values") is None
+        phase = Phase.PREFILL if fresh else Phase.DECODE
+        self._step += 1
+        if self._keep_passes:
+            names = ("input_ids", "attention_mask", "position_ids", "logits_to_keep")
+            self._inputs = {name: kwargs[name] for name in names if name in kwargs}
+            self._fresh = fresh
+        self.result.steps.append(
+            RoutedStep(self._step, phase, self._batch, 0, 0, 0, [])
+        )
+        self._executor.begin_step(self._step, phase, self._batch)
+
+    def _on_end(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Keep what a forward pass has answered about the last position of each
+        sequence.
+        """
+        del model, args
+        if self._keep_passes:
+            self.result.passes.append(
+                PassRecord(
+                    self._inputs, self._fresh, output.logits[:, -1].float().cpu()
+                )
+            )
+
+    def _on_gate(self, block: MoeBlock) -> Any:
+        """Return the hook that notes what a gate was asked and answered."""
+
+        def hook(
+            _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> None:
+            self._gate_input = args[0] if args else next(iter(kwargs.values()))
+            every, _, _ = read_gate(output, block.count)
+            if every is None:
+                raise PolicyError(
+                    f"{block.name}: its gate shows only its choice; policies that need"
+                    " scores cannot run"
+                )
+            self._gate_output = every
+
+        return hook
+
+    def _listen(self, step: Pass) -> None:
+        """Close the books of a forward pass."""
+        tokens = int(step.keep.sum())
+        sequences = int(step.keep.any(1).sum())
+        noted = self.result.steps[-1]
+        noted.tokens = tokens
+        noted.sequences = sequences
+        noted.context_tokens = int(step.positions.max()) + 1
+        if noted.phase == Phase.DECODE:
+            for one, (token, alive) in enumerate(
+                zip(step.tokens[:, -1].tolist(), step.keep[:, -1].tolist(), strict=True)
+            ):
+                if alive:
+                    self._generated[one].append(token)
+        self._executor.end_step(tokens, sequences)
+
+
+class Verdict(NamedTuple):
+    """How far an offloaded model's logits are from the plain model's.
+
+    `largest` is the largest absolute difference, `tolerance` what rounding explains,
+    `logits` how many were compared.
+    """
+
+    largest: float
+    tolerance: float
+    logits: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether rounding explains it."""
+        return self.largest <= self.tolerance
+
+
+def verify(plain: Any, passes: Sequence[PassRecord], dtype: str) -> Verdict:
+    """Show the plain model the same tokens, pass by pass, and compare logits.
+
+    Args:
+        plain: the library's model with its own experts.
+        passes: of a `LiveRun` with `keep_passes`.
+        dtype: in which both compute.
+    """
+    largest = 0.0
+    scale = 0.0
+    count = 0
+    cache = None
+    if hasattr(plain, "set_experts_implementation"):
+        plain.set_experts_implementation("eager")
+    with torch.inference_mode():
+        for one in passes:
+            out = plain(
+                **one.inputs,
+                past_key_values=None if one.fresh else cache,
+                use_cache=True,
+            )
+            cache = out.past_key_values
+            expected = out.logits[:, -1].float().cpu()
+            largest = max(largest, float((expected - one.logits).abs().max()))
+            scale = max(scale, float(expected.abs().max()))
+            count += expected.numel()
+    return Verdict(largest, TOLERANCES[dtype] * max(1.0, scale), count)
+
+
+def made_up_steps(
+    shape: ModelShape, columns: Sequence[str], count: int = 3
+) -> list[RoutedStep]:
+    """Draw some steps for a rehearsal of the planner."""
+    rng = np.random.default_rng(0)
+    steps = []
+    for step in range(count):
+        layers = []
+        for layer in range(shape.layers):
+            scores = rng.random((1, shape.experts)).astype(np.float16)
+            chosen = np.argsort(-scores, axis=1)[:, : shape.top_k].astype(np.uint16)
+            groups = group_tokens(chosen)
+            weights = np.full(chosen.shape, 1 / shape.top_k, np.float16)
+            reach = {
+                name
+                for name in columns
+                if name in PREDICTION_COLUMNS and layer + int(name[4]) < shape.layers
+            }
+            predicted = dict.fromkeys(sorted(reach), scores)
+            layers.append(
+                RoutedLayer(
+                    layer,
+                    groups.experts,
+                    groups.tokens,
+                    chosen,
+                    weights,
+                    scores,
+                    predicted,
+                )
+            )
+        steps.append(RoutedStep(step, Phase.DECODE, 0, 1, step + 1, 1, layers))
+    return steps
+
+
+def _half(values: torch.Tensor) -> np.ndarray:
+    return values.half().cpu().numpy()

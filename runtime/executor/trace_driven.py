@@ -1,0 +1,160 @@
+"""Any model's offloading without its weights: routing comes from a trace, everything
+else is really done.
+
+Experts have the shape (or a stated fraction) of the model and random weights; the dense
+part is computed at its real widths (`runtime/models/dense.py`), products come from
+slots and host memory, misses are copied and read. Only the answers mean nothing. The
+future is in the trace, so oracles may run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from moesim.runtime.errors import StoreError
+from moesim.runtime.models.dense import DenseSizes, DenseStack
+from moesim.runtime.models.expert_math import group_tokens, swiglu_layout, torch_dtype
+from moesim.runtime.store.store import record_stride
+from moesim.traces.models import model_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from moesim.runtime.executor.executor import Executor
+    from moesim.runtime.store.store import ExpertStore
+    from moesim.traces.format.batch import RoutedLayer, RoutedStep
+    from moesim.traces.format.schema import ModelShape
+
+WEIGHTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+"""Names of dtypes in model shapes."""
+
+
+def shape_for(
+    routed: ModelShape, spec: str | None, dtype: str = "float32"
+) -> ModelShape:
+    """Give a trace's routing the sizes of a model.
+
+    Args:
+        routed: shape in the trace's header: layers, experts and top-k are kept, since
+            routing has them.
+        spec: whose sizes, e.g. ``qwen3-30b-a3b/4``; the trace's own model when None.
+        dtype: of the weights: it decides the bytes, which are those of whole records,
+            as slots and reads have them.
+
+    Raises:
+        TraceError: no such model.
+        ValueError: no such dtype.
+    """
+    sizes = routed if spec is None else model_shape(spec, WEIGHTS[dtype])
+    kind = torch_dtype(dtype)
+    layout = swiglu_layout(sizes.hidden, sizes.expert_intermediate, kind)
+    named = replace(
+        sizes,
+        name=sizes.name if spec is None else spec,
+        layers=routed.layers,
+        experts=routed.experts,
+        top_k=routed.top_k,
+        expert_bytes=(record_stride(layout),) * routed.layers,
+        dtype=WEIGHTS[dtype],
+    )
+    return replace(named, other_bytes=DenseSizes.of(named).weights * kind.itemsize)
+
+
+def check_store(store: ExpertStore, shape: ModelShape) -> None:
+    """Make sure that a store has experts of this shape.
+
+    Raises:
+        StoreError: it has others.
+    """
+    layout = store.layout(0)
+    found = (
+        store.layers,
+        store.experts(0),
+        layout.tensors[0].shape[1],
+        layout.tensors[1].shape[1],
+        store.record_bytes(0),
+    )
+    expected = (
+        shape.layers,
+        shape.experts,
+        shape.hidden,
+        shape.expert_intermediate,
+        shape.expert_bytes[0],
+    )
+    if found != expected:
+        words = "{} layers x {} experts of {} x {}, {} bytes"
+        raise StoreError(
+            f"{store.directory}: expected {words.format(*expected)} ({shape.name}),"
+            f" found {words.format(*found)}; name another directory"
+        )
+
+
+class ForcedRouting:
+    """Walks a trace through the device: dense parts, and requests for the experts that
+    the trace names.
+
+    Args:
+        executor: answers the requests.
+        dense: the dense part, on the executor's device.
+        steps: forward passes of composed batches.
+    """
+
+    def __init__(
+        self, executor: Executor, dense: DenseStack, steps: Iterable[RoutedStep]
+    ) -> None:
+        self._executor = executor
+        self._dense = dense
+        # Cutting a trace into steps is no part of a run, nor is memory for keys and
+        # values.
+        self._steps = list(steps)
+        dense.make_room(
+            max((step.sequences for step in self._steps), default=1),
+            max((step.context_tokens for step in self._steps), default=1),
+        )
+        # No library initialises itself inside the first step.
+        with torch.inference_mode():
+            dense.head(dense.layer(0, dense.embed(1), 1, 1)[0], 1)
+
+    def __call__(self) -> None:
+        """Run it; pass this to `Executor.run`."""
+        for step in self._steps:
+            hidden = self._dense.embed(step.tokens)
+            self._executor.begin_step(step.step, step.phase, step.batch)
+            for routed in step.layers:
+                hidden, normed = self._dense.layer(
+                    routed.layer, hidden, step.sequences, step.context_tokens
+                )
+                hidden = self._experts(routed, hidden, normed)
+            self._dense.head(hidden, step.sequences)
+            self._executor.end_step(step.tokens, step.sequences)
+
+    def _experts(
+        self, routed: RoutedLayer, hidden: torch.Tensor, normed: torch.Tensor
+    ) -> torch.Tensor:
+        """Add the experts' answers; in a ragged prefill the last tokens only are asked
+        about.
+        """
+        asked = len(routed.routing)
+        rows = normed if asked == len(hidden) else normed[-asked:]
+        if routed.weights is None:
+            weights = torch.full(
+                routed.routing.shape,
+                1 / routed.routing.shape[1],
+                dtype=rows.dtype,
+                device=rows.device,
+            )
+        else:
+            weights = torch.from_numpy(
+                np.ascontiguousarray(routed.weights, np.float32)
+            ).to(rows)
+        answer = self._executor.layer(
+            routed, rows, weights, group_tokens(routed.routing)
+        )
+        if asked == len(hidden):
+            return hidden + answer
+        hidden = hidden.clone()
+        hidden[-asked:] += answer
+        return hidden

@@ -1,0 +1,1 @@
+"""Microbenchmarks that fill a hardware profile."""

@@ -1,0 +1,1 @@
+"""Hugging Face MoE models, their gates and experts."""

@@ -1,0 +1,1 @@
+"""Routing traces of real models."""

@@ -1,0 +1,1 @@
+"""Expert weights on disk and in memory."""

@@ -1,0 +1,25 @@
+"""Machine code for loops that see every access of a trace, and for every decision of a
+run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import numba
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def compiled(signature: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Compile for `signature` now and keep the machine code on disk; the function's
+    Python type stays.
+    """
+    compiler: Callable[[Callable[_P, _R]], Callable[_P, _R]] = numba.njit(
+        signature, cache=True
+    )
+    return compiler

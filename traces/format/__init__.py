@@ -1,0 +1,3 @@
+"""The trace itself: schema, reading, writing, and composing recorded sequences into
+forward passes.
+"""

@@ -1,0 +1,71 @@
+"""Arrow arrays straight from numpy buffers.
+
+`pyarrow.array` and `Array.to_numpy` import pandas to ask about it: a quarter of a
+second and 40 MB that a replay does not need.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def numbers(array: np.ndarray) -> pa.Array:
+    """One-dimensional integers or floats, without a copy where they are contiguous."""
+    array = np.ascontiguousarray(array)
+    return pa.Array.from_buffers(
+        pa.from_numpy_dtype(array.dtype), len(array), [None, pa.py_buffer(array)]
+    )
+
+
+def values(array: Any) -> np.ndarray:
+    """Undo `numbers`: a read-only view of an Arrow array of integers or floats without
+    nulls.
+    """
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    return np.frombuffer(
+        array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize
+    )
+
+
+def lists(matrix: np.ndarray) -> pa.Array:
+    """Rows of a matrix as lists of equal length."""
+    offsets = np.arange(0, matrix.size + 1, matrix.shape[1], dtype=np.int32)
+    return pa.ListArray.from_arrays(numbers(offsets), numbers(matrix.reshape(-1)))
+
+
+def flat(array: Any) -> pa.Array:
+    """The values of all lists of a list array, one behind the other (`flatten` would
+    import pyarrow.compute).
+    """
+    offsets = values(array.offsets)
+    return array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+
+
+def named(codes: np.ndarray, names: Sequence[str]) -> pa.Array:
+    """Codes int8 and the names behind them, as a dictionary array."""
+    data = [name.encode() for name in names]
+    offsets = np.cumsum([0, *map(len, data)]).astype(np.int32)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(data))]
+    return pa.DictionaryArray.from_arrays(
+        numbers(codes), pa.Array.from_buffers(pa.string(), len(data), buffers)
+    )
+
+
+def codes(column: Any, names: Sequence[str]) -> np.ndarray:
+    """Undo `named`, whatever order the file keeps its names in: int8, -1 for a name
+    that is not known.
+    """
+    if not isinstance(column, pa.DictionaryArray):
+        column = column.dictionary_encode()
+    known = {name: code for code, name in enumerate(names)}
+    order: np.ndarray = np.array(
+        [known.get(name, -1) for name in column.dictionary.to_pylist()], dtype=np.int8
+    )
+    undone: np.ndarray = order[values(column.indices)]
+    return undone

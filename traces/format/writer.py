@@ -1,0 +1,323 @@
+"""Recorders and importers pour rows in; a whole Parquet file comes out, or none.
+
+Rows are checked, gathered and written in row groups small enough that a reader never
+needs more than a few tens of MiB at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from moesim.traces.errors import TraceError
+from moesim.traces.files import part_path
+from moesim.traces.format.arrow import lists, named, numbers
+from moesim.traces.format.float16 import halves
+from moesim.traces.format.schema import (
+    METADATA_KEY,
+    OPTIONAL_COLUMNS,
+    REQUIRED_COLUMNS,
+    Phase,
+    TraceHeader,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+ROW_GROUP_ROWS = 65_536
+ROW_GROUP_BYTES = 32 << 20
+
+_SCALARS = {
+    "seq": np.int32,
+    "pos": np.int32,
+    "phase": np.int8,
+    "layer": np.int16,
+    "token": np.int32,
+}
+
+
+def column_width(name: str, header: TraceHeader) -> int:
+    """Values per row: K for experts and weights, E for scores and predictions, 0 for
+    columns without lists.
+    """
+    if name in ("experts", "weights"):
+        return header.shape.top_k
+    return 0 if name in _SCALARS else header.shape.experts
+
+
+def arrow_schema(header: TraceHeader, columns: Iterable[str]) -> pa.Schema:
+    """The Parquet schema of a trace with these optional columns, header included."""
+    types = {
+        "seq": pa.int32(),
+        "pos": pa.int32(),
+        "phase": pa.dictionary(pa.int8(), pa.string()),
+        "layer": pa.int16(),
+        "experts": pa.list_(pa.uint16()),
+        "token": pa.int32(),
+    }
+    names = (*REQUIRED_COLUMNS, *columns)
+    fields = [pa.field(name, types.get(name, pa.list_(pa.float16()))) for name in names]
+    return pa.schema(fields, metadata={METADATA_KEY: header.to_json()})
+
+
+class TraceWriter:
+    """Write one routing trace as a context manager.
+
+    Args:
+        path: the file to make; it appears only when the block ends without an
+            exception.
+        header: shape and provenance.
+        columns: optional columns present in every row, any of ``weights``, ``scores``,
+            ``pred…``, ``token``.
+
+    Raises:
+        TraceError: unknown column names.
+    """
+
+    def __init__(
+        self, path: Path | str, header: TraceHeader, columns: Iterable[str] = ()
+    ) -> None:
+        wanted = set(columns)
+        if unknown := sorted(wanted - set(OPTIONAL_COLUMNS)):
+            known = ", ".join(OPTIONAL_COLUMNS)
+            raise TraceError(
+                f"{path}: column {unknown[0]!r} is unknown; known: {known}"
+            )
+        self.path = Path(path)
+        self.header = header
+        self.columns = tuple(name for name in OPTIONAL_COLUMNS if name in wanted)
+        self.rows = 0
+        self._schema = arrow_schema(header, self.columns)
+        row_bytes = 16 + 2 * sum(
+            column_width(name, header) for name in ("experts", *self.columns)
+        )
+        self._group_rows = max(1024, min(ROW_GROUP_ROWS, ROW_GROUP_BYTES // row_bytes))
+        self._group = {name: self._room(name) for name in self._schema.names}
+        self._filled = 0
+        self._last = (-1, -1)
+        self._writer: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> Self:
+        """Begin the file beside its final name."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._writer = pq.ParquetWriter(
+            part_path(self.path),
+            self._schema,
+            compression="zstd",
+            use_dictionary=list(_SCALARS),
+            write_statistics=["seq", "pos", "layer"],
+            # smaller, and faster both ways; 16-bit floats would be, too, but DuckDB
+            # reads them plain only
+            column_encoding={"experts.list.element": "BYTE_STREAM_SPLIT"},
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Finish the file and give it its name, or leave nothing behind."""
+        try:
+            if kind is None:
+                self._flush()
+            self._parquet().close()
+            if kind is None:
+                if not self.rows:
+                    raise TraceError(
+                        f"{self.path}: expected at least one row, got none; nothing was"
+                        " written"
+                    )
+                os.replace(part_path(self.path), self.path)  # noqa: PTH105 - named as the promise is
+        finally:
+            self._writer = None
+            part_path(self.path).unlink(missing_ok=True)
+
+    def write(
+        self,
+        seq: Any,
+        pos: Any,
+        phase: Any,
+        layer: Any,
+        experts: np.ndarray,
+        weights: np.ndarray | None = None,
+        scores: np.ndarray | None = None,
+        pred1_raw: np.ndarray | None = None,
+        pred2_raw: np.ndarray | None = None,
+        pred3_raw: np.ndarray | None = None,
+        pred1_res: np.ndarray | None = None,
+        token: np.ndarray | None = None,
+    ) -> None:
+        """Append N rows, sorted by seq, pos, layer, also across calls.
+
+        Args:
+            seq: [N] or one number for all rows, as are `pos`, `phase`, `layer` and
+                `token`.
+            pos: absolute position in the sequence.
+            phase: codes of `Phase`.
+            layer: MoE layer.
+            experts: [N, K] ids, best first.
+            weights: [N, K] combine weights as applied.
+            scores: [N, E] gate scores before top-k.
+            pred1_raw: [N, E] gate of layer l+1 applied to the gate input of layer l;
+                zeros where no such layer is.
+            pred2_raw: as `pred1_raw` for layer l+2.
+            pred3_raw: as `pred1_raw` for layer l+3.
+            pred1_res: as `pred1_raw` with the residual correction.
+            token: token id.
+
+        Raises:
+            TraceError: a wrong shape, a missing or undeclared column, ids out of range,
+                values that are not finite, rows out of order.
+        """
+        given = {
+            "weights": weights,
+            "scores": scores,
+            "pred1_raw": pred1_raw,
+            "pred2_raw": pred2_raw,
+            "pred3_raw": pred3_raw,
+            "pred1_res": pred1_res,
+            "token": token,
+        }
+        present = tuple(name for name, value in given.items() if value is not None)
+        if set(present) != set(self.columns):
+            raise TraceError(
+                f"{self._place()}: optional columns: expected"
+                f" {', '.join(self.columns) or 'none'}, got"
+                f" {', '.join(present) or 'none'}; declare them when opening the writer"
+            )
+        count = len(experts)
+        block = {"experts": self._matrix("experts", experts, count)}
+        for name, value in (
+            ("seq", seq),
+            ("pos", pos),
+            ("layer", layer),
+            ("phase", phase),
+        ):
+            block[name] = self._scalar(name, value, count)
+        for name in self.columns:
+            check = self._scalar if name == "token" else self._matrix
+            block[name] = check(name, given[name], count)
+        self._check_order(block)
+        if not count:
+            return
+        self.rows += count
+        start = 0
+        while start < count:
+            some = min(count - start, self._group_rows - self._filled)
+            for name, values in block.items():
+                self._group[name][self._filled : self._filled + some] = values[
+                    start : start + some
+                ]
+            start = start + some
+            self._filled = self._filled + some
+            if self._filled == self._group_rows:
+                self._flush()
+
+    def _room(self, name: str) -> np.ndarray:
+        """A column of one row group."""
+        if name in _SCALARS:
+            return np.empty(self._group_rows, _SCALARS[name])
+        kind = np.uint16 if name == "experts" else np.float16
+        return np.empty((self._group_rows, column_width(name, self.header)), kind)
+
+    def _place(self) -> str:
+        return f"{self.path}: row {self.rows}"
+
+    def _scalar(self, name: str, value: Any, count: int) -> np.ndarray:
+        array = np.asarray(value)
+        if (
+            array.ndim > 1
+            or array.size not in (1, count)
+            or array.dtype.kind not in "iu"
+        ):
+            got = f"{array.dtype} {array.shape}"
+            raise TraceError(
+                f"{self._place()}: {name}: expected {count} integers, got {got}"
+            )
+        limit = {"layer": self.header.shape.layers, "phase": len(Phase)}.get(
+            name, 1 << 31
+        )
+        if (
+            array.size
+            and name != "token"
+            and not (array.min() >= 0 and array.max() < limit)
+        ):
+            raise TraceError(
+                f"{self._place()}: {name}: expected 0..{limit - 1}, got"
+                f" {array.min()}..{array.max()}"
+            )
+        return np.broadcast_to(array, (count,))
+
+    def _matrix(self, name: str, value: Any, count: int) -> np.ndarray:
+        width = column_width(name, self.header)
+        array = np.asarray(value)
+        if array.shape != (count, width):
+            raise TraceError(
+                f"{self._place()}: {name}: expected shape ({count}, {width}), got"
+                f" {array.shape}"
+            )
+        if name == "experts":
+            if array.size and not (
+                array.min() >= 0 and array.max() < self.header.shape.experts
+            ):
+                raise TraceError(
+                    f"{self._place()}: experts: expected ids"
+                    f" 0..{self.header.shape.experts - 1}, got"
+                    f" {array.min()}..{array.max()}"
+                )
+            return array
+        half, finite = halves(array)
+        if not finite:
+            row, column = np.argwhere(~np.isfinite(half))[0]
+            raise TraceError(
+                f"{self.path}: row {self.rows + row}: {name}[{column}]: expected a"
+                f" finite 16-bit float, got {array[row, column]}"
+            )
+        return half
+
+    def _check_order(self, block: dict[str, np.ndarray]) -> None:
+        layers = self.header.shape.layers
+        seq = np.concatenate(([self._last[0]], block["seq"]))
+        place = np.concatenate(
+            ([self._last[1]], block["pos"].astype(np.int64) * layers + block["layer"])
+        )
+        later = (np.diff(seq) > 0) | ((np.diff(seq) == 0) & (np.diff(place) > 0))
+        if not later.all():
+            row = int(np.argmin(later))
+            raise TraceError(
+                f"{self.path}: row {self.rows + row}: order: expected rows ascending by"
+                f" seq, pos, layer, got seq {block['seq'][row]} pos {block['pos'][row]}"
+                f" layer {block['layer'][row]} after seq {seq[row]} pos"
+                f" {place[row] // layers} layer {place[row] % layers}"
+            )
+        self._last = (int(seq[-1]), int(place[-1]))
+
+    def _parquet(self) -> pq.ParquetWriter:
+        assert self._writer is not None, "TraceWriter is used as a context manager"
+        return self._writer
+
+    def _flush(self) -> None:
+        """Write what is gathered as one row group."""
+        if self._filled:
+            columns = [
+                self._arrow(name, self._group[name][: self._filled])
+                for name in self._schema.names
+            ]
+            self._parquet().write_table(
+                pa.Table.from_arrays(columns, schema=self._schema),
+                row_group_size=self._group_rows,
+            )
+            self._filled = 0
+
+    @staticmethod
+    def _arrow(name: str, values: np.ndarray) -> pa.Array:
+        if name == "phase":
+            return named(values, [phase.label for phase in Phase])
+        return numbers(values) if values.ndim == 1 else lists(values)

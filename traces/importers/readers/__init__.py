@@ -1,0 +1,1 @@
+"""What importers share: reading the file formats that other tools write."""

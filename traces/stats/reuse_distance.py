@@ -1,0 +1,111 @@
+"""How many keys of one cache for all layers were used later than each access's own last
+use: LRU at every size.
+
+Every use has a place in a row of marks; only a key's last use keeps its mark. What was
+used later is then the marks behind a place: counted by 64 in the place's own word, and
+by the words' sums behind it.
+
+Source: Bennett and Kruskal (1975) for the marks; they sum with a tree, which is slower
+for the few thousand keys here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from moesim.traces.compilation import compiled
+from numba import types as nb
+
+_I64 = nb.Array(nb.int64, 1, "C", readonly=True)
+_I32 = nb.Array(nb.int32, 1, "C", readonly=True)
+_I8 = nb.Array(nb.int8, 1, "C", readonly=True)
+PLACES = 3
+"""Places per key; when they are used up, outdated ones are squeezed out."""
+
+
+@compiled(nb.int64(nb.uint64))
+def _ones(word: Any) -> Any:
+    """Bits that are set. Source: Warren, Hacker's Delight (2002), 5-1."""
+    word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
+    word = (word & np.uint64(0x3333333333333333)) + (
+        (word >> np.uint64(2)) & np.uint64(0x3333333333333333)
+    )
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
+@compiled(
+    nb.void(
+        _I8,
+        _I64,
+        _I32,
+        nb.uint64[::1],
+        nb.int32[::1],
+        nb.int64[::1],
+        nb.int64[::1],
+        nb.int64[::1],
+        nb.int64[:, ::1],
+    )
+)
+def later_used(
+    phase: np.ndarray,
+    edges: np.ndarray,
+    keys: np.ndarray,
+    marks: np.ndarray,
+    sums: np.ndarray,
+    last: np.ndarray,
+    held: np.ndarray,
+    clock: np.ndarray,
+    depths: np.ndarray,
+) -> None:
+    """Count, before each layer step, the keys used later than each of its own.
+
+    Args:
+        phase: int8 [N]; first index of `depths`.
+        edges: int64 [N + 1]; layer step i accesses ``keys[edges[i]:edges[i + 1]]``.
+        keys: int32 [A], below W.
+        marks: [places / 64], carried from call to call, as are
+        sums: [places / 64], the marks in each word,
+        last: [W], the place of each key's last use, -1 before it, and
+        held: [places], the key used at each place;
+        clock: [2], the next place, and the keys seen.
+        depths: [2, W + 1], counted up; W: never before seen.
+    """
+    one = np.uint64(1)
+    for i in range(len(phase)):
+        if clock[0] + edges[i + 1] - edges[i] > len(held):
+            end = 0
+            marks[:] = np.uint64(0)
+            sums[:] = 0
+            for place in range(clock[0]):
+                key = held[place]
+                if last[key] == place:
+                    held[end] = key
+                    last[key] = end
+                    marks[end >> 6] |= one << np.uint64(end & 63)
+                    sums[end >> 6] += 1
+                    end += 1
+            clock[0] = end
+        words = ((clock[0] - 1) >> 6) + 1
+        for j in range(edges[i], edges[i + 1]):
+            place = last[keys[j]]
+            depth = len(last)
+            if place >= 0:
+                word = place >> 6
+                depth = _ones(marks[word] >> np.uint64(place & 63)) - 1
+                for other in range(word + 1, words):
+                    depth += sums[other]
+            depths[phase[i], depth] += 1
+        for j in range(edges[i], edges[i + 1]):
+            place = last[keys[j]]
+            if place >= 0:
+                marks[place >> 6] ^= one << np.uint64(place & 63)
+                sums[place >> 6] -= 1
+            else:
+                clock[1] += 1
+            place = clock[0]
+            last[keys[j]], held[place] = place, keys[j]
+            marks[place >> 6] |= one << np.uint64(place & 63)
+            sums[place >> 6] += 1
+            clock[0] += 1

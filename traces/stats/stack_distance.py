@@ -1,0 +1,252 @@
+"""The stacks behind hit-rate curves: what stands at depth C is what C slots keep and C
+- 1 slots do not.
+
+A *pool* is a cache with stacks of its own: one per layer, or one for all. P pools of W
+keys; a layer step makes its accesses to one pool, in ascending order of keys; each is
+counted at the depth where its key stood before the step, or at W if it never was there.
+
+A stack holds numbers that say both the key and how much it is worth, so one comparison
+settles what comes first: for LRU ``step << bits | key``, larger is better; for Belady
+``place of the next use << bits | tag``, smaller is better, with the key as tag of an
+active one and ``2 W - 1 - key`` of any other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from moesim.traces.compilation import compiled
+from numba import types as nb
+
+_I64 = nb.Array(nb.int64, 1, "C", readonly=True)
+_I32 = nb.Array(nb.int32, 1, "C", readonly=True)
+_I8 = nb.Array(nb.int8, 1, "C", readonly=True)
+_STACKS = nb.int64[:, ::1]
+NEVER = 1 << 40
+"""The place of a use that does not come: later than all others."""
+BLOCK = 16
+"""Depths of Belady's stack that are passed over together where nothing in them
+changes.
+"""
+
+
+@compiled(
+    nb.void(
+        _I8,
+        _I64,
+        _I64,
+        _I32,
+        _STACKS,
+        nb.boolean[:, ::1],
+        nb.int64[::1],
+        nb.int64[::1],
+        nb.int64[:, :, ::1],
+    )
+)
+def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
+    phase: np.ndarray,
+    pool: np.ndarray,
+    edges: np.ndarray,
+    keys: np.ndarray,
+    stacks: np.ndarray,
+    known: np.ndarray,
+    filled: np.ndarray,
+    clock: np.ndarray,
+    depths: np.ndarray,
+) -> None:
+    """Rebuild the stack of each layer step: active keys come up by id, the others sink
+    in the order of their last use.
+
+    An active key that stands high enough stays where it is. Keys last used in the same
+    layer step sink by falling id as far as they lose their places together.
+
+    Args:
+        phase: int8 [N]; first index of `depths`.
+        pool: int64 [N].
+        edges: int64 [N + 1]; layer step i accesses ``keys[edges[i]:edges[i + 1]]``.
+        keys: int32 [A], below W.
+        stacks: [P, W], carried from call to call, as are
+        known: [P, W], whether a key was ever used,
+        filled: [P], how many keys there are, and
+        clock: [1], the number of the next layer step.
+        depths: [2, P, W + 1], counted up.
+    """
+    width = stacks.shape[1]
+    bits = 1
+    while (1 << bits) < width:
+        bits += 1
+    mask = (1 << bits) - 1
+    state = np.zeros(1 << bits, np.int8)  # 1: active, 2: active and in its place
+    # What lost its place and waits for another, best first.
+    sunk = np.empty(width, np.int64)
+    for i in range(len(pool)):
+        at = pool[i]
+        stack = stacks[at]
+        where = depths[phase[i], at]
+        first = edges[i]
+        last = edges[i + 1]
+        seen = filled[at]
+        for j in range(first, last):
+            key = keys[j]
+            state[key] = 1
+            # Those never seen before stand below all others, by id.
+            if not known[at, key]:
+                known[at, key] = True
+                stack[filled[at]] = key
+                filled[at] += 1
+        left = last - first
+        due = first
+        begin = 0
+        end = 0
+        depth = 0
+        while left > 0:
+            old = stack[depth]
+            key = old & mask
+            if state[key] > 0:
+                where[depth if depth < seen else width] += 1
+                left -= 1
+            else:
+                spot = end
+                while spot > begin and sunk[spot - 1] < old:
+                    sunk[spot] = sunk[spot - 1]
+                    spot -= 1
+                sunk[spot] = old
+                end += 1
+            if depth < last - first:  # the top belongs to the active ones
+                if state[key] != 1:
+                    while state[keys[due]] == 2:
+                        due += 1
+                    key = keys[due]
+                state[key] = 2
+                stack[depth] = clock[0] << bits | key
+            else:
+                stack[depth] = sunk[begin]
+                begin += 1
+            depth += 1
+        for j in range(first, last):
+            state[keys[j]] = 0
+        clock[0] += 1
+
+
+@compiled(
+    nb.void(
+        _I8,
+        _I64,
+        _I64,
+        _I32,
+        _I64,
+        _STACKS,
+        nb.int32[:, ::1],
+        nb.int64[::1],
+        nb.int64[:, ::1],
+        nb.int64[:, :, ::1],
+    )
+)
+def belady_stack(  # noqa: C901, PLR0912 - one loop, compiled
+    phase: np.ndarray,
+    pool: np.ndarray,
+    edges: np.ndarray,
+    keys: np.ndarray,
+    following: np.ndarray,
+    stacks: np.ndarray,
+    places: np.ndarray,
+    filled: np.ndarray,
+    latest: np.ndarray,
+    depths: np.ndarray,
+) -> None:
+    """Rebuild the stack of each layer step: from the top, the sooner used of what stood
+    there and what is in hand.
+
+    In hand are the active keys and those that lost their place above; an active one
+    stays where it is met. A block of depths in which everything is used sooner than all
+    in hand stays as it is: that is what makes large pools fast.
+
+    Args:
+        phase: as in `lru_stack`, as are
+        pool: ,
+        edges: and
+        keys: .
+        following: int64 [A], place of each access's next use, at most `NEVER`; larger
+            is later.
+        stacks: [P, blocks * BLOCK], zeros at first, carried from call to call, as are
+        places: [P, W], the depth of each key, -1 where it never was,
+        filled: [P], how many keys there are, and
+        latest: [P, blocks], no less than the largest number in each block of the stack.
+        depths: [2, P, W + 1], counted up.
+    """
+    width = places.shape[1]
+    blocks = latest.shape[1]
+    tags = 2 * width
+    bits = 1
+    while (1 << bits) < tags:
+        bits += 1
+    mask = (1 << bits) - 1
+    hot = np.zeros(blocks, np.int64)  # active keys in a block of the old stack
+    hand = np.empty(width + 1, np.int64)  # worst first
+    for i in range(len(pool)):
+        at = pool[i]
+        stack = stacks[at]
+        place = places[at]
+        bound = latest[at]
+        where = depths[phase[i], at]
+        kept = 0
+        for j in range(edges[i], edges[i + 1]):
+            worth = following[j] << bits | keys[j]
+            spot = kept
+            while spot > 0 and hand[spot - 1] < worth:
+                hand[spot] = hand[spot - 1]
+                spot -= 1
+            hand[spot] = worth
+            kept += 1
+        for n in range(kept - 1, -1, -1):
+            key = hand[n] & mask
+            depth = place[key]
+            where[depth if depth >= 0 else width] += 1
+            if depth < 0:  # below all others, sooner used ones first
+                depth = filled[at]
+                place[key] = depth
+                filled[at] += 1
+            stack[depth] = -1 - key
+            hot[depth // BLOCK] += 1
+        block = 0
+        while kept > 0:
+            if hot[block] == 0 and bound[block] < hand[kept - 1]:
+                block += 1
+                continue
+            hot[block] = 0
+            begin = block * BLOCK
+            end = block * BLOCK + BLOCK
+            for depth in range(begin, end):
+                if kept == 0:
+                    break
+                old = stack[depth]
+                best = hand[kept - 1]
+                if old < 0:
+                    key = -1 - old
+                    if place[key] == depth:  # held: it was not placed above
+                        spot = kept - 1
+                        while hand[spot] & mask != key:
+                            spot -= 1
+                        best = hand[spot]
+                        for n in range(spot, kept - 1):
+                            hand[n] = hand[n + 1]
+                    kept -= 1
+                elif old > best:
+                    spot = kept - 1
+                    while spot > 0 and hand[spot - 1] < old:
+                        hand[spot] = hand[spot - 1]
+                        spot -= 1
+                    hand[spot] = (
+                        old  # the best has left the end of the hand to the others
+                    )
+                else:
+                    continue
+                stack[depth] = best
+                tag = best & mask
+                place[tag if tag < width else tags - 1 - tag] = depth
+            worst = np.int64(0)
+            for depth in range(begin, end):
+                worst = max(worst, stack[depth])
+            bound[block] = worst | mask  # whatever the tags become
+            block += 1
+        for j in range(edges[i], edges[i + 1]):
+            stack[place[keys[j]]] += tags - 1 - 2 * np.int64(keys[j])

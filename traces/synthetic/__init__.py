@@ -1,0 +1,3 @@
+"""Routing that nobody recorded, drawn with the statistics of a real trace or stated
+ones.
+"""

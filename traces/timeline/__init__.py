@@ -1,0 +1,3 @@
+"""What happened in a run: spans, metrics computed from them, and the Perfetto
+export.
+"""

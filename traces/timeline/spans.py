@@ -1,0 +1,436 @@
+"""What happened, when, on which lane: the one record that both worlds write and every
+metric reads.
+
+Picture a Gantt chart. Each operation is a *span*; beside the spans stand two tables,
+one row per active expert of a layer step (*accesses*) and one row per forward pass
+(*steps*). A stranger can audit a run from these tables and the trace alone.
+
+Writing must cost next to nothing while a run is timed: spans are packed bytes, accesses
+are kept as the arrays they came in, and both become Parquet a chunk at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from moesim.traces.errors import TraceError
+from moesim.traces.files import part_path
+from moesim.traces.format.arrow import codes, named, numbers, values
+from moesim.traces.format.schema import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import TracebackType
+
+    import pandas as pd
+
+DENSE, PLAN, COMPUTE, FETCH, PREFETCH, REPLACE, READ, ACTIVATION, JOIN = range(9)
+KIND_NAMES = (
+    "dense",
+    "plan",
+    "compute",
+    "fetch",
+    "prefetch",
+    "replace",
+    "read",
+    "activation",
+    "join",
+)
+MISS = 0
+DELAYED = 1
+HIT = 2
+"""States of an access; the numbers equal the planner's absent, in flight, resident."""
+STATE_NAMES = ("miss", "delayed", "hit")
+PHASE_NAMES = tuple(phase.label for phase in Phase)
+
+CHUNK_SPANS = 65_536
+CHUNK_ACCESSES = 4_096
+"""Layer steps whose accesses are held before they become one chunk."""
+CHUNK_STEPS = 65_536
+
+METADATA_KEY = b"moesim.timeline"
+Chunk = dict[str, np.ndarray]
+
+_NAMES = pa.dictionary(pa.int8(), pa.string())
+_SPANS = {
+    "lane": np.int8,
+    "kind": np.int8,
+    "step": np.int32,
+    "layer": np.int16,
+    "expert": np.int32,
+    "start_s": np.float64,
+    "end_s": np.float64,
+    "bytes": np.int64,
+}
+_ACCESSES = {
+    "step": np.int32,
+    "layer": np.int16,
+    "expert": np.int32,
+    "tokens": np.int32,
+    "lane": np.int8,
+    "state": np.int8,
+}
+_STEPS = {
+    "step": np.int32,
+    "phase": np.int8,
+    "batch": np.int32,
+    "tokens": np.int32,
+    "sequences": np.int32,
+    "start_s": np.float64,
+    "end_s": np.float64,
+}
+_SPAN = np.dtype(list(_SPANS.items()))
+pack_span = struct.Struct("=bbihiddq").pack
+"""Eight numbers as the bytes of one span, in the order of `Timeline.span`."""
+TABLES: dict[str, dict[str, Any]] = {
+    "timeline": _SPANS,
+    "accesses": _ACCESSES,
+    "steps": _STEPS,
+}
+
+
+class Timeline:
+    """Record of one run, in memory or, with `out_dir`, in three Parquet files that
+    appear on `close`.
+
+    Args:
+        lanes: lane names (``cpu``, ``gpu0``, ``h2d0``, ``d2h0``, ``ssd``, ``control``);
+            spans name a lane by its index.
+        out_dir: folder for ``timeline.parquet``, ``accesses.parquet`` and
+            ``steps.parquet``. Then memory does not grow with the length of the run;
+            without it chunks are kept as compact arrays.
+        sink: takes each chunk, with the name of its table, in place of memory: nothing
+            is left to read.
+
+    Attributes:
+        spans: bytes of the spans not yet in a chunk; a caller in a hurry may extend it
+            by `pack_span` directly.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[str],
+        out_dir: Path | str | None = None,
+        *,
+        sink: Callable[[str, Chunk], object] | None = None,
+    ) -> None:
+        self.lanes = tuple(lanes)
+        self.out_dir = None if out_dir is None else Path(out_dir)
+        self.spans = bytearray()
+        self._accesses: list[
+            tuple[int, int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+        ] = []
+        self._steps: list[float] = []
+        self._chunks: dict[str, list[Chunk]] = {name: [] for name in TABLES}
+        self._writers: dict[str, pq.ParquetWriter] = {}
+        self._names = _names(self.lanes)
+        self._whole = False
+        self._sink = sink
+        if self.out_dir is not None:
+            self.out_dir.mkdir(parents=True, exist_ok=True)
+            for name in TABLES:
+                self._writers[name] = _writer(
+                    part_path(self._path(name)), _schema(name, self.lanes)
+                )
+
+    def __enter__(self) -> Self:
+        """Record in a block: `close` at its end, `discard` on an exception."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Finish the tables, or leave nothing behind."""
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    # Recording: the hot path.
+
+    def span(
+        self,
+        lane: int,
+        kind: int,
+        step: int,
+        layer: int,
+        expert: int,
+        start_s: float,
+        end_s: float,
+        nbytes: int,
+    ) -> None:
+        """Note one operation; `expert` is -1 where there is none."""
+        self.spans.extend(
+            pack_span(lane, kind, step, layer, expert, start_s, end_s, nbytes)
+        )
+
+    def access(
+        self,
+        step: int,
+        layer: int,
+        experts: np.ndarray,
+        tokens: np.ndarray,
+        lanes: np.ndarray,
+        states: np.ndarray,
+    ) -> None:
+        """Note the active experts of one layer step. The arrays are kept, not copied:
+        do not reuse them.
+
+        Args:
+            step: forward pass.
+            layer: MoE layer.
+            experts: int [A].
+            tokens: int [A], tokens routed to each.
+            lanes: int [A], index of the lane that computed each.
+            states: int [A], MISS, DELAYED or HIT.
+        """
+        self._accesses.append((step, layer, experts, tokens, lanes, states))
+
+    def step(
+        self,
+        step: int,
+        phase: int,
+        batch: int,
+        tokens: int,
+        sequences: int,
+        start_s: float,
+        end_s: float,
+    ) -> None:
+        """Note one finished forward pass, and flush what has become a full chunk."""
+        self._steps.extend((step, phase, batch, tokens, sequences, start_s, end_s))
+        if len(self.spans) >= _SPAN.itemsize * CHUNK_SPANS:
+            self._flush_spans()
+        if len(self._accesses) >= CHUNK_ACCESSES:
+            self._flush_accesses()
+        if len(self._steps) >= 7 * CHUNK_STEPS:
+            self._flush_steps()
+
+    # Chunks.
+
+    def _flush_spans(self) -> None:
+        rows = np.frombuffer(bytes(self.spans), _SPAN)
+        self.spans.clear()
+        self._keep("timeline", {name: rows[name].copy() for name in _SPANS})
+
+    def _flush_accesses(self) -> None:
+        if not self._accesses:
+            return
+        step, layer, *arrays = zip(*self._accesses, strict=True)
+        self._accesses.clear()
+        sizes = [len(experts) for experts in arrays[0]]
+        columns = [
+            np.repeat(step, sizes),
+            np.repeat(layer, sizes),
+            *(np.concatenate(part) for part in arrays),
+        ]
+        self._keep(
+            "accesses",
+            {
+                name: values.astype(dtype)
+                for values, (name, dtype) in zip(
+                    columns, _ACCESSES.items(), strict=True
+                )
+            },
+        )
+
+    def _flush_steps(self) -> None:
+        rows = np.array(self._steps, dtype=np.float64).reshape(-1, 7)
+        self._steps.clear()
+        self._keep(
+            "steps",
+            {
+                name: rows[:, i].astype(dtype)
+                for i, (name, dtype) in enumerate(_STEPS.items())
+            },
+        )
+
+    def _flush(self) -> None:
+        self._flush_spans()
+        self._flush_accesses()
+        self._flush_steps()
+
+    def _keep(self, table: str, chunk: Chunk) -> None:
+        if not len(chunk["step"]):
+            return
+        if self._sink is not None:
+            self._sink(table, chunk)
+        elif self.out_dir is None:
+            self._chunks[table].append(chunk)
+        else:
+            self._writers[table].write_table(
+                _table(table, chunk, self._names), row_group_size=CHUNK_SPANS
+            )
+
+    def close(self) -> None:
+        """Finish: with `out_dir` the three files now stand under their names. Closing
+        twice is harmless.
+        """
+        if self._whole:
+            return
+        try:
+            self._flush()
+            for writer in self._writers.values():
+                writer.close()
+            for name in self._writers:
+                os.replace(part_path(self._path(name)), self._path(name))  # noqa: PTH105
+            self._whole = True
+        finally:
+            self._writers = {}
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        for name, writer in self._writers.items():
+            writer.close()
+            part_path(self._path(name)).unlink(missing_ok=True)
+        self._writers = {}
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Timeline:
+        """Open the three tables of a finished run.
+
+        Raises:
+            TraceError: a table is missing, cut off or foreign.
+        """
+        folder = Path(folder)
+        lanes: tuple[str, ...] = ()
+        for table, columns in TABLES.items():
+            path = folder / f"{table}.parquet"
+            try:
+                schema = pq.read_schema(path)
+            except (pa.ArrowException, OSError) as error:
+                reason = (str(error).splitlines() or ["unreadable"])[0]
+                raise TraceError(
+                    f"{path}: not a readable table of a run: {reason}; replay again"
+                    " with --out"
+                ) from None
+            raw = (schema.metadata or {}).get(METADATA_KEY)
+            if raw is None or not set(columns) <= set(schema.names):
+                raise TraceError(
+                    f"{path}: expected a moesim table with columns"
+                    f" {', '.join(columns)}, found {', '.join(schema.names)}; replay"
+                    " again with --out"
+                )
+            lanes = tuple(json.loads(raw)["lanes"])
+        timeline = cls(lanes)
+        timeline.out_dir = folder
+        timeline._whole = True
+        return timeline
+
+    # Reading.
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Spans in the order they were recorded: arrays of the columns; lane and kind
+        as codes.
+        """
+        return self._read("timeline")
+
+    def access_chunks(self) -> Iterator[Chunk]:
+        """Accesses in the order they were recorded; lane and state as codes."""
+        return self._read("accesses")
+
+    def step_chunks(self) -> Iterator[Chunk]:
+        """Forward passes in order; `phase` as code of `Phase`."""
+        return self._read("steps")
+
+    def _read(self, table: str) -> Iterator[Chunk]:
+        if self.out_dir is None:
+            self._flush()
+            yield from self._chunks[table]
+            return
+        self.close()
+        with pq.ParquetFile(self._path(table), pre_buffer=False) as file:
+            for batch in file.iter_batches(CHUNK_SPANS, use_threads=False):
+                yield {
+                    name: _codes(table, name, batch.column(name), self._names)
+                    for name in TABLES[table]
+                }
+
+    def frame(self) -> pd.DataFrame:
+        """All spans as a data frame with names instead of codes."""
+        return self._frame("timeline")
+
+    def access_frame(self) -> pd.DataFrame:
+        """All accesses as a data frame with names instead of codes."""
+        return self._frame("accesses")
+
+    def step_frame(self) -> pd.DataFrame:
+        """All forward passes as a data frame with names instead of codes."""
+        return self._frame("steps")
+
+    def _frame(self, table: str) -> pd.DataFrame:
+        schema = _schema(table, self.lanes)
+        parts = [_table(table, chunk, self._names) for chunk in self._read(table)]
+        frame: pd.DataFrame = pa.concat_tables(
+            [schema.empty_table(), *parts]
+        ).to_pandas()
+        return frame
+
+    def _path(self, table: str) -> Path:
+        assert self.out_dir is not None
+        return self.out_dir / f"{table}.parquet"
+
+
+def _names(lanes: Sequence[str]) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Which columns hold codes, and the names behind them."""
+    return {
+        ("timeline", "lane"): tuple(lanes),
+        ("timeline", "kind"): KIND_NAMES,
+        ("accesses", "lane"): tuple(lanes),
+        ("accesses", "state"): STATE_NAMES,
+        ("steps", "phase"): PHASE_NAMES,
+    }
+
+
+def _schema(table: str, lanes: Sequence[str]) -> pa.Schema:
+    coded = _names(lanes)
+    fields = [
+        pa.field(
+            name,
+            _NAMES if (table, name) in coded else pa.from_numpy_dtype(dtype),
+            nullable=False,
+        )
+        for name, dtype in TABLES[table].items()
+    ]
+    return pa.schema(
+        fields, metadata={METADATA_KEY: json.dumps({"lanes": list(lanes)})}
+    )
+
+
+def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    coded = [field.name for field in schema if pa.types.is_dictionary(field.type)]
+    return pq.ParquetWriter(
+        path, schema, compression="zstd", compression_level=1, use_dictionary=coded
+    )
+
+
+def _table(
+    table: str, chunk: Chunk, names: dict[tuple[str, str], tuple[str, ...]]
+) -> pa.Table:
+    """A chunk as Arrow, codes turned into dictionary strings."""
+    columns = [
+        named(column, names[table, name]) if (table, name) in names else numbers(column)
+        for name, column in chunk.items()
+    ]
+    lanes = names["timeline", "lane"]
+    return pa.Table.from_arrays(columns, schema=_schema(table, lanes))
+
+
+def _codes(
+    table: str, name: str, column: Any, names: dict[tuple[str, str], tuple[str, ...]]
+) -> np.ndarray:
+    """A column read from Parquet as numpy, dictionary strings turned back into
+    codes.
+    """
+    if (table, name) not in names:
+        return values(column)
+    return codes(column, names[table, name])
