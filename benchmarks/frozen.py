@@ -751,7 +751,7 @@ def freeze(inputs: Path, only: str = "") -> dict[str, object]:
         ("synth/like", ["--like", inputs / "mixtral.parquet", "--tokens", 200], _drawn),
         *((name, words, _ran) for name, words in real_runs(inputs).items()),
     ]
-    jobs = [job for job in jobs if only in job[0]]
+    jobs = [job for job in jobs if any(part in job[0] for part in only.split(","))]
     for number, (name, words, work) in enumerate(jobs):
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -822,10 +822,14 @@ def _ran(words: list[object], folder: Path) -> object:
     }
 
 
-def compare(before: dict[str, object], after: dict[str, object]) -> list[str]:
+def compare(
+    before: dict[str, object], after: dict[str, object], only: str = ""
+) -> list[str]:
     """One line for everything that differs."""
     lines = []
     for name in sorted(before.keys() | after.keys()):
+        if not any(part in name for part in only.split(",")):
+            continue
         old = before.get(name)
         new = after.get(name)
         if old == new:
@@ -854,7 +858,9 @@ def main() -> None:
         "--shared", type=Path, default=ROOT / ".." / "shared" / "traces"
     )
     parser.add_argument(
-        "--only", default="", help="freeze only names that contain this"
+        "--only",
+        default="",
+        help="only names that contain one of these, comma-separated",
     )
     chosen = parser.parse_args()
     if chosen.action == "prepare":
@@ -866,7 +872,7 @@ def main() -> None:
     else:
         before = json.loads(chosen.first.read_text())
         after = json.loads(chosen.second.read_text())
-        lines = compare(before, after)
+        lines = compare(before, after, chosen.only)
         print(
             "\n".join(
                 [*lines, f"{len(before)} frozen, {len(after)} now, {len(lines)} differ"]
