@@ -238,8 +238,8 @@ class Bench:
         slots: dict[str, int] = {}
 
         def forward(executor: Executor) -> Callable[[], None]:
-            slots["gpu0"] = executor.places.slots.total_bytes
-            slots["host"] = executor.host.tier.total_bytes
+            slots["gpu0"] = executor.memories.slots.slots.total_bytes
+            slots["host"] = executor.memories.host.tier.total_bytes
             self.dense.outcomes = []
             routing = ForcedRouting(executor, self.dense, walk)
             self.dense.outcomes.clear()

@@ -83,8 +83,8 @@ class LayerWork:
             coming layer.
         batch: group of sequences, counted over the whole run; another number means that
             new sequences began.
-        started: bool [A], whose product the CPU has begun one layer ahead; None where
-            nothing was. They stay there.
+        precomputed: bool [A], whose product the CPU has started one layer ahead; None
+            where nothing was. They stay there.
     """
 
     step: int
@@ -102,7 +102,7 @@ class LayerWork:
     scores: np.ndarray | None = None
     predicted: Mapping[str, np.ndarray] = field(default_factory=dict)
     batch: int = 0
-    started: np.ndarray | None = None
+    precomputed: np.ndarray | None = None
 
 
 class Assignment(NamedTuple):
@@ -122,7 +122,7 @@ class Assignment(NamedTuple):
     serial: bool = False
 
 
-class Ahead(NamedTuple):
+class Precompute(NamedTuple):
     """Experts of the next layer that the CPU starts on this layer's hidden state
     (DAOP's pre-calculation).
 
@@ -293,7 +293,7 @@ class AssignmentPolicy(Policy, ABC):
     def assign(self, work: LayerWork, view: MachineView) -> Assignment:
         """Place every active expert exactly once."""
 
-    def ahead(self, work: LayerWork, view: MachineView) -> Ahead | None:
+    def precompute(self, work: LayerWork, view: MachineView) -> Precompute | None:
         """Name experts of layer ``work.layer + 1`` that the CPU computes ahead of their
         gate. Default: none.
         """

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_trace
+from moesim.engine.operations import DEMAND, PREFETCH, REPLACEMENT
 from moesim.runtime.errors import StoreError
 from moesim.runtime.executor.lanes import (
-    AHEAD,
-    DEMAND,
-    REPLACING,
     Lanes,
     Operation,
     Stopped,
@@ -68,7 +66,7 @@ def until_idle(lanes, log, count):
 
     # The last lane of the accelerator, the lowest turn.
     done = Last(lanes.names.index("d2h0"), "last", log)
-    lanes.post([(done, REPLACING)])
+    lanes.post([(done, REPLACEMENT)])
     lanes.control.serve(lambda: len(log) == count + 1)
     assert log.pop() == "last"
 
@@ -84,8 +82,8 @@ def test_a_shared_worker_takes_turns_as_in_the_simulator(lanes):
     lanes.post(
         [
             (Noted(link, "busy", log, go), DEMAND),
-            (Noted(link, "replacement", log), REPLACING),
-            (Noted(link, "prefetch", log), AHEAD),
+            (Noted(link, "replacement", log), REPLACEMENT),
+            (Noted(link, "prefetch", log), PREFETCH),
             (Noted(link, "demand", log), DEMAND),
             (Noted(gpu, "product 1", log), DEMAND),
             (Noted(gpu, "product 2", log), DEMAND),
@@ -109,10 +107,10 @@ def test_what_has_not_started_can_be_withdrawn_and_what_has_cannot(lanes):
     go = threading.Event()
     first = Noted(link, "first", log, go)
     second = Noted(link, "second", log)
-    lanes.post([(first, AHEAD), (second, AHEAD)])
+    lanes.post([(first, PREFETCH), (second, PREFETCH)])
     with lanes.lock:
-        assert not lanes.withdraw(first, AHEAD)
-        assert lanes.withdraw(second, AHEAD)
+        assert not lanes.withdraw(first, PREFETCH)
+        assert lanes.withdraw(second, PREFETCH)
     go.set()
     until_idle(lanes, log, 1)
     assert log == ["first"]
@@ -133,7 +131,7 @@ def test_a_gate_holds_staged_operations_back_and_lets_others_pass():
     log = []
     staged = Noted(link, "staged", log)
     staged.staged = True
-    lanes.post([(staged, DEMAND), (Noted(link, "prefetch", log), AHEAD)])
+    lanes.post([(staged, DEMAND), (Noted(link, "prefetch", log), PREFETCH)])
     until_idle(lanes, log, 1)
     assert log == ["prefetch"]
     gate.free = 1

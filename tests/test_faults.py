@@ -230,7 +230,7 @@ def test_a_bug_anywhere_ends_the_run_with_its_own_traceback(
     if place == "forward":
         monkeypatch.setattr(ForcedRouting, "_experts", bug)
     elif place == "cpu":
-        monkeypatch.setattr("moesim.runtime.executor.slot_map.HostPlaces.weights", bug)
+        monkeypatch.setattr("moesim.runtime.executor.slot_map.HostSlotMap.weights", bug)
     elif place == "copy":
         monkeypatch.setattr(HostDevice, "copy", bug)
     else:

@@ -11,7 +11,7 @@ import pytest
 from small_trace import write_small_trace
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("hwprofiles", "policies", "runtime", "sim", "traces")
+ROOMS = ("engine", "hwprofiles", "policies", "runtime", "sim", "traces")
 PACKAGES = ("moesim", *(f"moesim.{room}" for room in ROOMS))
 
 

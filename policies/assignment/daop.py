@@ -9,11 +9,11 @@ from typing import Literal
 import numpy as np
 from moesim.policies.assignment._gpu_choice import gpu_lanes
 from moesim.policies.base import (
-    Ahead,
     Assignment,
     AssignmentPolicy,
     LayerWork,
     MachineView,
+    Precompute,
 )
 from moesim.policies.parameters import expect, expect_choice
 from moesim.traces.format.schema import Phase
@@ -76,7 +76,7 @@ class DAOP(AssignmentPolicy):
             return Assignment(gpu_lanes(work, loaded), None, serial)
         return Assignment(gpu_lanes(work, here.any(axis=0), here), None, serial)
 
-    def ahead(self, work: LayerWork, view: MachineView) -> Ahead | None:
+    def precompute(self, work: LayerWork, view: MachineView) -> Precompute | None:
         """Predict the next layer's experts and name those that no GPU holds."""
         layer = work.layer + 1
         if work.phase != Phase.DECODE or layer < self.first_layer:
@@ -90,4 +90,4 @@ class DAOP(AssignmentPolicy):
         for gpu in range(1, view.gpus):
             on_gpu = on_gpu | view.resident(layer, gpu)
         experts = np.flatnonzero((workload > 0) & ~on_gpu).astype(np.int32)
-        return Ahead(experts, workload[experts].astype(np.int32), chosen)
+        return Precompute(experts, workload[experts].astype(np.int32), chosen)

@@ -84,10 +84,12 @@ class Trial:
         self._land(planner.complete(plan, self._now_s))
         work = plan.work
         self.started = (
-            work.experts[:0] if work.started is None else work.experts[work.started]
+            work.experts[:0]
+            if work.precomputed is None
+            else work.experts[work.precomputed]
         )
         self.expected = None
-        if plan.ahead is not None and "pred1_raw" in routed.predicted:
+        if plan.precompute is not None and "pred1_raw" in routed.predicted:
             self.expected = _best(
                 routed.predicted["pred1_raw"], routed.routing.shape[1]
             )

@@ -74,13 +74,13 @@ class Meter:
         """Note what the run's shelves hold, and the most that was resident; call before
         they are given back.
         """
-        self._host_slots = executor.host.tier.total_bytes
+        self._host_slots = executor.memories.host.tier.total_bytes
         self._device_slots = (
-            executor.places.slots.total_bytes
+            executor.memories.slots.slots.total_bytes
             if executor.device.device.type == "cpu"
             else 0
         )
-        self._record = executor.host.tier.slot_bytes
+        self._record = executor.memories.host.tier.slot_bytes
         self._peak = peak_bytes()
 
     def footprint(self, dense: int, kept: int) -> Footprint:
