@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from moesim.runtime.store.memory import DeviceSlots, HostTier
+from moesim.runtime.store.memory import DeviceSlots, HostSlots
 from moesim.runtime.store.streaming import streamed
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ class HostDevice:
         """
 
 
-def spare_record(nbytes: int) -> HostTier:
+def spare_record(nbytes: int) -> HostSlots:
     """One aligned record in host memory, to read into."""
-    return HostTier(1, nbytes)
+    return HostSlots(1, nbytes)
 
 
 def weighted_sum(job: Job, stacked: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
