@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from moesim.runtime.measure.measurements import Measurements
 
+# Pieces are used in turn, so that no copy finds its bytes in a cache.
 _COPY_SLOTS: Final = 8
 
 

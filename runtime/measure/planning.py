@@ -61,6 +61,7 @@ def measure_planning(
         active: numbers of active experts, ascending.
         seconds: to spend.
     """
+    # A policy with a required parameter has no default to be measured with.
     names = [
         policy.name
         for policy in describe("assignment")

@@ -134,7 +134,8 @@ def measure(
     size = REFERENCE if shape is None else Size(shape.hidden, shape.expert_intermediate)
     cuda = torch.cuda.is_available()
 
-    # One core stays free for the accelerator, as in a run.
+    # One core stays free for the accelerator, as in a run. The shares of seconds below
+    # follow how much each figure decides, and add up to about one.
     with _torch_threads(max(1, cores - 1)):
         report("expert compute on the CPU", 0.0)
         dtype = choose_dtype(size, seconds=0.05 * extent.seconds)
@@ -165,6 +166,7 @@ def measure(
             _measure_host_contention(measurements, subject, extent)
 
     _note_memory(measurements, cores)
+    # With more cores a read that keeps one busy has one of its own.
     reads_share = cores <= 2 and (disk.core_share or 0.0) > _BUSY_READ
     gpus = torch.cuda.device_count() if cuda else 0
     profile = HardwareProfile(
@@ -194,6 +196,7 @@ def _measure_cpu(
     """Measure experts on the CPU lane."""
     threads = max(1, subject.cores - 1)
     source = f"{threads} thread{'s' * (threads > 1)}, weights read from memory"
+    # Most of the time goes here: the CPU's curve decides every assignment.
     measure_experts(
         measurements,
         "cpu",
@@ -320,6 +323,7 @@ def _note_memory(measurements: Measurements, cores: int) -> None:
         date=measurements.date,
     )
 
+    # The rest of the memory is for the system, other programs and our own records.
     host = psutil.virtual_memory().total
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0).total_memory
@@ -367,6 +371,7 @@ def _workers(cores: int, gpus: int, *, reads_share: bool) -> dict[str, tuple[str
         )
         return {**host, **devices, **ssd_worker}
 
+    # In a worker's order of turns: planning before computing, computing before copies.
     accelerator = ("gpu0", "h2d0", "d2h0")
     if cores == 1:
         return {"cpu": ("control", *cpu, *accelerator), **ssd_worker}

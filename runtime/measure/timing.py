@@ -55,6 +55,7 @@ def sample(
     work(0)
     work(1)
 
+    # Seconds bound a slow operation, `most` a fast one.
     times: list[float] = []
     end_s = time.perf_counter() + seconds
     for index in count(2):

@@ -173,6 +173,7 @@ class DenseStack:
         sizes = self.sizes
         shape = (self._sequences, sizes.kv_heads, self._context, sizes.head_dim)
         for _ in range(sizes.layers):
+            # Written, since unwritten memory is read from one zero page.
             keys = self._draw(*shape)
             values = self._draw(*shape)
             self._kv_cache.append((keys, values))

@@ -84,6 +84,7 @@ def generate(
 
     tokens, mask = _padded(prompts, local.device)
     lengths = mask.sum(-1, keepdim=True)
+    # Pads get position 0, which every model has; their results are not kept.
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     keep = mask.bool()
     cache = None

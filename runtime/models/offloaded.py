@@ -118,6 +118,7 @@ class OffloadedModel:
         self.handler = handler
         self.dense_bytes = tensor_bytes(model)
         for layer in self.layers:
+            # On the module itself: the library's function is given nothing else.
             binding = _Binding(self, layer.index)
             setattr(model.get_submodule(layer.name), _BINDING, binding)
 
@@ -144,6 +145,7 @@ class OffloadedModel:
             RuntimeFault: the device has not enough memory.
         """
         directory = Path(model_dir)
+        # Before loading: the name in the configuration must be known by then.
         _register()
         config, model_class = read_config(directory)
 

@@ -51,7 +51,7 @@ def tiny_config() -> Qwen3MoeConfig:
         initializer_range=0.05,
         tie_word_embeddings=True,
         max_position_embeddings=2048,
-        dtype="bfloat16",
+        dtype="bfloat16",  # half the size of float32, and it ships
     )
 
 

@@ -144,11 +144,13 @@ def _read_batch(
     """Read one batch of passages in step: the plain reader first, then each policy's;
     one comparison [B, S] per policy.
     """
+    # Each with a cache of its own: their pasts differ.
     readers = [_Reader(override, policy, number) for policy in (None, *policies)]
     for reader in readers:
         reader.read(tokens[:, :prompt], Phase.PREFILL)
 
     steps: list[list[_Comparison]] = [[] for _ in policies]
+    # The last token is predicted, never read.
     for at in range(prompt, tokens.shape[1] - 1):
         plain, *others = (
             reader.read(tokens[:, at : at + 1], Phase.DECODE) for reader in readers

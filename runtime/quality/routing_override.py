@@ -71,6 +71,7 @@ class RoutingOverride:
         self._expected: np.ndarray | None = None
         # A second call of the experts at work, on the input of the layer before.
         self._stale_call: Arguments | None = None
+        # Layers of the pass at work whose experts were called.
         self._served = 0
         self._hooks: list[Any] = []
 

@@ -135,6 +135,7 @@ class GateObserver:
         Raises:
             TraceError: a layer's gate did not run, or its experts received no ids.
         """
+        # A pass that ended early has fewer records than the model has layers.
         missing = [
             block.name
             for block, record in zip(self._blocks, self.layers, strict=False)
@@ -159,6 +160,7 @@ class GateObserver:
                 self.layers = []
             self._check_order(layer)
 
+            # Models pass the state by position or by name; the rest goes along.
             keywords = dict(kwargs)
             state = args[0] if args else keywords.pop(next(iter(keywords)))
             hidden = state.reshape(-1, state.shape[-1])

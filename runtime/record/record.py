@@ -151,6 +151,7 @@ def record(
         split=split,
     )
 
+    # At most: a sequence may end before `max_new_tokens`.
     begin_s = time.perf_counter()
     expected_tokens = sum(map(len, sequences)) + max_new_tokens * len(sequences)
     resumed_tokens = 0
@@ -168,6 +169,7 @@ def record(
         resumed_tokens = sum(map(len, sequences[:resumed])) + max_new_tokens * resumed
         for first in range(resumed, len(sequences), batch):
             group = sequences[first : first + batch]
+            # Hooks come and go with each group, so an error leaves the model as it was.
             with recorder.open(group, max_new_tokens):
                 generate(
                     model,
@@ -185,6 +187,7 @@ def record(
 
     overhead = None
     if measure_overhead:
+        # The first prompt stands for all: the sample takes seconds, not minutes.
         overhead = sample_overhead(model, sequences[0], recorder)
     return Recording(
         path=merged.path,
@@ -234,6 +237,7 @@ def _provenance(
         digest.update(np.asarray([len(ids), *ids], dtype="<i4").tobytes())
     facts = {
         "model": model.name,
+        # Known only of a model that came from a hub.
         "revision": getattr(model.model.config, "_commit_hash", None) or "",
         "weights": weights_digest(model.model),
         "prompts": digest.hexdigest(),

@@ -119,6 +119,7 @@ def residual_vectors(
     blocks = find_blocks(local.model)
     facts = gate_facts(local.model, blocks)
 
+    # Takes the shape of the first text's drift.
     total = np.zeros(())
     tokens = 0
     digest = hashlib.sha256()
@@ -134,6 +135,7 @@ def residual_vectors(
             # Weighted by length, so that a long text is not worth a short one.
             total = total + len(ids) * mean_drift(states)
             tokens += len(ids)
+            # With its length, so that tokens cannot move from one text to the next.
             digest.update(np.asarray([len(ids), *ids], dtype="<i4").tobytes())
     if not tokens:
         raise TraceError(

@@ -164,6 +164,7 @@ class Segments:
                 f"{self.out}: expected a finished sequence, found none; --resume"
                 " goes on"
             )
+        # A shorter trace says so: it is not the recording that was asked for.
         header = self.header
         if self.done < planned:
             shorter = {"sequences": self.done, "asked_sequences": planned}
@@ -300,5 +301,6 @@ def _count_finished(folder: Path, plan: _Plan) -> int:
             break
         if segment.header != plan.header or segment.columns != frozenset(plan.columns):
             break
+        # The last group may be smaller.
         done += min(plan.batch, planned - done)
     return done

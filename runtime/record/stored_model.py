@@ -64,6 +64,7 @@ class CachedExperts:
         host_bytes: int,
         gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None],
     ) -> None:
+        # One at least: an expert must lie somewhere while it is computed.
         total = sum(store.experts(layer) for layer in range(store.layers))
         self.slots = max(1, min(host_bytes // store.slot_bytes, total))
         self.reads = 0

@@ -180,6 +180,7 @@ def _write_records(
     progress: Callable[[BuildProgress], None] | None,
 ) -> StoreIndex:
     """Write every record that the build log does not have."""
+    # In order of appearance, so that equal models have equal indexes.
     layouts = tuple(dict.fromkeys(source.layouts))
     plan, rows = _plan(source)
     total_bytes = plan[-1].offset + plan[-1].size
@@ -250,6 +251,7 @@ def _plan(source: ExpertSource) -> tuple[list[_Record], tuple[tuple[int, ...], .
             if source.distinct is None or number < source.distinct:
                 plan.append(_Record(layer, expert, offset, size))
                 offset += size
+            # Sharing in turn spreads the reads of a layer over the disk.
             shared = number if source.distinct is None else number % source.distinct
             row.append(shared)
             number += 1
@@ -304,6 +306,7 @@ def _resume(
 def _finished(descriptor: int, lines: list[str], plan: list[_Record]) -> list[int]:
     """Return checksums of the leading records that are on disk as the log says."""
     checksums: list[int] = []
+    # Fewer lines than records: the build was stopped in between.
     for record, line in zip(plan, lines, strict=False):
         number, _, checksum = line.partition(" ")
         if number != str(len(checksums)) or not checksum.isdigit():

@@ -54,6 +54,7 @@ class DirectFile:
     """
 
     def __init__(self, path: Path, *, direct: bool = True) -> None:
+        # Until the system agrees, reads are not direct.
         self.path = path
         self.direct = False
         self.reason = "not asked for"

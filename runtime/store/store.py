@@ -81,6 +81,7 @@ class ExpertStore:
             )
         self.direct = self._file.direct
         self.reason = self._file.reason
+        # Layers may differ in size; slots do not.
         self._strides = tuple(record_stride(layout) for layout in self.index.layouts)
         self.slot_bytes = max(self._strides)
 
@@ -129,6 +130,7 @@ class ExpertStore:
         record = self.index.records[layer][expert]
         offset = self.index.offsets[record]
 
+        # Padding is read too: direct reads have full blocks.
         view = memoryview(target.numpy())[:size]
         self._file.read_into(offset, view)
         if check and zlib.crc32(view) != self.index.checksums[record]:

@@ -143,6 +143,7 @@ def _fit(
     draws = torch.Generator().manual_seed(seed)
     batch = min(recipe.batch, max(1, count // _LEAST_BATCHES))
 
+    # The first weights count as an epoch: training may only make it worse.
     best = [parameter.detach().clone() for parameter in parameters]
     best_epochs = torch.zeros(layers, dtype=torch.int64)
     first = _evaluate(parameters, held_out, recipe.batch)

@@ -171,6 +171,7 @@ def train_tiny(
             if progress is not None:
                 progress(curve[-1])
 
+        # Now and then, so that a training that is stopped leaves a model.
         if seconds_s - saved_s > SAVE_EVERY_S or finished:
             facts |= {
                 "finished": finished,
@@ -226,6 +227,7 @@ def _new_model(seed: int) -> Qwen3MoeForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(tiny_config())
+    # By name, which is how the library picks a function for experts.
     ALL_EXPERTS_FUNCTIONS.register(_EXPERTS_FUNCTION, _split_experts)
     model.set_experts_implementation(_EXPERTS_FUNCTION)
     return model.train()
