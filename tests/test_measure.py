@@ -206,7 +206,7 @@ def test_a_memory_file_system_is_said_and_not_measured(tmp_path, monkeypatch):
     report = measure_disk.measure_disk(
         findings, tmp_path, file_bytes=1 << 20, seconds=0.01
     )
-    assert "tmpfs" in report.words
+    assert "tmpfs" in report.summary
     assert report.core_share is None
     assert findings.numbers == {}
 
@@ -219,7 +219,7 @@ def test_reads_through_the_page_cache_are_called_so(tmp_path, monkeypatch):
     report = measure_disk.measure_disk(
         findings, tmp_path, file_bytes=16 << 20, seconds=0.05
     )
-    assert "page cache" in report.words
+    assert "page cache" in report.summary
     assert "page cache" in findings.numbers["costs.ssd.bytes_per_s"].source
     assert list(tmp_path.iterdir()) == []
 

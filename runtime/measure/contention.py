@@ -54,7 +54,7 @@ def measure_contention(
         ratios = [_slowdown(work[victim], work[other], share_s) for _ in range(_ROUNDS)]
         measurements.number(
             f"contention.{victim}.{other}",
-            # Below 1 is noise: company makes no work faster.
+            # Below 1 is noise: no work gets faster beside other work.
             np.maximum(ratios, 1.0),
             f"{victim} beside {other}: mean time over mean time alone, in {_ROUNDS}"
             " rounds of both",

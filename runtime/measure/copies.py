@@ -70,7 +70,7 @@ def measure_host_copies(measurements: Measurements, *, seconds: float) -> None:
     line = fit_line(by_size)
     source = "copies by one thread between written host memories, each piece in turn"
     measurements.link("h2d", by_size, line, source)
-    # Nothing tells the two memories apart, so the way back costs the same.
+    # Both memories are of the same kind, so the way back costs the same.
     both_ways = f"{source}; both directions are the same copy"
     measurements.link("d2h", by_size, line, both_ways)
 

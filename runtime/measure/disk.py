@@ -35,12 +35,12 @@ class DiskReport(NamedTuple):
     """How reads were measured.
 
     Attributes:
-        words: what was read, or why nothing was.
+        summary: what was read, or why nothing was.
         core_share: share of a read's time in which it kept its core busy; None if
             nothing was read.
     """
 
-    words: str
+    summary: str
     core_share: float | None
 
 
@@ -53,7 +53,7 @@ def measure_disk(
     Args:
         measurements: receive ``costs.ssd``.
         folder: on the disk to measure.
-        file_bytes: of the file; larger is more honest about the disk's own cache.
+        file_bytes: of the file; in a larger one the disk's own cache answers less.
         seconds: to spend on reading.
 
     Raises:

@@ -174,7 +174,8 @@ def measure(
         kind="measured",
         description=(
             f"{processor()}, {cores} cores, {accelerator_name()}; {dtype_name(dtype)}"
-            f" experts on the CPU; {disk.words}; load average {load:.1f} when it began"
+            f" experts on the CPU; {disk.summary}; load average {load:.1f} when it"
+            " began"
         ),
         date=measurements.date,
         accelerator="cuda" if cuda else "host",

@@ -62,7 +62,7 @@ def skeleton(model_dir: Path) -> Any:
 def text_config(model: nn.Module) -> Any:
     """Return the language part of a configuration."""
     config: Any = model.config
-    # Models that also see or hear keep their language settings one level down.
+    # Multimodal models keep their language settings one level down.
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

@@ -2,9 +2,9 @@
 
 An expert's weights lie in one flat record, one tensor after the other. A layout
 describes that record. Models differ in the layout (transposed or not, biased or not,
-gate and up side by side or interleaved) and in the gating between the two products, so
-one layout object tells the same arithmetic (`moesim.runtime.models.expert_math`) how to
-read a record in a file, in host memory or in a device slot.
+gate and up side by side or interleaved) and in the gating between the two products. The
+layout describes both, so one arithmetic (`moesim.runtime.models.expert_math`) serves
+them all, whether a record is in a file, in host memory or in a device slot.
 
 Shape legend: t tokens of one expert, H hidden, F intermediate.
 """

@@ -71,7 +71,7 @@ def gating_function(experts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _gating(experts: Any) -> Gating:
     """Find the gating that computes what the module's own function computes, on numbers
-    that tell all candidates apart.
+    large enough to reach every clamp.
     """
     limits = [None, *_numbers(experts, ("limit", "swiglu_limit"))]
     bounds = [2 * abs(limit) for limit in limits if limit is not None]

@@ -142,7 +142,7 @@ def gate_facts(model: nn.Module, blocks: list[MoeBlock]) -> GateFacts:
 
     totals = probe.weights.sum(-1)
     if not certain:
-        # Without a scoring to compare with, only sums of one tell renormalisation.
+        # Without a scoring to compare with, only sums of one show renormalisation.
         return facts._replace(norm_topk=bool(((totals - 1).abs() < _MAX_SPREAD).all()))
 
     # Renormalised weights have equal sums; others are an equal share of the scores.

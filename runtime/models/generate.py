@@ -2,7 +2,7 @@
 
 Prompts of one batch are aligned at their ends (left padding), so that each decode pass
 appends one token to every sequence. Each sequence draws from its own generator, so what
-is sampled does not depend on its company.
+is sampled does not depend on the other sequences.
 
 B sequences, S tokens of a pass per sequence (pads included), V vocabulary.
 """

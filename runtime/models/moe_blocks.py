@@ -89,7 +89,7 @@ def offloadable_blocks(model: nn.Module) -> list[MoeBlock]:
         raise StoreError(str(error)) from None
 
     for block in blocks:
-        # The interface's decorator adds this method; nothing public tells it apart.
+        # The interface's decorator adds this method; it leaves no public mark.
         if not hasattr(block.experts, "_apply_gate"):
             raise StoreError(
                 f"{block.name}.experts ({type(block.experts).__name__}): expected"

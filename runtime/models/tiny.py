@@ -61,8 +61,8 @@ def load_tiny(
     """Load a checkpoint of `train_tiny`, the shipped one when `directory` is None,
     ready for inference.
 
-    It computes in float32 unless told otherwise: the weights are bfloat16, which many
-    CPUs can only emulate.
+    It computes in float32 by default: the weights are bfloat16, which many CPUs can
+    only emulate.
 
     Raises:
         FileNotFoundError: there is none.

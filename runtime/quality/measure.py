@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from moesim.runtime.record.residual import Residual
 
 GATE_COLUMNS = ("weights", "scores", *PREDICTION_COLUMNS)
-"""What a model's gates can tell a policy; other columns exist in traces only."""
+"""Columns that a model's gates can give a policy; others exist in traces only."""
 
 
 @dataclass(slots=True)
@@ -97,8 +97,8 @@ def measure(
         progress: called with the number of scored tokens.
 
     Raises:
-        PolicyError: a policy answered something illegal, or needs what gates do not
-            tell.
+        PolicyError: a policy answered something illegal, or needs a column that
+            gates do not give.
         TraceError: a model whose gates and experts cannot be told apart.
     """
     unknown = sorted(set(columns) - set(GATE_COLUMNS))

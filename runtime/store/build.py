@@ -152,9 +152,9 @@ def _open_existing(
     store.close()
     content = f"that of {store.index.model} (or another version of it)"
     expected = source.layouts[0].dtype
-    found = store.layout(0).dtype
-    if same_model and found != expected:
-        content = f"it in {found} instead of {expected}"
+    stored = store.layout(0).dtype
+    if same_model and stored != expected:
+        content = f"it in {stored} instead of {expected}"
     raise StoreError(
         f"{directory}: expected no store or that of {source.name}, found {content};"
         " choose another directory"
@@ -207,7 +207,7 @@ def _write_records(
             record = plan[number]
             raw = _encode(source, record)
             checksum = zlib.crc32(raw)
-            # The record first: a log line without its bytes would be a lie.
+            # The record first: the log must never name bytes that are not there.
             _write_all(descriptor, raw, record.offset, part)
             log.write(f"{number} {checksum}\n")
             log.flush()

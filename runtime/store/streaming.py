@@ -55,8 +55,8 @@ def _copy_blocks(
                 store = builder.store(value, written, align=_VECTOR_BYTES)
                 store.set_metadata("nontemporal", nontemporal)
 
-        # Else another thread may hear that the copy is done before it sees the bytes:
-        # non-temporal stores are not ordered with later ones.
+        # Non-temporal stores are not ordered with later ones: without the fence another
+        # thread may see the news that the copy is done before it sees the bytes.
         builder.fence("seq_cst")
         return context.get_dummy_value()
 

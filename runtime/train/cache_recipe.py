@@ -17,10 +17,10 @@ class Recipe:
 
     Attributes:
         labels: ``distance`` regresses the steps until the next use and needs no cache;
-            ``masked`` marks, at each miss of a Belady cache, whom it evicts among those
-            it could. The paper says "masked" and its formula is lost; the first is what
-            CECAR's training code does, and our default because it serves every cache
-            size.
+            ``masked`` marks, at each miss of a Belady cache, the victims among the
+            candidates. The paper says "masked" and its formula is lost; the first is
+            what CECAR's training code does, and our default because it serves every
+            cache size.
         hidden: h; 128 is the paper's table, 64 gives its 113 KB per layer.
         horizon: K, distances beyond it look the same; none takes 48 for 64 experts and
             98 for 128 (CECAR), else 3N/4; but no more than the validation steps, which

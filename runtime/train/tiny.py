@@ -373,7 +373,7 @@ def _save(model: Qwen3MoeForCausalLM, target: Path, training: dict[str, Any]) ->
         (new / "training.json").write_text(
             json.dumps(training, indent=1) + "\n", encoding="utf-8"
         )
-        # A folder cannot be replaced in one step: the old one steps aside first.
+        # A folder cannot be replaced in one step: the old one is moved away first.
         if target.exists():
             target.rename(old)
         new.rename(target)
