@@ -238,7 +238,7 @@ def test_a_full_or_missing_disk_is_one_line(tmp_path):
         )
 
 
-def test_a_neighbour_that_fails_is_heard_and_nobody_waits_for_it():
+def test_a_neighbour_that_fails_is_reported_and_not_waited_for():
     def fail(_):
         raise RuntimeFault("the neighbour broke")
 

@@ -229,19 +229,19 @@ def test_one_expert_equals_the_librarys_eager_forward(swapped):
 
 
 def test_gates_are_seen_before_their_experts_with_the_layers_own_index(swapped):
-    heard = []
+    calls = []
     ours = swapped.offloaded
     inner = ours.handler
 
-    class Listening:
+    class Observed:
         def experts(self, layer, hidden, index, weights):
-            heard.append(("experts", layer, index.clone()))
+            calls.append(("experts", layer, index.clone()))
             return inner.experts(layer, hidden, index, weights)
 
-    ours.handler = Listening()
+    ours.handler = Observed()
     handles = [
         layer.gate.register_forward_hook(
-            lambda _gate, _args, output, index=layer.index: heard.append(
+            lambda _gate, _args, output, index=layer.index: calls.append(
                 ("gate", index, output)
             )
         )
@@ -254,10 +254,10 @@ def test_gates_are_seen_before_their_experts_with_the_layers_own_index(swapped):
         ours.handler = inner
         for handle in handles:
             handle.remove()
-    assert [what[:2] for what in heard] == [
+    assert [call[:2] for call in calls] == [
         (kind, layer) for layer in range(2) for kind in ("gate", "experts")
     ]
-    for (_, _, gate), (_, _, index) in zip(heard[::2], heard[1::2], strict=True):
+    for (_, _, gate), (_, _, index) in zip(calls[::2], calls[1::2], strict=True):
         scores, _, chosen = read_gate(gate, 8)
         assert scores.shape == (6, 8)
         if chosen is not None:

@@ -393,7 +393,7 @@ def test_columns_that_nobody_wants_are_left_out(tmp_path):
     ]
 
 
-def test_listening_leaves_the_model_as_it_was_and_says_what_it_costs(tmp_path):
+def test_recording_leaves_the_model_as_it_was_and_says_what_it_costs(tmp_path):
     """Hooks are gone afterwards; the overhead was sampled on real tokens; progress ends
     at what was promised.
     """

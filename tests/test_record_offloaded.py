@@ -1,6 +1,4 @@
-"""A model whose experts stay on the disk is heard saying what it says with all of them
-in memory.
-"""
+"""A model whose experts stay on the disk gives the recording of the complete model."""
 
 import json
 
