@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from moesim.policies.base import ABSENT, RESIDENT
 from moesim.policies.planner.residency import GLOBAL
-from moesim.runtime.store.memory import HostTier
+from moesim.runtime.store.memory import HostSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from moesim.policies.planner.residency import CacheSize, Residency
     from moesim.runtime.executor.lanes import Operation
-    from moesim.runtime.models.expert_math import ExpertWeights
+    from moesim.runtime.models.expert_layout import ExpertWeights
     from moesim.runtime.store.memory import Slots
     from moesim.runtime.store.store import ExpertStore
 
@@ -151,13 +151,13 @@ class HostSlotMap:
         self.freed: Callable[[], None] = lambda: None
         self._slots: SlotMap | None = None
         if memory is None or size is None:
-            self.tier = HostTier(
+            self.tier = HostSlots(
                 len(store.index.offsets), store.slot_bytes, page_lock=page_lock
             )
             self._record_of = [record for row in store.index.records for record in row]
             self._layouts = [store.layout(layer) for layer in range(store.layers)]
         else:
-            self.tier = HostTier(
+            self.tier = HostSlots(
                 cache_slots(size, expert_bytes) + staging,
                 store.slot_bytes,
                 page_lock=page_lock,
