@@ -8,7 +8,7 @@ from cache_driver import View, work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moesim.policies.base import PolicyError
-from moesim.policies.kernels import predicted_workload
+from moesim.policies.prefetch._kernels import predicted_workload
 from moesim.policies.prefetch.next_gate import NextGate
 from moesim.policies.prefetch.none import NoPrefetch
 from moesim.policies.prefetch.residual import Residual

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from moesim.policies import cache_only
+from moesim.policies import cache_replay
 from moesim.policies.base import CachePolicy
 from moesim.policies.registry import resolve
 
@@ -225,8 +225,8 @@ def split_eviction(
     if type(own).replacements is not CachePolicy.replacements:
         return None
 
-    def counted(policy: CachePolicy, name: str) -> cache_only.CacheCounts:
-        return cache_only.drive(
+    def counted(policy: CachePolicy, name: str) -> cache_replay.CacheCounts:
+        return cache_replay.replay(
             policy,
             name,
             shape,

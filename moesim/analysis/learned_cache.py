@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from moesim.policies.base import CachePolicy, PolicyError
-from moesim.policies.cache_only import drive
+from moesim.policies.cache_replay import replay
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
 from moesim.traces.errors import TraceError
@@ -250,7 +250,7 @@ def judge(
         )
         return (
             witness,
-            drive(witness, spec, shape, size, steps, extras=artefacts).hit_rate,
+            replay(witness, spec, shape, size, steps, extras=artefacts).hit_rate,
         )
 
     bound, _ = witnessed(BOUND)

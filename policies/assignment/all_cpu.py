@@ -1,4 +1,4 @@
-"""The naive control: the GPU sees no routed expert."""
+"""The CPU-only control: no routed expert runs on the GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moesim.policies.base import (
 
 
 class AllCPU(AssignmentPolicy):
-    """Compute every active expert on the CPU; nothing is ever fetched on demand.
+    """Compute every active expert on the CPU; fetch nothing on demand.
 
     Source: the control "Naive" of DALI, section 6.3.
     """

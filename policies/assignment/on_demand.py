@@ -1,10 +1,10 @@
-"""Expert offloading without CPU compute: what is not on the GPU is waited for."""
+"""Expert offloading without CPU compute: absent experts are fetched and awaited."""
 
 from __future__ import annotations
 
 import numpy as np
+from moesim.policies.assignment._gpu_choice import gpu_lanes
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from moesim.policies.kernels import UNLIMITED, greedy
 
 
 class OnDemand(AssignmentPolicy):
@@ -20,8 +20,8 @@ class OnDemand(AssignmentPolicy):
         """Place all on GPUs, in ascending expert id."""
         del view
         if len(work.gpu_s) == 1:
+            # By far the most frequent case, and so simple that the general way shows.
             lanes = np.empty(len(work.experts), np.int8)
             lanes.fill(1)
             return Assignment(lanes)
-        never = np.full(len(work.experts), np.inf)
-        return Assignment(greedy(never, never, work.gpu_s, work.arrive_s, UNLIMITED)[0])
+        return Assignment(gpu_lanes(work, np.ones(len(work.experts), np.bool_)))

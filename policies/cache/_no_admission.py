@@ -1,6 +1,4 @@
-"""Caches into which no fetched expert ever comes: they are empty, fixed, or swap on
-their own account.
-"""
+"""Base of caches that admit no fetched expert."""
 
 from __future__ import annotations
 
@@ -13,9 +11,12 @@ if TYPE_CHECKING:
     from moesim.policies.base import LayerWork
 
 
-class ClosedCache(CachePolicy):
+class NoAdmissionCache(CachePolicy):
     """Admits nothing: what is fetched or prefetched runs from staging and is gone
     afterwards.
+
+    A subclass may be empty, have fixed content (`initial`) or replace experts on its
+    own account (`replacements`).
     """
 
     def accessed(self, work: LayerWork) -> None:
@@ -28,5 +29,6 @@ class ClosedCache(CachePolicy):
 
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Decline all."""
+        # Prefetches and swaps come here without having been asked for in `admits`.
         del candidates
         return np.full(len(incoming), -1, np.int64)

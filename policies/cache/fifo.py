@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from moesim.policies.cache._score_based import ScoredCache
+from moesim.policies.cache._score_based import ScoreBasedCache
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
 
 
-class FIFO(ScoredCache):
+class FIFO(ScoreBasedCache):
     """Evict the expert that entered first; a hit changes nothing.
 
     Experts of one layer step enter in launch order. Equal to libCacheSim's FIFO on one

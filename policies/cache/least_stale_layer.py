@@ -1,4 +1,4 @@
-"""Least-Stale by layer: a layer that has had its turn needs its experts last."""
+"""Least-Stale by layer, one of three public policies of that name."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Order = Literal["lowest", "cyclic"]
 
 
 class LeastStaleLayer(CachePolicy):
-    """Evict by layer position alone; ties to the lower id.
+    """Evict experts by the position of their layer alone; ties to the lower id.
 
-    One of three public policies called Least-Stale. In per-layer scope it evicts the
-    lowest id: it is made for the global scope.
+    A layer that has had its turn needs its experts last. In per-layer scope it evicts
+    the lowest id: it is made for the global scope.
 
     Args:
         order: ``lowest`` evicts the lowest layer, as the public code does, which is
@@ -40,7 +40,7 @@ class LeastStaleLayer(CachePolicy):
         self._layer = 0
 
     def accessed(self, work: LayerWork) -> None:
-        """Note whose turn it is."""
+        """Note the current layer."""
         self._layer = work.layer
 
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
@@ -48,4 +48,6 @@ class LeastStaleLayer(CachePolicy):
         layer = candidates // self._experts
         if self.order == "cyclic":
             layer = (self._layer - layer) % self._layers
-        return candidates[np.argsort(layer, kind="stable")[: len(incoming)]]
+        # Candidates ascend, so a stable sort gives ties to the lower id.
+        order = np.argsort(layer, kind="stable")
+        return candidates[order[: len(incoming)]]

@@ -1,4 +1,4 @@
-"""Least-Stale by forward pass: what this pass has not touched leaves first."""
+"""Least-Stale by forward pass, one of three public policies of that name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ class LeastStalePass(CachePolicy):
     """Evict experts that the current forward pass has neither used nor brought in, then
     the others; by layer.
 
-    One of three public policies called Least-Stale. In per-layer scope all candidates
-    share a layer, so only the pass and then the lower id decide: it is made for the
-    global scope. A prefetched expert counts as touched, or it would leave before its
-    use.
+    In per-layer scope all candidates share a layer, so only the pass and then the lower
+    id decide: it is made for the global scope. A prefetched expert counts as touched,
+    or it would leave before its use.
 
     Args:
         order: among equals, ``lowest`` evicts the lowest layer, as published;
@@ -39,6 +38,7 @@ class LeastStalePass(CachePolicy):
         """Begin with nothing touched."""
         self._layers = context.shape.layers
         self._experts = context.shape.experts
+        # The pass that touched each key last; -1 is none.
         self._touched = np.full(self._layers * self._experts, -1, np.int64)
         self._step = 0
         self._layer = 0
@@ -58,5 +58,8 @@ class LeastStalePass(CachePolicy):
         layer = candidates // self._experts
         if self.order == "cyclic":
             layer = (self._layer - layer) % self._layers
-        rank = layer + self._layers * (self._touched[candidates] == self._step)
-        return candidates[np.argsort(rank, kind="stable")[: len(incoming)]]
+        # More than any layer, so all stale experts rank before all touched ones.
+        touched = self._touched[candidates] == self._step
+        rank = layer + self._layers * touched
+        order = np.argsort(rank, kind="stable")
+        return candidates[order[: len(incoming)]]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from moesim.policies.cache._score_based import ScoredCache
+from moesim.policies.cache._score_based import ScoreBasedCache
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
 
 
-class LIFO(ScoredCache):
+class LIFO(ScoreBasedCache):
     """Evict the expert that entered last; a hit changes nothing.
 
     Experts of one layer step enter in launch order. What is held stays, so the last of

@@ -1,4 +1,4 @@
-"""DAOP's cache: placed by calibration, adapted to each prompt in prefill, frozen in
+"""DAOP's cache: filled from a calibration, adapted to each prompt in prefill, fixed in
 decode.
 """
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from moesim.policies.base import ExpertKey, PolicyError, Swap
-from moesim.policies.cache._own_replacements import SwapCache
+from moesim.policies.cache._own_replacements import OwnReplacementsCache
 from moesim.policies.parameters import expect, expect_choice
 from moesim.traces.format.schema import Phase
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 Variant = Literal["paper", "released"]
 Fill = Literal["auto", "calibrated"]
 
+# Products such as 1.05 · 20 must equal 21 (algorithms §0).
 _TOLERANCE = 1e-12
-"""Products such as 1.05 · 20 must equal 21 (algorithms §0)."""
 
 
-class PrefillSwap(SwapCache):
-    """In prefill, pair each layer's hottest absent experts with its coldest residents
-    and swap clear cases.
+class PrefillSwap(OwnReplacementsCache):
+    """In prefill, swap each layer's busiest absent experts for its least busy
+    residents; in decode, change nothing.
 
     Of the N experts, the ``share·N`` hottest absent ones (by prompt tokens) meet as
-    many coldest residents, rank by rank; ties go to the lower id. Nothing moves in
-    decode, and what is fetched runs from staging. Two departures: the planner carries a
-    swap out behind its layer step, so the prompt that caused it is still served from
-    the old placement; and the copy of the leaving expert back to the host, which DAOP
-    charges, is not modelled, as weights never change.
+    many coldest residents, rank by rank; ties go to the lower id. A pair is swapped
+    where the difference is clear. What is fetched runs from staging. Two departures:
+    the planner carries a swap out behind its layer step, so the prompt that caused it
+    is still served from the old placement; and the copy of the leaving expert back to
+    the host, which DAOP charges, is not modelled, as weights never change.
 
     Args:
         share: of all experts that may swap in one prefill of a layer.
@@ -80,11 +80,11 @@ class PrefillSwap(SwapCache):
             PolicyError: ``fill=calibrated`` without calibration counts.
         """
         super().start(context)
-        self._served = (
-            np.ones(context.shape.layers, np.bool_)
-            if context.served is None
-            else context.served
-        )
+        served = context.served
+        if served is None:
+            served = np.ones(context.shape.layers, np.bool_)
+        self._served = served
+
         if context.calibration is not None:
             self._counts = np.asarray(context.calibration, dtype=np.float64)
         elif self.fill == "calibrated":
@@ -93,6 +93,7 @@ class PrefillSwap(SwapCache):
                 " calibration trace; found none"
             )
         else:
+            # Equal counts: ties leave the lowest ids in front.
             self._counts = np.zeros(self.inside.shape)
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
@@ -101,21 +102,23 @@ class PrefillSwap(SwapCache):
         """
         layers, experts = self.inside.shape
         served = int(self._served.sum())
-        shares = (
-            capacity_slots
-            if len(capacity_slots) > 1
-            else np.full(layers, int(capacity_slots[0]) // served)
-        )
+        is_global = len(capacity_slots) == 1
+        shares = capacity_slots
+        if is_global:
+            shares = np.full(layers, int(capacity_slots[0]) // served)
+
         taken = np.zeros(self.inside.shape, np.bool_)
         for layer in np.flatnonzero(self._served).tolist():
-            taken[
-                layer, np.argsort(-self._counts[layer], kind="stable")[: shares[layer]]
-            ] = True
-        if len(capacity_slots) == 1:
+            best = np.argsort(-self._counts[layer], kind="stable")
+            taken[layer, best[: shares[layer]]] = True
+
+        if is_global:
+            flat = taken.reshape(-1)
             order = np.argsort(-self._counts, axis=None, kind="stable")
             order = order[self._served[order // experts]]
-            free = min(int(capacity_slots[0]), served * experts) - int(taken.sum())
-            taken.reshape(-1)[order[~taken.reshape(-1)[order]][:free]] = True
+            # More slots than experts stay free.
+            left = min(int(capacity_slots[0]), served * experts) - int(taken.sum())
+            flat[order[~flat[order]][:left]] = True
         return np.flatnonzero(taken)
 
     def accessed(self, work: LayerWork) -> None:
@@ -125,30 +128,40 @@ class PrefillSwap(SwapCache):
         """Pair hot with cold after a prefill step."""
         if work.phase != Phase.PREFILL:
             return ()
+
         tokens = np.zeros(self.inside.shape[1], np.int64)
         tokens[work.experts] = work.tokens
         settled = self.settled(work.layer, view)
         absent = ~self.inside[work.layer]
         pairs = int(self.share * len(tokens))
+
         if self.variant == "released":
+            # The code multiplies by masks instead of selecting: residents have 0
+            # tokens in the first list, absent experts many times theirs in the second.
+            penalty = np.where(absent, len(work.routing), 1)
             hot = np.argsort(-tokens * absent, kind="stable")[:pairs]
-            cold = np.argsort(
-                tokens * np.where(absent, len(work.routing), 1), kind="stable"
-            )[:pairs]
+            cold = np.argsort(tokens * penalty, kind="stable")[:pairs]
         else:
             hot = np.flatnonzero(absent)
-            cold = np.flatnonzero(settled)
             hot = hot[np.argsort(-tokens[hot], kind="stable")][:pairs]
+            cold = np.flatnonzero(settled)
             cold = cold[np.argsort(tokens[cold], kind="stable")][:pairs]
-        return [
-            Swap(ExpertKey(work.layer, out), ExpertKey(work.layer, into))
-            for into, out in zip(hot.tolist(), cold.tolist(), strict=False)
-            if absent[into]
-            and settled[out]
-            and self._clear(int(tokens[into]), int(tokens[out]))
-        ]
+
+        # The shorter list decides how many pairs there are.
+        swaps = []
+        for incoming, outgoing in zip(hot.tolist(), cold.tolist(), strict=False):
+            possible = absent[incoming] and settled[outgoing]
+            if possible and self._clear(int(tokens[incoming]), int(tokens[outgoing])):
+                swaps.append(
+                    Swap(
+                        outgoing=ExpertKey(work.layer, outgoing),
+                        incoming=ExpertKey(work.layer, incoming),
+                    )
+                )
+        return swaps
 
     def _clear(self, hot: int, cold: int) -> bool:
+        """Whether `hot` tokens are enough more than `cold` ones for a swap."""
         needed = self.margin * cold
         if self.variant == "released":
             return hot > needed * (1.0 + _TOLERANCE)

@@ -1,4 +1,4 @@
-"""Evict anybody."""
+"""Random eviction, the control of every other rule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Random(CachePolicy):
-    """Draw the victims without regard to anything, from the run's seed.
+    """Evict an expert drawn at random, from the run's seed.
 
     Source: the control of peers §1.3.
     """

@@ -1,4 +1,4 @@
-"""What if my predictor were 90 % right?"""
+"""An oracle with random mistakes, to study predictors of any accuracy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from moesim.policies.base import ExpertKey, Late
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._foresight import Foresight
+from moesim.policies.prefetch._future import FuturePrefetch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, MachineView, RunContext
 
 
-class NoisyOracle(Foresight):
-    """Predict as many experts as will be active, each right with the stated accuracy.
+class NoisyOracle(FuturePrefetch):
+    """Prefetch as many experts as will be active, each right with the stated accuracy.
 
     Every active expert is named with probability `accuracy`, else an inactive one drawn
     at random takes its place (where fewer are inactive than were missed, the rest is
@@ -54,22 +54,19 @@ class NoisyOracle(Foresight):
 
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
         """Predict the coming layers."""
-        wanted: list[ExpertKey] = []
-        for ahead in range(1, self.depth + 1):
-            active = self.coming(work, view, ahead)
+        keys: list[ExpertKey] = []
+        for depth in range(1, self.depth + 1):
+            active = self.coming(work, view, depth)
             if len(active):
-                predicted = self._predict(active, view.experts)
-                wanted += [
-                    ExpertKey(work.layer + ahead, expert)
-                    for expert in predicted.tolist()
-                ]
-        return wanted
+                predicted = self._predict(active, view.experts).tolist()
+                keys += [ExpertKey(work.layer + depth, expert) for expert in predicted]
+        return keys
 
     def _predict(self, active: np.ndarray, experts: int) -> np.ndarray:
-        """Spoil the truth: distinct ids in random order, at most as many as are
-        active.
-        """
+        """Distinct ids in random order, at most as many as are active."""
         right = active[self._random.random(len(active)) < self.accuracy]
         inactive = np.delete(np.arange(experts), active)
+        # Both permutations are always drawn, so that the stream of random numbers does
+        # not depend on how many were right.
         wrong = self._random.permutation(inactive)[: len(active) - len(right)]
         return self._random.permutation(np.concatenate((right, wrong)))

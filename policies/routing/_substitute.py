@@ -1,4 +1,6 @@
-"""What the routing policies share: who takes whose place, and with which weight.
+"""Substitution of experts, and the combine weights that follow from it.
+
+Shared by the routing policies that replace experts.
 
 T tokens, K experts per token, E experts of the layer.
 """
@@ -14,7 +16,11 @@ if TYPE_CHECKING:
     from moesim.policies.base import Gate, MachineView
 
 UNUSED = 65535
-"""Marks a place that no expert takes; its weight is 0."""
+"""Marks a column that no expert takes; its weight is 0."""
+
+# Keeps the division by a sum of scores, which may be 0, harmless.
+SMALLEST = 1e-30
+"""Least divisor of a normalisation."""
 
 
 def scores_of(gate: Gate) -> np.ndarray:
@@ -34,17 +40,22 @@ def chosen_mask(experts: np.ndarray, width: int) -> np.ndarray:
     return mask
 
 
+def ranked(scores: np.ndarray) -> np.ndarray:
+    """Ids by descending score in each row, ties to the lower id: int64 [T, E]."""
+    return np.argsort(-scores, axis=1, kind="stable")
+
+
 def substitute(
     experts: np.ndarray, replace: np.ndarray, rank: np.ndarray
 ) -> np.ndarray:
-    """Give the marked experts' places to the best alternatives.
+    """Replace the marked experts by the best alternatives.
 
     A token with fewer alternatives than marked experts keeps the first of those, which
     are its best.
 
     Args:
         experts: int64 [T, K], best first.
-        replace: bool [T, K], places that are up for replacement.
+        replace: bool [T, K], columns that are up for replacement.
         rank: float64 [T, E], higher is better (ties to the lower id), minus infinity
             for what is no alternative.
 
@@ -53,12 +64,17 @@ def substitute(
     """
     if not replace.any():
         return experts
+
     marked = replace.sum(axis=1)
-    found = np.minimum(marked, (rank > -np.inf).sum(axis=1))
-    best = np.argsort(-rank, axis=1, kind="stable")[:, : experts.shape[1]]
-    place = np.cumsum(replace, axis=1) - 1 - (marked - found)[:, None]
-    newcomers = np.take_along_axis(best, np.maximum(place, 0), axis=1)
-    return np.where(replace & (place >= 0), newcomers, experts)
+    available = (rank > -np.inf).sum(axis=1)
+    replaced = np.minimum(marked, available)
+    best = ranked(rank)[:, : experts.shape[1]]
+
+    # The n-th marked column takes alternative n, less those that stay in front of it.
+    kept = (marked - replaced)[:, None]
+    alternative = np.cumsum(replace, axis=1) - 1 - kept
+    newcomers = np.take_along_axis(best, np.maximum(alternative, 0), axis=1)
+    return np.where(replace & (alternative >= 0), newcomers, experts)
 
 
 def routing(
@@ -66,7 +82,7 @@ def routing(
     experts: np.ndarray,
     view: MachineView,
     *,
-    said: np.ndarray | None = None,
+    predicted: np.ndarray | None = None,
 ) -> Routing:
     """Pack the experts used with their combine weights.
 
@@ -77,33 +93,37 @@ def routing(
 
     Args:
         gate: what was recorded.
-        experts: ids [T, K'], `UNUSED` in unused places.
+        experts: ids [T, K'], `UNUSED` in unused columns.
         view: knows the model's shape.
-        said: scores [T, E] by which the experts were chosen instead of the gate's own,
-            such as a prediction; then no token keeps its recorded weights, for nobody
-            asked the gate.
+        predicted: scores [T, E] by which the experts were chosen instead of the gate's
+            own; then no token keeps its recorded weights, as the gate was never
+            evaluated.
     """
     scores = scores_of(gate)
     recorded = gate.experts.astype(np.int64)
-    padded = np.pad(
-        scores if said is None else said.astype(np.float64), ((0, 0), (0, 1))
-    )
-    own = np.take_along_axis(
-        padded, np.minimum(experts, scores.shape[1]).astype(np.int64), axis=1
-    )
-    base = (
-        own.sum(axis=1)
-        if view.shape.norm_topk
-        else np.take_along_axis(scores, recorded, axis=1).sum(axis=1)
-    )
-    total = np.ones(len(own)) if view.shape.norm_topk else base
+    used = scores if predicted is None else predicted.astype(np.float64)
+
+    # One column of zeros more, to which the id of an unused column is sent.
+    padded = np.pad(used, ((0, 0), (0, 1)))
+    ids = np.minimum(experts, scores.shape[1]).astype(np.int64)
+    expert_scores = np.take_along_axis(padded, ids, axis=1)
+
+    if view.shape.norm_topk:
+        base = expert_scores.sum(axis=1)
+        total = np.ones(len(expert_scores))
+    else:
+        base = np.take_along_axis(scores, recorded, axis=1).sum(axis=1)
+        total = base
     if gate.weights is not None:
         total = gate.weights.astype(np.float64).sum(axis=1)
-    weights = own * (total / np.maximum(base, 1e-30))[:, None]
-    more = experts.shape[1] - recorded.shape[1]
-    if gate.weights is not None and said is None and more >= 0:
-        same = (
-            experts == np.pad(recorded, ((0, 0), (0, more)), constant_values=UNUSED)
-        ).all(axis=1)
-        weights[same] = np.pad(gate.weights, ((0, 0), (0, more)))[same]
+    scale = total / np.maximum(base, SMALLEST)
+    weights = expert_scores * scale[:, None]
+
+    extra = experts.shape[1] - recorded.shape[1]
+    if gate.weights is not None and predicted is None and extra >= 0:
+        # Recorded weights are exact; recomputed ones would differ by rounding.
+        widths = ((0, 0), (0, extra))
+        widened = np.pad(recorded, widths, constant_values=UNUSED)
+        same = (experts == widened).all(axis=1)
+        weights[same] = np.pad(gate.weights, widths)[same]
     return Routing(experts.astype(np.uint16), weights.astype(np.float32))

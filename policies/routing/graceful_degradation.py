@@ -1,4 +1,4 @@
-"""DAOP's graceful degradation: never wait for more than one absent expert."""
+"""DAOP's graceful degradation: at most one absent expert per token."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.planner.resident_mask import present
 from moesim.policies.routing._substitute import (
     chosen_mask,
+    ranked,
     routing,
     scores_of,
     substitute,
@@ -24,22 +25,22 @@ Choice = Literal["predicted", "gate"]
 
 
 class GracefulDegradation(RoutingPolicy):
-    """Of a token's absent experts keep the best; the next-best residents take the
-    others' places.
+    """Keep the best of a token's absent experts; replace the others by the next-best
+    residents.
 
     With two experts: if both are on the CPU, the lower one is dropped for the best
     expert on the GPU, and the weights are formed from the two scores, as the model
     forms its own: the source's p / (p1 + p2) is Mixtral's way, and a model that does
-    not normalise would be louder than it ever was. Where too few experts are resident
-    the best absent ones stay. Decode only; for more than two experts per token the rule
-    above is our extension.
+    not normalise would get larger outputs than it ever had. Where too few experts are
+    resident the best absent ones stay. Decode only; for more than two experts per token
+    the rule above is our extension.
 
     Args:
         first_layer: layers below it run on demand with their own gate, and keep their
             experts.
         choice: ``predicted`` degrades what the layer before predicted, because DAOP
-            never asks the true gate of a predicted layer; ``gate`` degrades the true
-            gate's choice, to see the rule alone.
+            never evaluates the true gate of a predicted layer; ``gate`` degrades the
+            true gate's choice, to see the rule alone.
 
     Source: DAOP, section on graceful degradation; 5 is its code's
     `first_predict_layer`.
@@ -56,15 +57,20 @@ class GracefulDegradation(RoutingPolicy):
         """Degrade a decode step of a predicted layer."""
         if gate.layer < self.first_layer or gate.phase != Phase.DECODE:
             return Routing(gate.experts, gate.weights)
-        said = gate.predicted if self.choice == "predicted" else None
+
+        # Layer 0 is predicted by none, so even here a prediction may be missing.
+        predicted = gate.predicted if self.choice == "predicted" else None
         scores = scores_of(gate)
-        wanted = gate.experts.astype(np.int64)
-        if said is not None:
-            scores = said.astype(np.float64)
-            wanted = np.argsort(-scores, axis=1, kind="stable")[:, : wanted.shape[1]]
+        experts = gate.experts.astype(np.int64)
+        if predicted is not None:
+            scores = predicted.astype(np.float64)
+            experts = ranked(scores)[:, : experts.shape[1]]
+
         resident = present(view, gate.layer, in_flight=False)
-        absent = ~resident[wanted]
+        absent = ~resident[experts]
+        # Columns stand best first: the first absent one is the one that may stay.
         further = absent & (np.cumsum(absent, axis=1) > 1)
-        free = resident & ~chosen_mask(wanted, view.experts)
-        experts = substitute(wanted, further, np.where(free, scores, -np.inf))
-        return routing(gate, experts, view, said=said)
+        alternatives = resident & ~chosen_mask(experts, view.experts)
+        rank = np.where(alternatives, scores, -np.inf)
+        experts = substitute(experts, further, rank)
+        return routing(gate, experts, view, predicted=predicted)

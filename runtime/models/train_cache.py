@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from moesim.policies.cache._learned_network import History, Network, sizes
 from moesim.policies.cache.belady import Belady
-from moesim.policies.cache_only import drive
+from moesim.policies.cache_replay import replay
 from moesim.policies.planner.residency import CacheSize
 from moesim.traces.errors import TraceError
 from moesim.traces.files import written_beside
@@ -285,7 +285,7 @@ def belady_labels(
     """
     teacher = _Teacher(must_admit=True)
     size = CacheSize.of(shape.expert_bytes, shape.experts, slots_per_layer=slots)
-    drive(teacher, "belady", shape, size, steps, future=RecordedFuture(steps))
+    replay(teacher, "belady", shape, size, steps, future=RecordedFuture(steps))
     if not teacher.lessons:
         raise TraceError(
             f"masked labels: a cache of {slots} slots per layer never evicts here;"

@@ -1,6 +1,4 @@
-"""From a ranking of a coming layer's experts to a wish list, for policies that rank by
-something of their own.
-"""
+"""Selection of absent experts from a ranking of a coming layer's experts."""
 
 from __future__ import annotations
 
@@ -14,18 +12,18 @@ if TYPE_CHECKING:
     from moesim.policies.base import MachineView
 
 
-def wishes(
+def absent_experts(
     ranked: np.ndarray, layer: int, view: MachineView, *, size: int, refill: bool
 ) -> list[ExpertKey]:
-    """Keep what is not on a GPU yet, or on its way.
+    """Keep what is neither on a GPU nor on its way to one.
 
     Args:
         ranked: ids of experts of `layer`, most wanted first.
         layer: a coming layer.
-        view: says what is present, on any GPU.
+        view: knows what is present, on any GPU.
         size: ranked experts considered.
-        refill: present experts leave their place to the next in rank; otherwise they
-            use it up.
+        refill: present experts leave their rank to the next expert; otherwise they use
+            it up.
     """
     if not refill:
         ranked = ranked[:size]
