@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.costs import Costs
     from moesim.traces.format.schema import ModelShape, Phase
 
+# Plain numbers, not enumerations: lanes and states travel in arrays of int8.
 CPU = 0
 """Lane code of the CPU in `Assignment.lanes`; GPU *g* is ``1 + g``."""
 
@@ -105,6 +106,14 @@ class LayerWork:
     started: np.ndarray | None = None
 
 
+def flat_keys(work: LayerWork, width: int) -> np.ndarray:
+    """Flat keys, ``layer * width + expert``, of the active experts of a layer step in a
+    model with `width` experts per layer: int64 [A], ascending.
+    """
+    # Expert ids are int32, in which the product could overflow.
+    return work.layer * width + work.experts.astype(np.int64)
+
+
 class Assignment(NamedTuple):
     """Where each active expert is computed, and in which order they are launched.
 
@@ -167,10 +176,18 @@ class MachineView(Protocol):
         it.
         """
 
-    def cpu_s(self, layer: int, tokens: np.ndarray) -> np.ndarray:
+    def cpu_s(
+        self,
+        layer: int,
+        tokens: np.ndarray,
+    ) -> np.ndarray:
         """Seconds one expert takes on the CPU, float64, same shape as `tokens`."""
 
-    def gpu_s(self, layer: int, tokens: np.ndarray) -> np.ndarray:
+    def gpu_s(
+        self,
+        layer: int,
+        tokens: np.ndarray,
+    ) -> np.ndarray:
         """Seconds one resident expert takes on a GPU, float64, same shape as
         `tokens`.
         """
@@ -215,7 +232,12 @@ class Future(Protocol):
         past the end if never.
         """
 
-    def next_uses(self, step: int, layer: int, experts: np.ndarray) -> np.ndarray:
+    def next_uses(
+        self,
+        step: int,
+        layer: int,
+        experts: np.ndarray,
+    ) -> np.ndarray:
         """int64, same shape as `experts`: `next_use` of each."""
 
     def active(self, step: int, layer: int) -> np.ndarray:
@@ -262,6 +284,7 @@ class Policy:
         """Learn the sizes of the run, once, before the first layer step."""
 
 
+# Frozen, as all policies of a run are started with the same one.
 @dataclass(frozen=True, slots=True)
 class RunContext:
     """What is fixed for one run.
@@ -309,10 +332,18 @@ class AssignmentPolicy(Policy, ABC):
     calibrates_planning: ClassVar[bool] = False
 
     @abstractmethod
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place every active expert exactly once."""
 
-    def ahead(self, work: LayerWork, view: MachineView) -> Ahead | None:
+    def ahead(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Ahead | None:
         """Name experts of layer ``work.layer + 1`` that the CPU computes ahead of their
         gate. Default: none.
         """
@@ -339,12 +370,18 @@ class PrefetchPolicy(Policy, ABC):
             loses its slot in the cache until then.
     """
 
+    # `late` and `requeue` may be parameters of a policy, so they are asked of the
+    # instance; `prefetches` is a property of the class.
     prefetches: ClassVar[bool] = True
     late: Late = "keep"
     requeue: bool = False
 
     @abstractmethod
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Keys of coming layers, most wanted first; the planner drops what is present
         and trims to the budget.
         """
@@ -361,20 +398,25 @@ class CachePolicy(Policy, ABC):
     @property
     def replaces(self) -> bool:
         """Whether it asks for copies of its own: the class overrides `replacements`."""
+        # Read off the class, so that no policy can forget to set a flag.
         return type(self).replacements is not CachePolicy.replacements
 
     def accessed(self, work: LayerWork) -> None:
         """Note the active experts of a layer step: `work.state` tells which were hits.
         Default: nothing.
         """
-        # The planner calls this for every layer step, also where a policy has no use
-        # for it: that is why it is no abstract method.
+        # Not abstract: rules that depend on entries alone, such as FIFO, need nothing.
         del work
 
-    def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
+    def admits(
+        self,
+        work: LayerWork,
+        incoming: np.ndarray,
+    ) -> np.ndarray:
         """Bool, same shape as `incoming`: which fetched experts may enter. Default:
         all.
         """
+        # Where a policy does not override this, the planner spares the call.
         del work
         return np.ones(len(incoming), dtype=np.bool_)
 
@@ -388,7 +430,11 @@ class CachePolicy(Policy, ABC):
         return incoming
 
     @abstractmethod
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Choose one distinct victim among `candidates` for each of `incoming`, -1 to
         decline its admission.
 
@@ -423,7 +469,11 @@ class CachePolicy(Policy, ABC):
         del capacity_slots
         return None
 
-    def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
+    def replacements(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[Swap]:
         """Copies the cache itself asks for when its window closes (DALI Alg. 2).
         Default: none.
         """
@@ -442,5 +492,9 @@ class RoutingPolicy(Policy, ABC):
     alters: ClassVar[bool] = True
 
     @abstractmethod
-    def route(self, gate: Gate, view: MachineView) -> Routing:
+    def route(
+        self,
+        gate: Gate,
+        view: MachineView,
+    ) -> Routing:
         """Experts and combine weights as they will really be used."""

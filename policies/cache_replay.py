@@ -96,6 +96,7 @@ def replay(
             extras=extras or {},
         )
     )
+    # As the planner fills it: the policy's content first, else the calibration's.
     keys = cache.initial(size.slots)
     if keys is None and calibration is not None:
         keys = fitting(-calibration, size.slots, size.scope)
@@ -113,7 +114,10 @@ def replay(
 
 
 def _replay_layer(
-    tier: Tier, step: RoutedStep, routed: RoutedLayer, counts: CacheCounts
+    tier: Tier,
+    step: RoutedStep,
+    routed: RoutedLayer,
+    counts: CacheCounts,
 ) -> None:
     """Replay one layer step."""
     memory = tier.memory
@@ -132,6 +136,7 @@ def _replay_layer(
         keys = missing.astype(np.int64) + layer * memory.experts
         at_once_s = np.zeros(len(missing))
         tier.admit(work, layer, keys, at_once_s)
+        # Copies take no time here: all have landed when the layer step ends.
         for expert in missing.tolist():
             memory.land(layer, expert)
 
@@ -142,7 +147,10 @@ def _replay_layer(
 
 
 def _work_without_costs(
-    step: int, routed: RoutedLayer, state: np.ndarray, phase: Phase
+    step: int,
+    routed: RoutedLayer,
+    state: np.ndarray,
+    phase: Phase,
 ) -> LayerWork:
     """A layer step in which nothing takes time."""
     zeros = np.zeros(len(routed.experts))
@@ -231,7 +239,11 @@ class _CompiledLoop:
             accesses=self.accesses,
         )
 
-    def _next_uses(self, layer_of: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def _next_uses(
+        self,
+        layer_of: np.ndarray,
+        lengths: np.ndarray,
+    ) -> np.ndarray:
         """Belady's scores, float64 [accesses of the block]: minus the time, by step and
         layer, of the next use.
         """

@@ -35,12 +35,14 @@ def inlined(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def called(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Compile `function` when a kernel of its file first calls it; keep it on disk."""
+    # Without a signature: its types follow from the kernel that calls it.
     helper: Callable[_P, _R] = numba.njit(cache=True)(function)
     return helper
 
 
 def input_array(dtype: Any, ndim: int = 1) -> Any:
     """Type of a C-contiguous array that a kernel only reads; writable ones fit too."""
+    # Policies are shown read-only arrays; a signature for mutable ones refuses them.
     return nb.Array(dtype, ndim, "C", readonly=True)
 
 

@@ -113,6 +113,7 @@ def split(text: str) -> dict[str, str]:
         if not (name and equals and value):
             raise PolicyError(f"expected name=value, got {part.strip()!r}")
 
+        # Python's name of the argument; users type either.
         name = name.replace("-", "_")
         if name in values:
             raise PolicyError(f"{name}: given twice")
@@ -127,6 +128,7 @@ def typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         PolicyError: a parameter is unknown or missing, or a value does not fit.
     """
+    # All names are checked before any value: a misspelt name is the likelier mistake.
     known = {parameter.name: parameter for parameter in parameters(cls)}
     for name in values:
         if name not in known:
@@ -156,6 +158,7 @@ def _as(option: Any, value: Any) -> tuple[bool, Any]:
     """Whether `value` is a value (or the text of a value) of type `option`, and that
     value.
     """
+    # Truth values and `none` are read in any case; a Literal's values are exact.
     lowered = value.lower() if isinstance(value, str) else value
     if option is bool:
         truth = lowered

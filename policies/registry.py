@@ -100,6 +100,7 @@ def find(name: str, kind: str) -> type[Policy]:
         PolicyError: unknown name, or a file that does not hold exactly one policy of
             this kind.
     """
+    # Ours first, so that no package can change what a published name means.
     files = _files(kind)
     if name in files:
         module = importlib.import_module(files[name])
@@ -112,6 +113,7 @@ def find(name: str, kind: str) -> type[Policy]:
     if name in points:
         return _named(_load(points[name], kind), name)
 
+    # A path comes last: no registered name may end in `.py`.
     if name.endswith(".py"):
         return _named(_from_file(Path(name), kind), name)
 
@@ -143,7 +145,9 @@ def resolve(spec: str, kind: str, values: Mapping[str, Any] | None = None) -> Po
 
 
 def settings(
-    spec: str, kind: str, values: Mapping[str, Any] | None = None
+    spec: str,
+    kind: str,
+    values: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The effective configuration of a spec: ``name`` and every parameter, defaults
     included.
@@ -201,7 +205,9 @@ def register(kind: str, name: str, cls: type[Policy]) -> None:
 
 
 def _read(
-    spec: str, kind: str, values: Mapping[str, Any] | None
+    spec: str,
+    kind: str,
+    values: Mapping[str, Any] | None,
 ) -> tuple[str, type[Policy], dict[str, Any]]:
     """Name, class and checked constructor arguments of a spec."""
     match = _SPEC.fullmatch(spec.strip())
@@ -253,6 +259,7 @@ def _files(kind: str) -> dict[str, str]:
     """
     if kind not in KINDS:
         raise PolicyError(f"unknown kind of policy {kind!r}; known: {', '.join(KINDS)}")
+    # Scanned anew each time: a file that was just added is found without a restart.
     folder = importlib.import_module(f"moesim.policies.{kind}")
     modules = (module.name for module in pkgutil.iter_modules(folder.__path__))
     return {

@@ -42,7 +42,11 @@ _FIRST_NODES = 1024
 
 @inlined
 def _advance(
-    clocks: np.ndarray, lane: int, i: int, layer: Layer, result: np.ndarray
+    clocks: np.ndarray,
+    lane: int,
+    i: int,
+    layer: Layer,
+    result: np.ndarray,
 ) -> None:
     """Write to `result` the `clocks`, float64 [C], after expert `i` has been put on
     `lane`.
@@ -79,7 +83,11 @@ def _makespan_s(clocks: np.ndarray) -> float:
 
 
 @called
-def _first_answer(layer: Layer, start: np.ndarray, lanes: np.ndarray) -> float:
+def _first_answer(
+    layer: Layer,
+    start: np.ndarray,
+    lanes: np.ndarray,
+) -> float:
     """Put each expert, in order, on the lane that would end first; fill `lanes` and
     return the makespan.
     """
@@ -103,7 +111,11 @@ def _first_answer(layer: Layer, start: np.ndarray, lanes: np.ndarray) -> float:
 
 @inlined
 def _least_s(
-    child: np.ndarray, layer: Layer, price: np.ndarray, remainder: np.ndarray, n: int
+    child: np.ndarray,
+    layer: Layer,
+    price: np.ndarray,
+    remainder: np.ndarray,
+    n: int,
 ) -> float:
     """A lower bound of every makespan that starts with the clocks `child` of the first
     `n` experts.
@@ -120,7 +132,12 @@ def _least_s(
 
 
 @inlined
-def _dominated(child: np.ndarray, rows: np.ndarray, kept: int, slack_s: float) -> bool:
+def _dominated(
+    child: np.ndarray,
+    rows: np.ndarray,
+    kept: int,
+    slack_s: float,
+) -> bool:
     """Whether one of the last kept rows is, but for `slack_s`, ahead in every clock;
     the CPU's always is.
     """
@@ -138,7 +155,11 @@ def _dominated(child: np.ndarray, rows: np.ndarray, kept: int, slack_s: float) -
 
 @inlined
 def _next_lane(
-    layer: Layer, i: int, rows: np.ndarray, count: int, cursor: np.ndarray
+    layer: Layer,
+    i: int,
+    rows: np.ndarray,
+    count: int,
+    cursor: np.ndarray,
 ) -> int:
     """Lane whose next row, ``cursor[lane]``, has the earliest CPU clock once expert `i`
     is on it; -1 after the last.
@@ -229,7 +250,8 @@ def _settled(layer: Layer) -> np.ndarray:
     """From which position of the order on nothing that follows is resident on a GPU:
     bool [A, G].
     """
-    gpus, active = layer.gpu_s.shape
+    gpus = len(layer.gpu_s)
+    active = len(layer.cpu_s)
     settled = np.ones((active, gpus), np.bool_)
     for n in range(active - 1, 0, -1):
         i = layer.order[n]
@@ -245,7 +267,9 @@ def _settled(layer: Layer) -> np.ndarray:
     )
 )
 def dynamic_program(
-    layer: Layer, price: np.ndarray, remainder: np.ndarray
+    layer: Layer,
+    price: np.ndarray,
+    remainder: np.ndarray,
 ) -> tuple[np.ndarray, float, float]:
     """Find the lanes with the smallest makespan.
 
@@ -265,7 +289,8 @@ def dynamic_program(
         equal to it (which a relative 1e-10 may still beat) unless the second pass
         needed slack too.
     """
-    gpus, active = layer.gpu_s.shape
+    gpus = len(layer.gpu_s)
+    active = len(layer.cpu_s)
     start = np.zeros(1 + 3 * gpus)
     for g in range(gpus):
         start[2 + 3 * g] = layer.link_s[g]

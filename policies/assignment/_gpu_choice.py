@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, MachineView
 
 
-def gpu_state(work: LayerWork, view: MachineView) -> np.ndarray:
+def gpu_state(
+    work: LayerWork,
+    view: MachineView,
+) -> np.ndarray:
     """State of every active expert on one GPU after the other: int8 [G * A].
 
     With one GPU this is `work.state`; with several that only knows the best of them.
@@ -32,7 +35,10 @@ def gpu_state(work: LayerWork, view: MachineView) -> np.ndarray:
     return state.astype(np.int8)
 
 
-def in_flight(work: LayerWork, view: MachineView) -> np.ndarray:
+def in_flight(
+    work: LayerWork,
+    view: MachineView,
+) -> np.ndarray:
     """Which active experts are on their way to which GPU: bool [G, A]."""
     state = gpu_state(work, view).reshape(work.arrive_s.shape)
     flying = state == IN_FLIGHT
@@ -49,7 +55,9 @@ def first_cpu_s(view: MachineView) -> float:
 
 
 def gpu_lanes(
-    work: LayerWork, chosen: np.ndarray, allowed: np.ndarray | None = None
+    work: LayerWork,
+    chosen: np.ndarray,
+    allowed: np.ndarray | None = None,
 ) -> np.ndarray:
     """Lanes of experts of which some shall run on a GPU: int8 [A].
 
@@ -70,12 +78,12 @@ def gpu_lanes(
         if allowed is not None:
             gpu_s = np.where(allowed, gpu_s, np.inf)
         # Selecting columns of a matrix leaves Fortran order; the kernel reads C order.
-        fastest, _ = greedy(
+        fastest = greedy(
             forever_s,
             forever_s,
             gpu_s[:, chosen].copy(),
             work.arrive_s[:, chosen].copy(),
             UNLIMITED,
         )
-        lanes[chosen] = fastest
+        lanes[chosen] = fastest[0]
     return lanes

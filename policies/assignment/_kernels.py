@@ -63,7 +63,8 @@ def gap_order(
 
     t_gpu is the best GPU's. Source: DALI, Alg. 1.
     """
-    gpus, active = gpu_s.shape
+    gpus = len(gpu_s)
+    active = len(cpu_s)
     gap = np.empty(active, np.float64)
     for i in range(active):
         best = np.inf
@@ -111,7 +112,8 @@ def greedy(
 
     Source: DALI, Alg. 1; several GPUs as in our reading of its section 6.5.
     """
-    gpus, active = gpu_s.shape
+    gpus = len(gpu_s)
+    active = len(cpu_s)
     order = gap_order(cpu_s, host_s, gpu_s, arrive_s)
     lanes = np.empty(active, np.int8)
     load_s = np.zeros(gpus + 1, np.float64)
@@ -183,7 +185,8 @@ def beam(
 
     Source: DALI, appendix A.2.
     """
-    gpus, active = gpu_s.shape
+    gpus = len(gpu_s)
+    active = len(cpu_s)
     lanes_total = gpus + 1
     order = gap_order(cpu_s, host_s, gpu_s, arrive_s)
 

@@ -65,7 +65,12 @@ LAYER = nb.NamedTuple(
 
 
 @called
-def _loads(layer: Layer, share: np.ndarray, mix: float, load: np.ndarray) -> float:
+def _loads(
+    layer: Layer,
+    share: np.ndarray,
+    mix: float,
+    load: np.ndarray,
+) -> float:
     """Fill `load`, float64 [1 + G], with each expert on its cheapest lane; return what
     they cost together.
 
@@ -129,7 +134,8 @@ def lagrangian_prices(layer: Layer) -> tuple[np.ndarray, np.ndarray]:
         prices float64 [M, R], each row summing to 1; and by how much an expert's two
         cheapest lanes differ in the first row's prices, float64 [A].
     """
-    gpus, active = layer.gpu_s.shape
+    gpus = len(layer.gpu_s)
+    active = len(layer.cpu_s)
     # Without copies the link's share of a price is lost, so only mix 0 can be good.
     mixes = _MIXES if layer.copy_s.max() > 0.0 else 1
     price = np.zeros((mixes, 1 + 2 * gpus))
@@ -154,11 +160,15 @@ def lagrangian_prices(layer: Layer) -> tuple[np.ndarray, np.ndarray]:
 
 
 @compiled(nb.float64[:, ::1](LAYER, nb.float64[:, ::1]))
-def priced_remainder(layer: Layer, price: np.ndarray) -> np.ndarray:
+def priced_remainder(
+    layer: Layer,
+    price: np.ndarray,
+) -> np.ndarray:
     """Priced cost of the experts ``order[n:]``, each on its cheapest lane: float64 [M,
     A + 1].
     """
-    gpus, active = layer.gpu_s.shape
+    gpus = len(layer.gpu_s)
+    active = len(layer.cpu_s)
     remainder = np.zeros((len(price), active + 1))
     for m in range(len(price)):
         # From the last expert on: each sum extends the one behind it.

@@ -39,7 +39,8 @@ def _by_load(load: np.ndarray) -> np.ndarray:
 
 @called
 def _arrivals(
-    arrive_s: np.ndarray, flying: np.ndarray
+    arrive_s: np.ndarray,
+    flying: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Residents and copies under way, when the layer step begins.
 
@@ -48,7 +49,8 @@ def _arrivals(
         [G, A]; bool [A], which experts are on a GPU or bound for one; bool [A], which
         are only bound for one; and float64 [G], when each link is free.
     """
-    gpus, active = arrive_s.shape
+    gpus = len(arrive_s)
+    active = arrive_s.shape[1]
     link_s = np.zeros(gpus)
     lands_s = np.full(arrive_s.shape, np.inf)
     at_gpu = np.zeros(active, np.bool_)
@@ -67,7 +69,10 @@ def _arrivals(
 
 @called
 def _next_on_gpu(
-    falling: np.ndarray, lanes: np.ndarray, lands_s: np.ndarray, free_s: float
+    falling: np.ndarray,
+    lanes: np.ndarray,
+    lands_s: np.ndarray,
+    free_s: float,
 ) -> tuple[int, float]:
     """Expert that a GPU computes next and its start: the highest load it holds, or what
     lands first; -1 if none.
@@ -86,7 +91,10 @@ def _next_on_gpu(
 
 @called
 def _skip(
-    sequence: np.ndarray, lanes: np.ndarray, excluded: np.ndarray, position: int
+    sequence: np.ndarray,
+    lanes: np.ndarray,
+    excluded: np.ndarray,
+    position: int,
 ) -> int:
     """First position from `position` on whose expert is neither computed nor
     `excluded`.
@@ -146,7 +154,8 @@ def list_schedule(
     Source: HybriMoE, section on scheduling; `reference/algorithms.md` §4.1 names the
     two readings R2 and R1.
     """
-    gpus, active = gpu_s.shape
+    gpus = len(gpu_s)
+    active = len(cpu_s)
     falling = _by_load(-tokens)
     rising = _by_load(tokens)
     lands_s, at_gpu, bound, link_s = _arrivals(arrive_s, flying)

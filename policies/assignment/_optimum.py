@@ -22,6 +22,7 @@ from moesim.policies.assignment._lagrangian_bounds import (
     priced_remainder,
 )
 from moesim.policies.base import CPU
+from moesim.policies.ranking import highest_first
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, MachineView
@@ -56,19 +57,24 @@ def optimal(work: LayerWork) -> Optimum:
     return _solve(_modelled(work), free=len(work.experts))
 
 
-def optimal_scheduled(work: LayerWork, view: MachineView) -> Optimum:
+def optimal_scheduled(
+    work: LayerWork,
+    view: MachineView,
+) -> Optimum:
     """Minimise the scheduled makespan over lanes; see `scheduled_s`."""
     # Residents wait for no copy, so they may be launched in any order.
     residents = int(_resident_everywhere(work).sum())
     return _solve(_scheduled(work, view), free=residents)
 
 
-def modelled_s(work: LayerWork, lanes: np.ndarray) -> float:
+def modelled_s(
+    work: LayerWork,
+    lanes: np.ndarray,
+) -> float:
     """Modelled makespan of an assignment: the largest sum of costs."""
-    cpu_s, gpu_s = _costs(work)
-    loads = [cpu_s[lanes == CPU].sum()]
-    for g, row in enumerate(gpu_s):
-        loads.append(row[lanes == 1 + g].sum())
+    loads = [_cpu_cost_s(work)[lanes == CPU].sum()]
+    for g, cost_s in enumerate(_gpu_cost_s(work)):
+        loads.append(cost_s[lanes == 1 + g].sum())
     return float(max(loads))
 
 
@@ -119,29 +125,35 @@ def scheduled_s(
     return float(max(cpu_s + cpu_extra_s, *ends))
 
 
-def _costs(work: LayerWork) -> tuple[np.ndarray, np.ndarray]:
-    """Modelled cost of each expert: on the CPU, [A], and on each GPU, [G, A]."""
-    cpu_s = np.maximum(work.host_s, work.cpu_s)
-    gpu_s = np.maximum(work.arrive_s, work.gpu_s)
-    return cpu_s, gpu_s
+def _cpu_cost_s(work: LayerWork) -> np.ndarray:
+    """Modelled cost of each expert on the CPU: [A]."""
+    return np.maximum(work.host_s, work.cpu_s)
+
+
+def _gpu_cost_s(work: LayerWork) -> np.ndarray:
+    """Modelled cost of each expert on each GPU: [G, A]."""
+    return np.maximum(work.arrive_s, work.gpu_s)
 
 
 def _modelled(work: LayerWork) -> Layer:
     """The layer step without copies: arrival is part of an expert's GPU cost."""
-    cpu_s, gpu_s = _costs(work)
+    gpu_s = _gpu_cost_s(work)
     zeros = np.zeros_like(gpu_s)
     return Layer(
-        cpu_s=cpu_s,
+        cpu_s=_cpu_cost_s(work),
         gpu_s=gpu_s,
         copy_s=zeros,
         landing_s=zeros,
         link_s=zeros[:, 0].copy(),
         first_s=0.0,
-        order=np.arange(len(cpu_s)),
+        order=np.arange(len(work.experts)),
     )
 
 
-def _scheduled(work: LayerWork, view: MachineView) -> Layer:
+def _scheduled(
+    work: LayerWork,
+    view: MachineView,
+) -> Layer:
     """The layer step with its copies, and the launch order of `scheduled_s`."""
     flying = in_flight(work, view)
     landing_s = np.where(flying, work.arrive_s, 0.0)
@@ -152,7 +164,7 @@ def _scheduled(work: LayerWork, view: MachineView) -> Layer:
     absent = ~_resident_everywhere(work)
     order = np.lexsort((-work.gpu_s[0], first_landing_s, absent))
     return Layer(
-        cpu_s=np.maximum(work.host_s, work.cpu_s),
+        cpu_s=_cpu_cost_s(work),
         # A copy, as the solver takes no read-only array.
         gpu_s=np.array(work.gpu_s),
         copy_s=copy_s,
@@ -176,7 +188,7 @@ def _solve(layer: Layer, free: int) -> Optimum:
 
     # Deciding first where it matters most lets the bounds prune early.
     first = layer.order[:free]
-    layer.order[:free] = first[np.argsort(-regret[first], kind="stable")]
+    layer.order[:free] = highest_first(first, regret[first])
 
     remainder = priced_remainder(layer, price)
     lanes, makespan_s, bound_s = dynamic_program(layer, price, remainder)

@@ -27,7 +27,10 @@ _STATE = input_array(nb.int8)
 
 
 @called
-def _by_load(tokens: np.ndarray, group: np.ndarray) -> np.ndarray:
+def _by_load(
+    tokens: np.ndarray,
+    group: np.ndarray,
+) -> np.ndarray:
     """Positions by group, then by load, highest first, ties to the lower position:
     int64 [A].
     """
@@ -47,11 +50,15 @@ def _by_load(tokens: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 @called
-def _links(arrive_s: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _links(
+    arrive_s: np.ndarray,
+    state: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
     """Which experts are on their way to which GPU, bool [G, A], and when that link is
     free, float64 [G].
     """
-    gpus, active = arrive_s.shape
+    gpus = len(arrive_s)
+    active = arrive_s.shape[1]
     flying = np.empty((gpus, active), np.bool_)
     free_s = np.zeros(gpus)
     for g in range(gpus):
@@ -93,7 +100,8 @@ def head_and_tail(
     Source: HybriMoE's released code (`HSS`); several GPUs: the head goes to the one
     that ends first.
     """
-    gpus, active = gpu_s.shape
+    gpus = len(gpu_s)
+    active = len(cpu_s)
     flying, link_s = _links(arrive_s, state)
     absent = np.ones(active, np.bool_)
     for g in range(gpus):
@@ -168,7 +176,8 @@ def load_or_compute(
 
     Source: SMoE, Alg. 2; several GPUs: the link that is free first loads.
     """
-    gpus, active = arrive_s.shape
+    gpus = len(arrive_s)
+    active = len(cpu_s)
     flying, link_s = _links(arrive_s, state)
     lanes = np.empty(active, np.int8)
     order = np.empty(active, np.int64)

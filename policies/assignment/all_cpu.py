@@ -18,7 +18,11 @@ class AllCPU(AssignmentPolicy):
     Source: the control "Naive" of DALI, section 6.3.
     """
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place all on the CPU, in ascending expert id."""
         del view
         return Assignment(np.full(len(work.experts), CPU, np.int8))

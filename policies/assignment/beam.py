@@ -30,14 +30,18 @@ class Beam(AssignmentPolicy):
         expect(width >= 1, "width", "a number >= 1", width)
         self.width = width
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place by the best complete assignment of the search."""
         del view
-        lanes, order = beam(
+        lanes_and_order = beam(
             work.cpu_s,
             work.host_s,
             work.gpu_s,
             work.arrive_s,
             self.width,
         )
-        return Assignment(lanes, order)
+        return Assignment(*lanes_and_order)

@@ -14,6 +14,7 @@ from moesim.policies.base import (
     MachineView,
 )
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.ranking import ranked
 from moesim.traces.format.schema import Phase
 
 Overlap = Literal["parallel", "serial"]
@@ -64,7 +65,11 @@ class DAOP(AssignmentPolicy):
         self.serial = before_first == "serial"
         self.prefill = prefill
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place by residency, in ascending expert id."""
         del view
         serial = self.serial and work.layer < self.first_layer
@@ -78,16 +83,19 @@ class DAOP(AssignmentPolicy):
         lanes = gpu_lanes(work, resident.any(axis=0), resident)
         return Assignment(lanes, None, serial)
 
-    def ahead(self, work: LayerWork, view: MachineView) -> Ahead | None:
+    def ahead(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Ahead | None:
         """Predict the next layer's experts and name those that no GPU holds."""
         layer = work.layer + 1
         if work.phase != Phase.DECODE or layer < self.first_layer:
             return None
 
         scores = work.predicted["pred1_raw"].astype(np.float32)
-        ranked = np.argsort(-scores, axis=1, kind="stable")
         top_k = work.routing.shape[1]
-        predicted = ranked[:, :top_k].astype(np.uint16)
+        predicted = ranked(scores)[:, :top_k].astype(np.uint16)
         workload = np.bincount(predicted.ravel(), minlength=scores.shape[1])
 
         # Experts in flight count as absent: the CPU need not wait for them.

@@ -8,6 +8,7 @@ import numpy as np
 from moesim.policies.assignment._gpu_choice import gpu_lanes, in_flight
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
 from moesim.policies.parameters import expect
+from moesim.policies.ranking import highest_first
 
 # Products of a share and a count, and times that should be equal, differ by rounding.
 _TOLERANCE = 1e-9
@@ -58,12 +59,16 @@ class FetchSplit(AssignmentPolicy):
         self.link_slowdown = link_slowdown
         self.cpu_slowdown = cpu_slowdown
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place residents, then split the misses."""
         present = (work.arrive_s == 0.0) | in_flight(work, view)
         on_gpu = present.any(axis=0)
         misses = np.flatnonzero(~on_gpu)
-        misses = misses[np.argsort(-work.tokens[misses], kind="stable")]
+        misses = highest_first(misses, work.tokens[misses])
         order = np.concatenate((np.flatnonzero(on_gpu), misses))
 
         fetched = misses[: self._fetches(work, misses)]
@@ -73,7 +78,11 @@ class FetchSplit(AssignmentPolicy):
         allowed[:, fetched] = True
         return Assignment(gpu_lanes(work, on_gpu, allowed), order)
 
-    def _fetches(self, work: LayerWork, misses: np.ndarray) -> int:
+    def _fetches(
+        self,
+        work: LayerWork,
+        misses: np.ndarray,
+    ) -> int:
         """How many of the misses to fetch."""
         count = len(misses)
         if not count:

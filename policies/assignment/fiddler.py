@@ -43,7 +43,11 @@ class Fiddler(AssignmentPolicy):
         self.cost = cost
         self.serial = issue == "serial"
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place each expert by its own comparison."""
         # The load of a copy in flight is paid for already.
         load_s = np.where(in_flight(work, view), 0.0, work.arrive_s)

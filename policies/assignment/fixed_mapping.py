@@ -42,7 +42,11 @@ class FixedMapping(AssignmentPolicy):
         self.wait = wait
         self.prefill = prefill
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place by residency, in ascending expert id."""
         if self.prefill == "gpu" and work.phase == Phase.PREFILL:
             everything = np.ones(len(work.experts), np.bool_)

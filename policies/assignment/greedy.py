@@ -37,14 +37,18 @@ class Greedy(AssignmentPolicy):
         # A kernel takes no None.
         self._staging_limit = UNLIMITED if staging is None else staging
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place in one compiled pass."""
         del view
-        lanes, order = greedy(
+        lanes_and_order = greedy(
             work.cpu_s,
             work.host_s,
             work.gpu_s,
             work.arrive_s,
             self._staging_limit,
         )
-        return Assignment(lanes, order)
+        return Assignment(*lanes_and_order)

@@ -48,7 +48,11 @@ class HybriMoEReleased(AssignmentPolicy):
         self.costs = costs
         self._first_s: float | None = None
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place by two pointers."""
         # The view's constant is read once: it does not change within a run.
         if self._first_s is None:
@@ -67,7 +71,7 @@ class HybriMoEReleased(AssignmentPolicy):
             cpu_s = np.full(len(cpu_s), np.inf)
             first_s = 0.0
 
-        lanes, order = head_and_tail(
+        lanes_and_order = head_and_tail(
             work.tokens,
             cpu_s,
             gpu_s,
@@ -75,4 +79,4 @@ class HybriMoEReleased(AssignmentPolicy):
             gpu_state(work, view),
             first_s,
         )
-        return Assignment(lanes, order)
+        return Assignment(*lanes_and_order)

@@ -48,7 +48,11 @@ class HybriMoESchedule(AssignmentPolicy):
         self.stealing = stealing
         self._first_s: float | None = None
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place as simulated."""
         # The view's constant is read once: it does not change within a run.
         if self._first_s is None:

@@ -26,7 +26,11 @@ class IkBreakEven(AssignmentPolicy):
         expect(min_batch >= 1, "min_batch", "a number >= 1", min_batch)
         self.min_batch = min_batch
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place the whole layer by one comparison, in ascending expert id."""
         # Multiplied out, so that integers are compared.
         choices = len(work.routing) * view.shape.top_k

@@ -49,7 +49,11 @@ class ILP(AssignmentPolicy):
         self.staging = staging
         self._solver = _solver(solver)
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Build the program, solve it, read the lanes back."""
         del view
         costs = np.vstack(
@@ -96,7 +100,7 @@ class ILP(AssignmentPolicy):
         return Assignment(share.argmax(axis=0).astype(np.int8), order)
 
 
-# Looking for a solver starts programs, so it is done once per process.
+# Every instance asks, but the answer does not change within a process.
 @cache
 def _solver(name: Solver) -> Any:
     """The first usable solver that `name` allows, silent and exact.

@@ -56,7 +56,11 @@ class LayerWise(AssignmentPolicy):
         """Keep the sizes from which the layers follow."""
         self._context = context
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place the whole layer, in ascending expert id."""
         del view
         # Only a layer step shows whether an expert may run on any of several GPUs.

@@ -14,6 +14,7 @@ from moesim.policies.base import (
     RunContext,
 )
 from moesim.policies.parameters import expect
+from moesim.policies.ranking import ranked
 
 if TYPE_CHECKING:
     from moesim.traces.format.schema import Phase
@@ -63,7 +64,11 @@ class MoELightning(AssignmentPolicy):
         popularity = counts / np.maximum(total, 1.0)
         self._popularity = np.where(total > 0.0, popularity, 1.0 / shape.experts)
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Follow the plan of this layer and phase, in ascending expert id."""
         key = (work.phase, work.layer)
         plan = self._plans.get(key)
@@ -78,7 +83,12 @@ class MoELightning(AssignmentPolicy):
         on_gpu = streamed | resident.any(axis=0)
         return Assignment(gpu_lanes(work, on_gpu, streamed | resident))
 
-    def _search(self, layer: int, tokens: int, view: MachineView) -> np.ndarray:
+    def _search(
+        self,
+        layer: int,
+        tokens: int,
+        view: MachineView,
+    ) -> np.ndarray:
         """Bool [E]: the experts that belong on a GPU."""
         chosen_share = np.minimum(1.0, view.shape.top_k * self._popularity[layer])
         active = 1.0 - (1.0 - chosen_share) ** tokens
@@ -90,7 +100,7 @@ class MoELightning(AssignmentPolicy):
 
         resident = [view.resident(layer, gpu) for gpu in range(view.gpus)]
         on_gpu = np.any(resident, axis=0)
-        rank = np.argsort(-chosen_share, kind="stable")
+        rank = ranked(chosen_share)
         rank = rank[~on_gpu[rank]]
 
         # Entry n: seconds of each lane when the n most popular absent are streamed.

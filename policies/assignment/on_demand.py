@@ -16,11 +16,15 @@ class OnDemand(AssignmentPolicy):
     Source: Mixtral-Offloading; "MoE-OnDemand" of DAOP.
     """
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place all on GPUs, in ascending expert id."""
         del view
         if len(work.gpu_s) == 1:
-            # By far the most frequent case, and so simple that the general way shows.
+            # Nothing to choose; `fill` writes without a temporary array.
             lanes = np.empty(len(work.experts), np.int8)
             lanes.fill(1)
             return Assignment(lanes)

@@ -38,13 +38,17 @@ class SMoEBalancer(AssignmentPolicy):
         self.form = form
         self.prefill = prefill
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place by two pointers."""
         state = gpu_state(work, view)
         if self.prefill == "gpu" and work.phase == Phase.PREFILL:
             # A CPU that takes forever leaves every miss to the links.
             forever_s = np.full(len(work.experts), np.inf)
-            lanes, order = head_and_tail(
+            lanes_and_order = head_and_tail(
                 work.tokens,
                 forever_s,
                 work.gpu_s,
@@ -53,7 +57,7 @@ class SMoEBalancer(AssignmentPolicy):
                 0.0,
             )
         else:
-            lanes, order = load_or_compute(
+            lanes_and_order = load_or_compute(
                 work.tokens,
                 work.cpu_s,
                 work.host_s,
@@ -61,4 +65,4 @@ class SMoEBalancer(AssignmentPolicy):
                 state,
                 self.form == "guarded",
             )
-        return Assignment(lanes, order)
+        return Assignment(*lanes_and_order)

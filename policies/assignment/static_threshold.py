@@ -41,7 +41,11 @@ class StaticThreshold(AssignmentPolicy):
         self.rule = rule
         self.tokens = tokens
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place each expert by its own comparison, in ascending expert id."""
         del view
         if self.tokens is None:

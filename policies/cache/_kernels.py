@@ -28,9 +28,19 @@ REPLAY_BELADY_ADMITTING = 2
 """Evicts the farthest next use; every miss enters as long as a candidate is left."""
 
 
-@compiled(nb.int64[::1](KEYS, _SCORES, _SCORES, nb.int64))
+@compiled(
+    nb.int64[::1](
+        KEYS,
+        _SCORES,
+        _SCORES,
+        nb.int64,
+    )
+)
 def lowest_scores(
-    candidates: np.ndarray, score: np.ndarray, tie: np.ndarray, count: int
+    candidates: np.ndarray,
+    score: np.ndarray,
+    tie: np.ndarray,
+    count: int,
 ) -> np.ndarray:
     """Find the `count` candidates with the lowest score, then lowest `tie`, then lowest
     key, in that order.
@@ -62,7 +72,10 @@ def lowest_scores(
 
 
 @compiled(nb.int64[::1](KEYS, _SCORES))
-def highest_first(keys: np.ndarray, score: np.ndarray) -> np.ndarray:
+def by_descending_score(
+    keys: np.ndarray,
+    score: np.ndarray,
+) -> np.ndarray:
     """Sort a few `keys`, int64 [M], by descending score, equal ones as they stand."""
     order = np.empty(len(keys), np.int64)
     for n in range(len(keys)):
@@ -74,9 +87,17 @@ def highest_first(keys: np.ndarray, score: np.ndarray) -> np.ndarray:
     return order
 
 
-@compiled(nb.int64[::1](KEYS, KEYS, _SCORES))
+@compiled(
+    nb.int64[::1](
+        KEYS,
+        KEYS,
+        _SCORES,
+    )
+)
 def outscored_victims(
-    incoming: np.ndarray, candidates: np.ndarray, score: np.ndarray
+    incoming: np.ndarray,
+    candidates: np.ndarray,
+    score: np.ndarray,
 ) -> np.ndarray:
     """Keep the C best of `incoming` and `candidates`: a victim for each incoming key,
     -1 to decline it.
@@ -92,7 +113,10 @@ def outscored_victims(
     order = np.empty(len(incoming), np.int64)
     for n in range(len(incoming)):
         rank = n
-        while rank > 0 and score[incoming[n]] > score[incoming[order[rank - 1]]]:
+        while rank > 0:
+            before = incoming[order[rank - 1]]
+            if score[incoming[n]] <= score[before]:
+                break
             order[rank] = order[rank - 1]
             rank -= 1
         order[rank] = n
@@ -139,8 +163,20 @@ def count_accesses(
             score[key] += 1.0
 
 
-@compiled(nb.void(_MUTABLE_SCORES, EXPERT_IDS, nb.int64, nb.float64))
-def stamp(score: np.ndarray, experts: np.ndarray, first: int, now: float) -> None:
+@compiled(
+    nb.void(
+        _MUTABLE_SCORES,
+        EXPERT_IDS,
+        nb.int64,
+        nb.float64,
+    )
+)
+def stamp(
+    score: np.ndarray,
+    experts: np.ndarray,
+    first: int,
+    now: float,
+) -> None:
     """Set the score of each of `experts`, int32 [A] relative to key `first`, to
     `now`.
     """
@@ -238,9 +274,11 @@ def replay_accesses(  # noqa: C901, PLR0912 - one loop, compiled
         pool = 0 if is_global else layer
         now[0] += 1.0
 
-        missing = np.empty(edges[i + 1] - edges[i], np.int64)
+        begin = edges[i]
+        end = edges[i + 1]
+        missing = np.empty(end - begin, np.int64)
         misses = 0
-        for j in range(edges[i], edges[i + 1]):
+        for j in range(begin, end):
             key = layer * width + experts[j]
             active[key] = True
             score[key] = now[0] if rule == REPLAY_LRU else next_use[j]
@@ -249,13 +287,13 @@ def replay_accesses(  # noqa: C901, PLR0912 - one loop, compiled
             else:
                 missing[misses] = key
                 misses += 1
-        accesses[layer] += edges[i + 1] - edges[i]
+        accesses[layer] += end - begin
 
         free = min(misses, slots[pool] - used[pool])
         used[pool] += free
         # Where slots run short, Belady gives them to what is needed soonest.
         if rule != REPLAY_LRU and misses > free:
-            missing = highest_first(missing[:misses], score)
+            missing = by_descending_score(missing[:misses], score)
 
         evicting = missing[free:misses]
         if len(evicting):
@@ -270,10 +308,11 @@ def replay_accesses(  # noqa: C901, PLR0912 - one loop, compiled
                     count += 1
 
             evicting = evicting[:count]
+            candidates = candidates[:count]
             if rule == REPLAY_BELADY:
-                victims = outscored_victims(evicting, candidates[:count], score)
+                victims = outscored_victims(evicting, candidates, score)
             else:
-                victims = lowest_scores(candidates[:count], score, score, len(evicting))
+                victims = lowest_scores(candidates, score, score, len(evicting))
             for n in range(len(evicting)):
                 if victims[n] >= 0:
                     resident[victims[n]] = False
@@ -282,5 +321,5 @@ def replay_accesses(  # noqa: C901, PLR0912 - one loop, compiled
         # Entered last: what took a free slot is active, and was no candidate anyway.
         for n in range(free):
             resident[missing[n]] = True
-        for j in range(edges[i], edges[i + 1]):
+        for j in range(begin, end):
             active[layer * width + experts[j]] = False

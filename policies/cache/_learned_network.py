@@ -36,8 +36,13 @@ class History:
         self.age = np.full((layers, experts), np.inf)
         self.uses = np.zeros((layers, experts))
 
-    def note(self, layer: int, experts: np.ndarray) -> None:
+    def note(
+        self,
+        layer: int,
+        experts: np.ndarray,
+    ) -> None:
         """Count one layer step with these active experts, int [A]."""
+        # All age, and the active ones start again; infinity stays infinity.
         self.age[layer] += 1.0
         self.age[layer, experts] = 1.0
         self.uses[layer, experts] += 1.0
@@ -69,7 +74,11 @@ class Network(NamedTuple):
     b3: np.ndarray
 
     @classmethod
-    def of(cls, arrays: Mapping[str, np.ndarray], where: str) -> Network:
+    def of(
+        cls,
+        arrays: Mapping[str, np.ndarray],
+        where: str,
+    ) -> Network:
         """Take a network from named arrays.
 
         Raises:
@@ -88,7 +97,10 @@ class Network(NamedTuple):
         )
 
         # The biases give the sizes; a scalar in their place makes every check fail.
-        layers, experts = network.b3.shape if network.b3.ndim == 2 else (0, 0)
+        layers = 0
+        experts = 0
+        if network.b3.ndim == 2:
+            layers, experts = network.b3.shape
         hidden = network.b1.shape[-1] if network.b1.ndim else 0
         for name, expected in sizes(layers, experts, hidden).items():
             shape = getattr(network, name).shape
@@ -116,7 +128,11 @@ class Network(NamedTuple):
         """
         return sum(array[0].nbytes for array in self)
 
-    def evaluate(self, layer: int, features: np.ndarray) -> np.ndarray:
+    def evaluate(
+        self,
+        layer: int,
+        features: np.ndarray,
+    ) -> np.ndarray:
         """float32 [N]: how late each expert is expected, from `features` float32 [2N];
         larger is later.
         """

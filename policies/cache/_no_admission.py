@@ -19,15 +19,20 @@ class NoAdmissionCache(CachePolicy):
     own account (`replacements`).
     """
 
-    def accessed(self, work: LayerWork) -> None:
-        """Remember nothing."""
-
-    def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
+    def admits(
+        self,
+        work: LayerWork,
+        incoming: np.ndarray,
+    ) -> np.ndarray:
         """Refuse all."""
         del work
         return np.zeros(len(incoming), dtype=np.bool_)
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Decline all."""
         # Prefetches and swaps come here without having been asked for in `admits`.
         del candidates

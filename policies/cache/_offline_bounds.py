@@ -19,10 +19,14 @@ Lloyd 1995 (equal sizes).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 # A stay granted to more than this share is granted: solvers answer 0.999….
 _GRANTED = 1.0 - 1e-6
@@ -50,9 +54,12 @@ class Uses:
         """int64 [U]: index of the next use of the same expert; U if there is none."""
         count = len(self.key)
         order = np.lexsort((self.time, self.key))
-        same = self.key[order[1:]] == self.key[order[:-1]]
+        # Sorted by key, then time: a use is followed by its neighbour, if of one key.
+        earlier = order[:-1]
+        later = order[1:]
+        same = self.key[later] == self.key[earlier]
         after = np.full(count, count, np.int64)
-        after[order[:-1][same]] = order[1:][same]
+        after[earlier[same]] = later[same]
         return after
 
 
@@ -88,55 +95,44 @@ def best_stays(uses: Uses, capacity: float) -> Stays:
     count = len(uses.key)
     total = float(uses.cost.sum())
     after = uses.following()
-    stays = np.flatnonzero((after < count) & (uses.size <= capacity))
+    fits = uses.size <= capacity
+    stays = np.flatnonzero((after < count) & fits)
     if not len(stays) or capacity <= 0:
         return Stays(np.zeros(count), total, total)
 
     ends = after[stays]
     times, time_of = np.unique(uses.time, return_inverse=True)
-    n = len(stays)
-    p = len(times)
-
-    # Only beginnings that cost extra need a variable; for each, the stay before it.
-    number = np.full(count, -1, np.int64)
-    number[stays] = np.arange(n)
+    count_stays = len(stays)
+    count_times = len(times)
     costly = np.flatnonzero(uses.entry[stays] > 0.0)
-    before = np.full(n, -1, np.int64)
-    chained = number[ends] >= 0
-    before[number[ends][chained]] = np.flatnonzero(chained)
-    m = len(costly)
+    count_costly = len(costly)
 
-    # Capacity in use: y[t] = y[t-1] + beginnings - ends, 0 <= y <= capacity.
-    t = np.arange(p)
-    size = uses.size[stays]
-    rows = np.concatenate((t, t[1:], time_of[stays], time_of[ends]))
-    cols = np.concatenate((n + m + t, n + m + t[:-1], np.arange(n), np.arange(n)))
-    values = np.concatenate((np.ones(p), -np.ones(p - 1), -size, size))
-    balance = coo_array((values, (rows, cols)), shape=(p, n + m + p)).tocsr()
-
-    # A beginning is a stay whose expert was not kept up to it, so
-    # the stay minus the stay before it minus the beginning is at most 0.
-    linked = np.flatnonzero(before[costly] >= 0)
-    begin = np.arange(m)
-    rows = np.concatenate((begin, begin, linked))
-    cols = np.concatenate((costly, n + begin, before[costly][linked]))
-    values = np.concatenate((np.ones(m), -np.ones(m), -np.ones(len(linked))))
-    beginnings = None
-    if m:
-        matrix = coo_array((values, (rows, cols)), shape=(m, n + m + p))
-        beginnings = matrix.tocsr()
+    # Variables: the share of each stay; of each costly beginning; the capacity in use
+    # at each time.
+    shares = count_stays + count_costly
+    columns = shares + count_times
+    bounds = np.zeros((columns, 2))
+    bounds[:shares, 1] = 1.0
+    bounds[shares:, 1] = capacity
 
     saved = uses.cost[ends]
     extra = uses.entry[stays][costly]
-    bounds = np.zeros((n + m + p, 2))
-    bounds[: n + m, 1] = 1.0
-    bounds[n + m :, 1] = capacity
+    balance = _balance(
+        size=uses.size[stays],
+        begins=time_of[stays],
+        ends=time_of[ends],
+        times=count_times,
+        first_time=shares,
+    )
+    beginnings = None
+    if count_costly:
+        beginnings = _beginnings(count, stays, ends, costly, columns)
     solution = linprog(
-        np.concatenate((-saved, extra, np.zeros(p))),
+        np.concatenate((-saved, extra, np.zeros(count_times))),
         A_ub=beginnings,
-        b_ub=np.zeros(m) if m else None,
+        b_ub=np.zeros(count_costly) if count_costly else None,
         A_eq=balance,
-        b_eq=np.zeros(p),
+        b_eq=np.zeros(count_times),
         bounds=bounds,
         method="highs",
     )
@@ -145,7 +141,7 @@ def best_stays(uses: Uses, capacity: float) -> Stays:
     )
 
     granted = np.zeros(count)
-    granted[stays] = solution.x[:n]
+    granted[stays] = solution.x[:count_stays]
     return Stays(
         granted=granted,
         least_cost=total + float(solution.fun),
@@ -153,7 +149,86 @@ def best_stays(uses: Uses, capacity: float) -> Stays:
     )
 
 
-def plan_cost(uses: Uses, kept: np.ndarray) -> float:
+def _balance(
+    *,
+    size: np.ndarray,
+    begins: np.ndarray,
+    ends: np.ndarray,
+    times: int,
+    first_time: int,
+) -> csr_array:
+    """Rows that keep account of the capacity in use: one per time.
+
+    ``y[t] = y[t - 1] + beginnings - ends``; the column of ``y[t]`` is `first_time` + t.
+    """
+    time = np.arange(times)
+    stay = np.arange(len(size))
+    in_use = first_time + time
+    rows = (time, time[1:], begins, ends)
+    columns = (in_use, in_use[:-1], stay, stay)
+    values = (
+        np.ones(times),
+        -np.ones(times - 1),
+        -size,
+        size,
+    )
+    return _matrix(rows, columns, values, (times, first_time + times))
+
+
+def _beginnings(
+    count: int,
+    stays: np.ndarray,
+    ends: np.ndarray,
+    costly: np.ndarray,
+    columns: int,
+) -> csr_array:
+    """Rows that make costly beginnings pay: one for each of `costly`.
+
+    A beginning is a stay whose expert was not kept up to it, so the stay minus the stay
+    before it minus the beginning is at most 0.
+    """
+    # The stay that ends where another begins; -1 where a stay has none before it.
+    number = np.full(count, -1, np.int64)
+    number[stays] = np.arange(len(stays))
+    before = np.full(len(stays), -1, np.int64)
+    next_stay = number[ends]
+    chained = next_stay >= 0
+    before[next_stay[chained]] = np.flatnonzero(chained)
+
+    begin = np.arange(len(costly))
+    linked = np.flatnonzero(before[costly] >= 0)
+    rows = (begin, begin, linked)
+    stay_columns = (
+        costly,
+        len(stays) + begin,
+        before[costly][linked],
+    )
+    values = (
+        np.ones(len(costly)),
+        -np.ones(len(costly)),
+        -np.ones(len(linked)),
+    )
+    return _matrix(rows, stay_columns, values, (len(costly), columns))
+
+
+def _matrix(
+    rows: tuple[np.ndarray, ...],
+    columns: tuple[np.ndarray, ...],
+    values: tuple[np.ndarray, ...],
+    shape: tuple[int, int],
+) -> csr_array:
+    """A sparse matrix from groups of entries."""
+    entries = (
+        np.concatenate(values),
+        (np.concatenate(rows), np.concatenate(columns)),
+    )
+    return coo_array(entries, shape=shape).tocsr()
+
+
+def plan_cost(
+    uses: Uses,
+    kept: np.ndarray,
+) -> float:
     """Sum what misses and beginnings cost when exactly the stays `kept`, bool [U], are
     granted.
     """
@@ -177,10 +252,12 @@ def least_cost_fast(uses: Uses, capacity: float) -> float:
     """
     count = len(uses.key)
     after = uses.following()
-    stays = np.flatnonzero((after < count) & (uses.size <= capacity))
+    fits = uses.size <= capacity
+    stays = np.flatnonzero((after < count) & fits)
     _, time_of = np.unique(uses.time, return_inverse=True)
-    need = uses.size[stays] * (time_of[after[stays]] - time_of[stays])
-    value = uses.cost[after[stays]]
+    ends = after[stays]
+    need = uses.size[stays] * (time_of[ends] - time_of[stays])
+    value = uses.cost[ends]
 
     order = np.argsort(-value / need, kind="stable")
     used = np.cumsum(need[order])
@@ -196,7 +273,10 @@ def least_cost_fast(uses: Uses, capacity: float) -> float:
     return float(uses.cost.sum()) - saved
 
 
-def miss_costs(fetch_s: np.ndarray, cpu_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def miss_costs(
+    fetch_s: np.ndarray,
+    cpu_s: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
     """Price misses that are either fetched or computed on the CPU, whichever is
     shorter.
 

@@ -55,32 +55,41 @@ class OfflineOptimalCache(CachePolicy):
         step_layers = [divmod(time, layers) for time in range(future.never * layers)]
         active = [future.active(step, layer) for step, layer in step_layers]
         workloads = [future.tokens(step, layer) for step, layer in step_layers]
-        lengths = [len(ids) for ids in active]
-        self._edges = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+        lengths = [len(experts_of_time) for experts_of_time in active]
+        # Uses of time t are numbered from edge t to edge t + 1.
+        self._edges = np.zeros(len(active) + 1, np.int64)
+        self._edges[1:] = np.cumsum(lengths)
         time = np.repeat(np.arange(len(active)), np.diff(self._edges))
         # The empty array in front keeps a run without any layer step legal.
         empty = np.empty(0, np.int32)
-        ids = np.concatenate([empty, *active]).astype(np.int64)
+        ids = np.concatenate([empty, *active])
         tokens = np.concatenate([empty, *workloads])
 
         self._layers = layers
-        self._keys = time % layers * experts + ids
+        layer_of = time % layers
+        self._keys = layer_of * experts + ids.astype(np.int64)
         self._plan = np.zeros(len(self._keys), np.bool_)
         self._keep = np.zeros(layers * experts, np.bool_)
 
         if len(context.capacity_slots) == 1:
             pools = [np.arange(len(time))]
         else:
-            pools = [np.flatnonzero(time % layers == layer) for layer in range(layers)]
+            pools = [np.flatnonzero(layer_of == layer) for layer in range(layers)]
+
         self.stays = []
-        for slots, members in zip(context.capacity_slots.tolist(), pools, strict=True):
+        capacities = context.capacity_slots.tolist()
+        for slots, members in zip(capacities, pools, strict=True):
             if len(members) > MOST_USES:
                 raise PolicyError(
                     f"cache policy {self._label!r}: {len(members)} uses in one pool,"
                     f" at most {MOST_USES} can be solved; cut the replay with --steps"
                 )
             uses, capacity = self.uses(
-                time[members], self._keys[members], tokens[members], slots, context
+                time=time[members],
+                key=self._keys[members],
+                tokens=tokens[members],
+                slots=slots,
+                context=context,
             )
             stays = best_stays(uses, capacity)
             self.stays.append(stays)
@@ -110,14 +119,23 @@ class OfflineOptimalCache(CachePolicy):
         span = slice(*self._edges[time : time + 2])
         self._keep[self._keys[span]] = self._plan[span]
 
-    def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
+    def admits(
+        self,
+        work: LayerWork,
+        incoming: np.ndarray,
+    ) -> np.ndarray:
         """Admit what is to stay."""
         del work
         return self._keep[incoming]
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Evict what is not to stay, lower ids first; decline when nothing is left."""
-        spare = candidates[~self._keep[candidates]][: len(incoming)]
+        is_spare = ~self._keep[candidates]
+        spare = candidates[is_spare][: len(incoming)]
         chosen = np.full(len(incoming), -1, np.int64)
         chosen[: len(spare)] = spare
         return chosen

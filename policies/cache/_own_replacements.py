@@ -35,7 +35,14 @@ class OwnReplacementsCache(NoAdmissionCache):
         """Note what has left."""
         self.inside.reshape(-1)[keys] = False
 
-    def settled(self, layer: int, view: MachineView) -> np.ndarray:
+    def settled(
+        self,
+        layer: int,
+        view: MachineView,
+    ) -> np.ndarray:
         """Experts of this cache that have arrived and may be swapped out: bool [E]."""
-        resident = [view.resident(layer, gpu) for gpu in range(view.gpus)]
-        return self.inside[layer] & np.any(resident, axis=0)
+        resident = view.resident(layer)
+        for gpu in range(1, view.gpus):
+            resident = resident | view.resident(layer, gpu)
+        # What is inside may still be in flight, and then it cannot leave yet.
+        return self.inside[layer] & resident

@@ -19,7 +19,7 @@ translation stands here, once:
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from moesim.policies.base import CachePolicy
@@ -66,7 +66,11 @@ class PerRequestCache(CachePolicy):
         self._placed: set[int] = set()
 
     @abstractmethod
-    def pool(self, capacity: int, context: RunContext) -> RequestQueues:
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
         """Make the queues of a pool of `capacity` slots, possibly 0."""
 
     def accessed(self, work: LayerWork) -> None:
@@ -78,7 +82,11 @@ class PerRequestCache(CachePolicy):
             if first_key + expert in pool:
                 pool.hit(first_key + expert)
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Serve the misses one by one, in launch order."""
         self._forget(self._placed)
         free = set(candidates.tolist())
@@ -118,9 +126,20 @@ class PerRequestCache(CachePolicy):
             self._placed.discard(key)
 
     def _pool_of(self, key: int) -> RequestQueues:
-        return self._pools[key // self._experts if len(self._pools) > 1 else 0]
+        # One pool alone is the global scope, whatever the layer.
+        if len(self._pools) == 1:
+            return self._pools[0]
+        return self._pools[key // self._experts]
+
+
+def forget_oldest(queue: dict[int, Any]) -> None:
+    """Remove the first key of a dictionary, which keeps them in order of entry."""
+    del queue[next(iter(queue))]
 
 
 def first(queue: Iterable[int], free: Container[int]) -> int:
     """The first key of `queue` that may leave; -1 if there is none."""
-    return next((key for key in queue if key in free), -1)
+    for key in queue:
+        if key in free:
+            return key
+    return -1

@@ -35,7 +35,15 @@ class ScoreBasedCache(CachePolicy):
         # The same array: without a tie rule, ties fall through to the lower key.
         self.tie = self.score
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def keys_of(self, layer: int) -> slice:
+        """Where the scores of a layer's experts stand."""
+        return slice(layer * self.experts, (layer + 1) * self.experts)
+
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Choose the lowest scores among `candidates`, lowest for the first of
         `incoming`.
         """

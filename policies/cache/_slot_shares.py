@@ -20,7 +20,11 @@ _SMALLEST = 1e-30
 
 
 def expected_misses(
-    slots: np.ndarray, experts: int, top_k: int, single: float, accuracy: float
+    slots: np.ndarray,
+    experts: int,
+    top_k: int,
+    single: float,
+    accuracy: float,
 ) -> np.ndarray:
     """Misses of one token in a layer, float64, same shape as `slots`, if all sets of K
     experts are equally likely.
@@ -42,7 +46,9 @@ def expected_misses(
     absent = 1.0 - cached / experts
 
     # Chance that all K are cached: drawn one by one, without replacement.
-    draws = [np.maximum(cached - i, 0.0) / (experts - i) for i in range(top_k)]
+    draws = [
+        np.maximum(cached - drawn, 0.0) / (experts - drawn) for drawn in range(top_k)
+    ]
     all_cached = np.prod(draws, axis=0)
 
     of_one = single * absent * (1.0 - accuracy)
@@ -51,7 +57,10 @@ def expected_misses(
     return result
 
 
-def kept_alone(weights: np.ndarray, threshold: float) -> float:
+def kept_alone(
+    weights: np.ndarray,
+    threshold: float,
+) -> float:
     """Share of tokens whose other experts all have less than `threshold` of the weight;
     `weights` is [T, K].
     """
@@ -59,11 +68,16 @@ def kept_alone(weights: np.ndarray, threshold: float) -> float:
     shares = weights.astype(np.float64) / np.maximum(total, _SMALLEST)
     if not len(shares):
         return 0.0
-    return float((shares[:, 1:] < threshold).all(axis=1).mean())
+    alone = (shares[:, 1:] < threshold).all(axis=1)
+    return float(alone.mean())
 
 
 def divided(
-    total: int, experts: int, top_k: int, single: np.ndarray, accuracy: np.ndarray
+    total: int,
+    experts: int,
+    top_k: int,
+    single: np.ndarray,
+    accuracy: np.ndarray,
 ) -> np.ndarray:
     """Divide `total` slots so that all layers together miss least, at least one each:
     int64 [L].
@@ -85,7 +99,8 @@ def divided(
     accuracy = np.asarray(accuracy, np.float64)
     layers = len(single)
     shares = np.concatenate((single, accuracy))
-    if single.shape != accuracy.shape or not ((shares >= 0.0) & (shares <= 1.0)).all():
+    are_shares = ((shares >= 0.0) & (shares <= 1.0)).all()
+    if single.shape != accuracy.shape or not are_shares:
         raise PolicyError(
             "division of slots: expected two shares between 0 and 1 for every layer,"
             f" got shapes {single.shape} and {accuracy.shape}, values"
@@ -105,7 +120,11 @@ def divided(
         extended = np.full(total + 1, np.inf)
         for slots in range(1, min(experts, total) + 1):
             misses = expected_misses(
-                np.array(slots), experts, top_k, single[layer], accuracy[layer]
+                np.array(slots),
+                experts,
+                top_k,
+                single[layer],
+                accuracy[layer],
             )
             # With `slots` for this layer, the layers before had that many fewer.
             candidate = least[: total + 1 - slots] + float(misses)

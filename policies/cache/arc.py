@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.policies.cache._per_request import PerRequestCache, RequestQueues, first
+from moesim.policies.cache._per_request import (
+    PerRequestCache,
+    RequestQueues,
+    first,
+    forget_oldest,
+)
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
@@ -39,7 +44,11 @@ class ARC(PerRequestCache):
         expect_choice("ratio", ratio, Ratio)
         self.ratio = ratio
 
-    def pool(self, capacity: int, context: RunContext) -> RequestQueues:
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
         """Make four empty lists."""
         del context
         return _Lists(capacity, integers=self.ratio == "whole")
@@ -70,6 +79,7 @@ class _Lists:
         self.often[key] = None
 
     def miss(self, key: int, free: Container[int]) -> int:
+        # Measured before `fill` removes the ghost, as the paper does.
         returning = key in self.ghost_often
         if key in self.ghost_once:
             shift = self._shift(self.ghost_often, self.ghost_once)
@@ -80,9 +90,15 @@ class _Lists:
 
         size = len(self.once)
         once_first = size > self.target or (returning and size == self.target)
-        lists = [(self.once, self.ghost_once), (self.often, self.ghost_often)]
+        lists = [
+            (self.once, self.ghost_once),
+            (self.often, self.ghost_often),
+        ]
+        if not once_first:
+            lists.reverse()
         victim = -1
-        for queue, ghosts in lists if once_first else lists[::-1]:
+        # The second list is asked where the first has only held experts.
+        for queue, ghosts in lists:
             victim = first(queue, free)
             if victim >= 0:
                 del queue[victim]
@@ -102,11 +118,15 @@ class _Lists:
         else:
             self.once[key] = None
 
-        while self.ghost_once and len(self.once) + len(self.ghost_once) > self.capacity:
-            _forget_oldest(self.ghost_once)
-        others = len(self.once) + len(self.often) + len(self.ghost_once)
-        while self.ghost_often and others + len(self.ghost_often) > 2 * self.capacity:
-            _forget_oldest(self.ghost_often)
+        excess = len(self.once) + len(self.ghost_once) - self.capacity
+        for _ in range(min(excess, len(self.ghost_once))):
+            forget_oldest(self.ghost_once)
+
+        cached = len(self.once) + len(self.often)
+        ghosts = len(self.ghost_once) + len(self.ghost_often)
+        excess = cached + ghosts - 2 * self.capacity
+        for _ in range(min(excess, len(self.ghost_often))):
+            forget_oldest(self.ghost_often)
 
     def drop(self, key: int) -> None:
         self.once.pop(key, None)
@@ -117,7 +137,3 @@ class _Lists:
         if self.integers:
             return max(1, len(other) // len(hit))
         return max(1, len(other) / len(hit))
-
-
-def _forget_oldest(ghosts: dict[int, None]) -> None:
-    del ghosts[next(iter(ghosts))]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from moesim.policies.base import PolicyError
 from moesim.policies.cache._kernels import (
-    highest_first,
+    by_descending_score,
     outscored_victims,
     score_next_uses,
 )
@@ -65,15 +65,25 @@ class Belady(ScoreBasedCache):
 
     def precedence(self, incoming: np.ndarray) -> np.ndarray:
         """Admit first what is needed first."""
-        return highest_first(incoming, self.score)
+        return by_descending_score(incoming, self.score)
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Choose the farthest, or decline what would come back even later."""
+        # The base only compares candidates with each other.
         if self.must_admit:
             return super().victims(incoming, candidates)
         return outscored_victims(incoming, candidates, self.score)
 
-    def _refresh(self, step: int, layer: int, experts: np.ndarray) -> None:
+    def _refresh(
+        self,
+        step: int,
+        layer: int,
+        experts: np.ndarray,
+    ) -> None:
         """Score `experts`, int32 [A], by their next uses after `step`."""
         score_next_uses(
             score=self.score,

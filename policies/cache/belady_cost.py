@@ -66,18 +66,28 @@ class BeladyCost(OfflineOptimalCache):
             fetch, cpu = _seconds(layer, tokens, context.costs)
         else:
             share = 1.0 if self.cpu is None else self.cpu
+            growth = 1.0 + self.growth * (tokens - 1.0)
             fetch = size
-            cpu = share * size * (1.0 + self.growth * (tokens - 1.0))
+            cpu = share * size * growth
         cost, entry = miss_costs(fetch, cpu)
 
         # A layer's own slots hold its own experts, whatever their size.
         if len(context.capacity_slots) > 1:
             size = np.ones(len(key))
-        return Uses(time, key, size, cost, entry), float(slots)
+        uses = Uses(
+            time=time,
+            key=key,
+            size=size,
+            cost=cost,
+            entry=entry,
+        )
+        return uses, float(slots)
 
 
 def _seconds(
-    layer: np.ndarray, tokens: np.ndarray, costs: Costs
+    layer: np.ndarray,
+    tokens: np.ndarray,
+    costs: Costs,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds beyond a hit's of every use, float64 [U]: fetched, and on the CPU."""
     fetch_s = np.empty(len(layer))
@@ -87,6 +97,7 @@ def _seconds(
         members = layer == number
         workload = tokens[members]
         fetch_s[members] = costs.copy_s(number)
-        longer_s = costs.cpu_s(number, workload) - costs.gpu_s(number, workload)
-        cpu_s[members] = np.maximum(0.0, longer_s)
+        on_cpu_s = costs.cpu_s(number, workload)
+        on_gpu_s = costs.gpu_s(number, workload)
+        cpu_s[members] = np.maximum(0.0, on_cpu_s - on_gpu_s)
     return fetch_s, cpu_s

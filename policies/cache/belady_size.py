@@ -48,6 +48,7 @@ class BeladySize(OfflineOptimalCache):
         """Price every miss 1, or its bytes; sizes are relative to the largest
         expert.
         """
+        # A miss costs the same whatever its workload.
         del tokens
         expert_bytes = np.array(context.shape.expert_bytes, np.float64)
         bytes_of = expert_bytes[key // context.shape.experts]
@@ -58,5 +59,11 @@ class BeladySize(OfflineOptimalCache):
         size = ones
         if len(context.capacity_slots) == 1:
             size = bytes_of / context.shape.max_expert_bytes
-        no_entry = np.zeros(len(key))
-        return Uses(time, key, size, cost, no_entry), float(slots)
+        uses = Uses(
+            time=time,
+            key=key,
+            size=size,
+            cost=cost,
+            entry=np.zeros(len(key)),
+        )
+        return uses, float(slots)

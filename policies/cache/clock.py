@@ -32,8 +32,13 @@ class Clock(PerRequestCache):
         expect(rounds >= 1, "rounds", ">= 1", rounds)
         self.rounds = rounds
 
-    def pool(self, capacity: int, context: RunContext) -> RequestQueues:
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
         """Make an empty queue."""
+        # The capacity plays no part: keys enter only where the planner has a slot.
         del capacity, context
         return _Queue(self.rounds)
 
@@ -49,7 +54,8 @@ class _Queue:
         return key in self.uses
 
     def hit(self, key: int) -> None:
-        self.uses[key] = min(self.uses[key] + 1, self.rounds)
+        uses = self.uses[key] + 1
+        self.uses[key] = min(uses, self.rounds)
 
     def miss(self, key: int, free: Container[int]) -> int:
         victim = first(self.uses, free)

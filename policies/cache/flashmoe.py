@@ -35,7 +35,13 @@ class FlashMoE(ScoreBasedCache):
     """
 
     # LRU, LFU, ARC and LeCaR as in its paper; LFRU as the best causal rule we know.
-    compared_with: ClassVar[tuple[str, ...]] = ("lru", "lfu", "lfru", "arc", "lecar")
+    compared_with: ClassVar[tuple[str, ...]] = (
+        "lru",
+        "lfu",
+        "lfru",
+        "arc",
+        "lecar",
+    )
 
     def __init__(self, *, network: str = "flashmoe", scoring_s: float = 158e-6) -> None:
         expect(scoring_s >= 0.0, "scoring_s", ">= 0", scoring_s)
@@ -61,13 +67,15 @@ class FlashMoE(ScoreBasedCache):
             )
 
         self._network = Network.of(arrays, f"{policy}: artefact {self.network!r}")
-        if (self._network.layers, self._network.experts) != (layers, self.experts):
+        trained_for = (self._network.layers, self._network.experts)
+        if trained_for != (layers, self.experts):
             raise PolicyError(
                 f"{policy}: artefact {self.network!r}: expected {layers} layers x"
                 f" {self.experts} experts, found a network of {self._network.layers} x"
                 f" {self._network.experts}; train one on a trace of this model"
             )
         self._history = History(layers, self.experts)
+        # Layers whose scores are older than their history.
         self._stale = np.ones(layers, np.bool_)
 
     def accessed(self, work: LayerWork) -> None:
@@ -75,16 +83,20 @@ class FlashMoE(ScoreBasedCache):
         self._history.note(work.layer, work.experts)
         self._stale[work.layer] = True
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Choose the highest outputs, after evaluating layers whose history has
         moved.
         """
         for layer in np.unique(candidates // self.experts):
             if self._stale[layer]:
-                first = layer * self.experts
-                output = self._network.evaluate(layer, self._history.features(layer))
+                features = self._history.features(layer)
+                output = self._network.evaluate(layer, features)
                 # The base evicts the lowest; a large output is a distant next use.
-                self.score[first : first + self.experts] = -output
+                self.score[self.keys_of(layer)] = -output
                 self._stale[layer] = False
         return super().victims(incoming, candidates)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
+from moesim.policies.base import flat_keys
 from moesim.policies.cache._score_based import ScoreBasedCache
 from moesim.policies.parameters import expect, expect_choice
 
@@ -53,7 +54,7 @@ class LeastStaleInterval(ScoreBasedCache):
     def accessed(self, work: LayerWork) -> None:
         """Average the gap since the last use of each active expert that is known."""
         self._now += 1.0
-        keys = work.layer * self.experts + work.experts.astype(np.int64)
+        keys = flat_keys(work, self.experts)
         used = keys[self._known[keys]]
 
         # Time begins at 1, so a last use of 0 is none, and there is no gap to average.
@@ -80,5 +81,6 @@ class LeastStaleInterval(ScoreBasedCache):
         """Note a use of `keys` at this layer step."""
         self._last[keys] = self._now
         # Negated: the base evicts the lowest score, then the lowest tie.
-        self.score[keys] = -(self._now + np.maximum(self._interval[keys], 1.0))
+        interval = np.maximum(self._interval[keys], 1.0)
+        self.score[keys] = -(self._now + interval)
         self.tie[keys] = -self._now

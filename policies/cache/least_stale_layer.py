@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 from moesim.policies.base import CachePolicy
 from moesim.policies.parameters import expect_choice
+from moesim.policies.ranking import lowest_first
 
 if TYPE_CHECKING:
+    import numpy as np
     from moesim.policies.base import LayerWork, RunContext
 
 Order = Literal["lowest", "cyclic"]
@@ -43,11 +44,15 @@ class LeastStaleLayer(CachePolicy):
         """Note the current layer."""
         self._layer = work.layer
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Choose by layer."""
+        # Only the layer decides, so nothing is kept about single experts.
         layer = candidates // self._experts
         if self.order == "cyclic":
             layer = (self._layer - layer) % self._layers
-        # Candidates ascend, so a stable sort gives ties to the lower id.
-        order = np.argsort(layer, kind="stable")
-        return candidates[order[: len(incoming)]]
+        # Within a layer candidates ascend, so ties go to the lower id.
+        return lowest_first(candidates, layer)[: len(incoming)]

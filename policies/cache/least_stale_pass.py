@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from moesim.policies.base import CachePolicy
+from moesim.policies.base import CachePolicy, flat_keys
 from moesim.policies.parameters import expect_choice
+from moesim.policies.ranking import lowest_first
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
@@ -39,7 +40,8 @@ class LeastStalePass(CachePolicy):
         self._layers = context.shape.layers
         self._experts = context.shape.experts
         # The pass that touched each key last; -1 is none.
-        self._touched = np.full(self._layers * self._experts, -1, np.int64)
+        keys = self._layers * self._experts
+        self._touched = np.full(keys, -1, np.int64)
         self._step = 0
         self._layer = 0
 
@@ -47,13 +49,17 @@ class LeastStalePass(CachePolicy):
         """Note the pass of the active experts."""
         self._step = work.step
         self._layer = work.layer
-        self._touched[work.layer * self._experts + work.experts] = work.step
+        self._touched[flat_keys(work, self._experts)] = work.step
 
     def admitted(self, keys: np.ndarray) -> None:
         """Entering is a touch."""
         self._touched[keys] = self._step
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Choose the stale first, by layer."""
         layer = candidates // self._experts
         if self.order == "cyclic":
@@ -61,5 +67,4 @@ class LeastStalePass(CachePolicy):
         # More than any layer, so all stale experts rank before all touched ones.
         touched = self._touched[candidates] == self._step
         rank = layer + self._layers * touched
-        order = np.argsort(rank, kind="stable")
-        return candidates[order[: len(incoming)]]
+        return lowest_first(candidates, rank)[: len(incoming)]

@@ -7,7 +7,12 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from moesim.policies.cache._per_request import PerRequestCache, RequestQueues, first
+from moesim.policies.cache._per_request import (
+    PerRequestCache,
+    RequestQueues,
+    first,
+    forget_oldest,
+)
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
@@ -76,10 +81,15 @@ class LeCaR(PerRequestCache):
     def start(self, context: RunContext) -> None:
         """Seed the draws, shared by all pools."""
         # One generator for all pools, so that layers do not repeat each other's draws.
-        self.draw: Callable[[], float] = np.random.default_rng(context.seed).random
+        generator = np.random.default_rng(context.seed)
+        self.draw: Callable[[], float] = generator.random
         super().start(context)
 
-    def pool(self, capacity: int, context: RunContext) -> RequestQueues:
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
         """Make an empty cache with two ghost lists."""
         del context
         return _WeightedRules(self, capacity)
@@ -98,8 +108,7 @@ class _WeightedRules:
         self.now = 0
         self.counts: dict[int, int] = {}
         self.heap: list[tuple[int, int]] = []
-        self.ghosts: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]
-        self.ghosts = ({}, {})
+        self.ghosts: list[dict[int, tuple[int, int]]] = [{}, {}]
 
     def __contains__(self, key: int) -> bool:
         return key in self.counts
@@ -122,7 +131,7 @@ class _WeightedRules:
             ghosts = self.ghosts[rule]
             ghosts[victim] = (victim_count, self.now)
             if len(ghosts) > self.history:
-                del ghosts[next(iter(ghosts))]
+                forget_oldest(ghosts)
         self._count(key, count)
         return victim
 
@@ -161,7 +170,8 @@ class _WeightedRules:
             if key in ghosts:
                 count, evicted_at = ghosts.pop(key)
                 age = self.now - evicted_at
-                loss = math.exp(-self.policy.learning_rate * self.discount**age)
+                regret = self.discount**age
+                loss = math.exp(-self.policy.learning_rate * regret)
                 lru = self.weight_lru
                 lfu = 1.0 - self.weight_lru
                 if rule == _LFU:

@@ -54,12 +54,18 @@ class LFRU(ScoreBasedCache):
         self._now += 1.0
         first = work.layer * self.experts
         count_accesses(
-            self._uses, self._counted, work.experts, first, self.experts, _NO_DECAY
+            self._uses,
+            self._counted,
+            work.experts,
+            first,
+            self.experts,
+            _NO_DECAY,
         )
         stamp(self._last, work.experts, first, self._now)
 
     def admitted(self, keys: np.ndarray) -> None:
         """Entering is a use in the cache, and fresh."""
+        # A prefetched expert would otherwise be judged by its last use, long ago.
         self._last[keys] = self._now
         if self.variant == "in-cache":
             self._uses[keys] = 1.0
@@ -70,7 +76,11 @@ class LFRU(ScoreBasedCache):
         if self.variant == "in-cache":
             self._counted[keys] = False
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Choose the lowest frequency per age."""
         # Scores fall with every layer step, so they are worked out when needed.
         age = self._now - self._last[candidates] + 1.0

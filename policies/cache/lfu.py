@@ -40,7 +40,11 @@ class LFU(ScoreBasedCache):
     reference: ClassVar[tuple[str, ...]] = ("", "variant=perfect")
 
     def __init__(
-        self, *, variant: Variant = "in-cache", decay: float = 1.0, tie: Tie = "id"
+        self,
+        *,
+        variant: Variant = "in-cache",
+        decay: float = 1.0,
+        tie: Tie = "id",
     ) -> None:
         expect_choice("variant", variant, Variant)
         expect_choice("tie", tie, Tie)
@@ -53,7 +57,9 @@ class LFU(ScoreBasedCache):
         """Begin all counts at 0; `perfect` counts every expert from the start."""
         super().start(context)
         self._now = 0.0
-        self._counted = np.full(len(self.score), self.variant == "perfect")
+        from_the_start = self.variant == "perfect"
+        self._counted = np.full(len(self.score), from_the_start)
+        # Without an array of its own, equal counts fall through to the lower id.
         if self.tie_rule != "id":
             self.tie = np.zeros(len(self.score))
 
@@ -61,7 +67,12 @@ class LFU(ScoreBasedCache):
         """Count the active experts that are counted, after ageing their layer."""
         first = work.layer * self.experts
         count_accesses(
-            self.score, self._counted, work.experts, first, self.experts, self.decay
+            self.score,
+            self._counted,
+            work.experts,
+            first,
+            self.experts,
+            self.decay,
         )
         self._now += 1.0
         if self.tie_rule == "lru":

@@ -8,7 +8,7 @@ import numpy as np
 from moesim.policies.cache._score_based import ScoreBasedCache
 
 if TYPE_CHECKING:
-    from moesim.policies.base import LayerWork, RunContext
+    from moesim.policies.base import RunContext
 
 
 class LIFO(ScoreBasedCache):
@@ -25,10 +25,9 @@ class LIFO(ScoreBasedCache):
         super().start(context)
         self._entries = 0
 
-    def accessed(self, work: LayerWork) -> None:
-        """Remember nothing."""
-
     def admitted(self, keys: np.ndarray) -> None:
         """Number what enters, downwards."""
-        self.score[keys] = -self._entries - np.arange(len(keys), dtype=np.float64)
+        number = self._entries + np.arange(len(keys))
+        # Negated: the base evicts the lowest score.
+        self.score[keys] = -number
         self._entries += len(keys)

@@ -34,7 +34,8 @@ class LRU(ScoreBasedCache):
     def accessed(self, work: LayerWork) -> None:
         """Stamp the active experts with the layer step's number."""
         self._now += 1.0
-        stamp(self.score, work.experts, work.layer * self.experts, self._now)
+        first = work.layer * self.experts
+        stamp(self.score, work.experts, first, self._now)
 
     def admitted(self, keys: np.ndarray) -> None:
         """Stamp what enters."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from moesim.policies.base import CachePolicy
+from moesim.policies.base import CachePolicy, flat_keys
 from moesim.policies.parameters import expect_choice
 from moesim.traces.format.schema import Phase
 
@@ -77,9 +77,11 @@ class MoEInfinity(CachePolicy):
         self._layer = work.layer
         self._tokens[work.layer, work.experts] += work.tokens
 
-        keys = work.layer * self._experts + work.experts.astype(np.int64)
-        self._visits[keys[self._counted[keys]]] += 1.0
+        keys = flat_keys(work, self._experts)
+        counted = keys[self._counted[keys]]
+        self._visits[counted] += 1.0
         self._unused[keys] = False
+        # Kept for `admitted`, which follows and is not told the layer step.
         self._active[:] = False
         self._active[keys] = True
 
@@ -98,7 +100,11 @@ class MoEInfinity(CachePolicy):
             self._visits[keys] = 0.0
             self._counted[keys] = False
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Choose the lowest priorities, protected ones last."""
         current = candidates // self._experts == self._layer
         protected = self._unused[candidates] | current
@@ -110,9 +116,14 @@ class MoEInfinity(CachePolicy):
         """The product for every expert: float64 [L * E]."""
         total = self._tokens.sum(axis=1, keepdims=True)
         share = self._tokens / np.maximum(total, 1.0)
-        ratio = np.where(total > 0.0, share, 1.0 / self._experts).reshape(-1)
+        # A layer without tokens of these sequences counts as uniform.
+        ratio = np.where(total > 0.0, share, 1.0 / self._experts)
         topology = np.repeat(self._decay(), self._experts)
-        factors = [_share(topology), _share(ratio), _share(self._visits)]
+        factors = [
+            _share(topology),
+            _share(ratio.reshape(-1)),
+            _share(self._visits),
+        ]
         return np.prod(factors, axis=0)
 
     def _decay(self) -> np.ndarray:

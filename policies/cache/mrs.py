@@ -7,9 +7,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from moesim.policies.base import flat_keys
 from moesim.policies.cache._score_based import ScoreBasedCache
 from moesim.policies.cache.static import Static
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.ranking import ranked
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
@@ -66,7 +68,8 @@ class MRS(ScoreBasedCache):
     def start(self, context: RunContext) -> None:
         """Begin with S = 0."""
         super().start(context)
-        self._top = min(context.shape.experts, self.p or 2 * context.shape.top_k)
+        shape = context.shape
+        self._top = min(shape.experts, self.p or 2 * shape.top_k)
         self._now = 0.0
         if self.tie_rule == "touched":
             self.tie = np.zeros(len(self.score))
@@ -82,9 +85,8 @@ class MRS(ScoreBasedCache):
     def accessed(self, work: LayerWork) -> None:
         """Mix this step's best scores into the layer's S."""
         self._now += 1.0
-        first = work.layer * self.experts
         if self.tie_rule == "touched":
-            self.tie[first + work.experts] = self._now
+            self.tie[flat_keys(work, self.experts)] = self._now
         if work.scores is None:
             return
 
@@ -92,11 +94,13 @@ class MRS(ScoreBasedCache):
             scores = work.scores[0]
         else:
             scores = work.scores.mean(axis=0, dtype=np.float64)
-        best = np.argsort(-scores, kind="stable")[: self._top]
+        best = ranked(scores)[: self._top]
         # A view, so that the layer's part of all scores changes in place.
-        layer = self.score[first : first + self.experts]
+        layer = self.score[self.keys_of(work.layer)]
+        # All decay, also the experts outside the best p.
         layer *= 1.0 - self.alpha
-        layer[best] += self.alpha * scores[best].astype(np.float64)
+        best_scores = scores[best].astype(np.float64)
+        layer[best] += self.alpha * best_scores
 
     def admitted(self, keys: np.ndarray) -> None:
         """Entering is a touch."""

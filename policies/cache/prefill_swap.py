@@ -10,6 +10,7 @@ import numpy as np
 from moesim.policies.base import ExpertKey, PolicyError, Swap
 from moesim.policies.cache._own_replacements import OwnReplacementsCache
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.ranking import highest_first, lowest_first, ranked
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -109,22 +110,24 @@ class PrefillSwap(OwnReplacementsCache):
 
         taken = np.zeros(self.inside.shape, np.bool_)
         for layer in np.flatnonzero(self._served).tolist():
-            best = np.argsort(-self._counts[layer], kind="stable")
+            best = ranked(self._counts[layer])
             taken[layer, best[: shares[layer]]] = True
 
         if is_global:
             flat = taken.reshape(-1)
-            order = np.argsort(-self._counts, axis=None, kind="stable")
+            order = ranked(self._counts.reshape(-1))
             order = order[self._served[order // experts]]
             # More slots than experts stay free.
-            left = min(int(capacity_slots[0]), served * experts) - int(taken.sum())
+            slots = min(int(capacity_slots[0]), served * experts)
+            left = slots - int(taken.sum())
             flat[order[~flat[order]][:left]] = True
         return np.flatnonzero(taken)
 
-    def accessed(self, work: LayerWork) -> None:
-        """Remember nothing: the tokens of the step itself decide."""
-
-    def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
+    def replacements(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[Swap]:
         """Pair hot with cold after a prefill step."""
         if work.phase != Phase.PREFILL:
             return ()
@@ -133,25 +136,28 @@ class PrefillSwap(OwnReplacementsCache):
         tokens[work.experts] = work.tokens
         settled = self.settled(work.layer, view)
         absent = ~self.inside[work.layer]
-        pairs = int(self.share * len(tokens))
+        most = int(self.share * len(tokens))
 
         if self.variant == "released":
             # The code multiplies by masks instead of selecting: residents have 0
             # tokens in the first list, absent experts many times theirs in the second.
             penalty = np.where(absent, len(work.routing), 1)
-            hot = np.argsort(-tokens * absent, kind="stable")[:pairs]
-            cold = np.argsort(tokens * penalty, kind="stable")[:pairs]
+            every = np.arange(len(tokens))
+            hot = highest_first(every, tokens * absent)[:most]
+            cold = lowest_first(every, tokens * penalty)[:most]
         else:
             hot = np.flatnonzero(absent)
-            hot = hot[np.argsort(-tokens[hot], kind="stable")][:pairs]
+            hot = highest_first(hot, tokens[hot])[:most]
             cold = np.flatnonzero(settled)
-            cold = cold[np.argsort(tokens[cold], kind="stable")][:pairs]
+            cold = lowest_first(cold, tokens[cold])[:most]
 
         # The shorter list decides how many pairs there are.
+        pairs = zip(hot.tolist(), cold.tolist(), strict=False)
         swaps = []
-        for incoming, outgoing in zip(hot.tolist(), cold.tolist(), strict=False):
+        for incoming, outgoing in pairs:
             possible = absent[incoming] and settled[outgoing]
-            if possible and self._clear(int(tokens[incoming]), int(tokens[outgoing])):
+            clear = self._clear(int(tokens[incoming]), int(tokens[outgoing]))
+            if possible and clear:
                 swaps.append(
                     Swap(
                         outgoing=ExpertKey(work.layer, outgoing),
@@ -165,4 +171,5 @@ class PrefillSwap(OwnReplacementsCache):
         needed = self.margin * cold
         if self.variant == "released":
             return hot > needed * (1.0 + _TOLERANCE)
-        return hot >= needed * (1.0 - _TOLERANCE) and (hot > 0 or self.idle)
+        enough = hot >= needed * (1.0 - _TOLERANCE)
+        return enough and (hot > 0 or self.idle)

@@ -8,7 +8,7 @@ import numpy as np
 from moesim.policies.base import CachePolicy
 
 if TYPE_CHECKING:
-    from moesim.policies.base import LayerWork, RunContext
+    from moesim.policies.base import RunContext
 
 
 class Random(CachePolicy):
@@ -19,11 +19,13 @@ class Random(CachePolicy):
 
     def start(self, context: RunContext) -> None:
         """Seed the draws."""
+        # A generator of its own, so that its draws do not depend on other policies.
         self._random = np.random.default_rng(context.seed)
 
-    def accessed(self, work: LayerWork) -> None:
-        """Remember nothing."""
-
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Draw as many candidates as experts come in, each at most once."""
         return self._random.choice(candidates, len(incoming), replace=False)

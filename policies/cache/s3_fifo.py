@@ -5,7 +5,12 @@ from __future__ import annotations
 from itertools import cycle
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.policies.cache._per_request import PerRequestCache, RequestQueues, first
+from moesim.policies.cache._per_request import (
+    PerRequestCache,
+    RequestQueues,
+    first,
+    forget_oldest,
+)
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
@@ -60,7 +65,11 @@ class S3FIFO(PerRequestCache):
         self.uses = uses
         self.variant = variant
 
-    def pool(self, capacity: int, context: RunContext) -> RequestQueues:
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
         """Make the three queues."""
         del context
         return _Queues(self, capacity)
@@ -133,7 +142,8 @@ class _Queues:
         """Whether the small queue is to give the victim."""
         if self.as_published:
             return len(self.probation) >= self.small
-        return len(self.main) <= self.large and len(self.probation) > 0
+        main_fits = len(self.main) <= self.large
+        return main_fits and len(self.probation) > 0
 
     def _from_probation(self, free: Container[int]) -> int:
         """Promote used keys until one has too few uses: the victim. -1 if all were
@@ -144,7 +154,7 @@ class _Queues:
             if self.probation.pop(key) < self.policy.uses:
                 self.ghosts[key] = None
                 if len(self.ghosts) > self.most_ghosts:
-                    del self.ghosts[next(iter(self.ghosts))]
+                    forget_oldest(self.ghosts)
                 break
             self.main[key] = 0
             key = first(self.probation, free)

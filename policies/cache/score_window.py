@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from moesim.policies.base import flat_keys
 from moesim.policies.cache._score_based import ScoreBasedCache
 from moesim.policies.parameters import expect
 
@@ -51,18 +52,19 @@ class ScoreWindow(ScoreBasedCache):
         nothing.
         """
         self._now += 1.0
-        first = work.layer * self.experts
-        self.tie[first + work.experts] = self._now
+        self.tie[flat_keys(work, self.experts)] = self._now
         if work.scores is None:
             return
 
         seen = self._seen[work.layer]
         self._seen[work.layer] = seen + 1
-        # A ring: the newest step takes the row of the oldest. The slice below is
-        # shorter than the ring until that is full.
+        # A ring: the newest step takes the row of the oldest. The slice of rows below
+        # is shorter than the ring until that is full.
         recent = self._recent[work.layer]
-        recent[seen % self.window] = work.scores.mean(axis=0, dtype=np.float64)
-        self.score[first : first + self.experts] = recent[: seen + 1].mean(axis=0)
+        newest = work.scores.mean(axis=0, dtype=np.float64)
+        recent[seen % self.window] = newest
+        mean = recent[: seen + 1].mean(axis=0)
+        self.score[self.keys_of(work.layer)] = mean
 
     def admitted(self, keys: np.ndarray) -> None:
         """Entering is a use, for ties."""

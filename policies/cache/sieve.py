@@ -26,7 +26,11 @@ class SIEVE(PerRequestCache):
 
     reference: ClassVar[tuple[str, ...]] = ("",)
 
-    def pool(self, capacity: int, context: RunContext) -> RequestQueues:
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
         """Make an empty queue."""
         del capacity, context
         return _Queue()
@@ -48,6 +52,7 @@ class _Queue:
 
     def miss(self, key: int, free: Container[int]) -> int:
         while True:
+            # Behind the newest comes the oldest.
             if self.hand >= len(self.queue):
                 self.hand = 0
             victim = self.queue[self.hand]

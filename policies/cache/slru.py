@@ -44,7 +44,11 @@ class SLRU(PerRequestCache):
         self.segments = segments
         self.entry = entry
 
-    def pool(self, capacity: int, context: RunContext) -> RequestQueues:
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
         """Make empty segments."""
         del context
         return _Segments(self, capacity)
@@ -65,12 +69,14 @@ class _Segments:
     def hit(self, key: int) -> None:
         level = self.level[key]
         del self.segments[level][key]
-        self._put(key, min(level + 1, len(self.segments) - 1))
+        highest = len(self.segments) - 1
+        self._put(key, min(level + 1, highest))
 
     def miss(self, key: int, free: Container[int]) -> int:
         # A lowest segment with held experts alone leaves the choice to the next.
         in_order = (first(segment, free) for segment in self.segments)
         victim = next(candidate for candidate in in_order if candidate >= 0)
+        # Left before the newcomer enters, or a segment would seem to overflow.
         self.drop(victim)
         self.fill(key)
         return victim
@@ -78,8 +84,12 @@ class _Segments:
     def fill(self, key: int) -> None:
         level = 0
         if self.policy.entry == "free":
-            sizes = [len(segment) for segment in self.segments]
-            level = next((n for n, size in enumerate(sizes) if size < self.share), 0)
+            not_full = (
+                n
+                for n, segment in enumerate(self.segments)
+                if len(segment) < self.share
+            )
+            level = next(not_full, 0)
         self._put(key, level)
 
     def drop(self, key: int) -> None:

@@ -62,7 +62,12 @@ class Static(NoAdmissionCache):
         ascending.
         """
         context = self._context
-        return fitting(self._rank(), capacity_slots, context.scope, context.served)
+        return fitting(
+            self._rank(),
+            capacity_slots,
+            context.scope,
+            context.served,
+        )
 
     def _rank(self) -> np.ndarray:
         """Float64 [L, E], lowest for the most wanted; stable sorting leaves ties to the
@@ -75,6 +80,7 @@ class Static(NoAdmissionCache):
             by_layer = layer if self.fill == "front" else -layer
             return np.repeat(by_layer[:, None], shape.experts, axis=1)
 
+        # The run's seed, not a seed of our own: another seed is another placement.
         if self.fill == "random":
             random = np.random.default_rng(self._context.seed)
             return random.random((shape.layers, shape.experts))

@@ -9,6 +9,7 @@ from moesim.policies.base import ExpertKey, Swap
 from moesim.policies.cache._own_replacements import OwnReplacementsCache
 from moesim.policies.cache.static import Static
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.ranking import highest_first, lowest_first
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -88,7 +89,11 @@ class WorkloadWindow(OwnReplacementsCache):
             self._sums[work.layer, work.experts] += work.tokens
             self._steps[work.layer] += 1
 
-    def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
+    def replacements(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[Swap]:
         """At the end of a window, pair the busiest outside with the idlest inside, and
         begin a new window.
         """
@@ -101,11 +106,12 @@ class WorkloadWindow(OwnReplacementsCache):
             return ()
 
         sums = self._sums[layer].copy()
+        # The window ends here even if nothing is swapped.
         self._sums[layer] = 0
         inside = np.flatnonzero(self.settled(layer, view))
         outside = np.flatnonzero(~self.inside[layer])
-        leaving = inside[np.argsort(sums[inside], kind="stable")][: self.swaps]
-        entering = outside[np.argsort(-sums[outside], kind="stable")][: self.swaps]
+        leaving = lowest_first(inside, sums[inside])[: self.swaps]
+        entering = highest_first(outside, sums[outside])[: self.swaps]
 
         # The shorter list decides how many are swapped.
         pairs = zip(leaving.tolist(), entering.tolist(), strict=False)

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 
 def absent_experts(
-    ranked: np.ndarray, layer: int, view: MachineView, *, size: int, refill: bool
+    ranked: np.ndarray,
+    layer: int,
+    view: MachineView,
+    *,
+    size: int,
+    refill: bool,
 ) -> list[ExpertKey]:
     """Keep what is neither on a GPU nor on its way to one.
 
@@ -25,7 +30,9 @@ def absent_experts(
         refill: present experts leave their rank to the next expert; otherwise they use
             it up.
     """
+    # Cut before the present ones are taken out, so that they use up their rank.
     if not refill:
         ranked = ranked[:size]
-    absent = ranked[~present(view, layer)[ranked]]
-    return [ExpertKey(layer, expert) for expert in absent[:size].tolist()]
+    is_present = present(view, layer)
+    absent = ranked[~is_present[ranked]][:size]
+    return [ExpertKey(layer, expert) for expert in absent.tolist()]

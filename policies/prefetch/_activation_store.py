@@ -29,7 +29,11 @@ class ActivationStore:
         current: float64 [L, E], the running sequence.
     """
 
-    def __init__(self, known: np.ndarray, capacity: int) -> None:
+    def __init__(
+        self,
+        known: np.ndarray,
+        capacity: int,
+    ) -> None:
         known = known[:capacity]
         self._capacity = capacity
         self._calibrated = len(known)
@@ -43,11 +47,18 @@ class ActivationStore:
         """How many finished sequences are kept."""
         return len(self._counts)
 
-    def observe(self, layer: int, experts: np.ndarray, tokens: np.ndarray) -> None:
+    def observe(
+        self,
+        layer: int,
+        experts: np.ndarray,
+        tokens: np.ndarray,
+    ) -> None:
         """Count the tokens of a layer step into the running sequence."""
         self.current[layer, experts] += tokens
         row = self.current[layer]
-        unit = row / max(float(np.linalg.norm(row)), _SMALLEST)
+        length = float(np.linalg.norm(row))
+        unit = row / max(length, _SMALLEST)
+        # Only this layer's cosines have moved.
         self._cosine[:, layer] = self._unit[:, layer] @ unit
 
     def most_similar(self, layers: slice) -> np.ndarray:
@@ -75,8 +86,9 @@ class ActivationStore:
                 self._counts[index] = counts[0]
                 self._unit[index] = unit[0]
                 self._matches[index] = 1.0
+        layers = len(self.current)
         self.current = np.zeros_like(self.current)
-        self._cosine = np.zeros((len(self), len(self.current)))
+        self._cosine = np.zeros((len(self), layers))
 
 
 def _rows_to_unit(matrices: np.ndarray) -> np.ndarray:

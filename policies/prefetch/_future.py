@@ -22,7 +22,12 @@ class FuturePrefetch(PrefetchPolicy):
         """Keep the future."""
         self._future = context.future
 
-    def coming(self, work: LayerWork, view: MachineView, depth: int) -> np.ndarray:
+    def coming(
+        self,
+        work: LayerWork,
+        view: MachineView,
+        depth: int,
+    ) -> np.ndarray:
         """Active experts `depth` layers on in this step, int32 ascending; none past the
         last layer.
         """

@@ -12,7 +12,10 @@ from numba import types as nb
 
 
 @compiled(nb.int64[::1](input_array(nb.float32, 2), nb.int64))
-def predicted_workload(scores: np.ndarray, top_k: int) -> np.ndarray:
+def predicted_workload(
+    scores: np.ndarray,
+    top_k: int,
+) -> np.ndarray:
     """Count how often each expert is among a token's `top_k` best scores, ties to the
     lower id.
 
@@ -24,6 +27,7 @@ def predicted_workload(scores: np.ndarray, top_k: int) -> np.ndarray:
     best = np.empty(top_k, np.int64)
 
     for t in range(tokens):
+        # The best ids so far, in order.
         kept = 0
         for expert in range(experts):
             # Experts come in ascending id, so an equal score ranks behind.

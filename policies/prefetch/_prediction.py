@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from moesim.policies.base import ExpertKey
 from moesim.policies.prefetch._kernels import predicted_workload
+from moesim.policies.ranking import ranked
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, MachineView
@@ -56,16 +57,18 @@ def by_predicted_workload(
     scores = work.predicted[column].astype(np.float32)
     workload = predicted_workload(scores, work.routing.shape[1])
     if tie == "id":
-        ranked = np.argsort(-workload, kind="stable")
+        order = ranked(workload)
     else:
-        ranked = np.lexsort((-scores.sum(axis=0), -workload))
+        # The last key sorts first.
+        order = np.lexsort((-scores.sum(axis=0), -workload))
 
     present = view.resident(layer) | view.in_flight(layer)
     for gpu in range(1, view.gpus):
-        present = present | view.resident(layer, gpu) | view.in_flight(layer, gpu)
+        present = present | view.resident(layer, gpu)
+        present = present | view.in_flight(layer, gpu)
 
     keys: list[ExpertKey] = []
-    for rank, expert in enumerate(ranked.tolist()):
+    for rank, expert in enumerate(order.tolist()):
         considered = len(keys) if refill else rank
         if considered == size or workload[expert] == 0:
             break

@@ -21,7 +21,12 @@ class Transitions:
         self._pairs = np.zeros((layers, experts, experts))
         self._seen = np.zeros((layers, experts))
 
-    def observe(self, layer: int, before: np.ndarray, after: np.ndarray) -> None:
+    def observe(
+        self,
+        layer: int,
+        before: np.ndarray,
+        after: np.ndarray,
+    ) -> None:
         """Note the same tokens' experts in `layer` and in the one after it.
 
         Args:
@@ -42,7 +47,11 @@ class Transitions:
         flat = self._pairs[layer].reshape(-1)
         np.add.at(flat, first * self.experts + second, 1.0)
 
-    def rows(self, layer: int, experts: np.ndarray) -> np.ndarray:
+    def rows(
+        self,
+        layer: int,
+        experts: np.ndarray,
+    ) -> np.ndarray:
         """Probabilities of what follows some experts of a layer: float64 [A, E]."""
         seen = np.maximum(self._seen[layer, experts], 1.0)
         return self._pairs[layer, experts] / seen[:, None]

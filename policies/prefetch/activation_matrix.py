@@ -9,6 +9,7 @@ from moesim.policies.base import ExpertKey, PolicyError, PrefetchPolicy
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.planner.resident_mask import present
 from moesim.policies.prefetch._activation_store import ActivationStore
+from moesim.policies.ranking import highest_first
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -73,10 +74,9 @@ class ActivationMatrix(PrefetchPolicy):
         """
         layers = context.shape.layers
         experts = context.shape.experts
-        known = np.asarray(
-            context.extras.get("activation_matrices", np.zeros((0, layers, experts))),
-            np.float64,
-        )
+        none_known = np.zeros((0, layers, experts))
+        known = context.extras.get("activation_matrices", none_known)
+        known = np.asarray(known, np.float64)
         if known.ndim != 3 or known.shape[1:] != (layers, experts):
             raise PolicyError(
                 "prefetch policy 'activation-matrix': calibration"
@@ -85,7 +85,11 @@ class ActivationMatrix(PrefetchPolicy):
             )
         self._store = ActivationStore(known, self.capacity)
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Count this layer step, look up the nearest sequence, name its best absent
         experts.
         """
@@ -97,10 +101,15 @@ class ActivationMatrix(PrefetchPolicy):
         if first >= view.layers or not len(self._store) or not self.size:
             return ()
 
-        compared = slice(first) if self.mask == "prefix" else slice(first, None)
+        compared = slice(first, None)
+        if self.mask == "prefix":
+            compared = slice(first)
         depth = np.arange(1, view.layers - work.layer)
         decay = 1.0 - depth / (view.layers + 1)
-        value = self._store.most_similar(compared)[first:] * decay[:, None]
+        # A new array: the store's own rows stay as they are.
+        similar = self._store.most_similar(compared)
+        value = similar[first:] * decay[:, None]
+        # Present experts are not wanted again, whatever their value.
         for j, row in enumerate(value):
             row[present(view, first + j)] = 0.0
 
@@ -111,7 +120,7 @@ class ActivationMatrix(PrefetchPolicy):
         # Only what reaches the size-th largest value is sorted, not all layers.
         least = np.partition(flat, -size)[-size]
         among = np.flatnonzero(flat >= least)
-        best = among[np.argsort(-flat[among], kind="stable")[:size]]
+        best = highest_first(among, flat[among])[:size]
         return [
             ExpertKey(first + key // view.experts, key % view.experts)
             for key in best.tolist()

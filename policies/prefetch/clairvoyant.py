@@ -31,10 +31,15 @@ class Clairvoyant(FuturePrefetch):
         expect(depth >= 1, "depth", "a number >= 1", depth)
         self.depth = depth
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Name them all; those present are shielded by being named."""
         keys: list[ExpertKey] = []
         for depth in range(1, self.depth + 1):
+            # Nearer layers first: the queue serves keys in the order they are named.
             experts = self.coming(work, view, depth).tolist()
             keys += [ExpertKey(work.layer + depth, expert) for expert in experts]
         return keys

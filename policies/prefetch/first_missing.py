@@ -38,10 +38,15 @@ class FirstMissing(PrefetchPolicy):
         self.top = top
         self.count = count
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Look one layer ahead."""
         if work.phase != Phase.DECODE:
             return ()
+        # Present experts use up their rank, so only the best `top` are considered.
         absent = by_predicted_workload(
             work,
             view,

@@ -11,6 +11,7 @@ from moesim.policies.base import ABSENT, PrefetchPolicy
 from moesim.policies.cache.mrs import MRS
 from moesim.policies.parameters import expect
 from moesim.policies.prefetch._absent_experts import absent_experts
+from moesim.policies.ranking import ranked
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -48,7 +49,11 @@ class HybriMoEReleased(PrefetchPolicy):
         """Begin with all scores 0."""
         self._scores.start(context)
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Note this layer's scores, then rank the next layer by what it had before."""
         # Every step counts into the scores, also where nothing is prefetched.
         self._scores.accessed(work)
@@ -59,7 +64,12 @@ class HybriMoEReleased(PrefetchPolicy):
 
         first = layer * view.experts
         recent = self._scores.score[first : first + view.experts]
-        ranked = np.argsort(-recent, kind="stable")
         # Experts that never had a score are not wanted.
-        ranked = ranked[: np.count_nonzero(recent)]
-        return absent_experts(ranked, layer, view, size=self.size, refill=False)
+        scored = np.count_nonzero(recent)
+        return absent_experts(
+            ranked(recent)[:scored],
+            layer,
+            view,
+            size=self.size,
+            refill=False,
+        )

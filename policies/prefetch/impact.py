@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from moesim.policies.base import LayerWork, MachineView
 
+# One per layer ahead, nearest first.
 _COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")
 
 # Differences of makespans are rounded to picoseconds: equal gains must compare equal.
@@ -43,6 +44,7 @@ class _Layer:
         """Seconds HybriMoE's schedule takes, given what must still arrive (float64 [1,
         A]).
         """
+        # What is on its way to a coming layer is taken for present already.
         flying = np.zeros_like(arrive_s, dtype=np.bool_)
         _, _, makespan_s = list_schedule(
             tokens=self.tokens,
@@ -126,9 +128,14 @@ class Impact(PrefetchPolicy):
         self.requeue = requeue
         self.needs = _COLUMNS[:depth]
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Choose greedily among all coming layers."""
-        last = min(len(self.needs), view.layers - 1 - work.layer)
+        following = view.layers - 1 - work.layer
+        last = min(len(self.needs), following)
         copies = self._possible_copies(work, view) if last else 0
         if not copies:
             return ()
@@ -148,13 +155,20 @@ class Impact(PrefetchPolicy):
             if gain_s <= 0.0:
                 break
             chosen = coming[n]
-            keys.append(ExpertKey(chosen.layer, int(chosen.experts[position])))
+            expert = int(chosen.experts[position])
+            keys.append(ExpertKey(chosen.layer, expert))
+            # As if it were there: the next choice builds on this one.
             chosen.arrive_s[0, position] = 0.0
             best[n] = chosen.best()
         return keys + shielded if keys else ()
 
-    def _possible_copies(self, work: LayerWork, view: MachineView) -> int:
+    def _possible_copies(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> int:
         """How many copies the link could start before this layer ends."""
+        # One GPU stands for all: the best of each expert's times.
         nearest_s = work.arrive_s.min(axis=0, keepdims=True)
         current = _Layer(
             layer=work.layer,
@@ -173,14 +187,20 @@ class Impact(PrefetchPolicy):
             copies = max(0, int(np.ceil(idle_s / copy_s)))
         return copies if self.size is None else min(copies, self.size)
 
-    def _predict(self, work: LayerWork, view: MachineView, depth: int) -> _Layer:
+    def _predict(
+        self,
+        work: LayerWork,
+        view: MachineView,
+        depth: int,
+    ) -> _Layer:
         """The layer `depth` layers on, as its gate predicts it from this input."""
         layer = work.layer + depth
         scores = work.predicted[self.needs[depth - 1]].astype(np.float32)
         workload = predicted_workload(scores, work.routing.shape[1])
         experts = np.flatnonzero(workload)
         tokens = workload[experts].astype(np.int32)
-        arrive_s = np.where(present(view, layer)[experts], 0.0, view.copy_s(layer))
+        is_present = present(view, layer)[experts]
+        arrive_s = np.where(is_present, 0.0, view.copy_s(layer))
         return _Layer(
             layer=layer,
             experts=experts,

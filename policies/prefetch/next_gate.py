@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from moesim.policies.base import ExpertKey, LayerWork, MachineView
 
+# One per layer ahead, nearest first.
 _COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")
 
 
@@ -64,9 +65,14 @@ class NextGate(PrefetchPolicy):
         self.tie = tie
         self.late = late
         self.requeue = requeue
+        # A trace without the farther predictions still serves a smaller depth.
         self.needs = _COLUMNS[:depth]
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Rank each layer ahead by itself; nearer layers come first."""
         keys: list[ExpertKey] = []
         for depth, column in enumerate(self.needs, start=1):

@@ -38,7 +38,11 @@ class NoisyOracle(FuturePrefetch):
     """
 
     def __init__(
-        self, *, accuracy: float = 0.9, depth: int = 1, late: Late = "keep"
+        self,
+        *,
+        accuracy: float = 0.9,
+        depth: int = 1,
+        late: Late = "keep",
     ) -> None:
         expect(0 <= accuracy <= 1, "accuracy", "0 to 1", accuracy)
         expect(depth >= 1, "depth", "a number >= 1", depth)
@@ -52,21 +56,32 @@ class NoisyOracle(FuturePrefetch):
         super().start(context)
         self._random = np.random.default_rng(context.seed)
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Predict the coming layers."""
         keys: list[ExpertKey] = []
         for depth in range(1, self.depth + 1):
             active = self.coming(work, view, depth)
+            # Past the last layer nothing is drawn.
             if len(active):
                 predicted = self._predict(active, view.experts).tolist()
                 keys += [ExpertKey(work.layer + depth, expert) for expert in predicted]
         return keys
 
-    def _predict(self, active: np.ndarray, experts: int) -> np.ndarray:
+    def _predict(
+        self,
+        active: np.ndarray,
+        experts: int,
+    ) -> np.ndarray:
         """Distinct ids in random order, at most as many as are active."""
-        right = active[self._random.random(len(active)) < self.accuracy]
+        is_right = self._random.random(len(active)) < self.accuracy
+        right = active[is_right]
         inactive = np.delete(np.arange(experts), active)
         # Both permutations are always drawn, so that the stream of random numbers does
         # not depend on how many were right.
-        wrong = self._random.permutation(inactive)[: len(active) - len(right)]
+        missed = len(active) - len(right)
+        wrong = self._random.permutation(inactive)[:missed]
         return self._random.permutation(np.concatenate((right, wrong)))

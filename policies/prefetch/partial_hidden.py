@@ -9,6 +9,7 @@ from moesim.policies.base import PrefetchPolicy
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.prefetch._absent_experts import absent_experts
 from moesim.policies.prefetch._kernels import predicted_workload
+from moesim.policies.ranking import ranked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +48,11 @@ class PartialHidden(PrefetchPolicy):
         self.merge = merge
         self.size = size
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Queue the next layer's predicted experts, best first."""
         layer = work.layer + 1
         if layer >= view.layers:
@@ -61,7 +66,12 @@ class PartialHidden(PrefetchPolicy):
             merged = scores.sum(axis=0, dtype=np.float64)
 
         # Experts that no token is predicted to choose sort last, and are cut off.
-        rank = np.where(predicted, merged, -np.inf)
-        ranked = np.argsort(-rank, kind="stable")[: np.count_nonzero(predicted)]
-        size = len(ranked) if self.size is None else self.size
-        return absent_experts(ranked, layer, view, size=size, refill=False)
+        count = np.count_nonzero(predicted)
+        order = ranked(merged, among=predicted)[:count]
+        return absent_experts(
+            order,
+            layer,
+            view,
+            size=len(order) if self.size is None else self.size,
+            refill=False,
+        )

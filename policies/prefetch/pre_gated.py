@@ -23,7 +23,12 @@ class PreGated(FuturePrefetch):
     Source: Pre-gated MoE; our reference, section 6.6.
     """
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Name the next layer's experts in ascending id."""
+        # Perfect foresight stands in for the retrained gate.
         experts = self.coming(work, view, depth=1).tolist()
         return [ExpertKey(work.layer + 1, expert) for expert in experts]

@@ -34,12 +34,22 @@ class RandomPrefetch(PrefetchPolicy):
         """Seed the generator."""
         self._random = np.random.default_rng(context.seed)
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Guess the next layer."""
         layer = work.layer + 1
         if layer >= view.layers:
             return ()
         # One permutation per layer step, whatever is present: two runs with one seed
         # guess the same, also where their caches differ.
-        ranked = self._random.permutation(view.experts)
-        return absent_experts(ranked, layer, view, size=self.size, refill=self.refill)
+        drawn = self._random.permutation(view.experts)
+        return absent_experts(
+            drawn,
+            layer,
+            view,
+            size=self.size,
+            refill=self.refill,
+        )

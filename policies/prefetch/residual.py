@@ -34,6 +34,7 @@ class Residual(PrefetchPolicy):
     Source: DALI, equations 10-11.
     """
 
+    # Only a recorder with a calibration split can write this column.
     needs = ("pred1_res",)
 
     def __init__(self, *, size: int = 4, refill: bool = False, tie: Tie = "id") -> None:
@@ -43,7 +44,11 @@ class Residual(PrefetchPolicy):
         self.refill = refill
         self.tie = tie
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Rank the next layer."""
         return by_predicted_workload(
             work,

@@ -9,6 +9,7 @@ from moesim.policies.base import PolicyError, PrefetchPolicy
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.prefetch._absent_experts import absent_experts
 from moesim.policies.prefetch._transitions import Transitions
+from moesim.policies.ranking import ranked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,11 @@ class Statistical(PrefetchPolicy):
     """
 
     def __init__(
-        self, *, size: int = 4, table: Table = "auto", refill: bool = False
+        self,
+        *,
+        size: int = 4,
+        table: Table = "auto",
+        refill: bool = False,
     ) -> None:
         expect(size >= 0, "size", "a number >= 0", size)
         expect_choice("table", table, Table)
@@ -68,11 +73,17 @@ class Statistical(PrefetchPolicy):
                 "prefetch policy 'statistical': calibration 'transitions': expected"
                 f" shape {(layers, experts, experts)}, got {np.shape(table)}"
             )
-        self._calibrated = None if table is None else np.asarray(table, np.float64)
+        self._calibrated = table
+        if table is not None:
+            self._calibrated = np.asarray(table, np.float64)
         self._learned = Transitions(layers, experts)
         self._before: LayerWork | None = None
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Predict the next layer; on the way learn how this one followed the last."""
         # The last layer predicts nothing, but how it was reached is learned.
         if self._calibrated is None:
@@ -86,15 +97,24 @@ class Statistical(PrefetchPolicy):
         else:
             follows = self._calibrated[work.layer, work.experts]
         workload = work.tokens @ follows
-        ranked = np.argsort(-workload, kind="stable")
-        ranked = ranked[: np.count_nonzero(workload)]
-        return absent_experts(ranked, layer, view, size=self.size, refill=self.refill)
+        # Experts that never followed are not wanted.
+        followed = np.count_nonzero(workload)
+        return absent_experts(
+            ranked(workload)[:followed],
+            layer,
+            view,
+            size=self.size,
+            refill=self.refill,
+        )
 
     def _learn(self, work: LayerWork) -> None:
         """Count how this layer's experts followed those of the layer before."""
         before = self._before
         self._before = work
-        if before is None or (before.step, before.layer + 1) != (work.step, work.layer):
+        if before is None:
+            return
+        # Transitions do not cross from the last layer to the next step's first.
+        if before.step != work.step or before.layer + 1 != work.layer:
             return
         # Layers of a ragged prefill hold different tokens.
         if len(before.routing) == len(work.routing):

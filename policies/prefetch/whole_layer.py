@@ -24,8 +24,13 @@ class WholeLayer(PrefetchPolicy):
     Source: DeepSpeed ZeRO-Inference; our reference, section 6.5.
     """
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Name the next layer in ascending id."""
+        # All of them, present ones too: the planner drops those.
         layer = work.layer + 1
         if layer >= view.layers:
             return ()

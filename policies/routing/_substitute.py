@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from moesim.policies.base import Routing
+from moesim.policies.ranking import ranked
 
 if TYPE_CHECKING:
     from moesim.policies.base import Gate, MachineView
@@ -33,20 +34,31 @@ def scores_of(gate: Gate) -> np.ndarray:
     return gate.scores.astype(np.float64)
 
 
-def chosen_mask(experts: np.ndarray, width: int) -> np.ndarray:
+def chosen_mask(
+    experts: np.ndarray,
+    width: int,
+) -> np.ndarray:
     """Bool [T, E]: the experts each token has, from ids [T, K]."""
     mask = np.zeros((len(experts), width), dtype=np.bool_)
-    np.put_along_axis(mask, experts.astype(np.int64), values=True, axis=1)
+    np.put_along_axis(
+        mask,
+        experts.astype(np.int64),
+        values=True,
+        axis=1,
+    )
     return mask
 
 
-def ranked(scores: np.ndarray) -> np.ndarray:
-    """Ids by descending score in each row, ties to the lower id: int64 [T, E]."""
-    return np.argsort(-scores, axis=1, kind="stable")
+def values_at(values: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Entries [T, K] of `values` [T, E] at the `ids` [T, K] of each row."""
+    return np.take_along_axis(values, ids, axis=1)
 
 
 def substitute(
-    experts: np.ndarray, replace: np.ndarray, rank: np.ndarray
+    experts: np.ndarray,
+    replace: np.ndarray,
+    scores: np.ndarray,
+    alternatives: np.ndarray,
 ) -> np.ndarray:
     """Replace the marked experts by the best alternatives.
 
@@ -56,8 +68,8 @@ def substitute(
     Args:
         experts: int64 [T, K], best first.
         replace: bool [T, K], columns that are up for replacement.
-        rank: float64 [T, E], higher is better (ties to the lower id), minus infinity
-            for what is no alternative.
+        scores: float64 [T, E], higher is better, ties to the lower id.
+        alternatives: bool [T, E], experts that may enter.
 
     Returns:
         int64 [T, K].
@@ -66,15 +78,17 @@ def substitute(
         return experts
 
     marked = replace.sum(axis=1)
-    available = (rank > -np.inf).sum(axis=1)
+    available = alternatives.sum(axis=1)
     replaced = np.minimum(marked, available)
-    best = ranked(rank)[:, : experts.shape[1]]
+    top_k = experts.shape[1]
+    best = ranked(scores, among=alternatives)[:, :top_k]
 
     # The n-th marked column takes alternative n, less those that stay in front of it.
     kept = (marked - replaced)[:, None]
     alternative = np.cumsum(replace, axis=1) - 1 - kept
-    newcomers = np.take_along_axis(best, np.maximum(alternative, 0), axis=1)
-    return np.where(replace & (alternative >= 0), newcomers, experts)
+    newcomers = values_at(best, np.maximum(alternative, 0))
+    takes_one = replace & (alternative >= 0)
+    return np.where(takes_one, newcomers, experts)
 
 
 def routing(
@@ -104,26 +118,34 @@ def routing(
     used = scores if predicted is None else predicted.astype(np.float64)
 
     # One column of zeros more, to which the id of an unused column is sent.
-    padded = np.pad(used, ((0, 0), (0, 1)))
-    ids = np.minimum(experts, scores.shape[1]).astype(np.int64)
-    expert_scores = np.take_along_axis(padded, ids, axis=1)
+    width = scores.shape[1]
+    padded = np.zeros((len(used), width + 1))
+    padded[:, :width] = used
+    ids = np.minimum(experts, width).astype(np.int64)
+    expert_scores = values_at(padded, ids)
 
     if view.shape.norm_topk:
         base = expert_scores.sum(axis=1)
         total = np.ones(len(expert_scores))
     else:
-        base = np.take_along_axis(scores, recorded, axis=1).sum(axis=1)
+        base = values_at(scores, recorded).sum(axis=1)
         total = base
     if gate.weights is not None:
-        total = gate.weights.astype(np.float64).sum(axis=1)
+        recorded_weights = gate.weights.astype(np.float64)
+        total = recorded_weights.sum(axis=1)
     scale = total / np.maximum(base, SMALLEST)
     weights = expert_scores * scale[:, None]
 
-    extra = experts.shape[1] - recorded.shape[1]
+    top_k = recorded.shape[1]
+    extra = experts.shape[1] - top_k
     if gate.weights is not None and predicted is None and extra >= 0:
+        same_experts = (experts[:, :top_k] == recorded).all(axis=1)
+        no_more = (experts[:, top_k:] == UNUSED).all(axis=1)
+        same = same_experts & no_more
         # Recorded weights are exact; recomputed ones would differ by rounding.
-        widths = ((0, 0), (0, extra))
-        widened = np.pad(recorded, widths, constant_values=UNUSED)
-        same = (experts == widened).all(axis=1)
-        weights[same] = np.pad(gate.weights, widths)[same]
-    return Routing(experts.astype(np.uint16), weights.astype(np.float32))
+        weights[same, :top_k] = gate.weights[same]
+        weights[same, top_k:] = 0.0
+    return Routing(
+        experts=experts.astype(np.uint16),
+        weights=weights.astype(np.float32),
+    )

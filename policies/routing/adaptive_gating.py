@@ -50,11 +50,11 @@ class AdaptiveGating(RoutingPolicy):
             PolicyError: they are not one positive number for each layer.
         """
         layers = context.shape.layers
-        sensitivity = np.asarray(
-            context.extras.get("sensitivity", np.full(layers, self.sensitivity)),
-            np.float64,
-        )
-        if sensitivity.shape != (layers,) or not (sensitivity > 0).all():
+        uniform = np.full(layers, self.sensitivity)
+        sensitivity = context.extras.get("sensitivity", uniform)
+        sensitivity = np.asarray(sensitivity, np.float64)
+        is_legal = sensitivity.shape == (layers,) and (sensitivity > 0).all()
+        if not is_legal:
             raise PolicyError(
                 "routing policy 'adaptive-gating': calibration 'sensitivity': expected"
                 f" {layers} positive numbers, one for each MoE layer, got shape"
@@ -62,7 +62,11 @@ class AdaptiveGating(RoutingPolicy):
             )
         self._threshold = np.sqrt(self.budget / sensitivity)
 
-    def route(self, gate: Gate, view: MachineView) -> Routing:
+    def route(
+        self,
+        gate: Gate,
+        view: MachineView,
+    ) -> Routing:
         """Drop experts of a decode step."""
         assert self._threshold is not None, "route() before start()"
         assert gate.weights is not None, (
@@ -81,6 +85,10 @@ class AdaptiveGating(RoutingPolicy):
 
         kept = np.where(dropped, 0.0, weights)
         if view.shape.norm_topk:
-            kept *= total / np.maximum(kept.sum(axis=1, keepdims=True), SMALLEST)
+            left = kept.sum(axis=1, keepdims=True)
+            kept *= total / np.maximum(left, SMALLEST)
         experts = np.where(dropped, UNUSED, gate.experts)
-        return Routing(experts.astype(np.uint16), kept.astype(np.float32))
+        return Routing(
+            experts=experts.astype(np.uint16),
+            weights=kept.astype(np.float32),
+        )

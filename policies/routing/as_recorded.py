@@ -15,7 +15,11 @@ class AsRecorded(RoutingPolicy):
 
     alters: ClassVar[bool] = False
 
-    def route(self, gate: Gate, view: MachineView) -> Routing:
+    def route(
+        self,
+        gate: Gate,
+        view: MachineView,
+    ) -> Routing:
         """Return the gate's own choice."""
         del view
         return Routing(gate.experts, gate.weights)

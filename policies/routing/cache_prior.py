@@ -8,11 +8,12 @@ import numpy as np
 from moesim.policies.base import RoutingPolicy
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.planner.resident_mask import present
+from moesim.policies.ranking import ranked
 from moesim.policies.routing._substitute import (
     chosen_mask,
-    ranked,
     routing,
     scores_of,
+    values_at,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +51,11 @@ class CachePrior(RoutingPolicy):
     needs = ("scores",)
 
     def __init__(
-        self, *, strength: float = 0.2, top_j: int = 1, scale: Scale = "mean"
+        self,
+        *,
+        strength: float = 0.2,
+        top_j: int = 1,
+        scale: Scale = "mean",
     ) -> None:
         expect(strength >= 0, "strength", "a number >= 0", strength)
         expect(top_j >= 0, "top_j", "a number >= 0", top_j)
@@ -65,7 +70,11 @@ class CachePrior(RoutingPolicy):
         self._seen = np.zeros(context.shape.layers)
         self._sigmoid = context.shape.scoring == "sigmoid"
 
-    def route(self, gate: Gate, view: MachineView) -> Routing:
+    def route(
+        self,
+        gate: Gate,
+        view: MachineView,
+    ) -> Routing:
         """Rank the recorded experts and the residents again; ties stay with the
         recorded ones.
         """
@@ -76,26 +85,35 @@ class CachePrior(RoutingPolicy):
         resident = present(view, gate.layer, in_flight=False)
 
         # The first `top_j` gain as much as residents, so no resident can overtake them.
-        raised = resident | chosen_mask(recorded[:, : self.top_j], view.experts)
+        first = recorded[:, : self.top_j]
+        shielded = chosen_mask(first, view.experts)
+        raised = resident | shielded
         bonus = self.strength * self._range(gate.layer, logits)
         value = logits + bonus * raised + _TIE_BONUS * chosen
-        value = np.where(chosen | resident, value, -np.inf)
-        best = np.sort(ranked(value)[:, :top_k], axis=1)
+        best = ranked(value, among=chosen | resident)[:, :top_k]
+        best = np.sort(best, axis=1)
 
         # A token whose set is the same keeps the recorded order, too.
-        same = (best == np.sort(recorded, axis=1)).all(axis=1, keepdims=True)
-        by_score = ranked(np.take_along_axis(logits, best, axis=1))
-        sorted_best = np.take_along_axis(best, by_score, axis=1)
-        return routing(gate, np.where(same, recorded, sorted_best), view)
+        recorded_set = np.sort(recorded, axis=1)
+        same = (best == recorded_set).all(axis=1, keepdims=True)
+        by_score = ranked(values_at(logits, best))
+        best_first = values_at(best, by_score)
+        experts = np.where(same, recorded, best_first)
+        return routing(gate, experts, view)
 
     def _logits(self, scores: np.ndarray) -> np.ndarray:
         """Logits up to a constant, float64 [T, E]."""
         scores = np.maximum(scores, _SMALLEST)
         if self._sigmoid:
-            return np.log(scores / np.maximum(1 - scores, _SMALLEST))
+            others = np.maximum(1 - scores, _SMALLEST)
+            return np.log(scores / others)
         return np.log(scores)
 
-    def _range(self, layer: int, logits: np.ndarray) -> np.ndarray:
+    def _range(
+        self,
+        layer: int,
+        logits: np.ndarray,
+    ) -> np.ndarray:
         """Range of the logits: float64 [T, 1], or [1, 1] for the layer's mean, these
         tokens included.
         """
@@ -104,4 +122,5 @@ class CachePrior(RoutingPolicy):
             return spread
         self._sum[layer] += spread.sum()
         self._seen[layer] += len(spread)
-        return np.array([[self._sum[layer] / self._seen[layer]]])
+        mean = self._sum[layer] / self._seen[layer]
+        return np.array([[mean]])

@@ -8,14 +8,15 @@ import numpy as np
 from moesim.policies.base import Routing, RoutingPolicy
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.planner.resident_mask import present
+from moesim.policies.ranking import ranked
 from moesim.policies.routing._substitute import (
     SMALLEST,
     UNUSED,
     chosen_mask,
-    ranked,
     routing,
     scores_of,
     substitute,
+    values_at,
 )
 from moesim.traces.format.schema import Phase
 
@@ -77,7 +78,11 @@ class ExpertCacheRouter(RoutingPolicy):
         self.phase = phase
         self.reading = reading
 
-    def route(self, gate: Gate, view: MachineView) -> Routing:
+    def route(
+        self,
+        gate: Gate,
+        view: MachineView,
+    ) -> Routing:
         """Route a batch; a token whose experts stay keeps its weights."""
         # With all experts chosen there is no alternative, and no beta.
         all_chosen = gate.experts.shape[1] >= view.experts
@@ -87,24 +92,28 @@ class ExpertCacheRouter(RoutingPolicy):
 
         scores = scores_of(gate)
         chosen = chosen_mask(gate.experts, view.experts)
-        beta = np.where(chosen, -np.inf, scores).max(axis=1, keepdims=True)
+        others = np.where(chosen, -np.inf, scores)
+        beta = others.max(axis=1, keepdims=True)
         upper = (1 + self.alpha) * beta
         top = scores > upper + _TOLERANCE
         close = scores >= (1 - self.alpha) * beta - _TOLERANCE
         resident = present(view, gate.layer, in_flight=self.inflight_ok)
 
         if self.reading == "literal":
-            low = (scores >= beta - _TOLERANCE) & (scores < upper - _TOLERANCE)
+            above = scores >= beta - _TOLERANCE
+            low = above & (scores < upper - _TOLERANCE)
             available = resident | top.any(axis=0)
-            return routing(gate, _literal(scores, top, low, close, available), view)
+            experts = _literal(scores, top, low, close, available)
+            return routing(gate, experts, view)
 
         # Some token's top-score expert will be fetched anyway, so others may use it.
-        available = resident | (top & chosen).any(axis=0)
+        fetched = (top & chosen).any(axis=0)
+        available = resident | fetched
         recorded = gate.experts.astype(np.int64)
-        low = ~np.take_along_axis(top, recorded, axis=1)
+        low = ~values_at(top, recorded)
         absent = low & ~available[recorded]
-        rank = np.where(close & available & ~chosen, scores, -np.inf)
-        experts = substitute(recorded, absent, rank)
+        alternatives = close & available & ~chosen
+        experts = substitute(recorded, absent, scores, alternatives)
         if self.batch_aware:
             missing = absent & (experts == recorded)
             experts = _gather(experts, missing, scores, close)
@@ -112,7 +121,10 @@ class ExpertCacheRouter(RoutingPolicy):
 
 
 def _gather(
-    experts: np.ndarray, missing: np.ndarray, scores: np.ndarray, close: np.ndarray
+    experts: np.ndarray,
+    missing: np.ndarray,
+    scores: np.ndarray,
+    close: np.ndarray,
 ) -> np.ndarray:
     """Replace experts that are still missing by those of the batch that more tokens ask
     for.
@@ -129,14 +141,19 @@ def _gather(
     experts = experts.copy()
     width = scores.shape[1]
     requests = np.bincount(experts.ravel(), minlength=width)
-    eligible = close & (requests > 0) & ~chosen_mask(experts, width)
+    chosen = chosen_mask(experts, width)
+    eligible = close & (requests > 0) & ~chosen
 
     # Scores, scaled below one half, only break ties between equal request counts.
-    preference = requests + scores / (2 * np.maximum(scores.max(), SMALLEST))
-    for column in range(experts.shape[1] - 1, -1, -1):
+    most = np.maximum(scores.max(), SMALLEST)
+    preference = requests + scores / (2 * most)
+    # From a token's worst expert on: the first replacement is the best one.
+    for column in reversed(range(experts.shape[1])):
         rows = np.flatnonzero(missing[:, column])
-        best = np.where(eligible[rows], preference[rows], -1.0).argmax(axis=1)
-        more = requests[best] > requests[experts[rows, column]]
+        value = np.where(eligible[rows], preference[rows], -1.0)
+        best = value.argmax(axis=1)
+        replaced = experts[rows, column]
+        more = requests[best] > requests[replaced]
         better = eligible[rows, best] & more
         rows = rows[better]
         best = best[better]
@@ -157,19 +174,26 @@ def _literal(
     """
     substitutes = close & available & ~low & ~top
     count_low = low.sum(axis=1)
-    swapped = np.minimum(count_low, substitutes.sum(axis=1))
+    count_substitutes = substitutes.sum(axis=1)
+    swapped = np.minimum(count_low, count_substitutes)
     kept_low = _best(scores, low, count_low - swapped)
     used = top | kept_low | _best(scores, substitutes, swapped)
 
     # Tokens may end with different numbers of experts; the rest of a row is unused.
     count = used.sum(axis=1)
-    order = ranked(np.where(used, scores, -np.inf))[:, : count.max()]
-    return np.where(np.arange(order.shape[1]) < count[:, None], order, UNUSED)
+    most = count.max()
+    order = ranked(scores, among=used)
+    is_used = np.arange(most) < count[:, None]
+    return np.where(is_used, order[:, :most], UNUSED)
 
 
-def _best(scores: np.ndarray, among: np.ndarray, count: np.ndarray) -> np.ndarray:
+def _best(
+    scores: np.ndarray,
+    among: np.ndarray,
+    count: np.ndarray,
+) -> np.ndarray:
     """Bool [T, E]: the `count` [T] best of `among`, ties to the lower id."""
-    order = ranked(np.where(among, scores, -np.inf))
+    order = ranked(scores, among=among)
     # Sorting a permutation inverts it: the rank of each expert in its row.
     rank = np.argsort(order, axis=1, kind="stable")
     return among & (rank < count[:, None])

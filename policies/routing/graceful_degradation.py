@@ -8,9 +8,9 @@ import numpy as np
 from moesim.policies.base import Routing, RoutingPolicy
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.planner.resident_mask import present
+from moesim.policies.ranking import ranked
 from moesim.policies.routing._substitute import (
     chosen_mask,
-    ranked,
     routing,
     scores_of,
     substitute,
@@ -51,11 +51,18 @@ class GracefulDegradation(RoutingPolicy):
         expect_choice("choice", choice, Choice)
         self.first_layer = first_layer
         self.choice = choice
-        self.needs = ("scores", "pred1_raw") if choice == "predicted" else ("scores",)
+        self.needs: tuple[str, ...] = ("scores",)
+        if choice == "predicted":
+            self.needs = ("scores", "pred1_raw")
 
-    def route(self, gate: Gate, view: MachineView) -> Routing:
+    def route(
+        self,
+        gate: Gate,
+        view: MachineView,
+    ) -> Routing:
         """Degrade a decode step of a predicted layer."""
-        if gate.layer < self.first_layer or gate.phase != Phase.DECODE:
+        predicted_layer = gate.layer >= self.first_layer
+        if not predicted_layer or gate.phase != Phase.DECODE:
             return Routing(gate.experts, gate.weights)
 
         # Layer 0 is predicted by none, so even here a prediction may be missing.
@@ -63,14 +70,16 @@ class GracefulDegradation(RoutingPolicy):
         scores = scores_of(gate)
         experts = gate.experts.astype(np.int64)
         if predicted is not None:
+            top_k = experts.shape[1]
             scores = predicted.astype(np.float64)
-            experts = ranked(scores)[:, : experts.shape[1]]
+            experts = ranked(scores)[:, :top_k]
 
         resident = present(view, gate.layer, in_flight=False)
         absent = ~resident[experts]
         # Columns stand best first: the first absent one is the one that may stay.
-        further = absent & (np.cumsum(absent, axis=1) > 1)
-        alternatives = resident & ~chosen_mask(experts, view.experts)
-        rank = np.where(alternatives, scores, -np.inf)
-        experts = substitute(experts, further, rank)
+        absent_so_far = np.cumsum(absent, axis=1)
+        further = absent & (absent_so_far > 1)
+        chosen = chosen_mask(experts, view.experts)
+        alternatives = resident & ~chosen
+        experts = substitute(experts, further, scores, alternatives)
         return routing(gate, experts, view, predicted=predicted)
