@@ -165,6 +165,11 @@ def classes(kind: str) -> dict[str, type[Policy]]:
     return {name: find(name, kind) for name in names(kind)}
 
 
+def names_with(kind: str, attribute: str) -> list[str]:
+    """Names of this kind whose class has a true `attribute`, such as ``oracle``."""
+    return [name for name, cls in classes(kind).items() if getattr(cls, attribute)]
+
+
 def references(kind: str) -> tuple[str, ...]:
     """Specifications that analyses hold other policies of this kind against: all
     `Policy.reference` texts, sorted by name.

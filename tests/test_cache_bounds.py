@@ -23,6 +23,7 @@ from moesim.policies.cache._offline_bounds import (
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache.belady_cost import BeladyCost
 from moesim.policies.cache.belady_size import BeladySize
+from moesim.policies.registry import resolve
 from moesim.policies.systems import System
 from moesim.traces.format.future import RecordedFuture
 
@@ -298,7 +299,7 @@ def test_belady_size_runs_in_a_pool_of_unequal_experts():
 
 def test_planned_oracles_need_the_future_and_a_sequence_of_bearable_length(monkeypatch):
     with pytest.raises(PolicyError, match="'belady-cost' must see the future"):
-        BeladyCost().start(replace(context([], 2), future=None))
+        resolve("belady-cost", "cache").start(replace(context([], 2), future=None))
     monkeypatch.setattr(planned, "MOST_USES", 3)
     with pytest.raises(PolicyError, match=r"4 uses in one pool, at most 3 .* --steps"):
         drive(BeladySize(), one_by_one([0, 1, 2, 0]), 2)

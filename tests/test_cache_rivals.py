@@ -50,7 +50,7 @@ def most_hits(layer_steps, rooms, experts, *, filled):
         mine = [s for s in [*first, *layer_steps] if len(rooms) == 1 or s.layer == pool]
         if mine:
             uses = uses_of(mine, experts)
-            free = np.isin(uses.place, np.flatnonzero([s.step < 0 for s in mine]))
+            free = np.isin(uses.time, np.flatnonzero([s.step < 0 for s in mine]))
             uses = replace(uses, cost=np.where(free, 0.0, 1.0))
             total += round(float(uses.cost.sum()) - best_stays(uses, room).least_cost)
     return total
