@@ -46,6 +46,8 @@ class HybriMoESchedule(AssignmentPolicy):
         expect_choice("reading", reading, Reading)
         self.reading = reading
         self.stealing = stealing
+        # What comes next, and whether the CPU may steal: the kernel's last arguments.
+        self._rule = (reading == "r2", stealing)
         self._first_s: float | None = None
 
     def assign(
@@ -59,13 +61,12 @@ class HybriMoESchedule(AssignmentPolicy):
             self._first_s = first_cpu_s(view)
 
         lanes, order, _ = list_schedule(
-            tokens=work.tokens,
-            cpu_s=work.cpu_s,
-            gpu_s=work.gpu_s,
-            arrive_s=work.arrive_s,
-            flying=in_flight(work, view),
-            first_s=self._first_s,
-            soonest_end=self.reading == "r2",
-            stealing=self.stealing,
+            work.tokens,
+            work.cpu_s,
+            work.gpu_s,
+            work.arrive_s,
+            in_flight(work, view),
+            self._first_s,
+            *self._rule,
         )
         return Assignment(lanes, order)

@@ -192,7 +192,6 @@ def stamp(
         nb.int64,
         nb.int64,
         nb.int64,
-        nb.int64,
     )
 )
 def score_next_uses(
@@ -201,21 +200,19 @@ def score_next_uses(
     uses: np.ndarray,
     layer: int,
     layers: int,
-    width: int,
     never: int,
 ) -> None:
     """Score each expert by minus the time, ``step * layers + layer``, of its next use;
     never is minus infinity.
 
-    `experts` int32 [A] of one layer of `width` experts; `uses` int64 [A] their next
-    steps, `never` or later for none.
+    `score` float64 [E] of one layer; `experts` int32 [A] of it; `uses` int64 [A] their
+    next steps, `never` or later for none.
     """
     for i in range(len(experts)):
-        key = layer * width + experts[i]
         if uses[i] >= never:
-            score[key] = -np.inf
+            score[experts[i]] = -np.inf
         else:
-            score[key] = -float(uses[i] * layers + layer)
+            score[experts[i]] = -float(uses[i] * layers + layer)
 
 
 @compiled(

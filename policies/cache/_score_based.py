@@ -37,7 +37,8 @@ class ScoreBasedCache(CachePolicy):
 
     def keys_of(self, layer: int) -> slice:
         """Where the scores of a layer's experts stand."""
-        return slice(layer * self.experts, (layer + 1) * self.experts)
+        first = layer * self.experts
+        return slice(first, first + self.experts)
 
     def victims(
         self,

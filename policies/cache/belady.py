@@ -86,11 +86,10 @@ class Belady(ScoreBasedCache):
     ) -> None:
         """Score `experts`, int32 [A], by their next uses after `step`."""
         score_next_uses(
-            score=self.score,
-            experts=experts,
-            uses=self._future.next_uses(step, layer, experts),
-            layer=layer,
-            layers=self._layers,
-            width=self.experts,
-            never=self._future.never,
+            self.score[self.keys_of(layer)],
+            experts,
+            self._future.next_uses(step, layer, experts),
+            layer,
+            self._layers,
+            self._future.never,
         )

@@ -27,7 +27,7 @@ class LIFO(ScoreBasedCache):
 
     def admitted(self, keys: np.ndarray) -> None:
         """Number what enters, downwards."""
-        number = self._entries + np.arange(len(keys))
+        number = self._entries + np.arange(len(keys), dtype=np.float64)
         # Negated: the base evicts the lowest score.
         self.score[keys] = -number
         self._entries += len(keys)
