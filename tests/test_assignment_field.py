@@ -306,11 +306,11 @@ def layers_on_gpu(policy, slots, *, gpus=1, layers=6, experts=4, split_experts=F
     )
     rows = gpus if split_experts else 1
     times = [[1, 1]] * rows
-    asked = (
+    layer_steps = (
         work(layer=layer, cpu_s=[1, 1], gpu_s=times, arrive_s=times)
         for layer in range(layers)
     )
-    return [bool(policy.assign(now, Machine()).lanes.all()) for now in asked]
+    return [bool(policy.assign(now, Machine()).lanes.all()) for now in layer_steps]
 
 
 def test_section_6_1_as_many_whole_layers_as_fit():

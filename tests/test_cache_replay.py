@@ -84,11 +84,11 @@ def test_blocks_do_not_change_the_counts(monkeypatch):
     model = shape(LAYERS, EXPERTS)
     size = CacheSize.of(model.expert_bytes, EXPERTS, slots_per_layer=3)
     future = RecordedFuture(forward)
-    whole = []
+    at_once = []
     parts = []
     for spec in ("lru", "belady"):
         monkeypatch.setattr(layer_steps_module, "BLOCK_ACCESSES", 1 << 19)
-        whole.append(
+        at_once.append(
             cache_replay.replay_compiled(
                 spec, model, size, of_steps(forward), future=future
             ).hits
@@ -99,7 +99,7 @@ def test_blocks_do_not_change_the_counts(monkeypatch):
                 spec, model, size, of_steps(forward), future=future
             ).hits
         )
-    assert whole == parts
+    assert at_once == parts
 
 
 @pytest.mark.parametrize(

@@ -108,14 +108,14 @@ def test_assignment_places_every_active_expert_once_on_a_legal_lane(name, data, 
 def test_prefetch_names_distinct_absent_experts_of_coming_layers(name, data, now):
     gpus = len(now.gpu_s)
     view = data.draw(views(gpus))
-    wanted = list(started("prefetch", name, gpus).prefetch(now, view))
-    assert len(set(wanted)) == len(wanted)
-    for key in wanted:
+    keys = list(started("prefetch", name, gpus).prefetch(now, view))
+    assert len(set(keys)) == len(keys)
+    for key in keys:
         assert now.layer < key.layer < LAYERS
         assert 0 <= key.expert < EXPERTS
     if now.layer == LAYERS - 1:
-        assert wanted == []
-    assert wanted == list(started("prefetch", name, gpus).prefetch(now, view))
+        assert keys == []
+    assert keys == list(started("prefetch", name, gpus).prefetch(now, view))
 
 
 @pytest.mark.parametrize("name", names("prefetch"))

@@ -153,8 +153,8 @@ def _gather(
         value = np.where(eligible[rows], preference[rows], -1.0)
         best = value.argmax(axis=1)
         replaced = experts[rows, column]
-        more = requests[best] > requests[replaced]
-        better = eligible[rows, best] & more
+        asked_more = requests[best] > requests[replaced]
+        better = eligible[rows, best] & asked_more
         rows = rows[better]
         best = best[better]
         experts[rows, column] = best
