@@ -34,6 +34,5 @@ class NoAdmissionCache(CachePolicy):
         candidates: np.ndarray,
     ) -> np.ndarray:
         """Decline all."""
-        # Prefetches and swaps come here without having been asked for in `admits`.
         del candidates
         return np.full(len(incoming), -1, np.int64)
