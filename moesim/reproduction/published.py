@@ -25,6 +25,7 @@ from moesim.traces.errors import TraceError
 from moesim.traces.format.reader import open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
+from moesim.traces.shipped import resolve_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,6 @@ DEFAULT_STEPS = 300
 shared traces have no more.
 """
 
-SHIPPED = "tiny_evaluation.parquet"
 FOREIGN = {
     "olmoe_1b_7b_decode299": ("olmoe-1b-7b", "bf16"),
     "qwen3_30b_a3b_top6": ("qwen3-30b-a3b", "q4_k_m"),
@@ -161,7 +161,7 @@ def traces_at_hand() -> list[Path]:
     """The shipped trace, and other people's traces where a checkout has them in
     ``../shared/traces``.
     """
-    shipped = Path(str(resources.files("moesim.traces") / "data" / SHIPPED))
+    shipped = resolve_trace("tiny")
     shared = Path(__file__).resolve().parents[3] / "shared" / "traces"
     return [
         shipped,
