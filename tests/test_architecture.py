@@ -1,6 +1,6 @@
 """The import diagram of the architecture, held by parsing every module.
 
-`docs/architecture.md` shows the same diagram to readers. A line that would break it
+`docs/explanation/architecture.md` shows the same diagram to readers. A line that would break it
 fails here, with file and line.
 """
 
