@@ -20,6 +20,7 @@ import shlex
 import sys
 import tomllib
 from dataclasses import dataclass
+from textwrap import dedent
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -35,13 +36,13 @@ REASONS = {
     "needs a network",
     "needs a model",
     "needs your trace",
-    "needs a terminal",
+    "needs an interruption",
     "takes minutes",
 }
 LANGUAGES = {"console", "sh", "python", "toml", "text", "diff"}
 _BLOCK = re.compile(
-    r"(?:^<!-- not run: (?P<mark>.*?) -->\n)?"
-    r"^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    r"(?:^ *<!-- not run: (?P<mark>[^\n]*?) -->\n)?"
+    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$",
     flags=re.MULTILINE | re.DOTALL,
 )
 
@@ -58,7 +59,7 @@ class Example:
 def examples(page: str) -> list[Example]:
     """Every fenced block of a page, in order."""
     return [
-        Example(match["language"], match["text"], match["mark"])
+        Example(match["language"], dedent(match["text"]), match["mark"])
         for match in _BLOCK.finditer(page)
     ]
 

@@ -17,7 +17,7 @@ from moesim.policies.cache.lru import LRU
 from moesim.policies.registry import describe, find, names, register, resolve, settings
 
 ROOT = Path(__file__).parents[1]
-DOC = ROOT / "docs" / "add-a-policy.md"
+DOC = ROOT / "docs" / "how-to" / "add-a-policy.md"
 
 
 @pytest.fixture(autouse=True)
