@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import write_trace
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
 from moesim.traces.format.reader import open_trace
@@ -83,6 +83,7 @@ def test_all_leading_columns_are_repeated(monkeypatch):
 CELLS = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=12)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(
     st.integers(1, 14).flatmap(
         lambda width: st.lists(

@@ -38,7 +38,8 @@ def write_comparison(table: pd.DataFrame, runs: Mapping[str, Run], path: Path) -
     Returns:
         The same path.
     """
-    answer, *notes = ranking_lines(table, runs)
+    # The first line names the winner, the others qualify it.
+    lines = ranking_lines(table, runs)
     causal = table[~table["oracle"].astype(bool)]
     # If every policy sees the future, the fastest of them is shown nevertheless.
     best = str((causal if len(causal) else table)["policy"].iloc[0])
@@ -47,8 +48,8 @@ def write_comparison(table: pd.DataFrame, runs: Mapping[str, Run], path: Path) -
         "comparison.html",
         title=TITLE,
         setting=shared_setting(runs).split("\n"),
-        answer=answer,
-        notes=notes,
+        answer=lines[0],
+        notes=lines[1:],
         comparison=PageTable(*comparison_rows(table)),
         bars=page_figure(
             comparison_figure(table, runs),
@@ -65,6 +66,7 @@ def closing(runs: Mapping[str, Run]) -> dict[str, Any]:
     """What every comparison ends with: each warning once, and the settings of all runs
     by name.
     """
+    # Most warnings are about the trace or the machine, and so the same for all runs.
     warnings = dict.fromkeys(
         warning for run in runs.values() for warning in run.warnings
     )
@@ -74,6 +76,7 @@ def closing(runs: Mapping[str, Run]) -> dict[str, Any]:
 
 def _figures_of(run: Run) -> dict[str, Any]:
     """Placement and one step of a run; None for a run without any step."""
+    # The template leaves out the sections of figures that are None.
     if not run.metrics["steps"]:
         return {"placement": None, "step": None}
     return {
@@ -88,6 +91,7 @@ def _figures_of(run: Run) -> dict[str, Any]:
 
 
 def _lane_table(table: pd.DataFrame, runs: Mapping[str, Run]) -> PageTable:
+    # All runs are on one machine, so any of them names the lanes.
     lanes = next(iter(runs.values())).timeline.lanes
     rows = []
     for policy in table["policy"]:

@@ -114,8 +114,10 @@ def comparison_figure(table: pd.DataFrame, runs: Mapping[str, Run]) -> Figure:
         axis.tick_params(left=False, bottom=False, labelbottom=False)
 
     axes[0].set_yticks(range(len(table)), table["policy"])
+    # From top to bottom in the order of the table, fastest first.
     axes[0].invert_yaxis()
     setting = shared_setting(runs).replace("\n", "; ")
+    # A figure travels without its table, so it says what was compared.
     figure.suptitle(setting, fontsize=9, x=0.01, ha="left")
     return figure
 
@@ -131,9 +133,11 @@ def placement_figure(run: Run) -> Figure:
     layers = placement["layer"].max() + 1 if len(placement) else 0
     experts = placement["expert"].max() + 1 if len(placement) else 0
     uses = np.zeros((layers, experts))
+    # What stays NaN is drawn white.
     on_gpu = np.full((layers, experts), np.nan)
     uses[placement["layer"], placement["expert"]] = placement["uses"]
     on_gpu[placement["layer"], placement["expert"]] = placement["on_gpu"]
+    # By id the map would be noise: busy experts are spread over all ids.
     busiest_first = np.argsort(-uses, axis=1, kind="stable")
 
     figure = new_figure(9, 3.8)
@@ -175,6 +179,7 @@ def step_figure(run: Run, step: int | None = None, layers: int = 4) -> Figure:
     end_s = float(rows["end_s"].iloc[0])
 
     spans = run.timeline.frame()
+    # Layer -1 is what follows the last layer, the output head.
     in_layers = (spans["layer"] >= 0) & (spans["layer"] < layers)
     spans = spans[(spans["step"] == step) & in_layers]
     lanes = [lane for lane in run.timeline.lanes if (spans["lane"] == lane).any()]
@@ -223,6 +228,7 @@ def _draw_kind(
             bars,
             (row - 0.4, 0.8),
             color=KINDS[kind],
+            # Operations follow each other without a gap; an edge keeps them apart.
             edgecolor="white",
             lw=0.3,
             label=label,

@@ -26,17 +26,18 @@ if TYPE_CHECKING:
 
 def write_sweep(sweep: Sweep, path: Path) -> Path:
     """Write the page of a sweep, and return its path."""
-    answer, *notes = answer_lines(sweep)
-    _, meaning = time_column(sweep.table)
+    # The first line names the winners, the others qualify them.
+    lines = answer_lines(sweep)
+    meaning = time_column(sweep.table)[1]
     return write_page(
         path,
         "sweep.html",
         title=TITLE,
         setting=sweep_setting(sweep),
-        answer=answer,
+        answer=lines[0],
         winners=PageTable(*winner_rows(sweep)),
-        notes=notes,
-        lines=page_figure(
+        notes=lines[1:],
+        curves=page_figure(
             sweep_figure(sweep), "Time of each policy over memory, a panel per machine"
         ),
         meaning=meaning,

@@ -72,7 +72,7 @@ def answer_lines(sweep: Sweep) -> list[str]:
         f"{policy} in {count} of {sweep.cells}" for policy, count in wins.items()
     )
     answer = (
-        f"fastest over the whole trace: {winners or 'nobody that sees the past only'}"
+        f"fastest over the whole trace: {winners or 'none that sees the past only'}"
     )
     return [answer, *caveat_lines(sweep.by_policy())]
 
@@ -92,6 +92,7 @@ def winner_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
         "ahead by",
         "of",
     ]
+    # Policies that see the future are bounds, and win nothing.
     causal = sweep.table[~sweep.table["oracle"]]
     rows = []
     for _, cell in causal.groupby(CELL, sort=False):
@@ -122,6 +123,7 @@ def time_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     policy there.
     """
     column, meaning = time_column(sweep.table)
+    # One order of policies for all cells, whoever is fastest in each.
     policies = list(sweep.by_policy())
     rows = []
     for (machine, memory), cell in sweep.table.groupby(CELL, sort=False):

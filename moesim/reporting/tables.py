@@ -168,8 +168,11 @@ def _narrow_widths(rows: Sequence[Sequence[str]], natural: list[int]) -> list[in
     """Widths at which only heads wrap, between their words."""
     widths = []
     for column, cells in enumerate(zip(*rows, strict=True)):
-        words = cells[0].split() or [""]
-        needed = max(*map(cell_len, words), *map(cell_len, cells[1:]), 1)
+        head_parts = cells[0].split() or [""]
+        longest_part = max(map(cell_len, head_parts))
+        # A column without a visible character would be dropped by rich.
+        longest_cell = max([1, *map(cell_len, cells[1:])])
+        needed = max(longest_part, longest_cell)
         widths.append(min(natural[column], needed))
     return widths
 

@@ -99,6 +99,7 @@ def _lane_rows(run: Run) -> list[list[str]]:
     shares = busy_shares(run)
     rows = [["lane", "busy", "of the run", "stalled", "moved", "bandwidth"]]
     for lane, busy_s in metrics["busy_s"].items():
+        # Only links move bytes, and only compute lanes wait for copies.
         moved = metrics["bytes"].get(lane)
         can_stall = lane in metrics["stall_s"]
         rows.append(
@@ -151,6 +152,7 @@ def comparison_rows(table: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         ),
         "run": lambda row: ms(row["makespan_s"]),
     }
+    # Few comparisons use an SSD, and the table is wide as it is.
     if not table["ssd_bytes"].sum():
         del columns["from SSD"]
     rows = [
@@ -222,6 +224,7 @@ def busiest(run: Run) -> tuple[str, float | None]:
     More speed helps there first.
     """
     shares = busy_shares(run)
+    # Shares are None in a run without any work; then the first lane is named.
     lane = max(shares, key=lambda name: shares[name] or 0.0)
     return lane, shares[lane]
 
@@ -281,6 +284,7 @@ def shared_setting(runs: Mapping[str, Run]) -> str:
         f"{config['model']} on {config['hw']} ({config['hw_kind']} profile),"
         f" batch {config['batch']}"
     )
+    # Systems may divide the same memory differently between cache and staging.
     sizes = {_cache_size(run.config) for run in runs.values()}
     several = "as each system has it, within the same memory"
     return f"{setting}\ncache: {sizes.pop() if len(sizes) == 1 else several}"
@@ -297,6 +301,7 @@ def _policy_parts(config: Mapping[str, Any]) -> str:
 def _cache_size(config: Mapping[str, Any]) -> str:
     """Slots of the GPU cache and their bytes; host memory where that is limited."""
     slots = config["cache_slots"]
+    # One pool for all layers has one entry, else there is one for each layer.
     if config["cache_scope"] == "global":
         held = f"{slots[0]:,} experts of any layer"
     elif max(slots) > min(slots):
@@ -307,6 +312,7 @@ def _cache_size(config: Mapping[str, Any]) -> str:
         f"{held}, {percent(config['cache_ratio'])} of all"
         f" ({format_bytes(config['cache_bytes'])})"
     )
+    # None: host memory holds every expert, which needs no mention.
     if config["host_bytes"] is None:
         return size
     host = format_bytes(config["host_bytes"])

@@ -56,6 +56,7 @@ def verdict_text(judgement: dict[str, Any]) -> list[str]:
 def write_html(trace: Trace, summary: Survey, path: Path) -> Path:
     """Write the page of a trace, and return its path."""
     judgement = summary.figures["verdict"]
+    # A trace without generated tokens has no curve, and so no sizes.
     sizes = PageTable(_SIZE_HEADS, _size_rows(judgement))
     return write_page(
         path,
@@ -66,6 +67,7 @@ def write_html(trace: Trace, summary: Survey, path: Path) -> Path:
         reasons=judgement["why"],
         sizes=sizes if sizes.rows else None,
         panels=_drawn_panels(summary),
+        # Names of models, files and people stay as they are written.
         provenance=json.dumps(trace.header.provenance, ensure_ascii=False, indent=1),
     )
 

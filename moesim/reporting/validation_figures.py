@@ -21,7 +21,8 @@ BAND = 0.05
 
 def parity(result: dict[str, Any]) -> Figure:
     """Predicted against measured TPOT, one point per cell, by policy."""
-    figure, axes = _figure(5.6, 5.0)
+    figure = new_figure(5.6, 5.0)
+    axes = _axes(figure)
     for policy in _policies(result):
         cells = [cell for cell in result["cells"] if cell["policy"] == policy]
         axes.plot(
@@ -51,7 +52,8 @@ def parity(result: dict[str, Any]) -> Figure:
 
 def cell_errors(result: dict[str, Any]) -> Figure:
     """Error of each cell, sorted, with its noise floor beside it."""
-    figure, axes = _figure(7.2, 3.2)
+    figure = new_figure(7.2, 3.2)
+    axes = _axes(figure)
     # A cell without decode steps has no error; it stands at zero.
     cells = sorted(result["cells"], key=lambda cell: cell["tpot_error"] or 0.0)
     positions = np.arange(len(cells))
@@ -80,7 +82,8 @@ def cell_errors(result: dict[str, Any]) -> Figure:
 
 def token_errors(result: dict[str, Any]) -> Figure:
     """Distribution of the errors of single tokens, by policy."""
-    figure, axes = _figure(7.2, 3.2)
+    figure = new_figure(7.2, 3.2)
+    axes = _axes(figure)
     policies = _policies(result)
     samples = []
     for policy in policies:
@@ -88,6 +91,7 @@ def token_errors(result: dict[str, Any]) -> Figure:
             cell["step_errors"] for cell in result["cells"] if cell["policy"] == policy
         ]
         samples.append(100 * np.concatenate(of_policy))
+    # With thousands of tokens, outliers would hide the boxes.
     axes.boxplot(samples, whis=(5, 95), showfliers=False)
     # Boxes are counted from one.
     positions = range(1, len(policies) + 1)
@@ -101,7 +105,8 @@ def term_errors(result: dict[str, Any]) -> Figure:
     """Which term of the model differs, by policy: predicted minus measured, share of
     the makespan.
     """
-    figure, axes = _figure(7.2, 3.2)
+    figure = new_figure(7.2, 3.2)
+    axes = _axes(figure)
     policies = _policies(result)
     terms = result["terms"]
     # The bars of one policy fill four fifths of its place.
@@ -145,8 +150,7 @@ def _policies(result: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(cell["policy"] for cell in result["cells"]))
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = new_figure(width, height)
+def _axes(figure: Figure) -> Axes:
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return axes

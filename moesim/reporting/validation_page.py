@@ -49,6 +49,7 @@ def load(path: str | Path) -> dict[str, Any]:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ProfileError(f"{path}: {expected}, found {error}") from None
+    # Any JSON can be loaded; these keys tell a report from other files.
     keys = {"cells", "config", "warnings"}
     if not isinstance(result, dict) or not keys <= result.keys():
         raise ProfileError(f"{path}: {expected}, found other JSON")
@@ -59,6 +60,7 @@ def save(result: dict[str, Any], folder: str | Path) -> list[Path]:
     """Write ``validation.json``, ``validation.md`` and ``validation.html``; return
     their paths.
     """
+    # Figures of other kinds can be drawn later, from the JSON file.
     texts = {
         "json": json.dumps(result, indent=1),
         "md": markdown(result),

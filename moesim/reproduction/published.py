@@ -134,6 +134,7 @@ def published(experiment: Experiment) -> dict[str, dict[str, float | str]]:
         if row is None:
             continue
         column = experiment.column(record.setting)
+        # Two sources may have measured the same model.
         if len(sources) > 1:
             column = f"{record.source}: {column}"
         columns.setdefault(column, {})[row] = record.value
@@ -148,6 +149,7 @@ def find(name: str) -> Experiment:
     """
     if name in EXPERIMENTS:
         return EXPERIMENTS[name]
+    # Names are long, and one letter is easily wrong.
     close = difflib.get_close_matches(name, EXPERIMENTS, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise PolicyError(
@@ -215,6 +217,7 @@ def _opened(path: Path) -> Iterator[Trace]:
     """Open a trace; a foreign one that is known is imported first, and forgotten
     afterwards.
     """
+    # A foreign file does not tell the sizes of its model; its name stands for them.
     known = FOREIGN.get(path.stem)
     if known is None or not path.is_file() or _is_ours(path):
         yield open_trace(path)

@@ -73,6 +73,7 @@ def dali_greedy_loss(excerpt: Excerpt) -> Figures:
     best_quality = 0.0
     # A trace of one sequence is judged at batch 1, in a row of its own.
     for batch in batches or [1]:
+        # Both costs are for one and the same state of the machine.
         grades = Grades()
         _bench(excerpt, batch, DECODED).replay_s({}, grades)
         if not grades.least_s:
@@ -80,6 +81,7 @@ def dali_greedy_loss(excerpt: Excerpt) -> Figures:
             continue
         lost_s = grades.chosen_s - grades.least_s
         figures[_loss_label(batch)] = percent(lost_s, grades.chosen_s)
+        # Grades are ratios to the optimum: 1.25 means that a fifth is lost.
         largest = 100 * (1 - 1 / max(grades.modelled))
         figures[f"largest loss of one layer step at batch {batch}, %"] = largest
         best_quality = max(best_quality, percent(grades.least_s, grades.chosen_s))
@@ -114,13 +116,14 @@ class Stopwatch(AssignmentPolicy):
     policies: dict[str, AssignmentPolicy]
     seldom: frozenset[str]
     seconds: dict[str, list[float]]
+    # Every decision counts, also those that the slow solvers are not asked for.
     layer_steps: int = 0
 
     def assign(self, work: LayerWork, view: MachineView) -> Assignment:
         """Time all, answer with the first."""
         answers = []
         for name, policy in self.policies.items():
-            # An ILP at every layer step would take hours.
+            # Slow solvers are asked seldom, or they would take most of the time.
             if name in self.seldom and self.layer_steps % SLOW_EVERY:
                 continue
             begin_s = time.perf_counter()

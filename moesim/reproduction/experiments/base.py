@@ -76,6 +76,7 @@ class Excerpt:
         Where none fits, the whole trace is one batch, if that is two sequences at
         least.
         """
+        # A trace is recorded per sequence; batches are composed when it is replayed.
         available = self.sequences()
         published = list(sizes)
         fitting = [size for size in published if size <= available]
@@ -121,6 +122,7 @@ class Experiment:
     caveats: tuple[str, ...]
     row: Callable[[str, Setting], str | None]
     run: Callable[[Excerpt], Figures]
+    # Most sources state a model with every figure.
     column: Callable[[Setting], str] = lambda setting: str(
         setting.get("model", "as stated")
     )

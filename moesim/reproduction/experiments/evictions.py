@@ -121,6 +121,7 @@ def flashmoe_hit_rate(excerpt: Excerpt) -> Figures:
     the published rate.
     """
     slots = _slots_for(excerpt, LRU_HIT_RATE)
+    # Both at one size: the published rate of Belady belongs to that of LRU.
     size = cache_size(excerpt, slots=slots)
     lru = cache_counts(excerpt, "lru", size)
     belady = cache_counts(excerpt, BELADY, size)
@@ -140,6 +141,7 @@ def flashmoe_refetch(excerpt: Excerpt) -> Figures:
     lets go.
     """
     size = cache_size(excerpt, slots=_slots_for(excerpt, LRU_HIT_RATE))
+    # LFU names its victims in LRU's cache, so that both choose among the same experts.
     lru = Watched(
         cast("CachePolicy", resolve("lru", "cache")),
         cast("CachePolicy", resolve("lfu", "cache")),
@@ -173,6 +175,7 @@ def _refetched(watched: Watched, future: RecordedFuture, experts: int) -> float 
     regretted = 0
     for step, key in watched.evictions:
         use = _next_use(future, step, key, experts)
+        # A victim that is never used again was a good choice.
         if use < future.never and use - step <= SOON:
             regretted += 1
     return percent(regretted, len(watched.evictions))
@@ -197,6 +200,7 @@ def _better_victims(
 def _eviction_delays(watched: Watched, belady: Watched) -> list[int]:
     """By how many steps stays outlive Belady's first eviction of the same expert."""
     delays = []
+    # Only stays that Belady would have ended earlier: the others are no delay.
     for key, stays in watched.stays.items():
         belady_leaves = [left for _, left in belady.stays.get(key, ())]
         for entered, left in stays:

@@ -31,6 +31,7 @@ def hybrimoe_hit_rate(excerpt: Excerpt) -> Figures:
         for label, spec in CACHES.items():
             needs = resolve(spec, "cache").needs
             row = f"{label}, {ratio} % cached"
+            # MRS ranks by gate scores, which few engines write.
             if not excerpt.has(*needs):
                 figures[row] = excerpt.lacking(*needs)
                 continue
@@ -45,6 +46,7 @@ def _system_hit_rate(excerpt: Excerpt) -> float | str:
     """HybriMoE as composed, on a machine, since prefetches need time to land."""
     if not excerpt.has(*SYSTEM_COLUMNS):
         return excerpt.lacking(*SYSTEM_COLUMNS)
+    # The size is not published; a quarter is that of the other figures.
     run = api.replay(
         excerpt.trace,
         "hybrimoe",

@@ -45,6 +45,7 @@ def flashmoe_gain(excerpt: Excerpt) -> Figures:
             " nothing to choose",
         )
     try:
+        # Judged on later forward passes only, which the network has not seen.
         training, held_out = learned.split(excerpt.trace, steps=excerpt.most_steps)
         network = train(training, excerpt.shape, seed=excerpt.seed).network
     except TraceError as error:
@@ -56,6 +57,7 @@ def flashmoe_gain(excerpt: Excerpt) -> Figures:
         slots,
         {learned.LEARNED: network._asdict()},
     )
+    # No accesses at all count as no hits, and give no gain below.
     rates = {row.policy: row.hit_rate or 0.0 for row in judged}
     return _figures(rates)
 

@@ -63,6 +63,7 @@ def accuracy(
     experts = excerpt.shape.experts
     column = _COLUMN.get(method)
     columns = () if column is None else (column,)
+    # Counting first costs a second reading, and holds one step at a time.
     half = sum(1 for _ in excerpt.decode(batch=batch)) // 2
     table = Transitions(excerpt.shape.layers, experts)
     matches = dict.fromkeys(counts, 0)
@@ -72,6 +73,7 @@ def accuracy(
             if number < half:
                 table.observe(layer.layer, layer.routing, following.routing)
                 continue
+            # EdgeMoE has no gate to ask: its table says which experts follow which.
             if column is None:
                 predicted = layer.tokens @ table.rows(layer.layer, layer.experts)
             else:
@@ -100,6 +102,7 @@ def dali_prefetch_workload(excerpt: Excerpt) -> Figures:
     batches, lacks = excerpt.batches(BATCHES)
     figures: Figures = {}
     for method in (EDGEMOE, NEXT_GATE):
+        # Published batches that the trace has no sequences for keep their rows.
         for size, reason in lacks.items():
             figures |= dict.fromkeys(_workload_rows(method, size), reason)
         columns = (_COLUMN[method],) if method in _COLUMN else ()
@@ -133,6 +136,7 @@ def dali_prefetch_residual(excerpt: Excerpt) -> Figures:
     """Top-4 accuracy of the next gate on raw and on corrected input, and their
     per-token overlap with the truth.
     """
+    # The batch behind the table is not published.
     batch = excerpt.batch_near(8)
     figures: Figures = {}
     for method, column in _COLUMN.items():
@@ -164,7 +168,7 @@ def next_layer(excerpt: Excerpt, column: str) -> tuple[float, float, float]:
             true = following.routing.astype(np.int64)
             top_k = true.shape[1]
             ranked = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
-            # [T, K predicted, K true]
+            # [T, K predicted, K true]: which predicted expert is which true one.
             equal = ranked[:, :, None] == true[:, None, :]
             shared += int(equal.any(axis=2).sum())
             best += int(equal[:, 0, 0].sum())

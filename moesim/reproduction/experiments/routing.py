@@ -25,11 +25,13 @@ def daop_similarity(excerpt: Excerpt) -> Figures:
     experts = excerpt.shape.experts
     cosines: list[float] = []
     for rows in excerpt.trace.sequences():
+        # Counts, not shares: the cosine does not depend on their scale.
         counts = np.zeros((len(Phase), layers, experts))
         for phase in Phase:
             in_phase = rows.phase == phase
             chosen = rows.experts[in_phase].astype(np.int64)
             layer = np.broadcast_to(rows.layer[in_phase][:, None], chosen.shape)
+            # Ids repeat within a phase, so plain indexing would count them once.
             np.add.at(counts[phase], (layer, chosen), 1.0)
         norms = np.linalg.norm(counts, axis=2)
         # A layer without tokens in one phase has no direction to compare.

@@ -37,6 +37,7 @@ class _Step:
 
 
 _ROUTER = "expert-cache-router:alpha=0.3"
+# Each step adds one part to the one before, in the order of the published ablation.
 _STEPS = (
     _Step(BARE, "on-demand", "lru", "none", "as-recorded"),
     _Step("+CE", "on-demand", "score-window", "none", "as-recorded"),
@@ -57,6 +58,7 @@ def smoe_hit_rate(excerpt: Excerpt) -> Figures:
     ]
     if not excerpt.has(*COLUMNS):
         return dict.fromkeys(rows, excerpt.lacking(*COLUMNS))
+    # Prefetches and the balancer depend on time, so a machine takes part.
     rates = {step.label: _hit_rate(excerpt, step) for step in _STEPS}
     # The last step of the ablation is the whole system.
     whole_rate = rates[_STEPS[-1].label]
@@ -97,6 +99,7 @@ def _change(before: float, after: float) -> float | str:
 def _row(metric: str, setting: Setting) -> str:
     if metric == "ablation_cache_ratio_delta":
         return f"{setting['step']}, change"
+    # The abstract states the rate itself, section 6 the improvement.
     if metric == "expert_cache_hit_rate_min":
         return f"{WHOLE}, resident of selected"
     return GAIN

@@ -64,14 +64,16 @@ def _best_late_step(excerpt: Excerpt) -> float | str:
 
     DALI's figure 18d ends with it.
     """
+    # Figure 18d has batch 4; another batch would not be the same experiment.
     batches, lacks = excerpt.batches([4])
     if not batches:
         return lacks[4]
     run = _replay(excerpt, window=8, swaps=1, batch=batches[0])
     accesses = run.timeline.access_frame()
     is_late = accesses["step"] >= LAST_QUARTER * run.metrics["steps"]
-    late = accesses[is_late & (accesses["lane"] != "cpu")]
-    rates = (late["state"] == "hit").groupby(late["step"]).mean()
+    # The paper counts hits of experts that the GPU computes.
+    on_gpu = accesses[is_late & (accesses["lane"] != "cpu")]
+    rates = (on_gpu["state"] == "hit").groupby(on_gpu["step"]).mean()
     if rates.empty:
         return "lacks experts on the GPU in the last quarter of the steps"
     return 100.0 * float(rates.max())
