@@ -191,7 +191,7 @@ def parse_numbers(
             if not any(fnmatchcase(here, pattern) for pattern in NUMBERS):
                 raise ProfileError(
                     f"{where}: {here}: unknown number{suggestion(here, NUMBERS)}; see"
-                    " docs/hardware.md"
+                    " docs/reference/hardware.md"
                 )
             yield here, _quantity(entry, here, where)
         elif "seconds" in entry:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
         placement_figure,
         step_figure,
     )
-    from moesim.reporting.sweep_page import sweep_figure, sweep_text
+    from moesim.reporting.sweep_figure import sweep_figure
+    from moesim.reporting.sweep_text import sweep_text
     from moesim.reporting.text import comparison_text, run_text
     from moesim.runs.memory import MemoryOptions
     from moesim.runs.replay import replay, replay_cache
@@ -79,7 +80,8 @@ _HOMES = {
         "step_figure",
     ),
     "moesim.reporting.text": ("comparison_text", "run_text"),
-    "moesim.reporting.sweep_page": ("sweep_figure", "sweep_text"),
+    "moesim.reporting.sweep_figure": ("sweep_figure",),
+    "moesim.reporting.sweep_text": ("sweep_text",),
     "moesim.hwprofiles.profile": (
         "HardwareProfile",
         "list_profiles",

@@ -1,6 +1,6 @@
 """The import diagram of the architecture, held by parsing every module.
 
-`docs/architecture.md` shows the same diagram to readers. A line that would break it
+`docs/explanation/architecture.md` shows the same diagram to readers. A line that would break it
 fails here, with file and line.
 """
 
@@ -45,6 +45,7 @@ ONLY_IN = {
     "highspy": {"policies"},
     "matplotlib": {"moesim"},
     "rich": {"moesim"},
+    "jinja2": {"moesim"},
     "typer": {"moesim"},
 }
 """Libraries with one home."""
@@ -267,7 +268,7 @@ def test_import_moesim_is_light(tmp_path):
 
 
 def test_a_replay_never_imports_torch(tmp_path):
-    """Nor pandas or matplotlib, which cost half a second each."""
+    """Nor pandas or matplotlib, which cost half a second each, nor what pages need."""
     trace = write_small_trace(tmp_path / "small.parquet")
     code = (
         "import sys, moesim; assert moesim.replay(sys.argv[1],"
@@ -275,4 +276,6 @@ def test_a_replay_never_imports_torch(tmp_path):
     )
     loaded = modules_loaded_by(code, trace, cwd=tmp_path)
     assert "simpy" in loaded
-    assert loaded.isdisjoint({"torch", "transformers", "matplotlib", "pandas"})
+    assert loaded.isdisjoint(
+        {"torch", "transformers", "matplotlib", "pandas", "jinja2", "rich"}
+    )

@@ -1,13 +1,8 @@
-"""docs/import.md is executed: its five commands, and what they print; and the commands
-around them.
-"""
+"""The commands around an import. Those of docs/how-to/import.md run in test_docs.py."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
-from pathlib import Path
 
 import foreign_files as files
 import pytest
@@ -18,7 +13,6 @@ from moesim import cli
 from moesim.cli import trace as cli_trace
 from moesim.cli.trace_more import add_commands, import_options
 
-PAGE = Path(__file__).parents[1] / "docs" / "import.md"
 add_commands(cli_trace.app)
 
 
@@ -26,23 +20,6 @@ def run(*arguments, code=0):
     result = CliRunner().invoke(cli.app, list(map(str, arguments)))
     assert result.exit_code == code, (arguments, result.output, result.exception)
     return result
-
-
-def test_the_page_in_five_commands(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    files.llama_cpp(tmp_path / "moe_trace.csv", files.routing(((4, 36),)))
-    blocks = [
-        block.splitlines()
-        for block in re.findall(r"```console\n\$ (.*?)```", PAGE.read_text(), re.DOTALL)
-    ]
-    assert len(blocks) == 5
-    for command, *expected in blocks:
-        program, *arguments = shlex.split(command)
-        assert program == "moesim"
-        result = run(*arguments)
-        for line in expected:
-            assert line in result.output.splitlines(), command
-    assert "greedy" in run(*shlex.split(blocks[3][0])[1:]).output
 
 
 def test_commands_are_added_once():

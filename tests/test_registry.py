@@ -26,7 +26,7 @@ from moesim.policies.registry import (
 )
 
 ROOT = Path(__file__).parents[1]
-DOC = ROOT / "docs" / "add-a-policy.md"
+DOC = ROOT / "docs" / "how-to" / "add-a-policy.md"
 
 
 @pytest.fixture(autouse=True)

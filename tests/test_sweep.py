@@ -13,7 +13,8 @@ from moesim.policies.base import PolicyError
 from small_trace import write_small_trace
 
 import moesim
-from moesim.reporting.sweep_page import answer_lines, sweep_figure, winner_rows
+from moesim.reporting.sweep_figure import sweep_figure
+from moesim.reporting.sweep_text import answer_lines, winner_rows
 from moesim.runs.parallel import share_out
 from moesim.runs.sweep import CELL
 

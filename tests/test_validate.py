@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from moesim.analysis.sensitivity import break_even, capacity_cliff, sensitivity
 from moesim.analysis.time_breakdown import TERMS, step_seconds, terms, terms_by_step
 from moesim.cli import validate as cli_validate
-from moesim.reporting.validation_page import load, markdown, page, save
+from moesim.reporting.validation_page import load, page, save
+from moesim.reporting.validation_text import markdown, validation_text
 from moesim.runs.memory import MemoryOptions
 from moesim.validation.grid import timing_free, validate, warnings_of
 from moesim.validation.paired_runs import Trial, foreign, simulate, system_of
@@ -362,9 +363,10 @@ def test_the_report_is_whole(grid, tmp_path):
     assert json.loads(json.dumps(grid)) == grid
     text = markdown(grid)
     assert text.count("| greedy+lfu |") == 4
+    assert "greedy+lfu" in validation_text(grid)
     html = page(grid)
-    assert html.count("data:image/png;base64,") == 4
-    assert "http" not in html
+    assert html.count("<figure>") == html.count("<svg") == 4
+    assert "src=" not in html
     assert [path.name for path in save(grid, tmp_path)] == [
         "validation.json",
         "validation.md",

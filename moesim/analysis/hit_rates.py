@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moesim.reporting.figures import new_figure
-from moesim.reporting.text import aligned, percent
+from moesim.reporting.tables import aligned
+from moesim.reporting.units import percent
 from moesim.runs.memory import MemoryOptions
 from moesim.runs.replay import replay_cache
 from moesim.traces.format.reader import Trace, open_trace

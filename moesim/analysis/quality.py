@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import split
 from moesim.policies.systems import System, compose
-from moesim.reporting.text import aligned
+from moesim.reporting.tables import aligned, facts_lines
 from moesim.runs.memory import MemoryOptions
 from moesim.runs.replay import activation_counts, needed_columns, profile_of
 from moesim.runs.setup import Setup
@@ -265,8 +265,7 @@ def quality_text(found: Quality) -> str:
         ),
         ("unmodified", _nats_words(found.rows[0].reference_nats)),
     ]
-    width = max(len(name) for name, _ in facts)
-    head = [f"{name:<{width}}  {words}" for name, words in facts]
+    head = facts_lines(facts)
     table = [
         [
             "routing",
@@ -299,7 +298,7 @@ def quality_text(found: Quality) -> str:
         ]
         for row in found.rows
     ]
-    return "\n".join([*head, "", *aligned(table)])
+    return "\n".join([*head, "", *aligned(table, lead=2)])
 
 
 def quality_figure(found: Quality, path: str | Path) -> Path:

@@ -49,7 +49,7 @@ def gap_text(found: "Gap") -> str:
     """Lay out a gap for a terminal: the times, the shares, the eviction gap, the
     assignment's grades.
     """
-    from moesim.reporting.text import aligned
+    from moesim.reporting.tables import aligned, facts_lines
 
     config = found.config
     facts = [
@@ -78,8 +78,7 @@ def gap_text(found: "Gap") -> str:
             f"{_ms(found.resident_s)}: the bound if the GPUs held every expert",
         ),
     ]
-    width = max(len(name) for name, _ in facts)
-    head = [f"{name:<{width}}  {text}" for name, text in facts]
+    head = facts_lines(facts)
     rows = [["part", "share", "of the gap", "alone", "last", "exchanged for"]]
     rows += [
         [

@@ -36,11 +36,14 @@ def list_(
     if as_json:
         print(json.dumps(found, indent=2))
         return
+    from moesim.reporting.tables import facts_lines
+
     blocks = []
     for name, entries in found.items():
-        width = max(len(entry["name"]) for entry in entries)
-        lines = [f"{entry['name']:<{width}}  {_line(entry)}" for entry in entries]
-        blocks.append("\n".join([f"{name}:", *(f"  {line}" for line in lines)]))
+        lines = facts_lines(
+            ((entry["name"], _line(entry)) for entry in entries), indent=2
+        )
+        blocks.append("\n".join([f"{name}:", *lines]))
     print("\n\n".join(blocks))
 
 

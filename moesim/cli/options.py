@@ -187,7 +187,9 @@ def check_places(
 TraceFile = Annotated[
     Path,
     typer.Argument(
-        metavar="TRACE", help="A moesim trace (Parquet).", show_default=False
+        metavar="TRACE",
+        help="A moesim trace (Parquet), or tiny, which ships.",
+        show_default=False,
     ),
 ]
 Policy = Annotated[

@@ -178,7 +178,9 @@ def compare(
     from moesim.reporting import text as report
     from moesim.reporting.comparison_page import write_comparison
     from moesim.reporting.figures import comparison_figure, save
-    from moesim.reporting.sweep_page import sweep_figure, sweep_text, write_sweep
+    from moesim.reporting.sweep_figure import sweep_figure
+    from moesim.reporting.sweep_page import write_sweep
+    from moesim.reporting.sweep_text import sweep_text
     from moesim.runs import sweep as comparison
     from moesim.traces.format.reader import open_trace
     from moesim.traces.timeline.perfetto import write_perfetto

@@ -12,8 +12,6 @@ from moesim.cli import options
 if TYPE_CHECKING:
     from moesim.reproduction.published import Reproduction
 
-WIDTH = 118
-
 
 def add_commands(app: typer.Typer) -> None:
     """Add `reproduce`."""
@@ -83,11 +81,15 @@ def reproduction_text(found: "Reproduction") -> str:
     """Lay out a reproduction for a terminal: a row per setting, published columns
     before ours, then notes.
     """
-    from moesim.reporting.text import aligned
+    from moesim.reporting.tables import aligned, screen
 
     experiment = found.experiment
     sources = list(dict.fromkeys(source for source, _, _ in experiment.published))
-    head = [f"{experiment.name}: {experiment.summary}", _wrapped(experiment.computes)]
+    width = screen().width
+    head = [
+        _wrapped(f"{experiment.name}: {experiment.summary}", width),
+        _wrapped(experiment.computes, width),
+    ]
     columns = [
         column if len(sources) > 1 else f"{sources[0]}: {column}"
         for column in found.published
@@ -122,7 +124,7 @@ def reproduction_text(found: "Reproduction") -> str:
         [
             "\n".join(head),
             "\n".join(aligned(rows)),
-            "\n".join(_wrapped(line) for line in small),
+            "\n".join(_wrapped(line, width) for line in small),
         ]
     )
 
@@ -140,8 +142,8 @@ def _cell(figure: float | str | None) -> str:
     return figure if isinstance(figure, str) else f"{figure:.4g}"
 
 
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, WIDTH, subsequent_indent="  ")
+def _wrapped(text: str, width: int) -> str:
+    return textwrap.fill(text, width, subsequent_indent="  ")
 
 
 def _entries() -> list[dict[str, str]]:
@@ -154,9 +156,11 @@ def _entries() -> list[dict[str, str]]:
 
 
 def _list_text() -> str:
-    entries = _entries()
-    width = max(len(entry["name"]) for entry in entries)
+    from moesim.reporting.tables import facts_lines
+
     return "\n".join(
-        f"{entry['name']:<{width}}  {entry['summary']}; needs {entry['needs']}"
-        for entry in entries
+        facts_lines(
+            (entry["name"], f"{entry['summary']}; needs {entry['needs']}")
+            for entry in _entries()
+        )
     )

@@ -28,6 +28,7 @@ def info(trace: options.TraceFile, as_json: options.AsJson = False) -> None:
     Example:
       moesim trace info trace.parquet
     """
+    from moesim.reporting.tables import facts_lines
     from moesim.traces.format.reader import open_trace
     from moesim.traces.sizes import format_bytes
     from moesim.traces.stats.statistics import info as found_in
@@ -61,8 +62,7 @@ def info(trace: options.TraceFile, as_json: options.AsJson = False) -> None:
         if name not in facts
     }
     facts = {name: text for name, text in facts.items() if text}
-    width = max(map(len, facts))
-    print("\n".join(f"{name:<{width}}  {text}" for name, text in facts.items()))
+    print("\n".join(facts_lines(facts.items())))
 
 
 @app.command("stats", short_help="Characterise its routing, layer by layer.")
@@ -242,6 +242,6 @@ def _stats_text(found: dict[str, Any]) -> str:
         f" tokens, {found['decode_steps']:,} decode steps at batch {found['batch']};"
         f" overlap by chance: {found['overlap_chance']:.2f}"
     )
-    from moesim.reporting.text import aligned
+    from moesim.reporting.tables import aligned
 
     return "\n".join([head, "", *aligned(rows)])

@@ -186,6 +186,7 @@ def validate(
     """
     options.check_places(folder=out)
     from moesim.reporting import validation_page as report
+    from moesim.reporting.validation_text import validation_text
     from moesim.validation import grid as library
     from moesim.validation.results import joined
 
@@ -211,7 +212,7 @@ def validate(
     if as_json:
         print(json.dumps(result, indent=2))
         return
-    print(report.markdown(result))
+    print(validation_text(result))
     for place in places:
         print(f"wrote {place}")
     for warning in found.warnings:

@@ -167,7 +167,7 @@ class Setup:
         system = self.system
         plan = self.memory
         return {
-            "trace": str(trace.path),
+            "trace": trace.name,
             "trace_digest": trace.digest(),
             "model": shape.name,
             "hw": profile.name,

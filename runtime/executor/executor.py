@@ -93,7 +93,7 @@ class Executor:
             (`MoeLayer.gating`).
         own_cores: give the host accelerator the last core and control the others, for
             machines that are otherwise idle: the scheduler may else wake a lane on the
-            core of whoever woke it (docs/runtime.md).
+            core of whoever woke it (docs/explanation/runtime.md).
 
     Raises:
         RuntimeFault: a memory cannot be had.

@@ -8,7 +8,7 @@ stands in: one core with memory of its own, which computes and does its own copi
 that busy workers never exceed cores.
 
 These are operations in isolation. A run is slower than their sum (see
-`docs/hardware.md`); calibration through the executor measures by how much.
+`docs/reference/hardware.md`); calibration through the executor measures by how much.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,9 +29,11 @@ from moesim.traces.format.schema import (
 )
 from moesim.traces.format.sorting import joined
 from moesim.traces.format.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_width
+from moesim.traces.shipped import SHIPPED, resolve_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
 _DTYPES = {
     "seq": np.int32,
@@ -72,10 +73,18 @@ class SequenceRows:
 class Trace:
     """An opened trace: its header is read and its columns are checked, its rows are not
     read yet.
+
+    Attributes:
+        path: of the file.
+        name: what it was opened by: its path, or the name of a trace that ships.
     """
 
-    def __init__(self, path: Path, file: pq.ParquetFile, header: TraceHeader) -> None:
+    def __init__(
+        self, path: Path, file: pq.ParquetFile, header: TraceHeader, name: str = ""
+    ) -> None:
         self.path = path
+        # Results hold the name, so that they are the same wherever moesim is installed.
+        self.name = name or str(path)
         self.header = header
         self.shape: ModelShape = header.shape
         self.columns: frozenset[str] = frozenset(OPTIONAL_COLUMNS) & frozenset(
@@ -301,7 +310,10 @@ def _parquet(path: Path) -> pq.ParquetFile:
         file = pq.ParquetFile(path, pre_buffer=False)
         _ = file.schema_arrow.names  # damaged names show here
     except FileNotFoundError:
-        way_out = "`moesim record` or `moesim trace import` makes a trace"
+        way_out = (
+            "`moesim record` or `moesim trace import` makes a trace;"
+            f" {' and '.join(SHIPPED)} ship with moesim"
+        )
         raise TraceError(f"{path}: no such file; {way_out}") from None
     except IsADirectoryError:
         raise TraceError(f"{path}: expected a Parquet file, found a folder") from None
@@ -353,11 +365,15 @@ def _check_schema(path: Path, schema: pa.Schema) -> None:
 def open_trace(path: Path | str) -> Trace:
     """Open a trace and check all that can be known without reading rows.
 
+    Args:
+        path: of the file, or the name of a trace that ships (`SHIPPED`).
+
     Raises:
         TraceError: no such file, not Parquet, cut off, foreign, no header, another
             schema version, or empty.
     """
-    path = Path(path)
+    name = str(path)
+    path = resolve_trace(path)
     if path.is_dir():
         raise TraceError(f"{path}: expected a Parquet file, found a folder")
     with _parquet(path) as file:
@@ -373,4 +389,4 @@ def open_trace(path: Path | str) -> Trace:
             raise TraceError(
                 f"{path}: expected at least one row, found an empty trace; {_AGAIN}"
             )
-        return Trace(path, file, header)
+        return Trace(path, file, header, name)

@@ -42,7 +42,7 @@ def info(trace: Trace) -> dict[str, Any]:
         for phase in Phase:
             tokens[phase.label] += int(np.count_nonzero(starts & (rows.phase == phase)))
     return {
-        "path": str(trace.path),
+        "path": trace.name,
         "size_bytes": trace.size_bytes,
         "rows": trace.rows,
         "columns": sorted(trace.columns),
