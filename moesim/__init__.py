@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     )
     from moesim.reporting.sweep_page import sweep_figure, sweep_text
     from moesim.reporting.text import comparison_text, run_text
+    from moesim.runs.cache_replay import replay_cache
     from moesim.runs.memory import MemoryOptions
-    from moesim.runs.replay import replay, replay_cache
+    from moesim.runs.replay import replay
     from moesim.runs.result import Run
     from moesim.runs.sweep import compare, sweep
     from moesim.traces.format.reader import Trace, open_trace
@@ -69,7 +70,8 @@ __all__ = [
 
 _HOMES = {
     "moesim.runs.memory": ("MemoryOptions",),
-    "moesim.runs.replay": ("replay", "replay_cache"),
+    "moesim.runs.cache_replay": ("replay_cache",),
+    "moesim.runs.replay": ("replay",),
     "moesim.runs.result": ("Run",),
     "moesim.runs.sweep": ("compare", "sweep"),
     "moesim.analysis.hit_rates": ("hit_rates", "hits_figure"),

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import pyarrow.parquet as pq
 
 from moesim.cli import guarded
-from moesim.cli.measure import default_residual
-from moesim.cli.progress import bar, only_ours
+from moesim.cli.commands.record import default_residual
+from moesim.cli.progress import bar, quiet_libraries
 from moesim.reporting import text as report
 from moesim.reporting.comparison_page import write_comparison
 from moesim.reporting.figures import comparison_figure, save
@@ -77,7 +77,7 @@ def main() -> None:
 def demonstrate(out: Path, hw: Path | None = None) -> None:
     """Profile, record, replay twice, and say where everything is."""
     begin_s = time.perf_counter()
-    only_ours()
+    quiet_libraries()
     out.mkdir(parents=True, exist_ok=True)
     hw = hw or _measure(out / "hw.toml")
     trace = _record(out / "trace.parquet")

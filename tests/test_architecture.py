@@ -42,6 +42,7 @@ ONLY_IN = {
     "numba": {"policies", "traces", "runtime"},
     "pulp": {"policies"},
     "highspy": {"policies"},
+    "joblib": {"moesim"},
     "matplotlib": {"moesim"},
     "rich": {"moesim"},
     "typer": {"moesim"},

@@ -16,7 +16,7 @@ from command_line import refused, runner
 from small_trace import NEW_TOKENS, PROMPT_TOKENS, SEQUENCES, SHAPE, write_small_trace
 
 from moesim import cli
-from moesim.cli.options import split_names
+from moesim.cli.parsers import split_policies
 from moesim.reporting import text as report
 
 ROOT = Path(__file__).parents[1]
@@ -189,8 +189,8 @@ def test_compare_equals_replay(moesim, trace):
 
 
 def test_policies_split_where_a_policy_begins():
-    assert split_names("a,b , c", "--policies") == ["a", "b", "c"]
-    found = split_names("greedy+lfu:decay=0.9,variant=perfect,all-cpu", "--policies")
+    assert split_policies("a,b , c", "--policies") == ["a", "b", "c"]
+    found = split_policies("greedy+lfu:decay=0.9,variant=perfect,all-cpu", "--policies")
     assert found == ["greedy+lfu:decay=0.9,variant=perfect", "all-cpu"]
 
 

@@ -14,6 +14,7 @@ from moesim.traces.format.schema import ModelShape
 from real_machine import host_profile
 
 from moesim import cli
+from moesim.runs import machine
 from moesim.runs import measured as runs
 
 SHAPE = ModelShape("f", 2, 8, 2, 32, 16, (8192,) * 2, 1, dtype="f32")
@@ -22,7 +23,7 @@ SHAPE = ModelShape("f", 2, 8, 2, 32, 16, (8192,) * 2, 1, dtype="f32")
 @pytest.fixture(autouse=True)
 def measured_machine(monkeypatch):
     monkeypatch.setattr(
-        runs,
+        machine,
         "default_profile",
         lambda: dataclasses.replace(host_profile(), kind="measured"),
     )
@@ -221,7 +222,7 @@ def test_a_store_that_is_there_is_read_and_judged(moesim, tmp_path):
 
 
 def test_a_profile_of_another_machine_is_refused(moesim, trace, monkeypatch):
-    monkeypatch.setattr(runs, "this_machine", lambda: ("host", 1))
+    monkeypatch.setattr(machine, "this_machine", lambda: ("host", 1))
     code, _, err = moesim("run", trace)
     assert (code, err.count("\n")) == (2, 1)
     assert (

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moesim.policies.base import PolicyError
@@ -24,10 +23,10 @@ from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 from typer.testing import CliRunner
 
+from moesim import cli
 from moesim.analysis.gap import decompose, gap, shapley
 from moesim.analysis.gap_bench import BOUND, PARTS, Bench, Grades
 from moesim.analysis.gap_eviction import split_eviction
-from moesim.cli.gap import add_commands
 from moesim.runs import replay as api
 from moesim.runs.memory import MemoryOptions
 from tests.conftest import SHARED, write_trace
@@ -51,10 +50,7 @@ def bench(model, system, forward, *, slots, **costs):
 
 
 def moesim(*words):
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    add_commands(app)
-    return CliRunner().invoke(app, [str(word) for word in words])
+    return CliRunner().invoke(cli.app, [str(word) for word in words])
 
 
 def one_layer(*experts):

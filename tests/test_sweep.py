@@ -14,7 +14,7 @@ from small_trace import write_small_trace
 
 import moesim
 from moesim.reporting.sweep_page import answer_lines, sweep_figure, winner_rows
-from moesim.runs.parallel import share_out
+from moesim.runs.parallel import map_tasks
 from moesim.runs.sweep import CELL
 
 POLICIES = ("all-cpu", "on-demand", "greedy", "on-demand+belady")
@@ -143,8 +143,8 @@ def test_several_processes_find_what_one_finds(trace, swept, tmp_path):
 
 def test_small_work_stays_in_this_process():
     """What cannot travel between processes shows that none was started."""
-    assert share_out(
-        lambda task, tell: tell(1) or task * 2, [1, 2, 3], jobs=None, weight=3
+    assert map_tasks(
+        lambda task, tell: tell(1) or task * 2, [1, 2, 3], jobs=None, rows=3
     ) == [2, 4, 6]
 
 

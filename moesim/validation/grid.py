@@ -25,7 +25,7 @@ import numpy as np
 from moesim.analysis.time_breakdown import TERMS, step_seconds, terms, terms_by_step
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import CachePolicy
-from moesim.runs.measured import machine_profile
+from moesim.runs.machine import machine_profile
 from moesim.runs.memory import MemoryOptions
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import Trace, open_trace

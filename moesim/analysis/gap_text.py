@@ -1,11 +1,10 @@
-"""`moesim gap`: where a policy loses its time."""
+"""The report of `moesim gap` for a terminal."""
 
-import json
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
-import typer
-
-from moesim.cli import options
+from moesim.reporting.text import aligned
 
 if TYPE_CHECKING:
     from moesim.analysis.gap import Gap
@@ -13,44 +12,10 @@ if TYPE_CHECKING:
     from moesim.analysis.gap_eviction import EvictionSplit
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Add `gap`."""
-    app.command("gap", short_help="Say where a policy loses its time.")(gap)
-
-
-@options.with_setting
-def gap(
-    trace: options.TraceFile,
-    policy: options.Policy = "greedy",
-    *,
-    setting: options.Setting,
-    as_json: options.AsJson = False,
-) -> None:
-    """Say how much of a policy's time above the clairvoyant bound is due to which of
-    its parts.
-
-    Replays the trace with every mix of its own parts and parts that know the future, so
-    --steps saves much.
-
-    \b
-    Examples:
-      moesim gap q.parquet --policy greedy --steps 100
-      moesim gap q.parquet --policy on-demand --cache lfu --prefetch next-gate --batch 8
-    """
-    from moesim.analysis import gap as library
-    from moesim.cli.progress import bar
-
-    with bar("replaying") as progress:
-        found = library.gap(trace, policy, **setting.keywords(), progress=progress)
-    print(json.dumps(found.to_json(), indent=2) if as_json else gap_text(found))
-
-
-def gap_text(found: "Gap") -> str:
+def gap_text(found: Gap) -> str:
     """Lay out a gap for a terminal: the times, the shares, the eviction gap, the
     assignment's grades.
     """
-    from moesim.reporting.text import aligned
-
     config = found.config
     facts = [
         ("model", f"{config['model']}, {config['trace']}"),
@@ -106,7 +71,7 @@ def gap_text(found: "Gap") -> str:
     return "\n\n".join(blocks)
 
 
-def _bound_words(found: "Gap") -> str:
+def _bound_words(found: Gap) -> str:
     used = [part.replaced_by for part in found.parts if part.replaced_by]
     return (
         "exchanged for " + " + ".join(used)
@@ -115,7 +80,7 @@ def _bound_words(found: "Gap") -> str:
     )
 
 
-def _eviction_lines(found: "Gap", split: "EvictionSplit | None") -> list[str]:
+def _eviction_lines(found: Gap, split: EvictionSplit | None) -> list[str]:
     assert found.belady_s is not None
     assert found.forced_s is not None
     whole_s = found.policy_s - found.belady_s
@@ -155,14 +120,14 @@ def _eviction_lines(found: "Gap", split: "EvictionSplit | None") -> list[str]:
     return lines
 
 
-def _assignment_lines(grades: "Grades") -> list[str]:
+def _assignment_lines(grades: Grades) -> list[str]:
     figures = grades.to_json()
     if not figures["layer_steps"]:
         return ["assignment: no layer step to grade"]
     lines = [
         (
-            f"assignment of {figures['layer_steps']:,} layer steps, makespan over the least"
-            " possible:"
+            f"assignment of {figures['layer_steps']:,} layer steps, makespan over the"
+            " least possible:"
         )
     ]
     for name, words in (
