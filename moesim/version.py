@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -17,6 +16,8 @@ def git_commit() -> str | None:
     # An installed package may lie below a repository of its user, which is not ours.
     if not (_ROOT / ".git").exists():
         return None
+    import subprocess  # noqa: PLC0415 - `import moesim` need not pay for it
+
     try:
         done = subprocess.run(
             ["git", "rev-parse", "HEAD"],  # noqa: S607 - git is where the user has it

@@ -77,15 +77,9 @@ def test_two_ways_to_start_keep_the_memories_that_were_asked_for(
     asked = []
     straight = runs.run_trace
 
-    def noted(*given, **more):
-        asked.append(
-            (
-                more["memory"].slots_per_layer,
-                more["memory"].host_memory_bytes,
-                more["steps"],
-            )
-        )
-        return straight(*given, **more)
+    def noted(config, **more):
+        asked.append((config.slots_per_layer, config.host_memory_bytes, config.steps))
+        return straight(config, **more)
 
     monkeypatch.setattr(runs, "run_trace", noted)
     words = (
@@ -112,10 +106,10 @@ def test_experts_that_do_not_fit_are_said_after_the_run_that_did(
 ):
     straight = runs.run_trace
 
-    def small(*given, **more):
-        if more["steps"] == 1 and more["memory"].host_memory_bytes is None:
+    def small(config, **more):
+        if config.steps == 1 and config.host_memory_bytes is None:
             raise RuntimeFault("expected 99.0 GiB, found 1.0 GiB available")
-        return straight(*given, **more)
+        return straight(config, **more)
 
     monkeypatch.setattr(runs, "run_trace", small)
     code, out, err = moesim(

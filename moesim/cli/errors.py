@@ -110,10 +110,10 @@ def _interruptible() -> Iterator[list[int]]:
     try:
         yield signals
     finally:
-        # Interpreters take a moment to end, and a second interrupt may come just then.
-        if not signals:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        for number, handler in before.items():
+            # All is cleared up, but the interpreter takes a moment to end: a second
+            # interrupt must not kill it in that moment, which would hide the exit code.
+            signal.signal(number, signal.SIG_IGN if signals else handler)
 
 
 def _signals() -> list[int]:

@@ -90,8 +90,13 @@ def toml_template(config: type[RunConfig] = RunConfig) -> str:
             subsequent_indent="# ",
             break_on_hyphens=False,
         )
-        # JSON writes texts, numbers and truth values as TOML does.
-        value = f'"{option.metavar or ""}"' if default is None else json.dumps(default)
+        if default is None:
+            # What stands for a value, as in the help of the command line.
+            value = option.metavar or "NAME"
+            value = value if option.kind in {int, float} else f'"{value}"'
+        else:
+            # JSON writes texts, numbers and truth values as TOML does.
+            value = json.dumps(default)
         blocks.append(f"{text}\n# {field.name} = {value}")
     blocks.append(
         "# Parameters of a policy are keys of its table (see: moesim list cache)."

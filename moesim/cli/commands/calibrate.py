@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,6 +53,8 @@ def calibrate(
       moesim calibrate --out again.toml --against hw.toml
     """
     check_places(files=[out])
+    from statistics import median
+
     from moesim.cli.progress import steps_of
     from moesim.hwprofiles.profile import load_profile
     from moesim.validation import calibrate as library
