@@ -223,3 +223,33 @@ def test_a_profile_of_another_machine_is_refused(moesim, trace, monkeypatch):
         "expected this machine (accelerator host, 1 cores, one GPU lane), found"
         " accelerator host, 2 cores" in err
     )
+
+
+def test_a_run_json_repeats_a_measured_run(moesim, trace, tmp_path, monkeypatch):
+    """The same options, decisions and hits; and the simulator takes the file too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ("--policy", "on-demand", "--slots-per-layer", 3, "--cache", "lfu")
+    code, _, _ = moesim("run", trace, *words, "--out", tmp_path / "a")
+    assert code == 0
+    file = tmp_path / "a" / "run.json"
+    first = json.loads(file.read_text())
+    assert first["config"]["policies"]["cache"]["decay"] == 1.0
+    code, out, _ = moesim("run", "--config", file, "--json")
+    again = json.loads(out)
+    assert code == 0
+    assert again["config"] == first["config"]
+    simulated = json.loads(moesim("replay", "--config", file, "--json")[1])
+    for run in (again, simulated):
+        assert (run["hits"], run["misses"]) == (first["hits"], first["misses"])
+
+
+def test_what_only_a_real_run_knows_is_refused_by_a_replay(moesim, trace, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(f'trace = "{trace}"\nshape = "qwen3-30b-a3b/4"\n')
+    code, _, err = moesim("replay", "--config", file)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "run.toml: shape: moesim replay has no such option" in err
+    file.write_text(f'trace = "{trace}"\ngpu_split = "experts"\n')
+    code, _, err = moesim("run", "--config", file)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "gpu_split: moesim run has no such option" in err

@@ -242,8 +242,14 @@ class RunConfig:
         """
         for declared in fields(self):
             value = getattr(self, declared.name)
-            if value is not None or declared.default is not None:
-                _check(declared.name, value, option_of(declared))
+            option = option_of(declared)
+            if value is None and declared.default is None:
+                continue
+            _check(declared.name, value, option)
+            if isinstance(value, Real):
+                # Numbers of numpy become Python's, which JSON and caches of compiled
+                # loops take.
+                object.__setattr__(self, declared.name, option.kind(value))
 
     @classmethod
     def of(
@@ -513,5 +519,4 @@ def _plain(value: Any, option: Option) -> Any:
         return None
     if option.kind is Path:
         return str(Path(value).absolute())
-    # A number of numpy becomes one of Python, which JSON can write.
     return option.kind(value)

@@ -177,7 +177,7 @@ def run_live(
     named = config.residual if isinstance(config.residual, str | Path) else None
     setup.config = config.replaced(
         model="tiny" if tiny else str(folder.absolute()),
-        store=store.directory,
+        store=None if config.store is None else store.directory,
         residual=named,
     )
     run.config |= setup.effective_config(None) | {

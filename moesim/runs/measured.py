@@ -179,7 +179,9 @@ def run_trace(
         "dense_bytes": dense.bytes,
     }
 
-    setup.config = config.replaced(store=store.directory)
+    if config.store is not None:
+        # An open store is named by its folder.
+        setup.config = config.replaced(store=store.directory)
     run.config |= setup.effective_config(opened) | {
         "world": "measured",
         "mode": "trace",
