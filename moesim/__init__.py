@@ -88,6 +88,7 @@ __all__ = [
     "write_perfetto",
 ]
 
+# A module that moves is one line here.
 _MODULES = {
     "moesim.analysis.gap": ("gap",),
     "moesim.analysis.gap_text": ("gap_text",),
@@ -131,6 +132,7 @@ def __getattr__(name: str) -> Any:
     """Import a name when it is first used."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'moesim' has no attribute {name!r}")
+    # Not kept here: importing twice costs nothing, and tests replace functions there.
     module = importlib.import_module(_MODULE_OF[name])
     return getattr(module, _NAME_THERE.get(name, name))
 

@@ -83,6 +83,7 @@ def demonstrate(out: Path, hw: Path | None = None) -> None:
     begin_s = time.perf_counter()
     quiet_libraries()
     out.mkdir(parents=True, exist_ok=True)
+    # Measuring takes seconds and wants a quiet machine; a profile at hand does as well.
     hw = hw or _measure(out / "hw.toml")
     trace = _record(out / "trace.parquet")
 
@@ -125,6 +126,7 @@ def demonstrate(out: Path, hw: Path | None = None) -> None:
         ),
         out / "grown.json": "two runs as a timeline; open it in ui.perfetto.dev",
     }
+    # Where everything is, is what remains of a demonstration.
     width = max(len(str(place)) for place in results)
     for place, description in results.items():
         print(f"{place!s:<{width}}  {description}")
@@ -166,6 +168,7 @@ def _record(path: Path) -> Trace:
             residual=residual,
             temperature=TEMPERATURE,
             progress=lambda tokens, expected: show(tokens / expected),
+            # It would run the model a second time.
             measure_overhead=False,
         )
     print(

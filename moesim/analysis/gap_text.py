@@ -65,6 +65,7 @@ def gap_text(found: Gap) -> str:
         " last: after all others"
     )
     blocks = ["\n".join(head), "\n".join([*aligned(rows), "", legend])]
+    # A policy with the bound's cache has no eviction gap.
     if found.belady_s is not None:
         blocks.append("\n".join(_eviction_lines(found, found.eviction)))
     blocks.append("\n".join(_assignment_lines(found.grades)))
@@ -83,14 +84,15 @@ def _bound_words(found: Gap) -> str:
 def _eviction_lines(found: Gap, split: EvictionSplit | None) -> list[str]:
     assert found.belady_s is not None
     assert found.forced_s is not None
-    whole_s = found.policy_s - found.belady_s
+    eviction_s = found.policy_s - found.belady_s
     victims_s = found.policy_s - found.forced_s
     lines = [
         (
-            f"eviction alone: {_ms(whole_s)} to Belady; {_ms(victims_s)} of it to a"
+            f"eviction alone: {_ms(eviction_s)} to Belady; {_ms(victims_s)} of it to a"
             " Belady that must admit every fetch"
         ),
     ]
+    # Replacements that follow a clock depend on times, which misses alone do not tell.
     if split is None:
         return [
             *lines,
@@ -104,6 +106,7 @@ def _eviction_lines(found: Gap, split: EvictionSplit | None) -> list[str]:
         f" forced-admission Belady {_percent(split.forced, split.accesses)}, Belady"
         f" {_percent(split.belady, split.accesses)} of {split.accesses:,} accesses"
     )
+    # Shares of nothing say nothing.
     if split.gap:
         lines += [
             (
@@ -130,14 +133,15 @@ def _assignment_lines(grades: Grades) -> list[str]:
             " least possible:"
         )
     ]
-    for name, words in (
+    # Two models of a layer step, since no policy knows how lanes will really overlap.
+    for name, model in (
         ("modelled", "lanes as sums of costs"),
         ("scheduled", "copies one after another"),
     ):
-        found = figures[name]
+        ratios = figures[name]
         lines.append(
-            f"  {name:<9}  mean {found['mean']:.3f}, p95 {found['p95']:.3f}, max"
-            f" {found['max']:.3f}; {found['optimal_share']:.1%} optimal ({words})"
+            f"  {name:<9}  mean {ratios['mean']:.3f}, p95 {ratios['p95']:.3f}, max"
+            f" {ratios['max']:.3f}; {ratios['optimal_share']:.1%} optimal ({model})"
         )
     if figures["unproven"]:
         lines.append(
@@ -151,5 +155,5 @@ def _ms(seconds: float) -> str:
     return f"{seconds:.3f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+def _percent(part: float, total: float) -> str:
+    return f"{100 * part / total:.1f} %" if total else "-"

@@ -31,6 +31,7 @@ from moesim.cli.commands import (
 from moesim.cli.errors import guarded
 from moesim.version import __version__
 
+# The first ones are what a newcomer needs; help shows them in this order.
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "replay": (replay.replay, "Replay a trace through a policy on a machine."),
     "compare": (compare.compare, "Replay one trace under several policies."),
@@ -60,7 +61,9 @@ GROUPS: dict[str, tuple[typer.Typer, str]] = {
 app = typer.Typer(
     name="moesim",
     no_args_is_help=True,
+    # Two options fewer in every help text.
     add_completion=False,
+    # Brackets in help are text, and a traceback is for a bug report.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help=(
@@ -77,8 +80,9 @@ for _name, (_group, _short_help) in GROUPS.items():
     app.add_typer(_group, name=_name, short_help=_short_help)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    # Typer calls it without the option too.
+    if is_given:
         print(f"moesim {__version__}")
         raise typer.Exit
 
@@ -105,5 +109,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: without the program's name; None takes those of the process.
     """
-    words = None if arguments is None else list(arguments)
-    guarded(lambda: app(args=words, prog_name="moesim", standalone_mode=False), words)
+    given = None if arguments is None else list(arguments)
+    # Alone, typer would print errors and exit itself.
+    guarded(lambda: app(args=given, prog_name="moesim", standalone_mode=False), given)

@@ -30,6 +30,7 @@ def check_device(device: str) -> None:
     Raises:
         typer.BadParameter: naming it.
     """
+    # Every machine has one, and importing torch takes seconds.
     if device == "cpu":
         return
     from moesim.runtime.executor.cuda_device import cuda_is_there
@@ -69,6 +70,7 @@ def check_places(
     for file in files:
         if file is None:
             continue
+        # Resolved, since one file may be written in many ways.
         if victim := taken.get(file.resolve()):
             raise OSError(
                 errno.EEXIST,
@@ -76,6 +78,7 @@ def check_places(
                 str(file),
             )
         taken[file.resolve()] = "another result"
+        # Opening it would say so only after the run.
         if file.is_dir():
             raise OSError(
                 errno.EISDIR, "expected a place for a file, found a folder", str(file)

@@ -59,7 +59,7 @@ def guarded(
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
         except BrokenPipeError:
-            # Nobody reads the output, so nothing may be left to be flushed into it.
+            # The reader is gone, so nothing may be left to be flushed to it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = OUTPUT_CLOSED
         except (

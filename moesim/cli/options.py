@@ -43,6 +43,7 @@ def declared(field: Field[Any], *, several: bool = False) -> Any:
 
     info = _option_info(field)
     kind: Any = option.kind
+    # Typer reads from the type whether an option may be left out.
     if default_of(field) is None:
         kind = kind | None
     return Annotated[kind, info]
@@ -58,6 +59,7 @@ def declared_argument(field: Field[Any]) -> Any:
 def _option_info(field: Field[Any]) -> Any:
     option = option_of(field)
     details: dict[str, Any] = {"metavar": option.metavar, "help": option.help}
+    # Bounds of a size are checked with the other sizes, against the model.
     if option.choices:
         details["parser"] = parsers.one_of(*option.choices)
     elif option.is_size:
@@ -78,12 +80,14 @@ def _shared(name: str, config: type[RunConfig] = RunConfig) -> Any:
     return _option_info(next(field for field in fields(config) if field.name == name))
 
 
+# Commands that need a trace and take no file of options.
 TraceFile = Annotated[
     Path,
     typer.Argument(
         metavar="TRACE", help="A moesim trace (Parquet).", show_default=False
     ),
 ]
+# Fields of a configuration, for commands that have only some of them.
 Hardware = Annotated[str | None, _shared("hw")]
 ThisMachine = Annotated[str | None, _shared("hw", MeasuredConfig)]
 Batch = Annotated[int, _shared("batch")]
@@ -92,6 +96,7 @@ Seed = Annotated[int, _shared("seed")]
 Dtype = Annotated[str | None, _shared("dtype", MeasuredConfig)]
 Residual = Annotated[Path | None, _shared("residual", MeasuredConfig)]
 
+# Options that belong to no configuration: where something runs, and what is written.
 Device = Annotated[
     str,
     typer.Option(

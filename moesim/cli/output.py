@@ -8,6 +8,7 @@ from pathlib import Path
 def print_written(places: Iterable[Path | None]) -> None:
     """Name the files and folders that were written; None was not asked for."""
     for place in places:
+        # Callers list all that could be written.
         if place is not None:
             print(f"wrote {place}")
 

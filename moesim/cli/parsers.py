@@ -8,6 +8,7 @@ import typer
 
 def size_bytes(text: str) -> int:
     """Parse ``8GiB``, ``500MB`` or ``1024``."""
+    # Only commands that are given a size need the module.
     from moesim.traces.sizes import parse_bytes
 
     try:
@@ -75,6 +76,7 @@ def shares(text: str) -> tuple[float, ...]:
         numbers = tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
         numbers = ()
+    # NaN is a number to Python, but no share.
     if not numbers or not all(0 <= share <= 1 for share in numbers):
         raise typer.BadParameter(
             f"expected shares between 0 and 1 such as 0.125,0.25,0.5, got {text!r}"
@@ -84,6 +86,7 @@ def shares(text: str) -> tuple[float, ...]:
 
 def counts(text: str) -> tuple[int, ...]:
     """Parse ``8,16,32``, each once."""
+    # `int` would take signs, spaces and underscores too.
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise typer.BadParameter(
             f"expected whole numbers such as 8,16,32, got {text!r}"

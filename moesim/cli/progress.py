@@ -23,6 +23,7 @@ def quiet_libraries() -> None:
     """Turn off the progress bars of libraries that load models; call it before they are
     imported.
     """
+    # A user who set it wins.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
@@ -70,6 +71,7 @@ def bars(*labels: str) -> Iterator[list[Callable[[float, float | None], None]]]:
         TaskProgressColumn(),
         TimeRemainingColumn(),
     )
+    # A bar disappears when it is done: only results stay on the screen.
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         tasks = [progress.add_task(each, total=None, visible=False) for each in labels]
         yield [partial(_update, progress, task) for task in tasks]
@@ -117,6 +119,7 @@ def replaying(
 
         def after(step: RoutedStep) -> None:
             nonlocal done
+            # How many steps a trace has is known only after composing it.
             done += 1 if steps else step.tokens * trace.shape.layers
             show(done)
 

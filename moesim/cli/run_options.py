@@ -60,6 +60,7 @@ def with_config(
 
     def decorate(command: Command) -> Command:
         own = inspect.signature(command).parameters
+        # The name in the signature says what the command can work with.
         several = "configs" in own
         parameters = {
             name: _parameter(field, several=several, from_file=from_file)
@@ -75,6 +76,7 @@ def with_config(
             base = config()
             if file is not None:
                 base = _from_file(file, config, shared, context)
+                # A default must not override what the file says.
                 given = {name: given[name] for name in _explicit(context, given)}
 
             configs = _combined(base, given, several=several)
@@ -121,7 +123,9 @@ def _ordered(
         if parameter.name in {"config", "configs"}:
             ordered += rest
         else:
+            # Required ones may follow optional ones only if all are keywords.
             ordered.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    # Typer fills it in; it tells which options were given.
     if all(parameter.name != "context" for parameter in ordered):
         ordered.append(_keyword("context", typer.Context))
     return ordered
@@ -168,6 +172,7 @@ def _from_file(
     from moesim.version import __version__, git_commit
 
     content = read_config(file)
+    # TOML files are written by hand and name no version.
     made_by = (content.version, content.git_commit)
     if content.version is not None and made_by != (__version__, git_commit()):
         print(
@@ -176,6 +181,7 @@ def _from_file(
             " results may differ",
             file=sys.stderr,
         )
+    # Digests are no options, but every run checks them.
     unsupported = {
         field.name
         for field in fields(config)

@@ -56,6 +56,7 @@ def load_artefacts(place: str | Path | None) -> dict[str, Any]:
         if path.suffix not in SUFFIXES:
             continue
         for name, content in _named(path).items():
+            # A policy asks by name, so two answers would be one too many.
             if name in TENSORS and name in origin:
                 raise PolicyError(
                     f"--artefacts {place}: {name}: expected one file with it, found"
@@ -76,5 +77,6 @@ def _named(path: Path) -> dict[str, np.ndarray | dict[str, np.ndarray]]:
     arrays = load_named(path)
     if path.suffix == ".npy":
         return {path.stem: arrays[""]}
+    # Files of calibrations hold many tensors, and policies ask for single ones.
     known = {name: arrays[name] for name in TENSORS if name in arrays}
     return {path.stem: arrays, **known}

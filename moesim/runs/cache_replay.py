@@ -48,10 +48,12 @@ def replay_cache(
     """
     begin_s = time.perf_counter()
     config = RunConfig.of(trace, memory=memory, **options)
+    # A system names its cache; an assignment policy has that of every system, LRU.
     cache = cache or config.system.cache
     opened = trace_of(config)
     shape = opened.shape
 
+    # On demand: every miss is fetched, so nothing but the cache decides.
     system = compose("on-demand", cache=cache)
     size = config.memory.plan(shape, profile_of(config.hw), system).gpu
     policy = system.build(gpus=1, host_cache=None).caches[0]
@@ -60,6 +62,7 @@ def replay_cache(
     walk: dict[str, Any] = {"batch": config.batch, "steps": config.steps}
     future = RecordedFuture.of(opened, **walk) if policy.oracle else None
     calibration = None if config.warm is None else warm_counts(config.warm, opened)
+    # The compiled loops start empty and know no calibration.
     if calibration is None and cache_only.has_compiled_loop(cache, shape, size):
         blocks = layer_steps(opened, **walk)
         counts = cache_only.replay_compiled(cache, shape, size, blocks, future=future)

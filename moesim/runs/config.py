@@ -100,6 +100,7 @@ class RunConfig:
         metavar="TRACE",
         accepts_objects=True,
     )
+    # Who decides. A system is all four policies; the others replace parts of it.
     policy: str = _option(
         "greedy",
         "A system or an assignment policy (see: list).",
@@ -128,6 +129,7 @@ class RunConfig:
         " rtx3090-epyc7532.",
         accepts_objects=True,
     )
+    # How large memories are. The first three state one size; at most one is given.
     cache_ratio: float | None = _option(
         None,
         "Share of all experts in the GPU cache. Default: 0.25.",
@@ -195,6 +197,7 @@ class RunConfig:
         metavar="layers|experts",
         choices=("layers", "experts"),
     )
+    # How the trace is walked through, and what is known before.
     batch: int = _option(
         1, "Sequences that run together.", kind=int, metavar="B", minimum=1
     )
@@ -223,6 +226,7 @@ class RunConfig:
         metavar="N",
         minimum=0,
     )
+    # What files must be, where a run is to be repeated exactly.
     trace_digest: str | None = _option(
         None,
         "SHA-256 that the trace must have; a run.json names that of its own trace.",
@@ -272,6 +276,7 @@ class RunConfig:
             TypeError: an unknown option, or one that `memory` states too.
             ConfigError: a value that does not fit its field.
         """
+        # A simulated run may be made of the options of a measured one, and vice versa.
         if isinstance(trace, cls):
             config = trace
         elif isinstance(trace, RunConfig):
@@ -281,6 +286,7 @@ class RunConfig:
         if policy is not None:
             options["policy"] = policy
         if memory is not None:
+            # All of them, so that sizes of `trace` do not shine through.
             sizes = {
                 _SCOPE.get(size.name, size.name): getattr(memory, size.name)
                 for size in fields(memory)
@@ -310,6 +316,7 @@ class RunConfig:
                     f"unknown option {name!r}{did_you_mean(name, names)}; known:"
                     f" {', '.join(names)}"
                 )
+        # Names are those of the fields, so this holds for digests to come.
         cleared = [f"{name}_digest" for name in ("trace", "hw") if name in options]
         if any(options.get(name) is not None for name in CACHE_SIZES):
             cleared += CACHE_SIZES
@@ -323,6 +330,7 @@ class RunConfig:
         Raises:
             PolicyError: an unknown policy, or a part that is named twice.
         """
+        # The command line imports this module for its help texts, which must be quick.
         from moesim.policies.systems import compose  # noqa: PLC0415 - imports numpy
 
         return compose(
@@ -378,6 +386,7 @@ class MeasuredConfig(RunConfig):
         metavar="NAME|FILE",
         accepts_objects=True,
     )
+    # For traces: what their experts are, as routing alone has no weights.
     shape: str | None = _option(
         None,
         "Sizes of the experts, such as qwen3-30b-a3b/4. Default: the trace's.",
@@ -390,6 +399,7 @@ class MeasuredConfig(RunConfig):
         metavar="N",
         minimum=1,
     )
+    # For live models: what they generate.
     model: str | Path | None = _option(
         None,
         "The shipped model or a Hugging Face folder.",
@@ -412,6 +422,7 @@ class MeasuredConfig(RunConfig):
         "Compare all logits with the plain model's.",
         kind=bool,
     )
+    # For both: where weights lie, and what computes them.
     store: str | Path | ExpertStore | None = _option(
         None,
         "Expert store; built where there is none. Default: the user's cache folder.",
@@ -452,6 +463,7 @@ def takes_options(
             for parameter in signature.parameters.values()
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         ]
+        # What a function declares itself it documents itself.
         taken = {parameter.name for parameter in kept} | set(without)
         shared = [
             inspect.Parameter(
@@ -495,28 +507,31 @@ are numbers too."""
 
 
 def _check(name: str, value: Any, option: Option) -> None:
-    accepted, words = _TYPES[option.kind]
-    # Python counts truth values among the integers; nobody means `batch=True`.
+    accepted, expected = _TYPES[option.kind]
+    # Python counts truth values among the integers; `batch=True` is a slip.
     is_flag = isinstance(value, bool) and option.kind is not bool
     fits = isinstance(value, accepted) and not is_flag
 
+    # Choices say more than the kind of a text.
     if option.choices:
-        words = " or ".join(option.choices)
+        expected = " or ".join(option.choices)
         fits = fits and value in option.choices
     if option.minimum is not None:
         low = option.minimum
         high = option.maximum
-        words += f" >= {low}" if high is None else f" between {low} and {high}"
+        expected += f" >= {low}" if high is None else f" between {low} and {high}"
         # NaN fails both comparisons, as it should.
         fits = fits and value >= low and (high is None or value <= high)
+    # Whether an object is the right one shows where it is used.
     is_object = option.accepts_objects and not isinstance(value, Real)
     if not fits and not is_object:
-        raise ConfigError(f"{name}: expected {words}, got {value!r}")
+        raise ConfigError(f"{name}: expected {expected}, got {value!r}")
 
 
 def _plain(value: Any, option: Option) -> Any:
     if value is None:
         return None
+    # A relative path would mean another file elsewhere.
     if option.kind is Path:
         return str(Path(value).absolute())
     return option.kind(value)

@@ -1,4 +1,4 @@
-"""Configuration files: a TOML file that somebody wrote, or the ``run.json`` of a run.
+"""Configuration files: TOML written by hand, or the ``run.json`` of a run.
 
 A TOML file is flat: its keys are the fields of `moesim.runs.config.RunConfig`. Only
 policies may be tables, whose other keys are the arguments of their constructors::
@@ -86,9 +86,10 @@ class ConfigFile:
             ConfigError: naming the file and the key: a value that does not fit, or one
                 for a field that means nothing here.
         """
+        # A file may be meant for another command, and nothing in it is lost silently.
         supported = {declared.name for declared in fields(config)} - set(without)
         for name in self.values.keys() - supported:
-            # A run.json names every option, also those that nobody touched.
+            # A run.json names every option, also those that have their defaults.
             value = self.values[name]
             if value != default_of(_FIELDS[name]):
                 raise ConfigError(
@@ -167,6 +168,7 @@ def _content(file: Path) -> Any:
 
 def _values(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     """Check keys, and read sizes and policy tables."""
+    # The only key that is no field.
     tables = content.get("policies", {})
     values = {key: content[key] for key in content if key != "policies"}
 
@@ -185,6 +187,7 @@ def _values(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         if name not in POLICY_TABLES:
             _unknown(file, name, POLICY_TABLES, prefix="policies.")
         key = POLICY_TABLES[name]
+        # Which of the two was meant cannot be known.
         if key in values:
             raise ConfigError(
                 f"{file}: policies.{name}: expected it once, found the key {key!r} too;"
@@ -204,6 +207,7 @@ def _specification(where: str, key: str, table: Any) -> str:
         raise ConfigError(f"{where}: expected a table with a name, found {table!r}")
     name = table["name"]
     arguments = {key: table[key] for key in table if key != "name"}
+    # A system has no arguments, and its name needs no check here.
     if not arguments:
         return name
 
@@ -214,6 +218,7 @@ def _specification(where: str, key: str, table: Any) -> str:
         for argument in arguments:
             if argument not in known:
                 _unknown(where, argument, known)
+        # Constructors check what types cannot say, such as bounds.
         resolve(name, kind, arguments)
     except PolicyError as error:
         reason = str(error).removeprefix(f"{kind} policy {name!r}: ")

@@ -54,6 +54,7 @@ def _property(field: Field[Any]) -> dict[str, Any]:
     option = option_of(field)
     default = default_of(field)
     types = [_JSON_TYPES[option.kind]]
+    # ``8GiB`` is a size as well.
     if option.is_size:
         types.append("string")
     if default is None:
@@ -64,6 +65,7 @@ def _property(field: Field[Any]) -> dict[str, Any]:
         "type": types if len(types) > 1 else types[0],
         "default": default,
     }
+    # None must stand among the choices, or it would not fit them.
     if option.choices:
         schema["enum"] = [*option.choices, *([None] if default is None else [])]
     if option.minimum is not None:

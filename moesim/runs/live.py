@@ -97,11 +97,13 @@ def run_live(
     from moesim.runtime.models.tiny import tiny_dir  # noqa: PLC0415 - torch
     from moesim.runtime.record.residual import residual_for  # noqa: PLC0415 - torch
 
+    # The model stands where traces stand in other functions.
     if not isinstance(model, MeasuredConfig):
         model = MeasuredConfig(model=model)
     config = MeasuredConfig.of(model, policy, memory=memory, **options)
     profile = machine_profile(config.hw)
     system = config.system
+    # Loading a model takes minutes, so what cannot be is refused before.
     policies = system.build(gpus=1, host_cache=None)
     _refuse(policies, verify=config.verify)
 
@@ -128,6 +130,7 @@ def run_live(
     try:
         offloaded.check_store(store)
         store_s = time.perf_counter() - begin_s
+        # Libraries initialise themselves at their first call, which is not to be timed.
         live.warm_up(offloaded, store)
         shape = live.live_shape(offloaded, folder, store)
         setup = Setup(config, shape, profile, system)
@@ -164,7 +167,7 @@ def run_live(
             own_cores=config.own_cores,
         )
     finally:
-        # Whoever handed over an open store goes on using it.
+        # A store that was handed over open is still in use.
         if store is not config.store:
             store.close()
 
@@ -174,6 +177,7 @@ def run_live(
         "dense_s": dense_s,
         "dense_bytes": offloaded.dense_bytes,
     }
+    # Vectors that were calibrated just now lie in no file.
     named = config.residual if isinstance(config.residual, str | Path) else None
     setup.config = config.replaced(
         model="tiny" if tiny else str(folder.absolute()),
@@ -198,6 +202,7 @@ def run_live(
     finish(run, setup, result.steps, out=out, perfetto=perfetto, decided=True)
 
     verification = None
+    # Loaded only now, so that the run has the memory to itself.
     if config.verify:
         plain = load_model(
             "tiny" if tiny else folder, dtype=dtype, device=str(device.device)
@@ -244,6 +249,7 @@ def _refuse(policies: Policies, *, verify: bool) -> None:
                 " no future; replay a recorded trace, or choose a policy that sees the"
                 " past only"
             )
+    # A difference would be no error then, so there is nothing to verify.
     if verify and policies.routing.alters:
         raise PolicyError(
             f"--verify: routing policy {policies.names['routing']!r} alters the model's"

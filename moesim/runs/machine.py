@@ -30,12 +30,13 @@ def machine_profile(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
     """
     if hw is None:
         profile = default_profile()
-        # A profile that ships describes somebody else's machine.
+        # A profile that ships describes another machine.
         if profile.kind != "measured":
             profile = _measured_now()
     else:
         profile = hw if isinstance(hw, HardwareProfile) else load_profile(hw)
 
+    # Lanes become threads here; more of them than cores would measure waiting.
     kind, count = this_machine()
     if profile.accelerator != kind or profile.cores > count or profile.gpus != 1:
         raise ProfileError(

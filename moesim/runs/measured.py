@@ -165,10 +165,11 @@ def run_trace(
             meter=meter,
         )
     finally:
-        # Whoever handed over an open store goes on using it.
+        # A store that was handed over open is still in use.
         if store is not config.store:
             store.close()
 
+    # Memory of a GPU is no host memory.
     in_host = device.device.type == "cpu"
     run.footprint = meter.footprint(dense.bytes * in_host, dense.kept_bytes * in_host)
     if run.footprint.peak > run.footprint.budget:
@@ -191,6 +192,7 @@ def run_trace(
         "distinct_experts": store.index.distinct,
         "host_cache": config.host_cache,
     }
+    # A reader should know that fewer bytes lie on the disk than the model has.
     if store.index.distinct is not None:
         run.warnings.append(
             f"experts share {store.index.distinct} different records of the store"
@@ -217,6 +219,7 @@ def rehearse(planner: Planner, steps: Sequence[RoutedStep]) -> None:
 
 def _columns(trace: Trace, policies: Policies) -> tuple[str, ...]:
     """What policies read, and the combine weights where the trace has them."""
+    # Outputs are combined with them; a trace without takes equal ones.
     weights = ("weights",) if "weights" in trace.columns else ()
     return tuple(dict.fromkeys((*weights, *needed_columns(policies))))
 
@@ -266,6 +269,7 @@ def execute(
         fill_bytes = executor.fill()
         fill_s = time.perf_counter() - begin_s
         result = executor.run(forward(executor), progress)
+        # Slots are given back when the executor closes.
         if meter is not None:
             meter.read(executor)
         timeline.close()
@@ -332,6 +336,7 @@ def finish(
             steps if decided else None,
         )
     if perfetto is not None:
+        # Nothing but the clock differs: same policies, same routing, same costs.
         planner = setup.planner()
         simulated = Timeline(setup.profile.lanes)
         Replay(setup.profile, planner.costs, planner, simulated).run(steps)
@@ -363,6 +368,7 @@ def compare_startups(
     demand_bytes = config.host_memory_bytes or max(quarter_bytes, least_bytes)
 
     on_demand = run(config.replaced(host_memory_bytes=demand_bytes))
+    # On demand first: it fits wherever the run itself did.
     startups = {"experts on demand": _started(on_demand)}
     try:
         all_first = run(config.replaced(host_memory_bytes=None))

@@ -104,6 +104,7 @@ class MemoryOptions:
                 " and --gpu-memory; drop the others"
             )
 
+        # Staging comes first, as it is taken from the same memory.
         staging = self._staging(shape, profile, system)
         scope = self.scope or system.scope or PER_LAYER
         ratio = self.cache_ratio
@@ -148,6 +149,7 @@ class MemoryOptions:
         split = gpus if self.gpu_split == LAYERS else 1
         rest = shape.other_bytes // split
         left = self.gpu_memory_bytes - rest - staging * shape.max_expert_bytes
+        # Without staging not even an expert that is not kept could be computed.
         if left < 0:
             raise PolicyError(
                 f"--gpu-memory: no room to stage {staging} experts:"
@@ -169,6 +171,7 @@ class MemoryOptions:
                 f" {shape.max_expert_bytes:,} bytes in {self.host_memory_bytes:,}"
                 " bytes; give more memory"
             )
+        # Nothing would ever be read from the SSD again.
         if left >= total:
             return None
         return CacheSize.of(
@@ -184,6 +187,7 @@ def _by_use(
     """
     if not {"single_share", "prefetch_accuracy"} <= artefacts.keys():
         return size
+    # The total stays, so that systems are compared at equal memory.
     slots = divided(
         int(size.slots.sum()),
         shape.experts,

@@ -74,6 +74,7 @@ def map_tasks(
     """
     if jobs is None:
         jobs = min(cores(), rows // ROWS_PER_PROCESS)
+    # A process without a task would only cost its start.
     jobs = min(jobs, len(tasks))
     report = progress or (lambda _rows: None)
 
@@ -82,9 +83,9 @@ def map_tasks(
 
     done = 0
 
-    def count(more: int) -> None:
+    def count(rows: int) -> None:
         nonlocal done
-        done += more
+        done += rows
         report(done)
 
     return [work(task, count) for task in tasks]
@@ -102,6 +103,7 @@ def _in_processes(
         TerminatedWorkerError,
     )
 
+    # One task at a time for each worker: replays are long, and of unequal length.
     pool = Parallel(jobs, backend="loky", batch_size=1, initializer=_ignore_signals)
     with tempfile.TemporaryDirectory(prefix="moesim-") as folder:
         # One counter per task in a shared file: no lock, as each has one writer.
@@ -132,8 +134,8 @@ def _ignore_signals() -> None:
 def _counted(work: Work[Task, Result], task: Task, file: Path, index: int) -> Result:
     counters = np.memmap(file, np.int64, "r+")
 
-    def count(more: int) -> None:
-        counters[index] += more
+    def count(rows: int) -> None:
+        counters[index] += rows
 
     return work(task, count)
 

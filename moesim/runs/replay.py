@@ -84,6 +84,7 @@ def replay(
         TraceError, ProfileError, PolicyError: bad input, in one line; nothing
             half-written stays behind.
     """
+    # Opening and setting up count: a user waits for them too.
     begin_s = time.perf_counter()
     config = RunConfig.of(trace, policy, memory=memory, **options)
     opened = trace_of(config)
@@ -128,6 +129,7 @@ def replay(
         "wall_s": time.perf_counter() - begin_s,
     }
 
+    # It needs the spans, so it comes before they are dropped.
     if perfetto is not None:
         write_perfetto(perfetto, {"simulated": timeline})
     if not keep and out is None:
@@ -149,6 +151,7 @@ def _warnings(
     plan = setup.memory
     warnings = []
 
+    # A seed that changes nothing would look like noise of zero.
     scattered = any(
         [
             *(number.quantiles for number in profile.numbers.values()),

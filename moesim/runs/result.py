@@ -51,6 +51,7 @@ class Run:
             computed).
         """
         accesses = self.timeline.access_frame()
+        # A delayed hit was still on its way, so it does not count as there.
         accesses["resident"] = (accesses["state"] == "hit").astype(float)
         accesses["on_gpu"] = (accesses["lane"] != "cpu").astype(float)
 
@@ -68,6 +69,7 @@ def save_run(run: Run, folder: Path | None) -> list[Path]:
     """Write figures and configuration beside the tables; return all files of a run."""
     if folder is None:
         return []
+    # Before the file is opened: what JSON cannot say must leave nothing behind.
     text = json.dumps(run.to_json(), indent=2) + "\n"
     with written_beside(folder / "run.json") as part:
         part.write_text(text, encoding="utf-8")

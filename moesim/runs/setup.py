@@ -80,12 +80,15 @@ class Setup:
         """
         profile = profile or profile_of(config.hw)
         _check_digests(config, trace, profile)
+        # Routing may be given the experts of another model.
         setup = cls(config, shape or trace.shape, profile, config.system)
 
+        # Cheap checks come before counting and looking ahead in the trace.
         policies = setup.policies()
         check_needs(trace, policies)
         if config.warm is not None:
             setup.calibration = warm_counts(config.warm, trace)
+        # Only oracles may see it, and making it reads the trace.
         if any(policy.oracle for policy in policies.all()):
             setup.future = RecordedFuture.of(
                 trace, batch=config.batch, steps=config.steps
@@ -305,6 +308,7 @@ def profile_of(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
 
 def watts(profile: HardwareProfile) -> dict[str, tuple[float, float]] | None:
     """Idle and busy watts by lane, as the metrics take them."""
+    # Datasheets rarely say; energy is left out then.
     power = profile.power
     if power is None:
         return None
@@ -314,6 +318,7 @@ def watts(profile: HardwareProfile) -> dict[str, tuple[float, float]] | None:
 
 def needed_columns(policies: Policies) -> tuple[str, ...]:
     """Optional trace columns that some policy of a run reads."""
+    # A dict keeps the order, so that columns are read in the same one every time.
     return tuple(
         dict.fromkeys(column for policy in policies.all() for column in policy.needs)
     )
@@ -361,11 +366,11 @@ def warm_counts(warm: str | Path | Trace, trace: Trace) -> np.ndarray:
     """
     calibration = warm if isinstance(warm, Trace) else open_trace(warm)
     expected = trace.shape
-    found = calibration.shape
-    if (found.layers, found.experts) != (expected.layers, expected.experts):
+    shape = calibration.shape
+    if (shape.layers, shape.experts) != (expected.layers, expected.experts):
         raise PolicyError(
             f"--warm {calibration.path}: expected {expected.layers} layers x"
-            f" {expected.experts} experts as in {trace.path}, found {found.layers} x"
-            f" {found.experts}; record it from that model"
+            f" {expected.experts} experts as in {trace.path}, found {shape.layers} x"
+            f" {shape.experts}; record it from that model"
         )
     return activation_counts(calibration)

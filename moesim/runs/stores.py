@@ -58,6 +58,7 @@ def open_random_store(
         )
 
     progress = _progress(building)
+    # The index is written last, so a store that has one is complete.
     if (Path(store) / "store.json").is_file():
         return ExpertStore(store).trusted(progress)
     return build_random_store(

@@ -169,12 +169,17 @@ def sweep(
         ChildProcessError: one of several processes was killed.
     """
     config, open_trace = opened(RunConfig.of(trace, **options))
+    # Twice the same policy would make two equal rows.
     names = list(dict.fromkeys(policies))
     machines = _machines([config.hw] if hw is None else hw)
     memories = _memories([config.memory] if memory is None else memory)
-    for what, given in (("policy", names), ("machine", machines), ("memory", memories)):
-        if not given:
-            raise PolicyError(f"sweep: expected at least one {what}, got none")
+    for axis, values in (
+        ("policy", names),
+        ("machine", machines),
+        ("memory", memories),
+    ):
+        if not values:
+            raise PolicyError(f"sweep: expected at least one {axis}, got none")
 
     # The digest of a profile belongs to the machine of the configuration only.
     digest = config.hw_digest if hw is None else None
@@ -187,6 +192,7 @@ def sweep(
         )
         for machine, size in product(machines, memories)
     }
+    # All of them before the first replay: an hour later an error costs an hour.
     for (machine, size), cell in cells.items():
         try:
             check_each(cell, open_trace, names)
@@ -257,6 +263,7 @@ def _machines(
     hw: Sequence[str | Path | HardwareProfile | None],
 ) -> dict[str, HardwareProfile]:
     """Profiles by name; by file where two of them share a name."""
+    # The same machine by two names is one machine.
     profiles = list(
         {profile.digest: profile for profile in map(profile_of, hw)}.values()
     )
@@ -401,4 +408,5 @@ def folder_name(name: str) -> str:
     """A name for the folder of a policy's run: ``greedy+lfu:decay=0.9`` ->
     ``greedy+lfu_decay=0.9``.
     """
+    # Colons and slashes of specifications are no parts of file names everywhere.
     return re.sub(r"[^\w.+=,-]+", "_", name).strip("._") or "run"

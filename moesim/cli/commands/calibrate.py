@@ -63,6 +63,7 @@ def calibrate(
     # Read first: a missing file should not cost minutes of measuring.
     reference = None if against is None else load_profile(against)
     sizes = shapes.split(",") if shapes else library.SHAPES
+    # One size cannot tell latency from bandwidth.
     if len(sizes) < 2:
         raise typer.BadParameter(
             f"expected two sizes, the larger first, got {shapes!r}",
@@ -79,6 +80,7 @@ def calibrate(
             progress=progress,
         )
 
+    # The profile is written all the same: a busy machine may be all that there is.
     if (warning := unsteady(profile)) is not None:
         print(f"note: {warning}", file=sys.stderr)
     difference: dict[str, Any] | None = None

@@ -30,6 +30,8 @@ def compare(
                 " for every published system that the trace can serve."
             ),
         ),
+        # From computing everything on the CPU to fetching everything, and one that weighs
+        # both for every expert.
     ] = "all-cpu,llama.cpp,ktransformers,fiddler,on-demand,greedy",
     *,
     configs: list[RunConfig],
@@ -91,6 +93,7 @@ def compare(
     from moesim.runs.setup import opened
     from moesim.runs.sweep import sweep
 
+    # A folder gets everything; single results can still go elsewhere.
     if out is not None:
         png = png or out / "compare.png"
         html = html or out / "compare.html"
@@ -104,7 +107,7 @@ def compare(
 
     config, trace = opened(config)
     names, left_out = _expand(trace, split_policies(policies, "--policies"), configs)
-    # Every combination is a configuration; the sweep makes them again of both axes.
+    # Options of one name were multiplied out; the sweep wants its two axes.
     machines = list(dict.fromkeys(each.hw for each in configs))
     memories = list(dict.fromkeys(each.memory for each in configs))
     is_single = len(configs) == 1
@@ -112,10 +115,12 @@ def compare(
         swept = sweep(
             config,
             names,
+            # A single one is in the configuration, perhaps with its digest.
             hw=machines if len(machines) > 1 else None,
             memory=memories,
             out=out,
             jobs=jobs,
+            # Pages of one cell draw timelines; those of many cells would fill memory.
             keep=is_single or perfetto is not None,
             progress=show,
         )
@@ -129,6 +134,7 @@ def compare(
     _print(swept, is_single=is_single)
     output.print_written([out, png, html, table, perfetto])
     warnings = [warning for run in swept.runs.values() for warning in run.warnings]
+    # Runs share most of their warnings; each is worth one line.
     output.print_notes([*left_out, *dict.fromkeys(warnings)])
 
 
@@ -150,6 +156,7 @@ def _expand(
             policies.append(name)
             continue
         for system in SYSTEMS:
+            # Who asks for all systems wants those that run, not the first refusal.
             try:
                 for config in configs:
                     check_each(config, trace, [system])

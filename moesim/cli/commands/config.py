@@ -22,6 +22,7 @@ def config(
     """
     from moesim.runs.config_schema import json_schema, toml_template
 
+    # Both are made from the fields, so neither can be out of date.
     if schema:
         print(json.dumps(json_schema(), indent=2))
         return

@@ -24,6 +24,7 @@ def gap(*, config: RunConfig, as_json: AsJson = False) -> None:
     from moesim.analysis.gap_text import gap_text
     from moesim.cli.progress import bar
 
+    # How many mixes there are depends on which parts the policy has.
     with bar("replaying") as progress:
         measured = measure_gap(config, progress=progress)
     if as_json:

@@ -59,6 +59,7 @@ def hits(
       moesim hits q.parquet
       moesim hits q.parquet --caches lru,lfu:decay=0.9,sieve,belady --cache-ratios 0.1,0.25,0.5 --png hits.png
     """
+    # Before the imports, which take longer than the check.
     check_places(files=[png, table], inputs=[config.trace, config.warm])
     from moesim.analysis.hit_rates import hit_rates, hits_figure, hits_text
     from moesim.cli.progress import bar
@@ -75,6 +76,7 @@ def hits(
     if table is not None:
         save_table(rates.reset_index(), table)
     if as_json:
+        # JSON has no keys that are numbers.
         by_cache = {
             str(name): dict(zip(map(str, ratios), rates[name], strict=True))
             for name in rates

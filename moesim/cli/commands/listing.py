@@ -43,6 +43,7 @@ def list_(
         return
     blocks = []
     for name, entries in entries_by_kind.items():
+        # Names of one kind are read as a column.
         width = max(len(entry["name"]) for entry in entries)
         lines = [f"{entry['name']:<{width}}  {_line(entry)}" for entry in entries]
         blocks.append("\n".join([f"{name}:", *(f"  {line}" for line in lines)]))
@@ -50,6 +51,7 @@ def list_(
 
 
 def _entries(kind: str) -> list[dict[str, Any]]:
+    # Kinds of policies come last: they share one way to be listed.
     if kind == "systems":
         return _systems()
     if kind == "hardware":
@@ -126,6 +128,7 @@ def _systems() -> list[dict[str, Any]]:
 def _machines() -> list[dict[str, Any]]:
     from moesim.hwprofiles.profile import list_profiles, load_profile
 
+    # Descriptions stand in the files, so all of them are read.
     machines = [load_profile(name) for name in list_profiles()]
     return [
         {

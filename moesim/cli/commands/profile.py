@@ -49,6 +49,7 @@ def profile(
       moesim profile --quick --out laptop.toml --disk /mnt/nvme
     """
     check_places(files=[out])
+    # `load_profile` tells files from names by it.
     if out.suffix != ".toml":
         raise typer.BadParameter(
             f"expected a name that ends in .toml, got {str(out)!r}", param_hint="--out"
@@ -59,6 +60,7 @@ def profile(
 
     with bar("measuring", 1.0) as show:
         machine = measure(
+            # The default is chosen where the costs of other sizes are derived.
             None if shape is None else model_shape(shape),
             out,
             quick=quick,

@@ -84,6 +84,7 @@ def quality(
         Path | None,
         typer.Option(
             metavar="FILE",
+            # A wrong name should not cost a minute of loading.
             exists=True,
             help="Residual vectors for --prefetch residual (see: record).",
         ),
@@ -117,8 +118,10 @@ def quality(
     from moesim.analysis import quality as library
     from moesim.cli import progress
 
+    # Loading a model takes minutes, so all checks come before it.
     check_device(device)
     progress.quiet_libraries()
+    # Without ratios there is one setting, of the size that the options state.
     ratios = () if cache_ratios is None else parsers.shares(cache_ratios)
     with progress.bar("reading", 1.0) as show:
         result = library.quality(

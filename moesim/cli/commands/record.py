@@ -151,14 +151,17 @@ def record(
     check_places(
         files=[out, residual, calibration], folder=store, inputs=[prompts, dataset_file]
     )
+    # Finishing needs neither texts nor a model.
     if finish:
         _finish(out, as_json=as_json)
         return
     _check_texts(prompts, dataset_file, column)
+    # Without a store the whole model is in memory, whatever it takes.
     if host_memory is not None and store is None:
         raise typer.BadParameter(
             "expected --store DIR beside it", param_hint="--host-memory"
         )
+    # What policies know beforehand must not come from what they are judged on.
     if calibration is not None and split == "evaluation":
         raise typer.BadParameter(
             "expected calibration text beside --calibration", param_hint="--split"
@@ -167,6 +170,7 @@ def record(
 
     from moesim.cli.progress import bar, quiet_libraries
 
+    # Before the imports, since the libraries look at it when they are imported.
     quiet_libraries()
     from moesim.runtime.models.datasets import read_dataset, read_prompts
     from moesim.runtime.record.record import record as run
@@ -181,6 +185,7 @@ def record(
         vectors = _residual_of(
             local,
             residual or default_residual(model),
+            # A file that was not named is read if it is there, and never written.
             requested=residual is not None,
             texts=texts if calibration else None,
         )
@@ -362,6 +367,7 @@ def _facts(recording: "Recording", local: "LocalModel") -> dict[str, Any]:
         "tokens_per_s": recording.tokens_per_s,
         "slowdown": overhead.slowdown if overhead else None,
     }
+    # Only a model with its experts in a store has them.
     visits = getattr(local, "visits", None)
     if visits is not None:
         facts |= {

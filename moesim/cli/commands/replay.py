@@ -53,10 +53,16 @@ def replay(
         _cache_only(config, out=out, perfetto=perfetto, as_json=as_json)
         return
 
+    # Opened once, for the bar and for the replay.
     config, trace = opened(config)
     with replaying(config.policy, trace, config.steps) as progress:
         run = replay_trace(
-            config, out=out, perfetto=perfetto, keep=False, progress=progress
+            # Figures are all that is printed, so the timeline need not stay in memory.
+            config,
+            out=out,
+            perfetto=perfetto,
+            keep=False,
+            progress=progress,
         )
     if as_json:
         print(json.dumps(run.to_json(), indent=2))
@@ -77,6 +83,7 @@ def _cache_only(
     from moesim.reporting import text as report
     from moesim.runs.cache_replay import replay_cache
 
+    # Saying nothing would let a user believe that they were heeded.
     needs_time = {
         "--prefetch": config.prefetch,
         "--routing": config.routing,

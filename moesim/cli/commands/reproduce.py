@@ -58,6 +58,7 @@ def reproduce(
     from moesim.cli.progress import messages
     from moesim.reproduction import published as library
 
+    # Without a name the user cannot know one yet.
     if name is None or list_all:
         print(json.dumps(_entries(), indent=2) if as_json else _list_text())
         return
@@ -66,6 +67,7 @@ def reproduce(
     with messages(name) as progress:
         reproduction = library.reproduce(
             name,
+            # Typer makes an empty list of an option that was not given.
             trace or None,
             steps=most_steps,
             seed=seed,
@@ -133,6 +135,7 @@ def _cell(figure: float | str | None) -> str:
 
 
 def _wrapped(text: str) -> str:
+    # Caveats are paragraphs; the tables between them keep their width.
     return textwrap.fill(text, WIDTH, subsequent_indent="  ")
 
 

@@ -78,6 +78,7 @@ def run(
       moesim run --model tiny --prompt prompts.txt --policy greedy --cache lru --prefetch residual --verify
       moesim run q.parquet --shape qwen3-30b-a3b/4 --policy greedy --cache-ratio 0.25 --host-memory 2GiB --out run
     """
+    # Importing torch takes seconds, and an error should not.
     _check_options(context, config, prompt)
     from moesim.cli.progress import bars, quiet_libraries
     from moesim.runs.measured import compare_startups
@@ -91,12 +92,14 @@ def run(
     )
     quiet_libraries()
     with bars("store", "running") as (building, running):
+        # How many forward passes there will be is unknown: texts end when they end.
         running(0, None)
         texts = [] if prompt is None else read_prompts(prompt)
         progress = {
             "building": building,
             "progress": lambda info: running(info.step + 1, None),
         }
+        # Only this run is written; those of --startup are for their times.
         measured = _run(config, texts, out=out, perfetto=perfetto, **progress)
         save_run(measured, out)
         startups = None
@@ -120,6 +123,7 @@ def run(
         _print(measured, startups)
         output.print_written([out, perfetto])
         output.print_notes(measured.warnings)
+    # The results are printed all the same: they show what differs.
     verification = getattr(measured, "verification", None)
     if verification is not None and not verification.passed:
         print(
@@ -148,6 +152,7 @@ def _check_options(
         refuse_options(context, FOR_TRACES, "a TRACE")
     else:
         refuse_options(context, FOR_MODELS, "--model")
+    # Without the hint a user would not know where such a file comes from.
     residual = config.residual
     if isinstance(residual, str | Path) and not Path(residual).is_file():
         raise typer.BadParameter(
@@ -171,12 +176,14 @@ def _print(measured: "MeasuredRun", startups: dict[str, Any] | None) -> None:
     from moesim.reporting import text as report
     from moesim.traces.sizes import format_bytes
 
+    # The routing of a trace makes no texts.
     for number, text in enumerate(getattr(measured, "texts", [])):
         print(f"--- {number}\n{_without_controls(text)}")
     print(report.run_text(measured))
 
     startup = measured.startup
     first = ""
+    # A trace without prefill has no first token.
     if "first_token_s" in startup:
         first = f", first token after {startup['first_token_s']:.2f} s"
     print(
@@ -209,6 +216,7 @@ def _startup_text(times: dict[str, float | None]) -> str:
 
 def _without_controls(text: str) -> str:
     """Spell out what would control a terminal: a model may generate anything."""
+    # Tabs and line feeds stay: texts are laid out with them.
     return re.sub(
         r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text
     )

@@ -38,6 +38,7 @@ def sensitivity(
     from moesim.cli.progress import steps_of
 
     names = parsers.split_policies(policies, "--policies")
+    # Every constant takes two comparisons, so a few steps must do.
     with steps_of("moving constants") as progress:
         result = library.sensitivity(
             trace,
@@ -68,6 +69,7 @@ def sensitivity_text(result: dict[str, Any]) -> str:
         for constant in result["constants"][:MOST_CONSTANTS]
     ]
 
+    # Rows are sorted by tokens: the first one is where the lines cross.
     fetched = [row["tokens"] for row in result["break_even"] if row["fetch"]]
     since = "never, up to 1024 tokens"
     if fetched:

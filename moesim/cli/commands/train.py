@@ -95,6 +95,7 @@ def train_cache(
             f" experts as in {trace}, found {other.layers} x {other.experts}; record it"
             " from the same model"
         )
+    # Judging on what was learned from would flatter the network.
     if held_out is None:
         training, judging = learned.split(opened, batch=batch, steps=steps)
     else:
@@ -106,10 +107,12 @@ def train_cache(
         hidden=hidden,
         epochs=epochs,
     )
+    # Whom Belady evicts depends on how many experts fit.
     slots = round(cache_ratio * shape.experts)
     with bar("training", epochs) as show:
         trained = train(training, shape, recipe, slots=slots, seed=seed, progress=show)
     facts = trained.facts | {
+        # A network says what it was trained on, wherever it is copied to.
         "trace": opened.path.name,
         "trace_digest": opened.digest(),
         "batch": batch,

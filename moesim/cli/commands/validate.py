@@ -76,7 +76,9 @@ def validate(
 
     # Read first: a missing file should not cost an hour of runs.
     before = None if earlier is None else report.load(earlier)
+    # Parsed before anything runs, like every other list here.
     names = parsers.split_policies(policies, "--policies")
+    # Simulated and measured runs take turns, so that drift of the machine hits both.
     with steps_of("validating") as progress:
         validation = library.validate(
             traces,
@@ -85,6 +87,7 @@ def validate(
             hw=hw,
             steps=steps,
             batches=[int(value) for value in parsers.numbers(batches)],
+            # None stands for the shape of each trace.
             shapes=shapes.split(",") if shapes else (None,),
             host_ratios=parsers.numbers(host_ratios),
             repetitions=repetitions,

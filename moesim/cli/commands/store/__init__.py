@@ -6,6 +6,7 @@ from moesim.cli.commands.store.build import build
 
 app = typer.Typer(
     no_args_is_help=True,
+    # As in `moesim.cli.app`.
     rich_markup_mode=None,
     help="Experts on disk, ready to be read one by one.",
 )

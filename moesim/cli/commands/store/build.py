@@ -45,6 +45,7 @@ def build(
         folder = tiny_dir()
         # The checkpoint that ships is stored in half precision to be small.
         dtype = dtype or "float32"
+    # The index is written last, so a store that has one is complete.
     existed = (out / INDEX_NAME).is_file()
     with bar("checking" if existed else "building", 1.0) as show:
 

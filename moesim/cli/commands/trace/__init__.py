@@ -12,6 +12,7 @@ from moesim.cli.commands.trace.synth import synth
 
 app = typer.Typer(
     no_args_is_help=True,
+    # As in `moesim.cli.app`.
     rich_markup_mode=None,
     help="Look into traces, or make them of foreign files.",
 )

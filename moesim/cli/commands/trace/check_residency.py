@@ -40,6 +40,7 @@ def check_residency(
         print(json.dumps(comparison.to_json(), indent=2))
         return
     for name, counts in comparison.phases.items():
+        # A trace without prefill has nothing to say of it.
         if not counts.accesses:
             continue
         print(
@@ -53,6 +54,7 @@ def check_residency(
                 f" {counts.prefetched:,} prefetched; in the replay only:"
                 f" {counts.only_replay:,}"
             )
+        # They are in neither figure, so a reader must know of them.
         if counts.dropped:
             output.print_notes(
                 [f"{counts.dropped:,} accesses that the engine dropped are left out"]

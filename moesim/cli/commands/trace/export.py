@@ -32,6 +32,7 @@ def export(
       moesim trace export trace.parquet trace.oracleGeneral --to oracle-general
       moesim trace export trace.parquet trace.csv --to csv
     """
+    # A layout of the same name would replace the trace that it is made from.
     check_places(files=[target], inputs=[trace])
     from moesim.cli.progress import bar
     from moesim.traces.exporters import export_trace

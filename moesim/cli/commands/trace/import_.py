@@ -89,6 +89,7 @@ def import_(
     from moesim.traces.importers import import_trace
     from moesim.traces.models import model_shape
 
+    # A sorted moesim trace keeps its own shape.
     model = None if shape is None else model_shape(shape, weights)
     options = import_options(columns, prompt_tokens, batch)
     with bar("importing") as show:
@@ -126,6 +127,7 @@ def _print(imported: "ImportSummary") -> None:
     from moesim.traces.sizes import format_bytes
 
     shape = imported.shape
+    # Layers of mixed quantisation have experts of several sizes.
     sizes = " or ".join(map(format_bytes, sorted(set(shape.expert_bytes))))
     print(
         f"{imported.rows:,} rows of {imported.sequences:,}"

@@ -42,6 +42,7 @@ def _facts(trace: dict[str, Any]) -> dict[str, str]:
             f"{trace['model']}: {trace['layers']} MoE layers x {trace['experts']}"
             f" experts, top {trace['top_k']}"
         ),
+        # Layers of mixed quantisation have experts of several sizes.
         "one expert": " or ".join(map(format_bytes, trace["expert_bytes"])),
         "tokens": (
             f"{trace['prefill_tokens']:,} prompt, {trace['decode_tokens']:,} generated,"

@@ -66,6 +66,7 @@ def stats(
     if as_json:
         print(json.dumps(figures, indent=2))
         return
+    # The judgement stands last, where a terminal shows it.
     lines = [_stats_text(figures), "", *verdict_text(figures["verdict"])]
     print("\n".join(lines))
     output.print_written(written)
@@ -78,6 +79,7 @@ def _stats_text(figures: dict[str, Any]) -> str:
     columns = {
         head: [form.format(value) for value in figures[key]]
         for head, (key, form) in COLUMNS.items()
+        # Without decode there is no overlap of adjacent tokens, for one.
         if figures[key] is not None
     }
     for ratio, rates in figures["lru"].items():

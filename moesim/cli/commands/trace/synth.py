@@ -93,6 +93,7 @@ def synth(
     stated: dict[str, Any] = {
         name: value for name, value in possible.items() if value is not None
     }
+    # Statistics come from one source only.
     if (like is None) == (shape is None):
         raise typer.BadParameter("expected either --like TRACE or --shape MODEL")
     doubled = [*stated, *(["weights"] if weights else [])]
@@ -107,12 +108,14 @@ def synth(
     from moesim.traces.synthetic import generate as synthetic
 
     if like is not None:
+        # It reads the whole trace; stated statistics need none.
         from moesim.traces.synthetic.fit import fit
 
         model = fit(open_trace(like))
     else:
         described = model_shape(str(shape), weights or "bf16")
         model = synthetic.stated(described, seed=seed, **stated)
+    # Traces may be larger than memory, so they are written while they are drawn.
     with bar("drawing") as show:
         rows = synthetic.synthesise(
             model, target, tokens=int(tokens), seed=seed, progress=show
