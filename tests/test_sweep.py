@@ -4,8 +4,10 @@ own, and who wins is said.
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 from command_line import refused, runner
 from moesim.hwprofiles.profile import load_profile, save_profile
@@ -139,6 +141,18 @@ def test_several_processes_find_what_one_finds(trace, swept, tmp_path):
     assert shares[-1] == pytest.approx(1.0)
     run = twice.runs["rtx4060ti", "3 slots", "greedy"]
     assert run.placement()["uses"].sum() == run.metrics["accesses"]
+
+
+def test_processes_see_the_folder_that_the_caller_is_in(tmp_path, monkeypatch):
+    """Processes of an earlier sweep, in another folder, would not find the trace."""
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        write_small_trace(Path(f"{name}.parquet"))
+        found = moesim.sweep(f"{name}.parquet", ["greedy", "all-cpu"], jobs=2, steps=2)
+        assert len(found.runs) == 2
+    assert psutil.Process().children() == []
 
 
 def test_small_work_stays_in_this_process():

@@ -99,6 +99,7 @@ def _in_processes(
 ) -> list[Result]:
     # A tenth of a second that a run in one process need not pay.
     from joblib import Parallel, delayed  # noqa: PLC0415
+    from joblib.externals.loky import get_reusable_executor  # noqa: PLC0415
     from joblib.externals.loky.process_executor import (  # noqa: PLC0415
         TerminatedWorkerError,
     )
@@ -122,6 +123,9 @@ def _in_processes(
                     "one of the processes was killed, perhaps for want of memory; try"
                     " --jobs 1",
                 ) from None
+    # Workers that wait for more work would keep their memory, and this folder and
+    # environment as they are now.
+    get_reusable_executor().shutdown()
     return results
 
 
