@@ -123,9 +123,9 @@ def _in_processes(
                     "one of the processes was killed, perhaps for want of memory; try"
                     " --jobs 1",
                 ) from None
-    # Workers that wait for more work would keep their memory, and this folder and
-    # environment as they are now.
-    get_reusable_executor().shutdown()
+    # Workers that wait for more work would keep their memory, their folder and their
+    # environment. They hold nothing any more, so they need not end by themselves.
+    get_reusable_executor(kill_workers=True).shutdown()
     return results
 
 
