@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -457,3 +458,35 @@ def test_a_decorated_command_keeps_its_own_options():
     assert names[:2] == ["first", "policy"]
     assert names[-3:] == ["seed", "last", "context"]
     assert "trace" not in names
+
+
+# The page.
+
+PAGE = (ROOT / "docs" / "how-to" / "configuration.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL
+    )
+
+
+def test_the_page_runs(command, tmp_path):
+    """Its commands in order, its file, its Python, and the errors that it quotes."""
+    write_small_trace(tmp_path / "q.parquet")
+    (toml,) = blocks("toml")
+    write(tmp_path, toml)
+    commands = re.findall(r"^\$ moesim (.*)$", PAGE, flags=re.MULTILINE)
+    assert len(commands) >= 8
+    for words in commands:
+        code, _, err = command(*shlex.split(words))
+        assert code == 0, (words, err)
+    assert tables(tmp_path / "second") == tables(tmp_path / "first")
+    (code,) = blocks("python")
+    exec(compile(code, "page", "exec"), {})
+    quoted = re.findall(r"^    (error: .*)$", PAGE, flags=re.MULTILINE)
+    for line, before, after in zip(
+        quoted, ("decay", "batch = 4"), ("deacy", "batch = 0"), strict=True
+    ):
+        write(tmp_path, toml.replace(before, after, 1))
+        assert command("replay", "--config", "exp.toml")[2] == f"{line}\n"
