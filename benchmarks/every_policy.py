@@ -57,9 +57,11 @@ from moesim.traces.timeline.spans import Timeline
 from benchmarks.combinations import PARTS, all_of, pairwise, served
 from benchmarks.replay_speed import MODELS, SHARED, SHIPPED
 from moesim.analysis import learned_cache as learned
-from moesim.runs import replay as api
-from moesim.runs.measured import device_of, execute, machine_profile, open_random_store
+from moesim.runs.config import RunConfig
+from moesim.runs.machine import device_of, machine_profile
+from moesim.runs.measured import execute
 from moesim.runs.setup import Setup, check_needs, needed_columns
+from moesim.runs.stores import open_random_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -208,17 +210,10 @@ class Bench:
             if tiering == "ssd"
             else None
         )
-        memory = api.MemoryOptions(slots_per_layer=slots, host_memory_bytes=host)
-        return Setup(
-            self.shape,
-            self.profile,
-            system,
-            memory,
-            "lru",
-            0,
-            future=self.future,
-            artefacts=self.artefacts,
+        config = RunConfig(
+            slots_per_layer=slots, host_memory_bytes=host, artefacts=self.artefacts
         )
+        return Setup(config, self.shape, self.profile, system, future=self.future)
 
     def _walk(self, needed: tuple[str, ...]) -> list[RoutedStep]:
         weights = ("weights",) if "weights" in self.trace.columns else ()
@@ -264,7 +259,7 @@ class Bench:
                 f"layer steps: expected {layer_steps}, ran {run.metrics['layer_steps']}"
             )
         try:
-            repeat(run.journal.entries, setup.planner(), walk)
+            repeat(run.decision_log.entries, setup.planner(), walk)
         except PolicyError as difference:
             row.wrong.append(f"plans: {difference}")
         row.hits = int(run.metrics["hits"])

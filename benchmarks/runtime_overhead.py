@@ -31,7 +31,9 @@ from moesim.traces.format.writer import TraceWriter
 from torch.nn import functional
 
 from moesim.runs import replay as api
-from moesim.runs.measured import machine_profile, open_random_store, run_trace
+from moesim.runs.machine import machine_profile
+from moesim.runs.measured import run_trace
+from moesim.runs.stores import open_random_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -24,7 +24,9 @@ from moesim.runtime.store.memory import HostSlots, Slots
 
 from benchmarks.runtime_overhead import SHAPE, SLOTS, TOKENS, made_up_trace
 from moesim.runs import replay as api
-from moesim.runs.measured import machine_profile, open_random_store, run_trace
+from moesim.runs.machine import machine_profile
+from moesim.runs.measured import run_trace
+from moesim.runs.stores import open_random_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -43,6 +43,7 @@ ONLY_IN = {
     "numba": {"policies", "traces", "runtime"},
     "pulp": {"policies"},
     "highspy": {"policies"},
+    "joblib": {"moesim"},
     "matplotlib": {"moesim"},
     "rich": {"moesim"},
     "jinja2": {"moesim"},

@@ -290,7 +290,7 @@ def test_daop_computes_each_foreseen_expert_once_and_begins_before_its_gate(
         ),
     )
     assert run.metrics["approximate"] is True
-    plans = [entry.answer for entry in run.journal.entries if entry.call == "plan"]
+    plans = [entry.answer for entry in run.decision_log.entries if entry.call == "plan"]
     named = {
         (plan[0], plan[1] + 1, expert) for plan in plans for expert in plan[-1] or ()
     }

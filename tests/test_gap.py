@@ -9,7 +9,6 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moesim.policies.base import PolicyError
@@ -19,10 +18,10 @@ from moesim.policies.systems import System
 from moesim.traces.format.future import RecordedFuture
 from typer.testing import CliRunner
 
+from moesim import cli
 from moesim.analysis.gap import decompose, gap, shapley
 from moesim.analysis.gap_bench import BOUND, PARTS, Bench, Grades
 from moesim.analysis.gap_eviction import split_eviction
-from moesim.cli.gap import add_commands
 from moesim.runs import replay as api
 from moesim.runs.memory import MemoryOptions
 from tests.conftest import write_trace
@@ -46,10 +45,7 @@ def bench(model, system, forward, *, slots, **costs):
 
 
 def moesim(*words):
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    add_commands(app)
-    return CliRunner().invoke(app, [str(word) for word in words])
+    return CliRunner().invoke(cli.app, [str(word) for word in words])
 
 
 def one_layer(*experts):

@@ -35,8 +35,8 @@ from moesim.traces.format.schema import Phase
 from test_model_swap import CONFIGS, VOCABULARY, Swapped
 from torch.nn import functional
 
+from moesim import cli
 from moesim.analysis import quality
-from moesim.cli import quality as cli_quality
 from moesim.runs.memory import MemoryOptions
 from tests.handmade import registered
 
@@ -433,14 +433,16 @@ def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
         "routing": "expert-cache-router:phase=decode",
         "text": tmp_path / "text.txt",
         "sweep": "alpha=0,0.4",
-        "cache_ratios": "0.25,0.5",
+        "cache-ratios": "0.25,0.5",
         "tokens": 8,
-        "prompt_tokens": 16,
-        "scored_tokens": 4,
+        "prompt-tokens": 16,
+        "scored-tokens": 4,
         "hw": "rtx3090-epyc7532",
         "out": tmp_path / "out",
     }
-    cli_quality.quality(**given)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["quality", *(f"--{name}={value}" for name, value in given.items())])
+    assert not end.value.code
     printed = capsys.readouterr().out
     assert printed.count("expert-cache-router:phase=decode,alpha=0.4") == 2
     assert (tmp_path / "out" / "quality.png").read_bytes().startswith(b"\x89PNG")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 import yaml
 from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError
@@ -19,7 +18,7 @@ from moesim.policies.registry import resolve
 from moesim.traces.format.future import RecordedFuture
 from typer.testing import CliRunner
 
-from moesim.cli.reproduce import add_commands
+from moesim import cli
 from moesim.reproduction import published as reproduce
 from moesim.reproduction.experiments import EXPERIMENTS
 from moesim.reproduction.experiments.base import Excerpt
@@ -250,10 +249,7 @@ def test_section_5_5_evictions_and_their_re_use_within_two_steps():
 
 @pytest.fixture
 def moesim():
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    add_commands(app)
-    return lambda *words: CliRunner().invoke(app, ["reproduce", *map(str, words)])
+    return lambda *words: CliRunner().invoke(cli.app, ["reproduce", *map(str, words)])
 
 
 def test_the_list_names_every_experiment_and_its_needs(moesim):

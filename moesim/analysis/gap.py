@@ -28,18 +28,18 @@ from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import references, resolve
 from moesim.runs.artefacts import load_artefacts
-from moesim.runs.setup import Setup, check_needs, needed_columns, profile_of
+from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.setup import Setup, check_needs, needed_columns, trace_of
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.future import RecordedFuture
-from moesim.traces.format.reader import Trace, open_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.systems import System
     from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.reader import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,14 +216,11 @@ def _words(mix: Mapping[str, Choice]) -> str:
     return " + ".join(choice.label for choice in mix.values()) or "as it is"
 
 
+@takes_options(RunConfig)
 def gap(
-    trace: str | Path | Trace,
-    policy: str = "greedy",
+    trace: RunConfig | str | Path | Trace,
+    policy: str | None = None,
     *,
-    hw: str | Path | HardwareProfile | None = None,
-    batch: int = 1,
-    steps: int | None = None,
-    warm: str | Path | Trace | None = None,
     bound: System = BOUND,
     causal: Sequence[str] | None = None,
     progress: Callable[[int], None] | None = None,
@@ -237,17 +234,18 @@ def gap(
             held; those whose columns the trace lacks are left out. None for the
             registry's references.
         progress: told how many replays are done.
-        options: as in `moesim.runs.replay.replay`, as are the arguments that are not
-            named here.
+        options: fields of `moesim.runs.config.RunConfig`; `trace` and `policy` as in
+            `moesim.runs.replay.replay`.
 
     Raises:
         TraceError, ProfileError, PolicyError: bad input, in one line; also a routing
             policy that alters the routing, because then the future depends on the mix.
     """
-    opened = trace if isinstance(trace, Trace) else open_trace(trace)
-    setup = Setup.of(
-        opened, policy, profile_of(hw), batch=batch, steps=steps, warm=warm, **options
-    )
+    config = RunConfig.of(trace, policy, **options)
+    opened = trace_of(config)
+    setup = Setup.of(config, opened)
+    batch = config.batch
+    steps = config.steps
     shape = setup.shape
     profile = setup.profile
     system = setup.system
@@ -276,7 +274,7 @@ def gap(
         return compose_steps(opened, batch=batch, steps=steps, columns=needs)
 
     future = setup.future or RecordedFuture.of(opened, batch=batch, steps=steps)
-    extras = load_artefacts(setup.artefacts)
+    extras = load_artefacts(config.artefacts)
     bench = Bench(
         shape,
         profile,
@@ -286,8 +284,8 @@ def gap(
         passes,
         future,
         bound,
-        setup.host_cache,
-        setup.seed,
+        config.host_cache,
+        config.seed,
         setup.calibration,
         extras,
     )
@@ -299,11 +297,11 @@ def gap(
         passes,
         future,
         causal=at_hand,
-        seed=setup.seed,
+        seed=config.seed,
         calibration=setup.calibration,
         extras=extras,
     )
-    found.config = setup.config(opened, batch=batch, steps=steps, warm=warm)
+    found.config = setup.effective_config(opened)
     found.config["bound"] = {
         "assignment": bound.assignment,
         "cache": bound.cache,

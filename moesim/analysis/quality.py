@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import split
-from moesim.policies.systems import System, compose
 from moesim.reporting.tables import aligned, facts_lines
-from moesim.runs.memory import MemoryOptions
-from moesim.runs.replay import activation_counts, needed_columns, profile_of
-from moesim.runs.setup import Setup
+from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.setup import (
+    Setup,
+    activation_counts,
+    needed_columns,
+    profile_of,
+)
 from moesim.traces.errors import TraceError
 from moesim.traces.files import written_beside
 from moesim.traces.format.reader import Trace, open_trace
@@ -31,8 +34,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.plan import Policies
+    from moesim.policies.systems import System
+    from moesim.runs.memory import MemoryOptions
     from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.quality.measure import Scores
     from moesim.runtime.quality.passages import Passages
@@ -105,13 +109,12 @@ class Quality:
         return {"settings": [row.to_json() for row in self.rows], "config": self.config}
 
 
+@takes_options(RunConfig, without=["trace"])
 def quality(
     model: str | Path = "tiny",
     policy: str = "smoe",
     *,
-    cache: str | None = None,
-    prefetch: str | None = None,
-    routing: str | None = None,
+    config: RunConfig | None = None,
     text: str | Path | None = None,
     sweep: str | None = None,
     cache_ratios: Sequence[float] = (),
@@ -122,14 +125,9 @@ def quality(
     residual: str | Path | Residual | None = None,
     dtype: str = "auto",
     device: str = "cpu",
-    hw: str | Path | HardwareProfile | None = None,
     memory: MemoryOptions | None = None,
-    host_cache: str = "lru",
-    batch: int = 1,
-    seed: int = 0,
-    warm: str | Path | Trace | None = None,
-    artefacts: str | Path | None = None,
     progress: Callable[[float], None] | None = None,
+    **options: Any,
 ) -> Quality:
     """Measure what policies do to a model's answers.
 
@@ -137,6 +135,7 @@ def quality(
         model: ``tiny``, or a Hugging Face folder; it must fit the device's memory,
             experts included.
         policy: a system or an assignment policy, also as ``assignment+cache+prefetch``.
+        config: a configuration, whose options those given here replace.
         text: UTF-8 file, cut into passages from its beginning; None draws passages of
             the corpus's evaluation part (``tiny`` only, which was not trained on it).
         sweep: a parameter of the routing policy and its values, ``alpha=0,0.1,0.2``.
@@ -150,9 +149,9 @@ def quality(
             when None.
         dtype: to compute in; ``auto`` takes the checkpoint's (float32 for ``tiny``).
         device: ``cpu``, ``cuda``, …
-        warm: calibration trace that caches may be filled from.
-        progress: told the share of the work that is done. cache, prefetch, routing, hw,
-        memory, host_cache, batch, seed, artefacts: as in `moesim.runs.replay.replay`.
+        memory: sizes of memories in one object, instead of single options.
+        progress: told the share of the work that is done.
+        options: fields of `moesim.runs.config.RunConfig`.
 
     Raises:
         TraceError, ProfileError, PolicyError: bad input, in one line.
@@ -164,9 +163,10 @@ def quality(
     ):
         if count < 1:
             raise TraceError(f"{name}: expected >= 1, got {count}")
-    systems = _systems(policy, cache, prefetch, routing, sweep)
-    options = _sizes(memory or MemoryOptions(), cache_ratios)
-    columns = _columns([system for _, system in systems], host_cache)
+    config = RunConfig.of(config, policy, memory=memory, **options)
+    systems = _systems(config.system, sweep)
+    sizes = _sizes(config, cache_ratios)
+    columns = _columns([system for _, system in systems], config.host_cache)
 
     from moesim.runtime.models.gates import gate_facts  # noqa: PLC0415
     from moesim.runtime.models.local_model import load_model  # noqa: PLC0415
@@ -181,22 +181,13 @@ def quality(
     shape = model_shape(
         local.model, local.name, blocks, gate_facts(local.model, blocks)
     )
-    passages = _passages(local, text, tokens, prompt_tokens, scored_tokens, seed)
-    profile = profile_of(hw)
-    calibration = None if warm is None else _counts(warm, shape)
+    passages = _passages(local, text, tokens, prompt_tokens, scored_tokens, config.seed)
+    profile = profile_of(config.hw)
+    calibration = None if config.warm is None else _counts(config.warm, shape)
     settings = []
     trials = []
-    for (value, system), option in product(systems, options):
-        setup = Setup(
-            shape,
-            profile,
-            system,
-            option,
-            host_cache,
-            seed,
-            calibration,
-            artefacts=artefacts,
-        )
+    for (value, system), sized in product(systems, sizes):
+        setup = Setup(sized, shape, profile, system, calibration)
         settings.append((value, system, setup.memory))
         trials.append(PolicyUnderTest(setup.planner(), own_input))
     shipped = (lambda: local) if local.name == "tiny" else None
@@ -206,7 +197,7 @@ def quality(
         trials,
         columns=columns,
         residual=residual_for(columns, residual, shipped),
-        batch=batch,
+        batch=config.batch,
         progress=(
             None
             if progress is None
@@ -220,7 +211,7 @@ def quality(
     ]
     first = settings[0][1]
     plan = settings[0][2]
-    config = {
+    facts = {
         "model": shape.name,
         "dtype": shape.dtype,
         "device": device,
@@ -240,11 +231,11 @@ def quality(
         "cache_scope": plan.gpu.scope,
         "staging": plan.staging,
         "host_bytes": None if plan.host is None else plan.host.total_bytes,
-        "batch": batch,
-        "seed": seed,
-        "filled_by": "calibration" if warm is not None else "its policy, or empty",
+        "batch": config.batch,
+        "seed": config.seed,
+        "filled_by": ("its policy, or empty" if config.warm is None else "calibration"),
     }
-    return Quality(rows, config)
+    return Quality(rows, facts)
 
 
 def quality_text(found: Quality) -> str:
@@ -360,15 +351,8 @@ def save_quality(found: Quality, folder: Path) -> list[Path]:
     return [folder / "quality.json", quality_figure(found, folder / "quality.png")]
 
 
-def _systems(
-    policy: str,
-    cache: str | None,
-    prefetch: str | None,
-    routing: str | None,
-    sweep: str | None,
-) -> list[tuple[str | None, System]]:
+def _systems(base: System, sweep: str | None) -> list[tuple[str | None, System]]:
     """One composition for each value of the swept parameter."""
-    base = compose(policy, cache=cache, prefetch=prefetch, routing=routing)
     if sweep is None:
         return [(None, base)]
     parameter, equals, values = sweep.partition("=")
@@ -392,18 +376,18 @@ def _systems(
     return found
 
 
-def _sizes(memory: MemoryOptions, ratios: Sequence[float]) -> list[MemoryOptions]:
-    """One set of sizes for each cache ratio."""
+def _sizes(config: RunConfig, ratios: Sequence[float]) -> list[RunConfig]:
+    """One configuration for each cache ratio."""
     if ratios and (
-        memory.slots_per_layer,
-        memory.gpu_memory_bytes,
-        memory.cache_ratio,
+        config.slots_per_layer,
+        config.gpu_memory_bytes,
+        config.cache_ratio,
     ) != (None, None, None):
         raise PolicyError(
             "--cache-ratios: expected no other size of the cache beside it; drop one of"
             " them"
         )
-    return [replace(memory, cache_ratio=ratio) for ratio in ratios] or [memory]
+    return [config.replaced(cache_ratio=ratio) for ratio in ratios] or [config]
 
 
 def _columns(systems: Sequence[System], host_cache: str) -> tuple[str, ...]:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.hwprofiles.costs import Costs
-from moesim.runs import replay as api
+from moesim.runs.cache_replay import replay_cache
 from moesim.runs.memory import MemoryOptions
+from moesim.runs.setup import profile_of
 from moesim.runs.sweep import compare
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import Trace, open_trace
@@ -85,7 +86,7 @@ def sensitivity(
         TraceError, ProfileError, PolicyError: in one line.
     """
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
-    profile = api.profile_of(hw)
+    profile = profile_of(hw)
     tell = progress or (lambda _what, _done: None)
     memory = MemoryOptions(cache_ratio=cache_ratio)
 
@@ -235,7 +236,7 @@ def capacity_cliff(
     for share in (0.5, 0.9, 1.0, 1.1, 1.5, 2.0):
         ratio = min(1.0, share * working_set / everything)
         memory = MemoryOptions(cache_ratio=ratio, scope="global")
-        found[f"{share:g}"] = api.replay_cache(
+        found[f"{share:g}"] = replay_cache(
             trace, "lru", memory=memory, batch=batch, steps=steps
         )["hit_rate_active"]
     return {

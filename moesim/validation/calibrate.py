@@ -25,7 +25,7 @@ from moesim.hwprofiles.calibration.fit_runs import DesignedRun
 from moesim.hwprofiles.calibration.fit_runs import calibrate as fit
 from moesim.hwprofiles.calibration.unobserved import profile_entries
 from moesim.hwprofiles.profile import HardwareProfile, save_profile
-from moesim.runs.measured import machine_profile
+from moesim.runs.machine import machine_profile
 from moesim.validation.calibration_runs import ROUTED, Design, designs
 from moesim.validation.drift import Reference, with_reference
 from moesim.validation.paired_runs import (

@@ -16,15 +16,12 @@ import numpy as np
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import PolicyError
 from moesim.policies.systems import compose
-from moesim.runs.measured import (
-    REHEARSED_STEPS,
-    device_of,
-    execute,
-    open_random_store,
-    rehearse,
-)
+from moesim.runs.config import RunConfig
+from moesim.runs.machine import device_of
+from moesim.runs.measured import REHEARSED_STEPS, execute, rehearse
 from moesim.runs.parallel import cores
 from moesim.runs.setup import Setup
+from moesim.runs.stores import open_random_store
 from moesim.sim.replay import Replay
 from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.spans import Timeline
@@ -174,9 +171,10 @@ class Bench:
 def _setup(
     trial: Trial, shape: ModelShape, profile: HardwareProfile, seed: int
 ) -> Setup:
-    setup = Setup(
-        shape, profile, system_of(trial.policy), trial.memory, HOST_CACHE, seed
+    config = RunConfig.of(
+        policy=trial.policy, memory=trial.memory, host_cache=HOST_CACHE, seed=seed
     )
+    setup = Setup(config, shape, profile, system_of(trial.policy))
     for policy in setup.policies().all():
         if policy.oracle:
             raise PolicyError(

@@ -1,11 +1,10 @@
-"""`moesim gap`: where a policy loses its time."""
+"""The report of `moesim gap` for a terminal."""
 
-import json
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
-import typer
-
-from moesim.cli import options
+from moesim.reporting.tables import aligned, facts_lines
 
 if TYPE_CHECKING:
     from moesim.analysis.gap import Gap
@@ -13,44 +12,10 @@ if TYPE_CHECKING:
     from moesim.analysis.gap_eviction import EvictionSplit
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Add `gap`."""
-    app.command("gap", short_help="Say where a policy loses its time.")(gap)
-
-
-@options.with_setting
-def gap(
-    trace: options.TraceFile,
-    policy: options.Policy = "greedy",
-    *,
-    setting: options.Setting,
-    as_json: options.AsJson = False,
-) -> None:
-    """Say how much of a policy's time above the clairvoyant bound is due to which of
-    its parts.
-
-    Replays the trace with every mix of its own parts and parts that know the future, so
-    --steps saves much.
-
-    \b
-    Examples:
-      moesim gap q.parquet --policy greedy --steps 100
-      moesim gap q.parquet --policy on-demand --cache lfu --prefetch next-gate --batch 8
-    """
-    from moesim.analysis import gap as library
-    from moesim.cli.progress import bar
-
-    with bar("replaying") as progress:
-        found = library.gap(trace, policy, **setting.keywords(), progress=progress)
-    print(json.dumps(found.to_json(), indent=2) if as_json else gap_text(found))
-
-
-def gap_text(found: "Gap") -> str:
+def gap_text(found: Gap) -> str:
     """Lay out a gap for a terminal: the times, the shares, the eviction gap, the
     assignment's grades.
     """
-    from moesim.reporting.tables import aligned, facts_lines
-
     config = found.config
     facts = [
         ("model", f"{config['model']}, {config['trace']}"),
@@ -99,13 +64,14 @@ def gap_text(found: "Gap") -> str:
         " last: after all others"
     )
     blocks = ["\n".join(head), "\n".join([*aligned(rows), "", legend])]
+    # A policy with the bound's cache has no eviction gap.
     if found.belady_s is not None:
         blocks.append("\n".join(_eviction_lines(found, found.eviction)))
     blocks.append("\n".join(_assignment_lines(found.grades)))
     return "\n\n".join(blocks)
 
 
-def _bound_words(found: "Gap") -> str:
+def _bound_words(found: Gap) -> str:
     used = [part.replaced_by for part in found.parts if part.replaced_by]
     return (
         "exchanged for " + " + ".join(used)
@@ -114,17 +80,18 @@ def _bound_words(found: "Gap") -> str:
     )
 
 
-def _eviction_lines(found: "Gap", split: "EvictionSplit | None") -> list[str]:
+def _eviction_lines(found: Gap, split: EvictionSplit | None) -> list[str]:
     assert found.belady_s is not None
     assert found.forced_s is not None
-    whole_s = found.policy_s - found.belady_s
+    eviction_s = found.policy_s - found.belady_s
     victims_s = found.policy_s - found.forced_s
     lines = [
         (
-            f"eviction alone: {_ms(whole_s)} to Belady; {_ms(victims_s)} of it to a"
+            f"eviction alone: {_ms(eviction_s)} to Belady; {_ms(victims_s)} of it to a"
             " Belady that must admit every fetch"
         ),
     ]
+    # Replacements that follow a clock depend on times, which misses alone do not tell.
     if split is None:
         return [
             *lines,
@@ -138,6 +105,7 @@ def _eviction_lines(found: "Gap", split: "EvictionSplit | None") -> list[str]:
         f" forced-admission Belady {_percent(split.forced, split.accesses)}, Belady"
         f" {_percent(split.belady, split.accesses)} of {split.accesses:,} accesses"
     )
+    # Shares of nothing say nothing.
     if split.gap:
         lines += [
             (
@@ -154,24 +122,25 @@ def _eviction_lines(found: "Gap", split: "EvictionSplit | None") -> list[str]:
     return lines
 
 
-def _assignment_lines(grades: "Grades") -> list[str]:
+def _assignment_lines(grades: Grades) -> list[str]:
     figures = grades.to_json()
     if not figures["layer_steps"]:
         return ["assignment: no layer step to grade"]
     lines = [
         (
-            f"assignment of {figures['layer_steps']:,} layer steps, makespan over the least"
-            " possible:"
+            f"assignment of {figures['layer_steps']:,} layer steps, makespan over the"
+            " least possible:"
         )
     ]
-    for name, words in (
+    # Two models of a layer step, since no policy knows how lanes will really overlap.
+    for name, model in (
         ("modelled", "lanes as sums of costs"),
         ("scheduled", "copies one after another"),
     ):
-        found = figures[name]
+        ratios = figures[name]
         lines.append(
-            f"  {name:<9}  mean {found['mean']:.3f}, p95 {found['p95']:.3f}, max"
-            f" {found['max']:.3f}; {found['optimal_share']:.1%} optimal ({words})"
+            f"  {name:<9}  mean {ratios['mean']:.3f}, p95 {ratios['p95']:.3f}, max"
+            f" {ratios['max']:.3f}; {ratios['optimal_share']:.1%} optimal ({model})"
         )
     if figures["unproven"]:
         lines.append(
@@ -185,5 +154,5 @@ def _ms(seconds: float) -> str:
     return f"{seconds:.3f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+def _percent(part: float, total: float) -> str:
+    return f"{100 * part / total:.1f} %" if total else "-"

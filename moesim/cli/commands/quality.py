@@ -6,16 +6,20 @@ from typing import Annotated
 
 import typer
 
-from moesim.cli import options
+from moesim.cli import output, parsers
+from moesim.cli.checks import check_device, check_places
+from moesim.cli.options import AsJson, Device
+from moesim.cli.run_options import with_config
+from moesim.runs.config import RunConfig
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Add `quality`."""
-    app.command(
-        "quality", short_help="Measure what a policy does to a model's answers."
-    )(quality)
-
-
+# A model that reads text has no trace, its lengths are those of the text, and only one
+# GPU takes part.
+@with_config(
+    without=["trace", "policy", "gpu_memory_bytes", "gpu_split", "steps", "noise_seed"],
+    before={"text": ["cache", "prefetch", "routing"]},
+    from_file=False,
+)
 def quality(
     model: Annotated[
         str,
@@ -33,9 +37,6 @@ def quality(
             )
         ),
     ] = "smoe",
-    cache: options.Cache = None,
-    prefetch: options.Prefetch = None,
-    routing: options.Routing = None,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -83,6 +84,7 @@ def quality(
         Path | None,
         typer.Option(
             metavar="FILE",
+            # A wrong name should not cost a minute of loading.
             exists=True,
             help="Residual vectors for --prefetch residual (see: record).",
         ),
@@ -91,28 +93,18 @@ def quality(
         str,
         typer.Option(
             metavar="NAME",
-            parser=options.one_of("auto", "float32", "bfloat16", "float16"),
+            parser=parsers.one_of("auto", "float32", "bfloat16", "float16"),
             help="float32, bfloat16, float16, or auto.",
         ),
     ] = "auto",
-    device: options.Device = "cpu",
-    hw: options.Hardware = None,
-    cache_ratio: options.CacheRatio = None,
-    slots_per_layer: options.SlotsPerLayer = None,
-    host_memory: options.HostMemory = None,
-    host_cache: options.HostCache = "lru",
-    cache_scope: options.CacheScope = None,
-    staging: options.Staging = None,
-    prefetch_budget: options.PrefetchBudget = None,
-    batch: options.Batch = 1,
-    seed: options.Seed = 0,
-    warm: options.Warm = None,
-    artefacts: options.Artefacts = None,
+    device: Device = "cpu",
+    *,
+    config: RunConfig,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write figures and a picture there."),
     ] = None,
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Let a model read held-out text as it is and under a policy, and compare what both
     expect next.
@@ -122,29 +114,20 @@ def quality(
       moesim quality --policy on-demand+lru --routing expert-cache-router --sweep alpha=0,0.1,0.3
       moesim quality --model ~/models/olmoe --text book.txt --policy daop --cache-ratios 0.125,0.25,0.5 --out daop
     """
-    options.check_places(folder=out)
+    check_places(folder=out)
     from moesim.analysis import quality as library
     from moesim.cli import progress
-    from moesim.runs.memory import MemoryOptions
 
-    options.check_device(device)
-    progress.only_ours()
-    memory = MemoryOptions(
-        cache_ratio,
-        slots_per_layer,
-        host_memory_bytes=host_memory,
-        scope=cache_scope,
-        staging=staging,
-        prefetch_budget_bytes=prefetch_budget,
-    )
-    ratios = () if cache_ratios is None else options.shares(cache_ratios)
+    # Loading a model takes minutes, so all checks come before it.
+    check_device(device)
+    progress.quiet_libraries()
+    # Without ratios there is one setting, of the size that the options state.
+    ratios = () if cache_ratios is None else parsers.shares(cache_ratios)
     with progress.bar("reading", 1.0) as show:
-        found = library.quality(
+        result = library.quality(
             model,
             policy,
-            cache=cache,
-            prefetch=prefetch,
-            routing=routing,
+            config=config,
             text=text,
             sweep=sweep,
             cache_ratios=ratios,
@@ -155,19 +138,11 @@ def quality(
             residual=residual,
             dtype=dtype,
             device=device,
-            hw=hw,
-            memory=memory,
-            host_cache=host_cache,
-            batch=batch,
-            seed=seed,
-            warm=warm,
-            artefacts=artefacts,
             progress=show,
         )
-    written = [] if out is None else library.save_quality(found, out)
+    written = [] if out is None else library.save_quality(result, out)
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(result.to_json(), indent=2))
         return
-    print(library.quality_text(found))
-    for place in written:
-        print(f"wrote {place}")
+    print(library.quality_text(result))
+    output.print_written(written)

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moesim.cli import options
+from moesim.cli.options import AsJson, Seed
 
 if TYPE_CHECKING:
     from moesim.reproduction.published import Reproduction
 
-
-def add_commands(app: typer.Typer) -> None:
-    """Add `reproduce`."""
-    app.command("reproduce", short_help="Published figures beside ours.")(reproduce)
+WIDTH = 118
 
 
 def reproduce(
@@ -43,8 +40,8 @@ def reproduce(
             help="Look at the first N forward passes; 0 for all. Default: 300.",
         ),
     ] = None,
-    seed: options.Seed = 0,
-    as_json: options.AsJson = False,
+    seed: Seed = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Compute published figures that need only routing on real traces, and print both
     side by side.
@@ -61,78 +58,77 @@ def reproduce(
     from moesim.cli.progress import messages
     from moesim.reproduction import published as library
 
+    # Without a name the user cannot know one yet.
     if name is None or list_all:
         print(json.dumps(_entries(), indent=2) if as_json else _list_text())
         return
+    # On the command line 0 stands for all, which the library calls None.
+    most_steps = library.DEFAULT_STEPS if steps is None else steps or None
     with messages(name) as progress:
-        found = library.reproduce(
+        reproduction = library.reproduce(
             name,
+            # Typer makes an empty list of an option that was not given.
             trace or None,
-            steps=library.DEFAULT_STEPS if steps is None else steps or None,
+            steps=most_steps,
             seed=seed,
             progress=progress,
         )
-    print(
-        json.dumps(found.to_json(), indent=2) if as_json else reproduction_text(found)
-    )
+    if as_json:
+        print(json.dumps(reproduction.to_json(), indent=2))
+        return
+    print(reproduction_text(reproduction))
 
 
-def reproduction_text(found: "Reproduction") -> str:
+def reproduction_text(reproduction: "Reproduction") -> str:
     """Lay out a reproduction for a terminal: a row per setting, published columns
-    before ours, then notes.
+    before measured ones, then notes.
     """
     from moesim.reporting.tables import aligned, screen
 
-    experiment = found.experiment
+    experiment = reproduction.experiment
+    models = reproduction.models
     sources = list(dict.fromkeys(source for source, _, _ in experiment.published))
     width = screen().width
     head = [
         _wrapped(f"{experiment.name}: {experiment.summary}", width),
         _wrapped(experiment.computes, width),
     ]
+
+    # One source is named in every head; several name themselves in their columns.
     columns = [
         column if len(sources) > 1 else f"{sources[0]}: {column}"
-        for column in found.published
+        for column in reproduction.published
     ]
-    notes: dict[str, int] = {}
-    rows = [
-        [
-            experiment.unit,
-            *columns,
-            *(f"ours: {found.models[t]}" for t in found.measured),
+    heads = [f"ours: {models[trace]}" for trace in reproduction.measured]
+    table = [[experiment.unit, *columns, *heads]]
+    footnotes: dict[str, int] = {}
+    for row in reproduction.rows:
+        published = [
+            _cell(column.get(row)) for column in reproduction.published.values()
         ]
-    ]
-    for row in found.rows:
-        theirs = [_cell(column.get(row)) for column in found.published.values()]
-        ours = [_ours(figures.get(row), notes) for figures in found.measured.values()]
-        rows.append([row, *theirs, *ours])
-    passes = (
-        "all forward passes"
-        if found.steps is None
-        else f"at most {found.steps} forward passes"
-    )
-    small = [
-        (
-            "ours:"
-            f" {', '.join(f'{model} from {trace}' for trace, model in found.models.items())};"
-            f" {passes} of each"
-        )
-    ]
-    small += [f"[{number}] {reason}" for reason, number in notes.items()]
-    small += [f"note: {caveat}" for caveat in experiment.caveats]
-    return "\n\n".join(
-        [
-            "\n".join(head),
-            "\n".join(aligned(rows)),
-            "\n".join(_wrapped(line, width) for line in small),
+        measured = [
+            _measured_cell(figures.get(row), footnotes)
+            for figures in reproduction.measured.values()
         ]
-    )
+        table.append([row, *published, *measured])
+
+    passes = "all forward passes"
+    if reproduction.steps is not None:
+        passes = f"at most {reproduction.steps} forward passes"
+    origins = ", ".join(f"{model} from {trace}" for trace, model in models.items())
+    notes = [
+        f"ours: {origins}; {passes} of each",
+        *(f"[{number}] {reason}" for reason, number in footnotes.items()),
+        *(f"note: {caveat}" for caveat in experiment.caveats),
+    ]
+    blocks = [head, aligned(table), [_wrapped(note, width) for note in notes]]
+    return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def _ours(figure: float | str | None, notes: dict[str, int]) -> str:
-    """A figure, or the number of the note that says what the trace lacks."""
+def _measured_cell(figure: float | str | None, footnotes: dict[str, int]) -> str:
+    """A figure, or the number of the footnote that says what the trace lacks."""
     if isinstance(figure, str):
-        return f"[{notes.setdefault(figure, len(notes) + 1)}]"
+        return f"[{footnotes.setdefault(figure, len(footnotes) + 1)}]"
     return _cell(figure)
 
 

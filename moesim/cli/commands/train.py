@@ -1,25 +1,18 @@
-"""`moesim train-cache`: train FlashMoE's cache on a trace, and say honestly what it is
-worth.
-"""
+"""`moesim train-cache` and `moesim train-tiny`: networks that policies and tests use."""
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from moesim.cli import options
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Add the commands of this file to the command line."""
-    app.command("train-cache", short_help="Train a learned cache policy on a trace.")(
-        train_cache
-    )
+from moesim.cli import output, parsers
+from moesim.cli.checks import check_places
+from moesim.cli.options import AsJson, Batch, Seed, Steps, TraceFile
 
 
 def train_cache(
-    trace: options.TraceFile,
+    trace: TraceFile,
     out: Annotated[
         Path,
         typer.Option(
@@ -40,7 +33,7 @@ def train_cache(
         str,
         typer.Option(
             metavar="distance|masked",
-            parser=options.one_of("distance", "masked"),
+            parser=parsers.one_of("distance", "masked"),
             help="Learn the distance to the next use, or whom Belady evicts.",
         ),
     ] = "distance",
@@ -62,15 +55,15 @@ def train_cache(
     epochs: Annotated[
         int, typer.Option(metavar="N", min=1, help="At most so many.")
     ] = 200,
-    batch: options.Batch = 1,
-    steps: options.Steps = None,
+    batch: Batch = 1,
+    steps: Steps = None,
     seed: Annotated[
         int,
         typer.Option(
             metavar="N", min=0, help="Of the first weights and the order of samples."
         ),
     ] = 0,
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train FlashMoE's cache policy on one part of a trace and judge it on another.
 
@@ -84,7 +77,7 @@ def train_cache(
       moesim train-cache calibration.parquet --held-out evaluation.parquet --out learned --hidden 64
       moesim replay q.parquet --policy on-demand --cache flashmoe --artefacts learned
     """
-    options.check_places(folder=out)
+    check_places(folder=out)
     from moesim.analysis import learned_cache as learned
     from moesim.cli.progress import bar, messages
     from moesim.policies.base import PolicyError
@@ -96,51 +89,81 @@ def train_cache(
     opened = open_trace(trace)
     shape = opened.shape
     judged_on = opened if held_out is None else open_trace(held_out)
-    if (judged_on.shape.layers, judged_on.shape.experts) != (
-        shape.layers,
-        shape.experts,
-    ):
+    other = judged_on.shape
+    if (other.layers, other.experts) != (shape.layers, shape.experts):
         raise PolicyError(
             f"--held-out {held_out}: expected {shape.layers} layers x {shape.experts}"
-            f" experts as in {trace}, found {judged_on.shape.layers} x"
-            f" {judged_on.shape.experts}; record it from the same model"
+            f" experts as in {trace}, found {other.layers} x {other.experts}; record it"
+            " from the same model"
         )
+    # Judging on what was learned from would flatter the network.
     if held_out is None:
         training, judging = learned.split(opened, batch=batch, steps=steps)
     else:
         training = learned.whole(opened, batch=batch, steps=steps)
         judging = learned.whole(judged_on, batch=batch, steps=steps)
-    slots = round(cache_ratio * shape.experts)
+
     recipe = Recipe(
         labels="masked" if labels == "masked" else "distance",
         hidden=hidden,
         epochs=epochs,
     )
+    # Whom Belady evicts depends on how many experts fit.
+    slots = round(cache_ratio * shape.experts)
     with bar("training", epochs) as show:
-        done = train(training, shape, recipe, slots=slots, seed=seed, progress=show)
-    facts = done.facts | {
+        trained = train(training, shape, recipe, slots=slots, seed=seed, progress=show)
+    facts = trained.facts | {
+        # A network says what it was trained on, wherever it is copied to.
         "trace": opened.path.name,
         "trace_digest": opened.digest(),
         "batch": batch,
     }
     with messages("judging on the held-out part"):
-        found = learned.report(
-            judging, done.network, facts, learned.cache_sizes(shape, cache_ratio)
+        report = learned.report(
+            judging, trained.network, facts, learned.cache_sizes(shape, cache_ratio)
         )
-    text = learned.report_text(found)
-    done.save(out / f"{learned.LEARNED}.safetensors")
+
+    text = learned.report_text(report)
+    # The network comes first: a report without its network would promise too much.
+    trained.save(out / f"{learned.LEARNED}.safetensors")
     for name, content in (
-        ("report.json", json.dumps(found, indent=2) + "\n"),
+        ("report.json", json.dumps(report, indent=2) + "\n"),
         ("report.md", text),
     ):
         with written_beside(out / name) as part:
             part.write_text(content, encoding="utf-8")
-    _print(found, text, out, as_json=as_json)
-
-
-def _print(found: dict[str, Any], text: str, out: Path, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(report, indent=2))
         return
     print(text)
-    print(f"wrote {out}")
+    output.print_written([out])
+
+
+def train_tiny(
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", help="Folder for the checkpoint.", show_default=False
+        ),
+    ],
+    minutes: Annotated[float, typer.Option(min=0.01, help="Training time.")] = 12.0,
+    seed: Seed = 0,
+) -> None:
+    """Train the tiny model that ships with the project, from scratch, on the standard
+    library's sources.
+
+    \b
+    Example:
+      moesim train-tiny --out my-tiny --minutes 12
+    """
+    check_places(folder=out)
+    from moesim.cli.progress import bar, quiet_libraries
+
+    quiet_libraries()
+    from moesim.runtime.train import tiny
+
+    with bar("training", 60 * minutes) as show:
+        facts = tiny.train_tiny(out, minutes, seed, lambda point: show(point.seconds_s))
+    print(f"{facts['steps']:,} steps in {facts['seconds_s'] / 60:.1f} minutes")
+    print(f"held-out loss: {facts['held_out']['nats_per_byte']:.3f} nats per byte")
+    output.print_written([out])

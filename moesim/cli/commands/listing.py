@@ -1,11 +1,15 @@
-"""`moesim list`: what can be named on the command line."""
+"""`moesim list`: what can be named on the command line.
+
+The module is not called ``list``, which would hide the built-in type beside it.
+"""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moesim.cli import options
+from moesim.cli import parsers
+from moesim.cli.options import AsJson
 
 if TYPE_CHECKING:
     from moesim.policies.parameters import Parameter
@@ -19,11 +23,11 @@ def list_(
         str | None,
         typer.Argument(
             metavar="|".join(KINDS),
-            parser=options.one_of(*KINDS),
+            parser=parsers.one_of(*KINDS),
             help="One kind; all without it.",
         ),
     ] = None,
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """List policies with their parameters, systems, machines or models.
 
@@ -32,22 +36,23 @@ def list_(
       moesim list
       moesim list cache
     """
-    found = {name: _entries(name) for name in ([kind] if kind else KINDS)}
+    kinds = [kind] if kind else KINDS
+    entries_by_kind = {name: _entries(name) for name in kinds}
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(entries_by_kind, indent=2))
         return
     from moesim.reporting.tables import facts_lines
 
     blocks = []
-    for name, entries in found.items():
-        lines = facts_lines(
-            ((entry["name"], _line(entry)) for entry in entries), indent=2
-        )
-        blocks.append("\n".join([f"{name}:", *lines]))
+    for name, entries in entries_by_kind.items():
+        # Names of one kind are read as a column.
+        facts = [(entry["name"], _line(entry)) for entry in entries]
+        blocks.append("\n".join([f"{name}:", *facts_lines(facts, indent=2)]))
     print("\n\n".join(blocks))
 
 
 def _entries(kind: str) -> list[dict[str, Any]]:
+    # Kinds of policies come last: they share one way to be listed.
     if kind == "systems":
         return _systems()
     if kind == "hardware":
@@ -56,22 +61,18 @@ def _entries(kind: str) -> list[dict[str, Any]]:
 
 
 def _line(entry: dict[str, Any]) -> str:
-    """One line of words: the summary, then what else a user must know to name it."""
-    words = [entry["summary"]]
+    """One line: the summary, then what else a user must know to name it."""
+    parts = [entry["summary"]]
     if entry.get("parameters"):
-        words.append(
-            "["
-            + ", ".join(
-                f"{p['name']}={p['default']}: {p['accepts']}"
-                for p in entry["parameters"]
-            )
-            + "]"
-        )
+        parameters = [
+            f"{p['name']}={p['default']}: {p['accepts']}" for p in entry["parameters"]
+        ]
+        parts.append(f"[{', '.join(parameters)}]")
     if entry.get("oracle"):
-        words.append("(oracle: sees the future)")
+        parts.append("(oracle: sees the future)")
     if entry.get("needs"):
-        words.append(f"(needs {', '.join(entry['needs'])})")
-    return " ".join(filter(None, words))
+        parts.append(f"(needs {', '.join(entry['needs'])})")
+    return " ".join(filter(None, parts))
 
 
 def _policies(kind: str) -> list[dict[str, Any]]:
@@ -93,11 +94,16 @@ def _parameter(parameter: "Parameter") -> dict[str, Any]:
     from moesim.policies.parameters import REQUIRED
 
     default = parameter.default
-    plain = default is None or isinstance(default, bool | int | float | str)
+    is_plain = default is None or isinstance(default, bool | int | float | str)
+    if default is REQUIRED:
+        default = "?"
+    elif not is_plain:
+        # JSON has no word for it, but people can read it.
+        default = str(default)
     return {
         "name": parameter.name,
         "accepts": parameter.type_label,
-        "default": "?" if default is REQUIRED else default if plain else str(default),
+        "default": default,
     }
 
 
@@ -123,6 +129,7 @@ def _systems() -> list[dict[str, Any]]:
 def _machines() -> list[dict[str, Any]]:
     from moesim.hwprofiles.profile import list_profiles, load_profile
 
+    # Descriptions stand in the files, so all of them are read.
     machines = [load_profile(name) for name in list_profiles()]
     return [
         {
@@ -137,13 +144,13 @@ def _machines() -> list[dict[str, Any]]:
 def _models() -> list[dict[str, Any]]:
     from moesim.traces.models import known_models, model_shape
 
-    found = []
+    entries = []
     for name in known_models():
         shape = model_shape(name)
         summary = (
             f"{shape.layers} MoE layers x {shape.experts} experts, top {shape.top_k},"
             f" hidden {shape.hidden},"
+            f" expert intermediate {shape.expert_intermediate}"
         )
-        summary += f" expert intermediate {shape.expert_intermediate}"
-        found.append({"name": name, "summary": summary})
-    return found
+        entries.append({"name": name, "summary": summary})
+    return entries
