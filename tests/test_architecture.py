@@ -36,6 +36,7 @@ per policy.
 
 ONLY_IN = {
     "simpy": {"sim"},
+    "duckdb": {"traces"},
     "torch": {"runtime"},
     "transformers": {"runtime"},
     "safetensors": {"runtime"},

@@ -16,7 +16,7 @@ from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
-from moesim.traces.stats.quality_checks import verdict
+from moesim.traces.stats.quality_checks import check_quality
 from moesim.traces.stats.statistics import stats
 from moesim.traces.stats.trace_summary import survey
 from moesim.traces.synthetic.draw import choose, draw, inclusion
@@ -201,7 +201,7 @@ def test_same_seed_same_file_and_the_number_of_tokens_is_kept(tmp_path):
     trace = open_trace(tmp_path / "0.parquet")
     assert trace.header.provenance["synthetic"] is True
     assert [len(rows.pos) // 4 for rows in trace.sequences()] == [25] * 13 + [8]
-    assert not [finding for finding in verdict(trace) if finding.grave]
+    assert not [finding for finding in check_quality(trace) if finding.grave]
     with pytest.raises(TraceError, match="tokens: expected >= 1"):
         synthesise(model, tmp_path / "none.parquet", tokens=0)
 

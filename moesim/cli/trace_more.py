@@ -80,9 +80,9 @@ def check(trace: options.TraceFile, as_json: options.AsJson = False) -> None:
       moesim trace check trace.parquet
     """
     from moesim.traces.format.reader import open_trace
-    from moesim.traces.stats.quality_checks import verdict
+    from moesim.traces.stats.quality_checks import check_quality
 
-    found = verdict(open_trace(trace))
+    found = check_quality(open_trace(trace))
     grave = any(finding.grave for finding in found)
     if as_json:
         rows = [
