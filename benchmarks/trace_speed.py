@@ -23,9 +23,9 @@ from moesim.traces.format.layer_steps import joined, layer_steps, of_sequences
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import ROW_GROUP_ROWS, TraceWriter, arrow_schema
-from moesim.traces.stats.hit_rate_curves import CURVES, CurveFold
-from moesim.traces.stats.similarity import Resemblance
-from moesim.traces.stats.statistics import LayerFold, stats
+from moesim.traces.stats.hit_rate_curves import CURVES, CurveAggregator
+from moesim.traces.stats.similarity import SimilarityAggregator
+from moesim.traces.stats.statistics import LayerAggregator, stats
 
 from benchmarks.cpu_seconds import cpu_seconds
 
@@ -67,9 +67,9 @@ LARGE = {
         "with all curves",
         (
             "from moesim.traces.format.reader import open_trace; from"
-            " moesim.traces.stats.trace_summary import survey"
+            " moesim.traces.stats.trace_summary import summarise_trace"
         ),
-        "(trace := open_trace(sys.argv[2]), survey(trace))[0].rows",
+        "(trace := open_trace(sys.argv[2]), summarise_trace(trace))[0].rows",
     ),
     "cache": (
         "LRU alone",
@@ -177,15 +177,15 @@ def _rates(small: Trace) -> None:
 
 def _curves(trace: Trace, blocks: list[LayerSteps], names: tuple[str, ...]) -> None:
     """Some curves of layer steps that lie ready."""
-    curve = CurveFold(trace.shape, names=names)
+    curve = CurveAggregator(trace.shape, names=names)
     for block in blocks:
         curve.add(block)
     curve.end()
 
 
 def _uncurved(trace: Trace) -> None:
-    fold = LayerFold(trace.shape.layers, trace.shape.experts, trace.shape.top_k)
-    alike = Resemblance(trace.shape)
+    fold = LayerAggregator(trace.shape)
+    alike = SimilarityAggregator(trace.shape)
 
     def read() -> Iterator[SequenceRows]:
         for rows in trace.sequences():
@@ -197,7 +197,7 @@ def _uncurved(trace: Trace) -> None:
 
 
 def _alike(trace: Trace) -> None:
-    fold = Resemblance(trace.shape)
+    fold = SimilarityAggregator(trace.shape)
     for rows in trace.sequences():
         fold.add(rows)
 

@@ -96,11 +96,11 @@ def stats(
     from moesim.reporting.trace_page import verdict_text, write_html
     from moesim.traces.format.reader import open_trace
     from moesim.traces.stats.summary_tables import write_tables
-    from moesim.traces.stats.trace_summary import survey
+    from moesim.traces.stats.trace_summary import summarise_trace
 
     opened = open_trace(trace)
     with bar("reading", opened.rows) as show:
-        found = survey(opened, batch=batch, progress=show)
+        found = summarise_trace(opened, batch=batch, progress=show)
     written = [write_html(opened, found, html)] if html else []
     written += write_tables(opened, found, out) if out else []
     if as_json:

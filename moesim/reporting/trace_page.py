@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.traces.format.reader import Trace
-    from moesim.traces.stats.trace_summary import Survey
+    from moesim.traces.stats.trace_summary import TraceSummary as Survey
 
 BELADY = "#d1774c"
 _ANSWERS = {
