@@ -12,26 +12,33 @@ import difflib
 import math
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from moesim.traces.errors import TraceError
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.sizes import parse_bytes
 
-# Weight format -> (weights per block, bytes per block). Source: block layouts of ggml
-# and of OCP MXFP4.
-BLOCKS: dict[str, tuple[int, int]] = {
-    "f32": (1, 4),
-    "f16": (1, 2),
-    "bf16": (1, 2),
-    "fp8": (1, 1),
-    "mxfp4": (32, 17),
-    "q8_0": (32, 34),
-    "q5_0": (32, 22),
-    "q4_0": (32, 18),
-    "q6_k": (256, 210),
-    "q4_k": (256, 144),
+
+class Block(NamedTuple):
+    """How many weights a quantised format packs into how many bytes."""
+
+    weights: int
+    bytes: int
+
+
+# Source: block layouts of ggml and of OCP MXFP4.
+BLOCKS = {
+    "f32": Block(1, 4),
+    "f16": Block(1, 2),
+    "bf16": Block(1, 2),
+    "fp8": Block(1, 1),
+    "mxfp4": Block(32, 17),
+    "q8_0": Block(32, 34),
+    "q5_0": Block(32, 22),
+    "q4_0": Block(32, 18),
+    "q6_k": Block(256, 210),
+    "q4_k": Block(256, 144),
 }
 
 MIXED = "q4_k_m"
@@ -58,7 +65,10 @@ def known_models() -> tuple[str, ...]:
     return tuple(sorted(_table()))
 
 
-def model_shape(spec: str, weights: str = "bf16") -> ModelShape:
+def model_shape(
+    spec: str,
+    weights: str = "bf16",
+) -> ModelShape:
     """Find or build a model's shape.
 
     Args:
@@ -93,7 +103,11 @@ def model_shape(spec: str, weights: str = "bf16") -> ModelShape:
     return _from_table(spec.lower(), entry, weights, scale)
 
 
-def _scale(spec: str, divisor: str, entry: dict[str, Any]) -> int:
+def _scale(
+    spec: str,
+    divisor: str,
+    entry: dict[str, Any],
+) -> int:
     """What ``/N`` divides hidden and intermediate sizes by."""
     if not divisor.isdecimal() or int(divisor) < 1:
         raise TraceError(
@@ -110,7 +124,12 @@ def _scale(spec: str, divisor: str, entry: dict[str, Any]) -> int:
 
 
 def expert_bytes(
-    name: str, hidden: int, intermediate: int, weights: str, layer: int, layers: int
+    name: str,
+    hidden: int,
+    intermediate: int,
+    weights: str,
+    layer: int,
+    layers: int,
 ) -> int:
     """Bytes of one expert: gate and up rows of `hidden` weights, down rows of
     `intermediate` weights.
@@ -147,13 +166,16 @@ def expert_bytes(
     return gate_and_up + hidden * _row_bytes(intermediate, down)
 
 
-def _row_bytes(width: int, weights: str) -> int:
+def _row_bytes(
+    width: int,
+    weights: str,
+) -> int:
     """Bytes of one row of weights: whole blocks."""
-    if weights in _SHORT_ROWS and width % BLOCKS[weights][0]:
+    if weights in _SHORT_ROWS and width % BLOCKS[weights].weights:
         weights = _SHORT_ROWS[weights]
 
-    block_weights, block_bytes = BLOCKS[weights]
-    return math.ceil(width / block_weights) * block_bytes
+    block = BLOCKS[weights]
+    return math.ceil(width / block.weights) * block.bytes
 
 
 @cache
@@ -166,7 +188,10 @@ def _table() -> dict[str, dict[str, Any]]:
     return {entry["name"]: entry for entry in yaml.safe_load(text)["models"]}
 
 
-def _suggestion(word: str, known: tuple[str, ...]) -> str:
+def _suggestion(
+    word: str,
+    known: tuple[str, ...],
+) -> str:
     close = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -175,7 +200,10 @@ def _suggestion(word: str, known: tuple[str, ...]) -> str:
 
 
 def _from_table(
-    name: str, entry: dict[str, Any], weights: str, scale: int
+    name: str,
+    entry: dict[str, Any],
+    weights: str,
+    scale: int,
 ) -> ModelShape:
     """The shape of a table entry, hidden and intermediate sizes divided by `scale`."""
     layers = entry["moe_layers"]
@@ -224,7 +252,10 @@ def _from_table(
     )
 
 
-def _assumed(entry: dict[str, Any], weights: str) -> set[str]:
+def _assumed(
+    entry: dict[str, Any],
+    weights: str,
+) -> set[str]:
     """Fields of a table entry's shape that rest on defaults or on rules of thumb."""
     # Biases, small norms and mixed formats of other tensors are not in the table.
     assumed = {"other_bytes"}
@@ -263,11 +294,14 @@ def _attention_weights(entry: dict[str, Any]) -> int:
 # -- models in words -------------------------------------------------------------------
 
 
-def _in_words(spec: str, weights: str) -> ModelShape:
+def _in_words(
+    spec: str,
+    weights: str,
+) -> ModelShape:
     """The shape that words such as ``layers=1,experts=6`` describe."""
-    words = _words(spec)
+    given = _parsed_words(spec)
     sizes = {
-        key: _size(spec, key, value) for key, value in words.items() if key != "name"
+        key: _size(spec, key, value) for key, value in given.items() if key != "name"
     }
     for key in _NEEDED:
         if key not in sizes:
@@ -297,7 +331,7 @@ def _in_words(spec: str, weights: str) -> ModelShape:
     sizes_of_expert = {"hidden", "expert_intermediate", "expert_bytes"}
     assumed = {"other_bytes", "scoring", "norm_topk"} | (sizes_of_expert - set(sizes))
     return ModelShape(
-        name=words.get("name", "custom"),
+        name=given.get("name", "custom"),
         layers=layers,
         experts=experts,
         top_k=sizes["top_k"],
@@ -313,22 +347,26 @@ def _in_words(spec: str, weights: str) -> ModelShape:
     )
 
 
-def _words(spec: str) -> dict[str, str]:
+def _parsed_words(spec: str) -> dict[str, str]:
     """Key -> value of each word."""
-    words: dict[str, str] = {}
+    parsed: dict[str, str] = {}
     for word in spec.split(","):
-        key, equals, value = (part.strip() for part in word.partition("="))
-        if not equals or key not in _WORDS:
+        key = word.partition("=")[0].strip()
+        if "=" not in word or key not in _WORDS:
             raise TraceError(
                 f"shape {spec!r}: unknown word {word!r}; known:"
                 f" {', '.join(_WORDS)}{_suggestion(key, _WORDS)}"
             )
-        words[key] = value
+        parsed[key] = word.partition("=")[2].strip()
 
-    return words
+    return parsed
 
 
-def _size(spec: str, key: str, value: str) -> int:
+def _size(
+    spec: str,
+    key: str,
+    value: str,
+) -> int:
     """The value of one word as a number."""
     try:
         number = parse_bytes(value, where=key) if key == "expert_bytes" else int(value)
@@ -342,7 +380,10 @@ def _size(spec: str, key: str, value: str) -> int:
     return number
 
 
-def _hidden_and_intermediate(sizes: dict[str, int], weights: str) -> tuple[int, int]:
+def _hidden_and_intermediate(
+    sizes: dict[str, int],
+    weights: str,
+) -> tuple[int, int]:
     """H and F as given, or such that ``3 H F`` weights fill `expert_bytes` (H = 2 F if
     both are free), or defaults.
     """
@@ -351,8 +392,8 @@ def _hidden_and_intermediate(sizes: dict[str, int], weights: str) -> tuple[int, 
 
     if "expert_bytes" in sizes:
         # A mixed file has mostly four bits.
-        block_weights, block_bytes = BLOCKS["q4_k" if weights == MIXED else weights]
-        area = max(1, sizes["expert_bytes"] * block_weights // (3 * block_bytes))
+        block = BLOCKS["q4_k" if weights == MIXED else weights]
+        area = max(1, sizes["expert_bytes"] * block.weights // (3 * block.bytes))
         if not hidden:
             width = area // intermediate if intermediate else math.isqrt(2 * area)
             hidden = max(1, width)
@@ -361,10 +402,13 @@ def _hidden_and_intermediate(sizes: dict[str, int], weights: str) -> tuple[int, 
     return hidden or _DEFAULT_HIDDEN, intermediate or _DEFAULT_INTERMEDIATE
 
 
-def _other_bytes(weights_count: int, weights: str) -> int:
+def _other_bytes(
+    weights_count: int,
+    weights: str,
+) -> int:
     """Bytes of all that is no routed expert: in the experts' format, bf16 beside MXFP4,
     four bits in mixed files.
     """
     kind = {MIXED: "q4_k", "mxfp4": "bf16"}.get(weights, weights)
-    block_weights, block_bytes = BLOCKS[kind]
-    return weights_count * block_bytes // block_weights
+    block = BLOCKS[kind]
+    return weights_count * block.bytes // block.weights

@@ -24,7 +24,11 @@ SUFFIX = ".csv"
 _ROWS = 1 << 18
 
 
-def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
+def export(
+    trace: Trace,
+    out: Path,
+    progress: Callable[[int], None],
+) -> int:
     """Write one line per token and layer, in trace order."""
     optional = [name for name in ("weights", "token") if name in trace.columns]
     schema = _schema(trace.shape.top_k, optional)
@@ -47,7 +51,10 @@ def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
     return written
 
 
-def _schema(top_k: int, optional: list[str]) -> pa.Schema:
+def _schema(
+    top_k: int,
+    optional: list[str],
+) -> pa.Schema:
     fields = [
         ("seq", pa.int32()),
         ("pos", pa.int32()),
@@ -63,7 +70,10 @@ def _schema(top_k: int, optional: list[str]) -> pa.Schema:
     return pa.schema(fields)
 
 
-def _tables(rows: SequenceRows, schema: pa.Schema) -> Iterator[pa.Table]:
+def _tables(
+    rows: SequenceRows,
+    schema: pa.Schema,
+) -> Iterator[pa.Table]:
     """The rows of one sequence, some at a time."""
     phases = [phase.label for phase in Phase]
 

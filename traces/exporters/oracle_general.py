@@ -34,7 +34,11 @@ NEVER = -1
 _STEPS = 2048
 
 
-def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
+def export(
+    trace: Trace,
+    out: Path,
+    progress: Callable[[int], None],
+) -> int:
     """Write all requests; what is needed next is filled in from the end, a part of the
     file at a time.
 
@@ -67,7 +71,11 @@ def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
     return edges[-1]
 
 
-def _write(file: IO[bytes], steps: list[RoutedStep], trace: Trace) -> int:
+def _write(
+    file: IO[bytes],
+    steps: list[RoutedStep],
+    trace: Trace,
+) -> int:
     """Append the requests of some steps; how many they are."""
     routed = [(step.step, layer) for step in steps for layer in step.layers]
     counts = np.array([len(layer.experts) for _, layer in routed])
@@ -83,7 +91,11 @@ def _write(file: IO[bytes], steps: list[RoutedStep], trace: Trace) -> int:
     return len(records)
 
 
-def _link(path: Path, edges: list[int], objects: int) -> None:
+def _link(
+    path: Path,
+    edges: list[int],
+    objects: int,
+) -> None:
     """Fill in `next`, from the last part to the first."""
     records = np.memmap(path, RECORD, "r+")
     # The next request of each object behind the part at hand.

@@ -97,7 +97,10 @@ def compose(
     return islice(_compose(trace, batch, needed), steps)
 
 
-def check_counts(batch: int, steps: int | None) -> None:
+def check_counts(
+    batch: int,
+    steps: int | None,
+) -> None:
     """Refuse batches and numbers of steps that cannot be.
 
     Raises:
@@ -111,7 +114,9 @@ def check_counts(batch: int, steps: int | None) -> None:
 
 
 def _compose(
-    trace: Trace, batch: int, columns: tuple[str, ...]
+    trace: Trace,
+    batch: int,
+    columns: tuple[str, ...],
 ) -> Iterator[RoutedStep]:
     sequences = trace.sequences(columns)
     step = 0
@@ -132,7 +137,12 @@ class _SequenceGroup:
     sequences.
     """
 
-    def __init__(self, group: list[SequenceRows], trace: Trace, index: int) -> None:
+    def __init__(
+        self,
+        group: list[SequenceRows],
+        trace: Trace,
+        index: int,
+    ) -> None:
         self._group = group
         self._layers = trace.shape.layers
         self._experts = trace.shape.experts
@@ -189,7 +199,11 @@ class _SequenceGroup:
             layers=layers,
         )
 
-    def _decode(self, start: int, stop: int) -> Iterator[RoutedStep]:
+    def _decode(
+        self,
+        start: int,
+        stop: int,
+    ) -> Iterator[RoutedStep]:
         """Decode steps `start` to `stop` of the group."""
         spans = self._decode_spans(start, stop)
         steps = np.arange(start, stop)
@@ -214,7 +228,11 @@ class _SequenceGroup:
                 layers=layers[first : first + self._layers],
             )
 
-    def _decode_spans(self, start: int, stop: int) -> list[slice]:
+    def _decode_spans(
+        self,
+        start: int,
+        stop: int,
+    ) -> list[slice]:
         """The rows of each sequence in decode steps `start` to `stop`."""
         spans = []
         for prompt, generated in zip(
@@ -226,7 +244,11 @@ class _SequenceGroup:
 
         return spans
 
-    def _context_tokens(self, spans: list[slice], count: int) -> list[int]:
+    def _context_tokens(
+        self,
+        spans: list[slice],
+        count: int,
+    ) -> list[int]:
         """Largest position plus one in each of `count` decode steps."""
         context = np.zeros(count, dtype=np.int64)
         for sequence, span in zip(self._group, spans, strict=True):
@@ -248,7 +270,10 @@ class _SequenceGroup:
         )
 
     def _of_sequences(
-        self, rows: dict[str, np.ndarray], spans: list[slice], alive: np.ndarray
+        self,
+        rows: dict[str, np.ndarray],
+        spans: list[slice],
+        alive: np.ndarray,
     ) -> list[RoutedLayer]:
         """Layer steps of several sequences; `alive` [S] run in each step."""
         # Number of each row's layer step among those of this call.
@@ -319,7 +344,10 @@ class _SequenceGroup:
         return list(map(RoutedLayer, *columns))
 
 
-def _active(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
+def _active(
+    routing: np.ndarray,
+    experts: int,
+) -> tuple[np.ndarray, np.ndarray]:
     """Active experts int32 [A], ascending, and the tokens of each, of routing [T,
     K].
     """
@@ -328,6 +356,9 @@ def _active(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
     return active.astype(np.int32), counts[active].astype(np.int32)
 
 
-def _cut(values: np.ndarray, edges: np.ndarray) -> list[np.ndarray]:
+def _cut(
+    values: np.ndarray,
+    edges: np.ndarray,
+) -> list[np.ndarray]:
     """Views of `values` between consecutive `edges`."""
     return [values[a:b] for a, b in pairwise(edges.tolist())]

@@ -44,16 +44,34 @@ def check_sequence(
     if back.any():
         row = int(np.argmax(back)) + 1
         expected = "decode until the sequence ends"
-        raise error(row, "phase", expected, "prefill after decode", "sort by pos")
+        raise error(
+            row,
+            "phase",
+            expected,
+            "prefill after decode",
+            "sort by pos",
+        )
 
     prompt = int(np.searchsorted(phase, Phase.DECODE))
     prompt_rows = np.bincount(layer[:prompt], minlength=layers)
     if prompt and not prompt_rows.all():
         missing = int(np.argmin(prompt_rows))
         expected = f"prompt tokens at each of {layers} layers"
-        raise error(0, "layer", expected, f"none at layer {missing}", NO_WAY)
+        raise error(
+            0,
+            "layer",
+            expected,
+            f"none at layer {missing}",
+            NO_WAY,
+        )
 
-    _check_decode(pos[prompt:], layer[prompt:], prompt, layers, error)
+    _check_decode(
+        pos[prompt:],
+        layer[prompt:],
+        prompt,
+        layers,
+        error,
+    )
 
 
 def _check_decode(
@@ -75,8 +93,14 @@ def _check_decode(
         row = int(np.argmax(wrong))
         token = pos[row - 1] if due[row] else pos[row]
         expected = f"layer {due[row]} of {layers} of the decode token at pos {token}"
-        found = f"layer {layer[row]} at pos {pos[row]}"
-        raise error(prompt + row, "layer", expected, found, NO_WAY)
+        actual = f"layer {layer[row]} at pos {pos[row]}"
+        raise error(
+            prompt + row,
+            "layer",
+            expected,
+            actual,
+            NO_WAY,
+        )
 
     if len(layer) % layers:
         last = prompt + len(layer) - 1
@@ -84,4 +108,10 @@ def _check_decode(
         expected = (
             f"layer {layer[-1] + 1} of {layers} of the decode token at pos {token}"
         )
-        raise error(last, "layer", expected, "the end of the sequence", NO_WAY)
+        raise error(
+            last,
+            "layer",
+            expected,
+            "the end of the sequence",
+            NO_WAY,
+        )

@@ -14,25 +14,28 @@ def to_float16(values: np.ndarray) -> tuple[np.ndarray, bool]:
     one of two; and whether all are finite.
     """
     if values.dtype == np.float32:
-        halves = np.empty(values.shape, np.float16)
+        rounded = np.empty(values.shape, np.float16)
         bits = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
-        return halves, _round_to_float16(bits, halves.reshape(-1).view(np.uint16))
+        return rounded, _round_to_float16(bits, rounded.reshape(-1).view(np.uint16))
 
     with np.errstate(over="ignore"):
-        halves = np.asarray(values, np.float16)
-    return halves, bool(np.isfinite(halves).all())
+        rounded = np.asarray(values, np.float16)
+    return rounded, bool(np.isfinite(rounded).all())
 
 
 @compiled(nb.boolean(nb.Array(nb.uint32, 1, "C", readonly=True), nb.uint16[::1]))
-def _round_to_float16(bits: np.ndarray, halves: np.ndarray) -> bool:
-    """Fill `halves` [N] with the bits of float16 numbers, given those of float32 ones
+def _round_to_float16(
+    bits: np.ndarray,
+    rounded: np.ndarray,
+) -> bool:
+    """Fill `rounded` [N] with the bits of float16 numbers, given those of float32 ones
     [N]; return whether all are finite.
 
     A float32 has 8 bits of exponent (bias 127) over 23 digits, a float16 5 (bias 15)
     over 10; below 2**-14 the digits of a float16 are multiples of 2**-24. What is no
     number becomes infinity.
     """
-    one = np.uint32(1)
+    bit = np.uint32(1)
     all_finite = True
 
     for at in range(len(bits)):
@@ -50,10 +53,10 @@ def _round_to_float16(bits: np.ndarray, halves: np.ndarray) -> bool:
 
         # Just under half of the last place that is kept, and one more behind an odd
         # digit: adding it rounds to even.
-        is_odd = digits >> shift & one
-        rounding = (one << (shift - one)) - one + is_odd
+        is_odd = digits >> shift & bit
+        rounding = (bit << (shift - bit)) - bit + is_odd
 
         sign = bits[at] >> np.uint32(16) & np.uint32(0x8000)
-        halves[at] = (digits + rounding) >> shift | sign
+        rounded[at] = (digits + rounding) >> shift | sign
 
     return all_finite

@@ -49,7 +49,10 @@ class LayerSteps:
 
 
 def layer_steps(
-    trace: Trace, *, batch: int = 1, steps: int | None = None
+    trace: Trace,
+    *,
+    batch: int = 1,
+    steps: int | None = None,
 ) -> Iterator[LayerSteps]:
     """Cut a trace into blocks of layer steps, as `compose` would with this `batch` and
     so many `steps`.
@@ -71,7 +74,10 @@ def of_steps(steps: Iterable[RoutedStep]) -> Iterator[LayerSteps]:
     return joined(map(_of_step, steps))
 
 
-def _first(parts: Iterable[LayerSteps], steps: int) -> Iterator[LayerSteps]:
+def _first(
+    parts: Iterable[LayerSteps],
+    steps: int,
+) -> Iterator[LayerSteps]:
     """Parts until so many forward passes are over."""
     for part in parts:
         if part.step[-1] < steps:
@@ -94,7 +100,9 @@ def _first(parts: Iterable[LayerSteps], steps: int) -> Iterator[LayerSteps]:
 
 
 def of_sequences(
-    sequences: Iterable[SequenceRows], layers: int, experts: int
+    sequences: Iterable[SequenceRows],
+    layers: int,
+    experts: int,
 ) -> Iterator[LayerSteps]:
     """Cut sequences that run one by one into layer steps, in one to many parts per
     sequence.
@@ -117,7 +125,11 @@ def of_sequences(
             step += len(part) // layers
 
 
-def _prefill(workloads: np.ndarray, step: int, number: int) -> LayerSteps:
+def _prefill(
+    workloads: np.ndarray,
+    step: int,
+    number: int,
+) -> LayerSteps:
     """One forward pass of workloads int64 [L, E]."""
     layers, experts = workloads.shape
     counts = workloads.reshape(-1)
@@ -135,7 +147,12 @@ def _prefill(workloads: np.ndarray, step: int, number: int) -> LayerSteps:
     )
 
 
-def _decode(routing: np.ndarray, layers: int, step: int, number: int) -> LayerSteps:
+def _decode(
+    routing: np.ndarray,
+    layers: int,
+    step: int,
+    number: int,
+) -> LayerSteps:
     """Decode steps from `step` on, of routing [N, K] by token and layer."""
     count, top_k = routing.shape
     tokens = count // layers

@@ -73,7 +73,12 @@ class Trace:
     read yet.
     """
 
-    def __init__(self, path: Path, file: pq.ParquetFile, header: TraceHeader) -> None:
+    def __init__(
+        self,
+        path: Path,
+        file: pq.ParquetFile,
+        header: TraceHeader,
+    ) -> None:
         self.path = path
         self.header = header
         self.shape: ModelShape = header.shape
@@ -91,7 +96,11 @@ class Trace:
         """sha256 of the file, in hexadecimal."""
         return sha256(self.path)
 
-    def require(self, columns: Iterable[str], user: str) -> None:
+    def require(
+        self,
+        columns: Iterable[str],
+        user: str,
+    ) -> None:
         """Check that the optional `columns` are present.
 
         Raises:
@@ -170,12 +179,22 @@ class Trace:
                 base += batch.num_rows
 
     def _error(
-        self, row: int, column: str, expected: str, got: object, way_out: str = _RENEW
+        self,
+        row: int,
+        column: str,
+        expected: str,
+        got: object,
+        way_out: str = _RENEW,
     ) -> TraceError:
         place = f"{self.path}: row {row}: {column}"
         return TraceError(f"{place}: expected {expected}, got {got}; {way_out}")
 
-    def _column(self, name: str, array: Any, base: int) -> np.ndarray:
+    def _column(
+        self,
+        name: str,
+        array: Any,
+        base: int,
+    ) -> np.ndarray:
         """One column of a block as numpy, with its values checked."""
         if array.null_count:
             raise self._error(base + _first_null(array), name, "a value", "null")
@@ -191,7 +210,12 @@ class Trace:
             return self._expert_ids(matrix, base)
         return self._finite(name, matrix, base)
 
-    def _scalars(self, name: str, array: Any, base: int) -> np.ndarray:
+    def _scalars(
+        self,
+        name: str,
+        array: Any,
+        base: int,
+    ) -> np.ndarray:
         """[N] of one number per row."""
         scalars = values(array)
         if name == "layer":
@@ -199,42 +223,61 @@ class Trace:
 
         return scalars.astype(_DTYPES[name])
 
-    def _phases(self, array: Any, base: int) -> np.ndarray:
+    def _phases(
+        self,
+        array: Any,
+        base: int,
+    ) -> np.ndarray:
         phases = codes(array, [phase.label for phase in Phase])
         if (phases < 0).any():
             row = int(np.argmax(phases < 0))
-            found = repr(array[row].as_py())
-            raise self._error(base + row, "phase", "'prefill' or 'decode'", found)
+            actual = repr(array[row].as_py())
+            raise self._error(base + row, "phase", "'prefill' or 'decode'", actual)
 
         return phases
 
-    def _expert_ids(self, matrix: np.ndarray, base: int) -> np.ndarray:
+    def _expert_ids(
+        self,
+        matrix: np.ndarray,
+        base: int,
+    ) -> np.ndarray:
         """uint16 [N, K], in range and distinct."""
         self._check_range("experts", matrix, self.shape.experts, base)
         ids = np.ascontiguousarray(matrix, np.uint16)
 
         row = first_repeat(ids)
         if row >= 0:
-            found = ids[row].tolist()
-            raise self._error(base + row, "experts", "distinct ids", found)
+            actual = ids[row].tolist()
+            raise self._error(base + row, "experts", "distinct ids", actual)
         return ids
 
-    def _finite(self, name: str, matrix: np.ndarray, base: int) -> np.ndarray:
+    def _finite(
+        self,
+        name: str,
+        matrix: np.ndarray,
+        base: int,
+    ) -> np.ndarray:
         """float16 [N, width], without infinity and without what is no number."""
         # A number too large for 16 bits becomes infinity, which is found below.
         with np.errstate(over="ignore"):
-            halves = matrix.astype(np.float16)
+            rounded = matrix.astype(np.float16)
 
-        finite = np.isfinite(halves)
+        finite = np.isfinite(rounded)
         if not finite.all():
             width = matrix.shape[1]
             row, place = divmod(int(np.argmin(finite.reshape(-1))), width)
-            found = matrix[row, place]
+            actual = matrix[row, place]
             column = f"{name}[{place}]"
-            raise self._error(base + row, column, "a finite number", found)
-        return halves
+            raise self._error(base + row, column, "a finite number", actual)
+        return rounded
 
-    def _matrix(self, name: str, array: Any, width: int, base: int) -> np.ndarray:
+    def _matrix(
+        self,
+        name: str,
+        array: Any,
+        width: int,
+        base: int,
+    ) -> np.ndarray:
         """[N, width] of a list column, without visiting rows one by one."""
         lengths = np.diff(values(array.offsets))
         if (lengths != width).any():
@@ -251,19 +294,32 @@ class Trace:
         return values(inner).reshape(-1, width)
 
     def _check_range(
-        self, name: str, matrix: np.ndarray, limit: int, base: int
+        self,
+        name: str,
+        matrix: np.ndarray,
+        limit: int,
+        base: int,
     ) -> None:
         if not matrix.size or (matrix.min() >= 0 and matrix.max() < limit):
             return
 
         outside = (matrix < 0) | (matrix >= limit)
         row, place = divmod(int(np.argmax(outside.reshape(-1))), matrix.shape[1])
-        found = matrix[row, place]
+        actual = matrix[row, place]
         way_out = "does the header's shape fit this trace?"
-        raise self._error(base + row, name, f"0..{limit - 1}", found, way_out)
+        raise self._error(
+            base + row,
+            name,
+            f"0..{limit - 1}",
+            actual,
+            way_out,
+        )
 
     def _check_order(
-        self, block: dict[str, np.ndarray], base: int, last: tuple[int, int]
+        self,
+        block: dict[str, np.ndarray],
+        base: int,
+        last: tuple[int, int],
     ) -> tuple[int, int]:
         """Whether rows ascend from `last`, the sequence and place before them; return
         those of the last row.
@@ -292,12 +348,17 @@ class Trace:
         return int(seq[-1]), int(place[-1])
 
     def _sequence(
-        self, pieces: list[dict[str, np.ndarray]], first_row: int
+        self,
+        pieces: list[dict[str, np.ndarray]],
+        first_row: int,
     ) -> SequenceRows:
         """Join the pieces of one sequence and check that its steps are whole."""
         rows = joined(pieces)
 
-        def error(row: int, *parts: Any) -> TraceError:
+        def error(
+            row: int,
+            *parts: Any,
+        ) -> TraceError:
             return self._error(first_row + row, *parts)
 
         check_sequence(
@@ -314,7 +375,11 @@ class Trace:
         )
 
 
-def _place(seq: int, place: int, layers: int) -> str:
+def _place(
+    seq: int,
+    place: int,
+    layers: int,
+) -> str:
     return f"seq {seq} pos {place // layers} layer {place % layers}"
 
 
@@ -344,7 +409,10 @@ def _parquet(path: Path) -> pq.ParquetFile:
     return file
 
 
-def _check_schema(path: Path, schema: pa.Schema) -> None:
+def _check_schema(
+    path: Path,
+    schema: pa.Schema,
+) -> None:
     """Refuse missing columns and wrong kinds; other widths of numbers are converted
     while reading.
     """
@@ -368,7 +436,10 @@ def _check_schema(path: Path, schema: pa.Schema) -> None:
             )
 
 
-def _fits(name: str, kind: pa.DataType) -> tuple[bool, str]:
+def _fits(
+    name: str,
+    kind: pa.DataType,
+) -> tuple[bool, str]:
     """Whether a column may have this type, and the type it should have."""
     is_list = pa.types.is_list(kind)
     inner = kind.value_type if is_list or pa.types.is_dictionary(kind) else kind

@@ -125,7 +125,12 @@ class TraceHeader:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str | bytes, *, where: str) -> TraceHeader:
+    def from_json(
+        cls,
+        text: str | bytes,
+        *,
+        where: str,
+    ) -> TraceHeader:
         """Parse a header.
 
         Raises:

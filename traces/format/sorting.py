@@ -67,7 +67,9 @@ class Unordered:
             yield self.finish(_sorted(block))
 
     def sorted(
-        self, beside: Path, progress: Callable[[int], None] | None = None
+        self,
+        beside: Path,
+        progress: Callable[[int], None] | None = None,
     ) -> Iterator[Block]:
         """Read sequence by sequence where sequences are interleaved.
 
@@ -107,7 +109,11 @@ class Appearance:
         # Label -> number, -1 for none yet; for labels that are small whole numbers.
         self._table = np.full(0, -1, np.int32)
 
-    def of_labels(self, labels: list[object], index: np.ndarray) -> np.ndarray:
+    def of_labels(
+        self,
+        labels: list[object],
+        index: np.ndarray,
+    ) -> np.ndarray:
         """Return numbers int32 [N] of labels [D] and which of them each row has, int
         [N].
         """
@@ -157,7 +163,10 @@ def joined(pieces: list[Block]) -> Block:
     }
 
 
-def taken(block: Block, rows: np.ndarray) -> Block:
+def taken(
+    block: Block,
+    rows: np.ndarray,
+) -> Block:
     """Return those rows of a block, in that order."""
     # Five times as fast as an index where rows hold several values.
     return {name: np.take(column, rows, axis=0) for name, column in block.items()}
@@ -283,7 +292,11 @@ class _RowPacking:
     faster than lists or bytes.
     """
 
-    def __init__(self, like: Block, keys: list[str]) -> None:
+    def __init__(
+        self,
+        like: Block,
+        keys: list[str],
+    ) -> None:
         fields = [
             (name, column.dtype, column.shape[1:])
             for name, column in like.items()
@@ -292,8 +305,8 @@ class _RowPacking:
         self._names = [name for name, *_ in fields]
 
         row_bytes = np.dtype(fields).itemsize
-        self._words = -(-row_bytes // 8)
-        padding = 8 * self._words - row_bytes
+        self._word_count = -(-row_bytes // 8)
+        padding = 8 * self._word_count - row_bytes
         if padding:
             self._row = np.dtype([*fields, ("", "V1", (padding,))])
         else:
@@ -305,7 +318,7 @@ class _RowPacking:
         key_types = [
             (name, pa.from_numpy_dtype(dtype)) for name, dtype in self._keys.items()
         ]
-        word_types = [(f"word{word}", pa.int64()) for word in range(self._words)]
+        word_types = [(f"word{word}", pa.int64()) for word in range(self._word_count)]
         self.schema = pa.schema([*key_types, *word_types])
 
     def packed(self, piece: Block) -> pa.RecordBatch:
@@ -317,21 +330,21 @@ class _RowPacking:
         columns = [
             numbers(piece[name].astype(dtype)) for name, dtype in self._keys.items()
         ]
-        if self._words:
-            words = rows.view(np.int64).reshape(-1, self._words)
-            columns += [numbers(words[:, word]) for word in range(self._words)]
+        if self._word_count:
+            packed = rows.view(np.int64).reshape(-1, self._word_count)
+            columns += [numbers(packed[:, word]) for word in range(self._word_count)]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
     def unpacked(self, batch: pa.RecordBatch) -> Block:
         """Undo `packed`."""
         block = {name: values(batch.column(name)) for name in self._keys}
-        if not self._words:
+        if not self._word_count:
             return block
 
-        words = np.empty((batch.num_rows, self._words), np.int64)
-        for word in range(self._words):
-            words[:, word] = values(batch.column(f"word{word}"))
-        rows = words.view(self._row).reshape(-1)
+        packed = np.empty((batch.num_rows, self._word_count), np.int64)
+        for word in range(self._word_count):
+            packed[:, word] = values(batch.column(f"word{word}"))
+        rows = packed.view(self._row).reshape(-1)
         for name in self._names:
             block[name] = np.ascontiguousarray(rows[name])
         return block

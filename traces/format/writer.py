@@ -43,7 +43,10 @@ _SCALARS = {
 }
 
 
-def column_width(name: str, header: TraceHeader) -> int:
+def column_width(
+    name: str,
+    header: TraceHeader,
+) -> int:
     """Return values per row: K for experts and weights, E for scores and predictions, 0
     for columns without lists.
     """
@@ -53,7 +56,10 @@ def column_width(name: str, header: TraceHeader) -> int:
     return 0 if name in _SCALARS else header.shape.experts
 
 
-def arrow_schema(header: TraceHeader, columns: Iterable[str]) -> pa.Schema:
+def arrow_schema(
+    header: TraceHeader,
+    columns: Iterable[str],
+) -> pa.Schema:
     """Return the Parquet schema of a trace with these optional columns, header
     included.
     """
@@ -86,7 +92,10 @@ class TraceWriter:
     """
 
     def __init__(
-        self, path: Path | str, header: TraceHeader, columns: Iterable[str] = ()
+        self,
+        path: Path | str,
+        header: TraceHeader,
+        columns: Iterable[str] = (),
     ) -> None:
         names = set(columns)
         unknown = sorted(names - set(OPTIONAL_COLUMNS))
@@ -219,7 +228,11 @@ class TraceWriter:
             self.rows += count
             self._append(block, count)
 
-    def _append(self, block: dict[str, np.ndarray], count: int) -> None:
+    def _append(
+        self,
+        block: dict[str, np.ndarray],
+        count: int,
+    ) -> None:
         """Copy checked rows into row groups."""
         start = 0
         while start < count:
@@ -243,7 +256,12 @@ class TraceWriter:
     def _next_row(self) -> str:
         return f"{self.path}: row {self.rows}"
 
-    def _scalar(self, name: str, value: Any, count: int) -> np.ndarray:
+    def _scalar(
+        self,
+        name: str,
+        value: Any,
+        count: int,
+    ) -> np.ndarray:
         """[N] of one number per row, or of one for all rows."""
         array = np.asarray(value)
         fits = array.ndim <= 1 and array.size in (1, count)
@@ -265,7 +283,12 @@ class TraceWriter:
 
         return np.broadcast_to(array, (count,))
 
-    def _matrix(self, name: str, value: Any, count: int) -> np.ndarray:
+    def _matrix(
+        self,
+        name: str,
+        value: Any,
+        count: int,
+    ) -> np.ndarray:
         """[N, width] of ids, or of float16."""
         width = column_width(name, self.header)
         array = np.asarray(value)
@@ -279,14 +302,14 @@ class TraceWriter:
             self._check_ids(array)
             return array
 
-        halves, all_finite = to_float16(array)
+        rounded, all_finite = to_float16(array)
         if not all_finite:
-            row, column = np.argwhere(~np.isfinite(halves))[0]
+            row, column = np.argwhere(~np.isfinite(rounded))[0]
             raise TraceError(
                 f"{self.path}: row {self.rows + row}: {name}[{column}]: expected a"
                 f" finite 16-bit float, got {array[row, column]}"
             )
-        return halves
+        return rounded
 
     def _check_ids(self, experts: np.ndarray) -> None:
         limit = self.header.shape.experts
@@ -336,7 +359,10 @@ class TraceWriter:
         self._filled = 0
 
     @staticmethod
-    def _arrow(name: str, values: np.ndarray) -> pa.Array:
+    def _arrow(
+        name: str,
+        values: np.ndarray,
+    ) -> pa.Array:
         if name == "phase":
             return named(values, [phase.label for phase in Phase])
 

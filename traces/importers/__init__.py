@@ -32,7 +32,7 @@ import pkgutil
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from moesim.traces.errors import TraceError
@@ -48,6 +48,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     Block = dict[str, np.ndarray]
+
+
+class Importer(NamedTuple):
+    """A module of this folder."""
+
+    name: str
+    module: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,64 +105,71 @@ def import_trace(
     source = Path(source)
     out = Path(out)
     if not source.is_file():
-        found = "a folder" if source.is_dir() else "no such file"
+        kind = "a folder" if source.is_dir() else "no such file"
         raise TraceError(
-            f"{source}: {found}; expected one file, a foreign trace to import"
+            f"{source}: {kind}; expected one file, a foreign trace to import"
         )
 
     given = dict(options or {})
-    name, importer = _importer_of(source, given)
+    importer = _importer_of(source, given)
 
-    with decoding(source, name):
-        header = _header(source, (name, importer), shape, given)
-        rows = importer.read(source, header.shape, **given)
+    with decoding(source, importer.name):
+        header = _header(source, importer, shape, given)
+        rows = importer.module.read(source, header.shape, **given)
 
     blocks = rows.grouped() if isinstance(rows, Unordered) else rows
     while True:
         # An importer has few reasons to have its file read again, each of them once.
         try:
-            return _write(source, out, (name, importer), header, blocks, progress)
+            return _write(
+                source,
+                out,
+                importer,
+                header,
+                blocks,
+                progress,
+            )
         except ApartError:
             blocks = rows.sorted(out, progress)
 
 
 def _header(
     source: Path,
-    named: tuple[str, Any],
+    importer: Importer,
     shape: ModelShape | None,
     options: dict[str, str],
 ) -> TraceHeader:
     """The header of the trace to be made: the file's own, or the stated shape."""
-    name, importer = named
-    if hasattr(importer, "header"):
-        own: TraceHeader = importer.header(source, shape)
-        return own
+    module = importer.module
+    if hasattr(module, "header"):
+        header: TraceHeader = module.header(source, shape)
+        return header
 
     if shape is None:
         raise TraceError(
-            f"{source}: layout {name} does not tell the sizes of its model:"
+            f"{source}: layout {importer.name} does not tell the sizes of its model:"
             " expected --shape, found none"
         )
 
-    provenance = importer.provenance(source, **options)
-    if hasattr(importer, "reshape"):
-        shape = importer.reshape(source, shape, **options)
+    provenance = module.provenance(source, **options)
+    if hasattr(module, "reshape"):
+        shape = module.reshape(source, shape, **options)
     return TraceHeader(shape, provenance)
 
 
 def _write(
     source: Path,
     out: Path,
-    named: tuple[str, Any],
+    importer: Importer,
     header: TraceHeader,
     rows: Iterator[Block],
     progress: Callable[[int], None] | None,
 ) -> ImportSummary:
     """Write whole sequences, and judge them on the way."""
-    name, importer = named
+    module = importer.module
     notes = list(header.provenance.get("notes", ()))
 
-    blocks = _guarded(source, name, rows)
+    blocks = _guarded(source, importer.name, rows)
     first = next(blocks, None)
     if first is None or not first["experts"].size:
         raise TraceError(f"{source}: expected at least one row, found an empty trace")
@@ -165,14 +179,14 @@ def _write(
     provenance = {
         **header.provenance,
         "notes": notes,
-        "importer": name,
+        "importer": importer.name,
         "file": source.name,
         "tool": "moesim trace import",
     }
     complete = dataclasses.replace(header, shape=shape, provenance=provenance)
 
     sequences = _SequenceChecks(source, shape)
-    beside = importer.beside(out) if hasattr(importer, "beside") else _nothing_beside()
+    beside = module.beside(out) if hasattr(module, "beside") else _nothing_beside()
     with beside as without_extras, TraceWriter(out, complete, columns) as writer:
         for block in map(without_extras, chain((first,), blocks)):
             sequences.add(block)
@@ -191,7 +205,7 @@ def _write(
     grave = [finding.text for finding in sequences.quality.findings() if finding.grave]
     return ImportSummary(
         path=out,
-        importer=name,
+        importer=importer.name,
         rows=writer.rows,
         sequences=sequences.quality.sequences,
         shape=shape,
@@ -200,7 +214,11 @@ def _write(
     )
 
 
-def _with_top_k(shape: ModelShape, top_k: int, notes: list[str]) -> ModelShape:
+def _with_top_k(
+    shape: ModelShape,
+    top_k: int,
+    notes: list[str],
+) -> ModelShape:
     """The shape with the trace's top-k; a difference is noted."""
     if top_k == shape.top_k:
         return shape
@@ -216,7 +234,11 @@ def _nothing_beside() -> Any:
     return nullcontext(lambda block: block)
 
 
-def _guarded(source: Path, name: str, blocks: Iterator[Block]) -> Iterator[Block]:
+def _guarded(
+    source: Path,
+    name: str,
+    blocks: Iterator[Block],
+) -> Iterator[Block]:
     """The blocks, with whatever decoding them raises turned into one line."""
     while True:
         with decoding(source, name):
@@ -232,7 +254,11 @@ class _SequenceChecks:
     Of a sequence that comes in parts, positions and ids are kept until it ends.
     """
 
-    def __init__(self, source: Path, shape: ModelShape) -> None:
+    def __init__(
+        self,
+        source: Path,
+        shape: ModelShape,
+    ) -> None:
         self.quality = QualityChecker(shape)
         self._source = source
         self._shape = shape
@@ -258,7 +284,14 @@ class _SequenceChecks:
         if row >= 0:
             ids = experts[row].tolist()
             way_out = "is top-k right"
-            raise self._error(block, row, "experts", "distinct ids", ids, way_out)
+            raise self._error(
+                block,
+                row,
+                "experts",
+                "distinct ids",
+                ids,
+                way_out,
+            )
 
         part = {"seq": block["seq"][:1], "pos": block["pos"], "phase": block["phase"]}
         part["layer"] = layer.astype(np.int16, copy=False)
@@ -272,17 +305,30 @@ class _SequenceChecks:
         sequence = joined(self._parts)
         self._parts = []
 
-        def error(row: int, *parts: Any) -> TraceError:
+        def error(
+            row: int,
+            *parts: Any,
+        ) -> TraceError:
             return self._error(sequence, row, *parts)
 
         pos = sequence["pos"]
         phase = sequence["phase"]
         layer = sequence["layer"]
-        check_sequence(pos, phase, layer, self._shape.layers, error)
+        check_sequence(
+            pos,
+            phase,
+            layer,
+            self._shape.layers,
+            error,
+        )
         self.quality.add(pos, phase, layer, sequence["experts"])
 
     def _check_range(
-        self, block: Block, name: str, table: np.ndarray, limit: int
+        self,
+        block: Block,
+        name: str,
+        table: np.ndarray,
+        limit: int,
     ) -> None:
         """Whether all of `table` [N, M] is from 0 to below `limit`."""
         if 0 <= table.min() <= table.max() < limit:
@@ -291,7 +337,14 @@ class _SequenceChecks:
         row = int(((table < 0) | (table >= limit)).any(axis=1).argmax())
         expected = f"0..{limit - 1}"
         way_out = f"model {self._shape.name}"
-        raise self._error(block, row, name, expected, table[row].max(), way_out)
+        raise self._error(
+            block,
+            row,
+            name,
+            expected,
+            table[row].max(),
+            way_out,
+        )
 
     def _error(
         self,
@@ -299,22 +352,26 @@ class _SequenceChecks:
         row: int,
         column: str,
         expected: str,
-        found: object,
+        actual: object,
         way_out: str,
     ) -> TraceError:
         # Rows are counted from the beginning of the sequence.
         row += sum(len(part["pos"]) for part in self._parts)
         place = f"{self._source}: sequence {block['seq'][0]}: row {row}: {column}"
         return TraceError(
-            f"{place}: expected {expected}, got {found}; {way_out}; is the shape right?"
+            f"{place}: expected {expected}, got {actual}; {way_out}; is the shape"
+            " right?"
         )
 
 
 # -- which importer --------------------------------------------------------------------
 
 
-def _importer_of(source: Path, options: Mapping[str, str]) -> tuple[str, Any]:
-    """Name and module of the first importer that recognises the file.
+def _importer_of(
+    source: Path,
+    options: Mapping[str, str],
+) -> Importer:
+    """The first importer that recognises the file.
 
     Raises:
         TraceError: none does, or the one that does lacks an option.
@@ -336,7 +393,7 @@ def _importer_of(source: Path, options: Mapping[str, str]) -> tuple[str, Any]:
 
     for name, module in able.items():
         if module.recognises(source):
-            return name, module
+            return Importer(name, module)
 
     for name, module in known:
         if name not in able and module.recognises(source):

@@ -83,7 +83,12 @@ def recognises(path: Path) -> bool:
     return _HEADER.fullmatch(first_line) is not None
 
 
-def provenance(path: Path, *, map: str = "", prompt_tokens: str = "") -> dict[str, Any]:  # noqa: A002 - the option's name
+def provenance(
+    path: Path,
+    *,
+    map: str = "",  # noqa: A002 - the option's name
+    prompt_tokens: str = "",
+) -> dict[str, Any]:
     """The mapping that was used, and remarks."""
     used = mapping(path, map, _names(path))
 
@@ -94,7 +99,7 @@ def provenance(path: Path, *, map: str = "", prompt_tokens: str = "") -> dict[st
         notes.append(PROMPT_TOKENS_NOTE)
 
     return {
-        "columns": {ours: "+".join(theirs) for ours, theirs in used.items()},
+        "columns": {name: "+".join(sources) for name, sources in used.items()},
         "notes": notes,
     }
 
@@ -111,7 +116,10 @@ def read(
 
 
 def unordered(
-    path: Path, shape: ModelShape, columns: Mapping, prompt_tokens: str = ""
+    path: Path,
+    shape: ModelShape,
+    columns: Mapping,
+    prompt_tokens: str = "",
 ) -> Unordered:
     """Return the rows of a table.
 
@@ -135,7 +143,11 @@ def unordered(
 # -- mapping ---------------------------------------------------------------------------
 
 
-def mapping(path: Path, text: str, names: list[str]) -> Mapping:
+def mapping(
+    path: Path,
+    text: str,
+    names: list[str],
+) -> Mapping:
     """Return our column -> the file's columns.
 
     Args:
@@ -149,28 +161,38 @@ def mapping(path: Path, text: str, names: list[str]) -> Mapping:
     """
     columns = {name: [name] for name in _OUR_COLUMNS if name in names}
     for word in filter(None, text.split(",")):
-        ours, sign, theirs = (part.strip() for part in word.partition("="))
-        if not sign or ours not in _OUR_COLUMNS:
+        name = word.partition("=")[0].strip()
+        source = word.partition("=")[2].strip()
+        if "=" not in word or name not in _OUR_COLUMNS:
             raise layout_error(
                 path,
                 f"option map: {word!r}",
                 f"column=theirs with {', '.join(_OUR_COLUMNS)}",
-                ours or "nothing",
+                name or "nothing",
                 "",
             )
 
-        is_pattern = theirs.endswith("*") and ours in _LISTS
-        columns[ours] = _numbered(names, theirs[:-1]) if is_pattern else [theirs]
-        if not columns[ours] or not set(columns[ours]) <= set(names):
+        is_pattern = source.endswith("*") and name in _LISTS
+        columns[name] = _numbered(names, source[:-1]) if is_pattern else [source]
+        if not columns[name] or not set(columns[name]) <= set(names):
             expected = f"one of {', '.join(names)}"
-            raise layout_error(path, f"option map: {ours}", expected, theirs, "")
+            raise layout_error(
+                path,
+                f"option map: {name}",
+                expected,
+                source,
+                "",
+            )
 
     place = "columns" if text else "no importer knows this layout as it is: columns"
     _check_complete(path, place, columns, names)
     return columns
 
 
-def _numbered(names: list[str], prefix: str) -> list[str]:
+def _numbered(
+    names: list[str],
+    prefix: str,
+) -> list[str]:
     """Columns such as e0, e1, …, by their numbers."""
     numbers = {
         name: name.removeprefix(prefix) for name in names if name.startswith(prefix)
@@ -179,16 +201,33 @@ def _numbered(names: list[str], prefix: str) -> list[str]:
     return sorted(numbered, key=lambda name: int(numbers[name]))
 
 
-def _check_complete(path: Path, place: str, columns: Mapping, names: list[str]) -> None:
-    found = ", ".join(names)
+def _check_complete(
+    path: Path,
+    place: str,
+    columns: Mapping,
+    names: list[str],
+) -> None:
+    actual = ", ".join(names)
     for needed in ("pos", "layer"):
         if needed not in columns:
             way_out = f"name it with option map={needed}=THEIRS"
-            raise layout_error(path, place, f"one for {needed}", found, way_out)
+            raise layout_error(
+                path,
+                place,
+                f"one for {needed}",
+                actual,
+                way_out,
+            )
 
     if ("experts" in columns) == ("expert" in columns):
         expected = "experts (all ids of a row) or expert (one)"
-        raise layout_error(path, place, expected, found, "use option map=…")
+        raise layout_error(
+            path,
+            place,
+            expected,
+            actual,
+            "use option map=…",
+        )
 
     if "expert" not in columns:
         return
@@ -224,7 +263,10 @@ def _delimiter(line: str) -> str:
     return max(",;\t", key=line.count)
 
 
-def _batches(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
+def _batches(
+    path: Path,
+    names: list[str],
+) -> Iterator[pa.RecordBatch]:
     """The columns `names` of the file, some rows at a time."""
     if head(path, 4) == b"PAR1":
         with pq.ParquetFile(path, pre_buffer=False) as file:
@@ -248,27 +290,37 @@ def _batches(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
     )
 
 
-def _pieces(path: Path, columns: Mapping, prompt: int | None) -> Iterator[Block]:
+def _pieces(
+    path: Path,
+    columns: Mapping,
+    prompt: int | None,
+) -> Iterator[Block]:
     """The file's rows, some at a time."""
     first_row = 0
     widths: dict[str, int] = {}
     sequences = Appearance()
 
     # A column may serve two of ours, and is read once.
-    wanted = dict.fromkeys(name for theirs in columns.values() for name in theirs)
-    for batch in _batches(path, list(wanted)):
+    needed = dict.fromkeys(name for sources in columns.values() for name in sources)
+    for batch in _batches(path, list(needed)):
         if not batch.num_rows:
             continue
 
         rows: Block = {}
-        for ours, theirs in columns.items():
-            arrays = [batch.column(name) for name in theirs]
-            if ours == "seq":
-                rows[ours] = _sequences(path, first_row, arrays[0], sequences)
+        for name, sources in columns.items():
+            arrays = [batch.column(name) for name in sources]
+            if name == "seq":
+                rows[name] = _sequences(path, first_row, arrays[0], sequences)
             else:
-                rows[ours] = _column(path, first_row, ours, arrays)
-            if ours in _LISTS:
-                _check_width(path, first_row, ours, rows[ours], widths)
+                rows[name] = _column(path, first_row, name, arrays)
+            if name in _LISTS:
+                _check_width(
+                    path,
+                    first_row,
+                    name,
+                    rows[name],
+                    widths,
+                )
 
         rows.setdefault("seq", np.zeros(batch.num_rows, np.int32))
         if "expert" in rows:
@@ -288,12 +340,16 @@ def _pieces(path: Path, columns: Mapping, prompt: int | None) -> Iterator[Block]
 
 
 def _check_width(
-    path: Path, first_row: int, ours: str, column: np.ndarray, widths: dict[str, int]
+    path: Path,
+    first_row: int,
+    name: str,
+    column: np.ndarray,
+    widths: dict[str, int],
 ) -> None:
     """Whether a list column is as wide as in the first rows, which `widths` keeps."""
-    width = widths.setdefault(ours, column.shape[1])
+    width = widths.setdefault(name, column.shape[1])
     if column.shape[1] != width:
-        place = f"row {first_row}: {ours}"
+        place = f"row {first_row}: {name}"
         expected = f"{width} values as in the first row"
         raise layout_error(path, place, expected, column.shape[1])
 
@@ -302,7 +358,10 @@ def _check_width(
 
 
 def _sequences(
-    path: Path, first_row: int, column: Any, sequences: Appearance
+    path: Path,
+    first_row: int,
+    column: Any,
+    sequences: Appearance,
 ) -> np.ndarray:
     """Numbers of sequences, whatever their names."""
     array = _without_null(path, first_row, "seq", column)
@@ -315,45 +374,71 @@ def _sequences(
     return sequences.of_labels(labels, np.asarray(encoded.indices))
 
 
-def _without_null(path: Path, first_row: int, ours: str, array: Any) -> Any:
+def _without_null(
+    path: Path,
+    first_row: int,
+    name: str,
+    array: Any,
+) -> Any:
     """The array itself, which must have no null."""
     if array.null_count:
         row = first_row + int(np.argmax(np.asarray(array.is_null())))
-        raise layout_error(path, f"row {row}: {ours}", "a value in every row", "null")
+        raise layout_error(path, f"row {row}: {name}", "a value in every row", "null")
 
     return array
 
 
-def _column(path: Path, first_row: int, ours: str, columns: list[Any]) -> np.ndarray:
+def _column(
+    path: Path,
+    first_row: int,
+    name: str,
+    columns: list[Any],
+) -> np.ndarray:
     """One of our columns as numpy: [N], or [N, K] for lists."""
-    arrays = [_without_null(path, first_row, ours, array) for array in columns]
-    if ours == "phase":
+    arrays = [_without_null(path, first_row, name, array) for array in columns]
+    if name == "phase":
         return _phases(path, first_row, arrays[0])
-    if ours in _LISTS:
-        return _lists(path, first_row, ours, arrays)
+    if name in _LISTS:
+        return _lists(path, first_row, name, arrays)
 
     array = np.asarray(arrays[0])
-    is_weight = ours == "weight"
+    is_weight = name == "weight"
     if array.dtype.kind not in ("fiu" if is_weight else "iu"):
         expected = "numbers" if is_weight else "integers"
-        raise layout_error(path, ours, expected, arrays[0].type, _WRONG_MAPPING)
+        raise layout_error(
+            path,
+            name,
+            expected,
+            arrays[0].type,
+            _WRONG_MAPPING,
+        )
     if is_weight:
         return array.astype(np.float32)
 
-    limit = _LIMITS.get(ours, 1 << 31)
+    limit = _LIMITS.get(name, 1 << 31)
     if not 0 <= int(array.min()) <= int(array.max()) < limit:
-        found = f"{array.min()}..{array.max()}"
-        raise layout_error(path, ours, "numbers from 0", found, _WRONG_MAPPING)
-    return array.astype(_DTYPES.get(ours, np.int32))
+        actual = f"{array.min()}..{array.max()}"
+        raise layout_error(
+            path,
+            name,
+            "numbers from 0",
+            actual,
+            _WRONG_MAPPING,
+        )
+    return array.astype(_DTYPES.get(name, np.int32))
 
 
-def _phases(path: Path, first_row: int, array: Any) -> np.ndarray:
+def _phases(
+    path: Path,
+    first_row: int,
+    array: Any,
+) -> np.ndarray:
     """int8 [N] of names, or of 0 and 1."""
     if pa.types.is_integer(array.type):
         phase = np.asarray(array)
         if not 0 <= phase.min() <= phase.max() <= 1:
-            found = f"{phase.min()}..{phase.max()}"
-            raise layout_error(path, "phase", "0 (prefill) or 1 (decode)", found)
+            actual = f"{phase.min()}..{phase.max()}"
+            raise layout_error(path, "phase", "0 (prefill) or 1 (decode)", actual)
         return phase.astype(np.int8)
 
     known = codes(array, list(_PHASES))
@@ -368,34 +453,53 @@ def _phases(path: Path, first_row: int, array: Any) -> np.ndarray:
     return np.array(list(_PHASES.values()), np.int8)[known]
 
 
-def _lists(path: Path, first_row: int, ours: str, arrays: list[Any]) -> np.ndarray:
+def _lists(
+    path: Path,
+    first_row: int,
+    name: str,
+    arrays: list[Any],
+) -> np.ndarray:
     """[N, K] of a list column, of a column of texts, or of several plain columns."""
-    lengths, cells = _list_cells(path, ours, arrays)
+    lengths, cells = _list_cells(path, name, arrays)
 
     width = int(lengths[0])
     if width < 1 or (lengths != width).any():
         row = int(np.argmax(lengths != width))
-        place = f"row {first_row + row}: {ours}"
+        place = f"row {first_row + row}: {name}"
         expected = f"{width} values as in the first row"
         raise layout_error(path, place, expected, int(lengths[row]))
 
-    is_ids = ours == "experts"
+    is_ids = name == "experts"
     if cells.dtype.kind not in ("iu" if is_ids else "iuf"):
         expected = "integers" if is_ids else "numbers"
-        raise layout_error(path, ours, expected, cells.dtype, _WRONG_MAPPING)
+        raise layout_error(
+            path,
+            name,
+            expected,
+            cells.dtype,
+            _WRONG_MAPPING,
+        )
 
     if not is_ids:
         kind = np.float16 if cells.dtype == np.float16 else np.float32
         return cells.astype(kind, copy=False).reshape(len(lengths), -1)
 
     if not 0 <= int(cells.min()) <= int(cells.max()) < 1 << 16:
-        found = f"{cells.min()}..{cells.max()}"
-        raise layout_error(path, ours, "expert ids", found, _WRONG_MAPPING)
+        actual = f"{cells.min()}..{cells.max()}"
+        raise layout_error(
+            path,
+            name,
+            "expert ids",
+            actual,
+            _WRONG_MAPPING,
+        )
     return cells.astype(np.uint16, copy=False).reshape(len(lengths), -1)
 
 
 def _list_cells(
-    path: Path, ours: str, arrays: list[Any]
+    path: Path,
+    name: str,
+    arrays: list[Any],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Length of each row's list, and the values of all lists."""
     array = arrays[0]
@@ -406,37 +510,47 @@ def _list_cells(
         or pa.types.is_fixed_size_list(kind)
     )
     if is_list:
-        return _of_lists(path, ours, array.cast(pa.list_(kind.value_type)))
+        return _of_lists(path, name, array.cast(pa.list_(kind.value_type)))
 
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        numbers = "int64" if ours == "experts" else "float32"
-        return _of_lists(path, ours, _split(array, numbers))
+        numbers = "int64" if name == "experts" else "float32"
+        return _of_lists(path, name, _split(array, numbers))
 
     columns = [np.asarray(column) for column in arrays]
     lengths = np.full(len(array), len(arrays))
     return lengths, np.stack(columns, axis=1).reshape(-1)
 
 
-def _of_lists(path: Path, ours: str, array: Any) -> tuple[np.ndarray, np.ndarray]:
+def _of_lists(
+    path: Path,
+    name: str,
+    array: Any,
+) -> tuple[np.ndarray, np.ndarray]:
     """Lengths and all values of a list array."""
     inner = flat(array)
     if inner.null_count:
-        raise layout_error(path, ours, "numbers in every list", "null")
+        raise layout_error(path, name, "numbers in every list", "null")
 
     return np.diff(values(array.offsets)), np.asarray(inner)
 
 
-def _split(array: Any, kind: str) -> Any:
+def _split(
+    array: Any,
+    kind: str,
+) -> Any:
     """Texts as lists of numbers; words that are none raise as Arrow does."""
     from pyarrow import compute  # noqa: PLC0415 - not every import has lists in texts
 
     blanks = compute.replace_substring_regex(array, r"[\[\](){}|;\s]+", " ")
     plain = compute.utf8_trim_whitespace(blanks)
-    words = compute.split_pattern(plain.cast(pa.string()), " ")
-    return pa.ListArray.from_arrays(words.offsets, words.values.cast(kind))
+    split = compute.split_pattern(plain.cast(pa.string()), " ")
+    return pa.ListArray.from_arrays(split.offsets, split.values.cast(kind))
 
 
-def _gathered(path: Path, rows: Block) -> Block:
+def _gathered(
+    path: Path,
+    rows: Block,
+) -> Block:
     """One row per token and layer out of one row per selected expert; rows of one
     sequence, sorted.
     """

@@ -72,7 +72,10 @@ def recognises(path: Path) -> bool:
 
 
 def provenance(
-    path: Path, *, batch: str = "1", prompt_tokens: str = ""
+    path: Path,
+    *,
+    batch: str = "1",
+    prompt_tokens: str = "",
 ) -> dict[str, Any]:
     """What the values are, and remarks."""
     del batch
@@ -89,7 +92,11 @@ def provenance(
 
 
 def read(
-    path: Path, shape: ModelShape, *, batch: str = "1", prompt_tokens: str = ""
+    path: Path,
+    shape: ModelShape,
+    *,
+    batch: str = "1",
+    prompt_tokens: str = "",
 ) -> Iterator[Block]:
     """Sequences in parts: ids, combine weights and probabilities.
 
@@ -138,11 +145,21 @@ def read(
         )
 
     prompt = prompt_length(path, prompt_tokens) or 0
-    return _blocks(path, shape, layers, rows // sequences, prompt)
+    return _blocks(
+        path,
+        shape,
+        layers,
+        rows // sequences,
+        prompt,
+    )
 
 
 def _blocks(
-    path: Path, shape: ModelShape, layers: list[ArrayStream], tokens: int, prompt: int
+    path: Path,
+    shape: ModelShape,
+    layers: list[ArrayStream],
+    tokens: int,
+    prompt: int,
 ) -> Iterator[Block]:
     """Parts of sequences of `tokens` tokens: all layers are read side by side."""
     probabilities = _are_probabilities(layers[0])
@@ -170,19 +187,26 @@ def _blocks(
         start += len(values)
 
 
-def _check_finite(path: Path, start: int, values: np.ndarray) -> None:
+def _check_finite(
+    path: Path,
+    start: int,
+    values: np.ndarray,
+) -> None:
     finite = np.isfinite(values)
     if finite.all():
         return
 
     token, layer, expert = np.argwhere(~finite)[0]
     place = f"layer {layer}, row {start + token}"
-    found = values[token, layer, expert]
-    raise layout_error(path, place, "finite numbers", found)
+    actual = values[token, layer, expert]
+    raise layout_error(path, place, "finite numbers", actual)
 
 
 def selected(
-    values: np.ndarray, shape: ModelShape, *, probabilities: bool
+    values: np.ndarray,
+    shape: ModelShape,
+    *,
+    probabilities: bool,
 ) -> Selection:
     """Return what a gate decides by its values [T, L, E].
 

@@ -66,7 +66,11 @@ def recognises(path: Path) -> bool:
     return start.startswith(b"{") and (b'"top_k"' in start or b'"layers"' in start)
 
 
-def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
+def provenance(
+    path: Path,
+    *,
+    prompt_tokens: str = "",
+) -> dict[str, Any]:
     """Remarks on what is missing."""
     first = next(row_tables(path), None)
     if first is None:
@@ -78,7 +82,12 @@ def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
     return {"notes": notes}
 
 
-def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Unordered:
+def read(
+    path: Path,
+    shape: ModelShape,
+    *,
+    prompt_tokens: str = "",
+) -> Unordered:
     """The file's rows."""
     prompt = prompt_length(path, prompt_tokens)
     return Unordered(
@@ -87,7 +96,10 @@ def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Unordered
     )
 
 
-def _pieces(path: Path, prompt: int | None) -> Iterator[Block]:
+def _pieces(
+    path: Path,
+    prompt: int | None,
+) -> Iterator[Block]:
     """Rows of some lines at a time; sequences are numbered by their first row."""
     sequences = Appearance()
     top_k = 0
@@ -124,7 +136,10 @@ def _first_top_k(table: RowTable) -> int:
     return top_k
 
 
-def _checked(table: RowTable, top_k: int) -> Block:
+def _checked(
+    table: RowTable,
+    top_k: int,
+) -> Block:
     """The rows of a table but for their sequence; the first fault is named."""
     experts = _matrix(table, "experts", table.experts, top_k)
     ids, fault = whole_numbers(experts, _IDS)
@@ -150,11 +165,19 @@ def _checked(table: RowTable, top_k: int) -> Block:
     return block
 
 
-def _mixed_weights(table: RowTable, row: int) -> Exception:
+def _mixed_weights(
+    table: RowTable,
+    row: int,
+) -> Exception:
     return table.error(row, "weights", "weights in all rows or in none")
 
 
-def _matrix(table: RowTable, name: str, column: Any, top_k: int) -> Any:
+def _matrix(
+    table: RowTable,
+    name: str,
+    column: Any,
+    top_k: int,
+) -> Any:
     """The values of a list column, which must have `top_k` in every row."""
     lengths = list_lengths(column)
     wrong = lengths != top_k
@@ -167,16 +190,20 @@ def _matrix(table: RowTable, name: str, column: Any, top_k: int) -> Any:
     return list_values(column)
 
 
-def _positions(table: RowTable, name: str, column: Any) -> np.ndarray:
+def _positions(
+    table: RowTable,
+    name: str,
+    column: Any,
+) -> np.ndarray:
     """int32 [N] of positions or layers."""
     expected = "a whole number from 0"
     if column is None:
         raise table.error(0, name, expected)
 
-    whole, fault = whole_numbers(column, _POSITIONS)
+    positions, fault = whole_numbers(column, _POSITIONS)
     if fault >= 0:
         raise table.error(fault, name, expected)
-    return whole.astype(np.int32)
+    return positions.astype(np.int32)
 
 
 def _phases(table: RowTable) -> np.ndarray:
@@ -196,7 +223,10 @@ def _phases(table: RowTable) -> np.ndarray:
     return phases
 
 
-def _sequences(table: RowTable, sequences: Appearance) -> np.ndarray:
+def _sequences(
+    table: RowTable,
+    sequences: Appearance,
+) -> np.ndarray:
     """int32 [N]: sequences by their first row, whatever the file calls them."""
     if table.seq is None:
         return np.zeros(len(table.line), np.int32)

@@ -68,14 +68,20 @@ def provenance(path: Path) -> dict[str, Any]:
     }
 
 
-def read(path: Path, shape: ModelShape) -> Unordered:
+def read(
+    path: Path,
+    shape: ModelShape,
+) -> Unordered:
     """The file's passes."""
     return Unordered(
         lambda: _pieces(path, shape.top_k), lambda block: finished(path, shape, block)
     )
 
 
-def _pieces(path: Path, top_k: int) -> Iterator[Block]:
+def _pieces(
+    path: Path,
+    top_k: int,
+) -> Iterator[Block]:
     """Rows of some passes at a time; a pass ends where the layer falls."""
     passes = ForwardPasses(chunked=True)
     layer = np.empty(0, np.int32)
@@ -89,16 +95,30 @@ def _pieces(path: Path, top_k: int) -> Iterator[Block]:
 
         falls = np.flatnonzero(np.diff(layer) < 0)
         if len(falls):  # the last pass may go on in what is not read yet
-            whole = int(falls[-1]) + 1
-            yield _rows(path, first_row, layer[:whole], expert[:whole], top_k, passes)
-            layer = layer[whole:]
-            expert = expert[whole:]
-            first_row += whole
+            end = int(falls[-1]) + 1
+            yield _rows(
+                path,
+                first_row,
+                layer[:end],
+                expert[:end],
+                top_k,
+                passes,
+            )
+            layer = layer[end:]
+            expert = expert[end:]
+            first_row += end
 
     if first_row + len(layer) == 0:
         raise layout_error(path, "rows", "layer,expert", "nothing")
     if len(layer):
-        yield _rows(path, first_row, layer, expert, top_k, passes)
+        yield _rows(
+            path,
+            first_row,
+            layer,
+            expert,
+            top_k,
+            passes,
+        )
 
 
 def _rows(

@@ -116,7 +116,11 @@ def provenance(path: Path) -> dict[str, Any]:
     return {"rank": rank, "notes": notes}
 
 
-def _rank(path: Path, number: int, data: bytes) -> Any:
+def _rank(
+    path: Path,
+    number: int,
+    data: bytes,
+) -> Any:
     """The rank that the first record names."""
     first = data.lstrip().split(b"\n", 1)[0]
     lines = JsonLinesReader(_STRUCTURE).parse(path, number, first)
@@ -127,7 +131,10 @@ def _rank(path: Path, number: int, data: bytes) -> Any:
     return record["rank"]
 
 
-def read(path: Path, shape: ModelShape) -> Unordered:
+def read(
+    path: Path,
+    shape: ModelShape,
+) -> Unordered:
     """The file's steps."""
     return Unordered(lambda: _pieces(path), lambda block: finished(path, shape, block))
 
@@ -150,11 +157,11 @@ def _pieces(path: Path) -> Iterator[Block]:
 
         # The last step may go on in what is not read yet.
         step_starts = np.flatnonzero(np.diff(records.step)) + 1
-        whole = int(step_starts[-1]) if len(step_starts) else 0
-        rows = int(records.tokens[:whole].sum())
-        if whole:
-            yield _rows(passes, _part(records, slice(whole), slice(rows)))
-        pending = _part(records, slice(whole, None), slice(rows, None))
+        end = int(step_starts[-1]) if len(step_starts) else 0
+        rows = int(records.tokens[:end].sum())
+        if end:
+            yield _rows(passes, _part(records, slice(end), slice(rows)))
+        pending = _part(records, slice(end, None), slice(rows, None))
 
     if pending is None:
         raise layout_error(
@@ -167,7 +174,11 @@ def _pieces(path: Path) -> Iterator[Block]:
     yield _rows(passes, pending)
 
 
-def _part(records: _Records, of_records: slice, of_rows: slice) -> _Records:
+def _part(
+    records: _Records,
+    of_records: slice,
+    of_rows: slice,
+) -> _Records:
     return _Records(
         records.step[of_records],
         records.layer[of_records],
@@ -176,7 +187,10 @@ def _part(records: _Records, of_records: slice, of_rows: slice) -> _Records:
     )
 
 
-def _rows(passes: ForwardPasses, records: _Records) -> Block:
+def _rows(
+    passes: ForwardPasses,
+    records: _Records,
+) -> Block:
     """The rows of whole steps.
 
     A training step runs several micro-batches: the second record of a layer in a step
@@ -214,7 +228,10 @@ def _rows(passes: ForwardPasses, records: _Records) -> Block:
     )
 
 
-def _records(lines: JsonLines, top_k: int) -> _Records | None:
+def _records(
+    lines: JsonLines,
+    top_k: int,
+) -> _Records | None:
     """The checked records of the decoder in some lines; None where there is none.
 
     Args:
@@ -289,33 +306,46 @@ def _of_decoder(lines: JsonLines) -> JsonLines:
     )
 
 
-def _numbers(lines: JsonLines, column: Any, limit: int) -> np.ndarray:
+def _numbers(
+    lines: JsonLines,
+    column: Any,
+    limit: int,
+) -> np.ndarray:
     """int64 [R]: a column of whole numbers."""
-    whole, fault = whole_numbers(column, limit)
+    numbers_, fault = whole_numbers(column, limit)
     if fault >= 0:
         raise _wrong_numbers(lines, fault)
-    return whole
+    return numbers_
 
 
-def _not_a_record(lines: JsonLines, line: int) -> TraceError:
+def _not_a_record(
+    lines: JsonLines,
+    line: int,
+) -> TraceError:
     record = lines.parsed(line)
     if isinstance(record, dict) and set(record) >= _KEYS:
         return _wrong_numbers(lines, line)
 
-    found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    actual = ", ".join(record) if isinstance(record, dict) else type(record).__name__
     place = f"line {lines.number[line]}"
     expected = f"an object with {', '.join(sorted(_KEYS))}"
-    return layout_error(lines.path, place, expected, found)
+    return layout_error(lines.path, place, expected, actual)
 
 
-def _wrong_numbers(lines: JsonLines, line: int) -> TraceError:
+def _wrong_numbers(
+    lines: JsonLines,
+    line: int,
+) -> TraceError:
     record = lines.parsed(line)
-    found = ", ".join(f"{key} {record[key]}" for key in sorted(_KEYS))
+    actual = ", ".join(f"{key} {record[key]}" for key in sorted(_KEYS))
     place = f"line {lines.number[line]}"
-    return layout_error(lines.path, place, "whole numbers from 0", found)
+    return layout_error(lines.path, place, "whole numbers from 0", actual)
 
 
-def _wrong_ids(lines: JsonLines, line: int) -> TraceError:
+def _wrong_ids(
+    lines: JsonLines,
+    line: int,
+) -> TraceError:
     record = lines.parsed(line)
     place = f"line {lines.number[line]}: top_indices"
     with decoding(lines.path, place):
@@ -323,8 +353,8 @@ def _wrong_ids(lines: JsonLines, line: int) -> TraceError:
 
     expected = [record["num_tokens"], record["topk"]]
     if list(ids.shape) == expected and ids.size and ids.dtype.kind in "iu":
-        found = f"{ids.min()}..{ids.max()}"
-        return layout_error(lines.path, place, "expert ids", found)
+        actual = f"{ids.min()}..{ids.max()}"
+        return layout_error(lines.path, place, "expert ids", actual)
 
-    found = f"{ids.dtype} {list(ids.shape)}"
-    return layout_error(lines.path, place, f"{expected} integers", found)
+    actual = f"{ids.dtype} {list(ids.shape)}"
+    return layout_error(lines.path, place, f"{expected} integers", actual)

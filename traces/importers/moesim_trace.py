@@ -35,32 +35,38 @@ def recognises(path: Path) -> bool:
     return has_header and set(REQUIRED_COLUMNS) <= set(schema.names)
 
 
-def header(path: Path, shape: ModelShape | None) -> TraceHeader:
+def header(
+    path: Path,
+    shape: ModelShape | None,
+) -> TraceHeader:
     """The trace's own.
 
     Raises:
         TraceError: damaged, or `shape` is another model.
     """
     metadata = pq.read_schema(path).metadata
-    own = TraceHeader.from_json(metadata[METADATA_KEY], where=str(path))
+    header = TraceHeader.from_json(metadata[METADATA_KEY], where=str(path))
     if shape is None:
-        return own
+        return header
 
     for name in ("layers", "experts"):
-        expected = getattr(own.shape, name)
+        expected = getattr(header.shape, name)
         if getattr(shape, name) != expected:
             raise layout_error(
                 path,
                 f"shape: {name}",
-                f"{expected} as in the header ({own.shape.name})",
+                f"{expected} as in the header ({header.shape.name})",
                 getattr(shape, name),
                 "leave the shape out: the trace has its own",
             )
 
-    return own
+    return header
 
 
-def read(path: Path, shape: ModelShape) -> Unordered:
+def read(
+    path: Path,
+    shape: ModelShape,
+) -> Unordered:
     """All columns that a trace may have."""
     names = pq.read_schema(path).names
     known = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)

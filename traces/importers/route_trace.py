@@ -117,7 +117,10 @@ def provenance(path: Path) -> dict[str, Any]:
     return known | {"notes": notes}
 
 
-def reshape(path: Path, shape: ModelShape) -> ModelShape:
+def reshape(
+    path: Path,
+    shape: ModelShape,
+) -> ModelShape:
     """Take layers, experts, top-k, dense layers and the bytes of each layer's experts
     from the preamble.
 
@@ -137,13 +140,13 @@ def reshape(path: Path, shape: ModelShape) -> ModelShape:
         expected = f"1..{_MOST_LAYERS}, and a line for each"
         raise layout_error(path, "preamble: n_layer", expected, total)
 
-    for name, found in (("layers", len(sparse)), ("experts", experts)):
-        if found and found != getattr(shape, name):
+    for name, count in (("layers", len(sparse)), ("experts", experts)):
+        if count and count != getattr(shape, name):
             raise layout_error(
                 path,
                 f"preamble: {name}",
                 f"{getattr(shape, name)} as in {shape.name}",
-                found,
+                count,
                 "is the shape right?",
             )
 
@@ -163,7 +166,10 @@ def reshape(path: Path, shape: ModelShape) -> ModelShape:
     )
 
 
-def read(path: Path, shape: ModelShape) -> Unordered:
+def read(
+    path: Path,
+    shape: ModelShape,
+) -> Unordered:
     """The file's rows, a turn of the session being a sequence."""
     rows = _Rows(path, shape)
     return Unordered(rows.pieces, rows.finished)
@@ -218,7 +224,11 @@ def _residency_writer(path: Path) -> pq.ParquetWriter:
     )
 
 
-def _accesses(block: Block, residency: Block, rows: slice) -> pa.Table:
+def _accesses(
+    block: Block,
+    residency: Block,
+    rows: slice,
+) -> pa.Table:
     """A row per access of some rows [N, K] of a block."""
     experts = block["experts"][rows]
     count, top_k = experts.shape
@@ -266,17 +276,23 @@ def preamble(path: Path) -> Preamble:
     for number, line in enumerate(lines, start=1):
         if not line.startswith("#"):
             columns = _header_columns(path, number, line)
-            return Preamble(facts, expert_bytes, dense_bytes, columns, number)
+            return Preamble(
+                facts,
+                expert_bytes,
+                dense_bytes,
+                columns,
+                number,
+            )
 
         with decoding(path, f"line {number}"):
-            words = dict(re.findall(r"(\w+)=(\S+)", line))
-            if "expert_bytes" not in words:
-                facts |= words
+            facts_of_line = dict(re.findall(r"(\w+)=(\S+)", line))
+            if "expert_bytes" not in facts_of_line:
+                facts |= facts_of_line
                 continue
 
-            layer = int(words["layer"])
-            expert_bytes[layer] = int(words["expert_bytes"])
-            of_layer = int(words["dense_bytes"])
+            layer = int(facts_of_line["layer"])
+            expert_bytes[layer] = int(facts_of_line["expert_bytes"])
+            of_layer = int(facts_of_line["dense_bytes"])
             dense_bytes += of_layer
 
         if min(layer, expert_bytes[layer], of_layer) < 0:
@@ -290,7 +306,11 @@ def preamble(path: Path) -> Preamble:
     )
 
 
-def _header_columns(path: Path, number: int, line: str) -> list[str]:
+def _header_columns(
+    path: Path,
+    number: int,
+    line: str,
+) -> list[str]:
     columns = [name.strip() for name in line.split(",")]
 
     missing = [name for name in _NEEDED if name not in columns]
@@ -315,7 +335,11 @@ class _Rows:
     then are sorted; and again without weights where one is not finite.
     """
 
-    def __init__(self, path: Path, shape: ModelShape) -> None:
+    def __init__(
+        self,
+        path: Path,
+        shape: ModelShape,
+    ) -> None:
         self._path = path
         self._shape = shape
         self._preamble = preamble(path)
@@ -356,9 +380,9 @@ class _Rows:
                 self._top_k = int(starts[0]) + 1 if len(starts) else len(rows["slot"])
 
             # The last cell may go on in what is not read yet.
-            whole = len(rows["slot"]) // self._top_k * self._top_k
-            yield self._cells({name: column[:whole] for name, column in rows.items()})
-            pending = {name: column[whole:] for name, column in rows.items()}
+            end = len(rows["slot"]) // self._top_k * self._top_k
+            yield self._cells({name: column[:end] for name, column in rows.items()})
+            pending = {name: column[end:] for name, column in rows.items()}
 
         if not any_row:
             raise layout_error(self._path, "rows", "values in every column", "no row")
@@ -376,10 +400,20 @@ class _Rows:
         self._sequences += 1
         return block
 
-    def _check(self, first_row: int, lines: Block) -> None:
+    def _check(
+        self,
+        first_row: int,
+        lines: Block,
+    ) -> None:
         for name, most in _LIMITS.items():
             if name in lines:
-                self._check_range(first_row, lines, name, f"0..{most}", most + 1)
+                self._check_range(
+                    first_row,
+                    lines,
+                    name,
+                    f"0..{most}",
+                    most + 1,
+                )
 
         self._check_range(
             first_row,
@@ -413,7 +447,13 @@ class _Rows:
 
         row = int(((column < 0) | (column >= limit)).argmax())
         place = f"row {first_row + row}: {name}"
-        raise layout_error(self._path, place, expected, column[row], way_out)
+        raise layout_error(
+            self._path,
+            place,
+            expected,
+            column[row],
+            way_out,
+        )
 
     def _read_apart(self) -> NoReturn:
         """Have the file read again, with a row per line."""
@@ -438,17 +478,19 @@ class _Rows:
         self._top_k = self._top_k or top_k
 
         names = ("pos", "layer", "phase")
-        whole = top_k == self._top_k and len(rank) % top_k == 0
-        if whole:
+        is_complete = top_k == self._top_k and len(rank) % top_k == 0
+        if is_complete:
             cells = {
                 name: column.reshape(-1, top_k)
                 for name, column in block.items()
                 if name != "rank"
             }
-            whole = (rank.reshape(-1, top_k) == np.arange(top_k)).all()
-            whole = whole and not any(_differs(cells[name]) for name in names)
+            is_complete = (rank.reshape(-1, top_k) == np.arange(top_k)).all()
+            is_complete = is_complete and not any(
+                _differs(cells[name]) for name in names
+            )
 
-        if not whole:
+        if not is_complete:
             raise self._incomplete(block)
         return _first_of(cells, ("seq", *names))
 
@@ -470,7 +512,10 @@ class _Rows:
         return layout_error(self._path, where, expected, "others")
 
 
-def _behind(pending: Block, lines: Block) -> Block:
+def _behind(
+    pending: Block,
+    lines: Block,
+) -> Block:
     """Lines behind those that wait for the rest of their cell."""
     if not pending:
         return lines
@@ -485,7 +530,10 @@ def _differs(cell: np.ndarray) -> bool:
     return bool((cell[:, 1:] != cell[:, :1]).any())
 
 
-def _first_of(cells: Block, names: tuple[str, ...]) -> Block:
+def _first_of(
+    cells: Block,
+    names: tuple[str, ...],
+) -> Block:
     """Cells [N, K] with one value [N] in those columns in which their lines agree."""
     return {
         name: column[:, 0] if name in names else column

@@ -8,7 +8,7 @@ no token id and is left out.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +33,13 @@ _PHASES = [phase.label for phase in Phase]
 _METADATA = ("source", "licence", "license", "model", "note")
 
 
+class _Overview(NamedTuple):
+    """Sequence names by first appearance, and whether all rows have scores."""
+
+    names: list[str]
+    has_scores: bool
+
+
 def recognises(path: Path) -> bool:
     """Whether this is Parquet with the columns of the layout."""
     try:
@@ -51,9 +58,10 @@ def provenance(path: Path) -> dict[str, Any]:
         key.decode(): value.decode()
         for key, value in (pq.read_schema(path).metadata or {}).items()
     }
-    names, has_scores = _overview.get(path)
+    overview: _Overview = _overview.get(path)
 
-    notes = [] if has_scores else [NO_WEIGHTS]
+    names = overview.names
+    notes = [] if overview.has_scores else [NO_WEIGHTS]
     if "ascending" in metadata.get("note", ""):
         notes.append("experts are ordered by id, their rank is lost")
 
@@ -84,19 +92,25 @@ def _degenerate(metadata: dict[str, str]) -> list[str]:
         return []
 
 
-def read(path: Path, shape: ModelShape) -> Unordered:
+def read(
+    path: Path,
+    shape: ModelShape,
+) -> Unordered:
     """The file's rows; runtimes write them step by step and layer by layer."""
     del shape
 
     def pieces() -> Iterator[Block]:
-        names, has_scores = _overview.get(path)
-        number_of = {name: index for index, name in enumerate(names)}
-        return _blocks(path, number_of, has_scores)
+        overview: _Overview = _overview.get(path)
+        number_of = {name: index for index, name in enumerate(overview.names)}
+        return _blocks(path, number_of, overview.has_scores)
 
     return Unordered(pieces)
 
 
-def _batches(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
+def _batches(
+    path: Path,
+    columns: list[str],
+) -> Iterator[tuple[int, Any]]:
     """Record batches with the number of their first row."""
     first_row = 0
 
@@ -118,8 +132,7 @@ def _batches(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
             first_row += batch.num_rows
 
 
-def _read_overview(path: Path) -> tuple[list[str], bool]:
-    """Sequence names by first appearance, and whether all rows have scores."""
+def _read_overview(path: Path) -> _Overview:
     names: dict[str, None] = {}
     has_scores = "scores" in pq.read_schema(path).names
 
@@ -140,13 +153,16 @@ def _read_overview(path: Path) -> tuple[list[str], bool]:
 
         has_scores = has_scores and not batch.column("scores").null_count
 
-    return list(names), has_scores
+    return _Overview(list(names), has_scores)
 
 
 _overview = ParseCache(_read_overview)
 
 
-def _with_scores(name: str, has_scores: bool) -> list[str]:
+def _with_scores(
+    name: str,
+    has_scores: bool,
+) -> list[str]:
     return [name, "scores"] if has_scores else [name]
 
 
@@ -155,7 +171,11 @@ def _dictionary(column: Any) -> Any:
     return column if is_encoded else column.dictionary_encode()
 
 
-def _blocks(path: Path, number_of: dict[str, int], has_scores: bool) -> Iterator[Block]:
+def _blocks(
+    path: Path,
+    number_of: dict[str, int],
+    has_scores: bool,
+) -> Iterator[Block]:
     """The file's rows as arrays, in file order; sequences by `number_of` their name."""
     width = 0
     names = [*COLUMNS, "scores"] if has_scores else list(COLUMNS)
@@ -178,9 +198,9 @@ def _blocks(path: Path, number_of: dict[str, int], has_scores: bool) -> Iterator
         experts = _matrix(path, first_row, "expert_ids", batch.column("expert_ids"))
         width = width or experts.shape[1]
         if experts.shape[1] != width:
-            found = sorted((width, experts.shape[1]))
+            actual = sorted((width, experts.shape[1]))
             raise TraceError(
-                f"{path}: expert_ids: expected the same top-k in all rows, got {found}"
+                f"{path}: expert_ids: expected the same top-k in all rows, got {actual}"
             )
 
         block = {
@@ -197,7 +217,10 @@ def _blocks(path: Path, number_of: dict[str, int], has_scores: bool) -> Iterator
         yield block
 
 
-def _sequences(column: Any, number_of: dict[str, int]) -> np.ndarray:
+def _sequences(
+    column: Any,
+    number_of: dict[str, int],
+) -> np.ndarray:
     """int32 [N]: the number of each row's sequence."""
     encoded = _dictionary(column)
     labels = encoded.dictionary.to_pylist()
@@ -206,7 +229,12 @@ def _sequences(column: Any, number_of: dict[str, int]) -> np.ndarray:
     return sequences
 
 
-def _matrix(path: Path, first_row: int, name: str, array: Any) -> np.ndarray:
+def _matrix(
+    path: Path,
+    first_row: int,
+    name: str,
+    array: Any,
+) -> np.ndarray:
     """[N, K] of a list column with equally long, complete rows."""
     lengths = np.diff(values(array.offsets))
     if len(lengths) and (lengths != lengths[0]).any():

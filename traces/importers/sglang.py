@@ -86,7 +86,10 @@ def provenance(path: Path) -> dict[str, Any]:
     }
 
 
-def read(path: Path, shape: ModelShape) -> Unordered:
+def read(
+    path: Path,
+    shape: ModelShape,
+) -> Unordered:
     """The file's passes. Their list is in memory, their ids are read as they are
     needed.
     """
@@ -94,8 +97,8 @@ def read(path: Path, shape: ModelShape) -> Unordered:
     name = "last_physical_to_logical_map"
     logical = _integers(path, name, dump[name], 2)
     if logical.size and not 0 <= logical.min() <= logical.max() < 1 << 16:
-        found = f"{logical.min()}..{logical.max()}"
-        raise layout_error(path, name, "expert ids", found)
+        actual = f"{logical.min()}..{logical.max()}"
+        raise layout_error(path, name, "expert ids", actual)
 
     records = dump["records"]
     if _TOP_K_IDS in records[0]:
@@ -144,14 +147,22 @@ def _load(path: Path) -> dict[str, Any]:
 _dump = ParseCache(_load)
 
 
-def _integers(path: Path, place: str, value: Any, dimensions: int) -> np.ndarray:
+def _integers(
+    path: Path,
+    place: str,
+    value: Any,
+    dimensions: int,
+) -> np.ndarray:
     """The numbers of a tensor, which may still be in the file."""
     array = value.array() if isinstance(value, torch_file.StoredTensor) else value
     return integers(path, place, array, dimensions)
 
 
 def _to_logical(
-    path: Path, place: str, physical: np.ndarray, logical: np.ndarray
+    path: Path,
+    place: str,
+    physical: np.ndarray,
+    logical: np.ndarray,
 ) -> np.ndarray:
     """Logical ids of physical ids [L, ...]; -1 stays -1."""
     copies = logical.shape[1]
@@ -185,7 +196,10 @@ class _RunningRequests:
         self._due: dict[int, list[int]] = {}
 
     def add(
-        self, path: Path, where: str, record: dict[str, Any]
+        self,
+        path: Path,
+        where: str,
+        record: dict[str, Any],
     ) -> tuple[list[int], list[int]]:
         """Give the tokens of one pass to requests: number of the request and phase of
         each token.
@@ -224,7 +238,13 @@ class _RunningRequests:
 
         return numbers, phases
 
-    def _continued(self, position: int, after: int, *, any_phase: bool) -> int:
+    def _continued(
+        self,
+        position: int,
+        after: int,
+        *,
+        any_phase: bool,
+    ) -> int:
         """The request that waits for `position`, -1 if none; it waits no longer."""
         due = self._due.get(position, [])
         behind = bisect_left(due, after)
@@ -239,7 +259,11 @@ class _RunningRequests:
         return -1
 
 
-def _request_lengths(path: Path, where: str, record: dict[str, Any]) -> list[int]:
+def _request_lengths(
+    path: Path,
+    where: str,
+    record: dict[str, Any],
+) -> list[int]:
     """How many tokens each request has in a pass."""
     tokens = len(record["positions"])
     mode = record["forward_mode"]
@@ -263,7 +287,10 @@ def _request_lengths(path: Path, where: str, record: dict[str, Any]) -> list[int
 
 
 def _per_token(
-    path: Path, records: list[Any], logical: np.ndarray, shape: ModelShape
+    path: Path,
+    records: list[Any],
+    logical: np.ndarray,
+    shape: ModelShape,
 ) -> Iterator[Block]:
     """Rows of some passes at a time, in the order of the file."""
     requests = _RunningRequests()
@@ -279,8 +306,8 @@ def _per_token(
         physical = _physical_ids(path, where, record, len(logical))
         request, phase = requests.add(path, where, record)
         added = (request, phase, record["positions"], record["input_ids"])
-        for column, more in zip(columns, added, strict=True):
-            column.extend(more)
+        for column, values in zip(columns, added, strict=True):
+            column.extend(values)
         ids.append(physical)
 
         # A pass of one token is far too small a piece to be checked by itself.
@@ -298,11 +325,20 @@ def _per_token(
             ids = []
 
     if not layout.top_k:
-        raise layout_error(path, _TOP_K_IDS, "ids", "-1 everywhere", _NO_REQUESTS)
+        raise layout_error(
+            path,
+            _TOP_K_IDS,
+            "ids",
+            "-1 everywhere",
+            _NO_REQUESTS,
+        )
 
 
 def _physical_ids(
-    path: Path, where: str, record: dict[str, Any], layers: int
+    path: Path,
+    where: str,
+    record: dict[str, Any],
+    layers: int,
 ) -> np.ndarray:
     """Int [layers, T, 8] of a pass of T tokens."""
     ids = _integers(path, f"{where}: {_TOP_K_IDS}", record[_TOP_K_IDS], 3)
@@ -310,12 +346,12 @@ def _physical_ids(
     inputs = record["input_ids"]
 
     if not len(positions) == len(inputs) == ids.shape[1]:
-        found = (
+        actual = (
             f"{len(positions)} positions, {len(inputs)} input_ids, {ids.shape[1]}"
             " columns of ids"
         )
         expected = "as many positions and input_ids as tokens"
-        raise layout_error(path, where, expected, found)
+        raise layout_error(path, where, expected, actual)
 
     if len(ids) != layers:
         raise layout_error(path, where, f"{layers} layers as in the map", len(ids))
@@ -327,7 +363,11 @@ class _TokenLayout:
     layer routed.
     """
 
-    def __init__(self, path: Path, shape: ModelShape) -> None:
+    def __init__(
+        self,
+        path: Path,
+        shape: ModelShape,
+    ) -> None:
         self._path = path
         self._shape = shape
         self._sparse = np.empty(0, np.int64)
@@ -372,8 +412,8 @@ class _TokenLayout:
 
         for name, column in (("input_ids: token ids", token), ("positions", pos)):
             if not 0 <= column.min() <= column.max() < 1 << 31:
-                found = f"{column.min()}..{column.max()}"
-                raise layout_error(self._path, name, "numbers from 0", found)
+                actual = f"{column.min()}..{column.max()}"
+                raise layout_error(self._path, name, "numbers from 0", actual)
 
         layers = len(self._moe_layers)
         by_token = experts[:, :, :top_k].transpose(1, 0, 2)
@@ -399,7 +439,11 @@ class _TokenLayout:
         self._moe_layers = np.array(moe_layers, np.int16)
         self.top_k = int(counts.max())
 
-    def _check_counts(self, counts: np.ndarray, routed: np.ndarray) -> None:
+    def _check_counts(
+        self,
+        counts: np.ndarray,
+        routed: np.ndarray,
+    ) -> None:
         due = np.zeros(len(counts), np.int64)
         due[self._sparse] = self.top_k
 
@@ -418,7 +462,10 @@ class _TokenLayout:
 
 
 def _per_pass(
-    path: Path, records: list[Any], logical: np.ndarray, shape: ModelShape
+    path: Path,
+    records: list[Any],
+    logical: np.ndarray,
+    shape: ModelShape,
 ) -> Iterator[Block]:
     """All rows at once: workloads of all passes are held."""
     loads = [
@@ -442,7 +489,13 @@ def _per_pass(
             layers.append(number_of[layer])
 
     if not dealt:
-        raise layout_error(path, _COUNTS, "counts", "0 everywhere", _NO_REQUESTS)
+        raise layout_error(
+            path,
+            _COUNTS,
+            "counts",
+            "0 everywhere",
+            _NO_REQUESTS,
+        )
 
     yield ForwardPasses(chunked=False).rows(
         number=np.array(passes),
@@ -453,7 +506,10 @@ def _per_pass(
 
 
 def _logical_load(
-    path: Path, number: int, record: dict[str, Any], logical: np.ndarray
+    path: Path,
+    number: int,
+    record: dict[str, Any],
+    logical: np.ndarray,
 ) -> np.ndarray:
     """int64 [layers, E]: tokens of each expert in a pass, all its copies together."""
     where = f"record {number}"
@@ -469,7 +525,12 @@ def _logical_load(
     return load.astype(np.int64).reshape(layers, experts)
 
 
-def deal(path: Path, place: str, load: np.ndarray, top_k: int) -> np.ndarray:
+def deal(
+    path: Path,
+    place: str,
+    load: np.ndarray,
+    top_k: int,
+) -> np.ndarray:
     """Return tokens [T, K] with exactly these workloads.
 
     The copies of each expert stand in one row and are dealt to the tokens in turn. An

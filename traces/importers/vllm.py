@@ -98,7 +98,11 @@ def recognises(path: Path) -> bool:
     return f'"{_PROMPT}"'.encode() in start
 
 
-def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
+def provenance(
+    path: Path,
+    *,
+    prompt_tokens: str = "",
+) -> dict[str, Any]:
     """Model where the response names it, and remarks."""
     model: dict[str, str] = {}
     has_prompts = False
@@ -113,7 +117,12 @@ def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
     return {**model, "notes": notes}
 
 
-def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Iterator[Block]:
+def read(
+    path: Path,
+    shape: ModelShape,
+    *,
+    prompt_tokens: str = "",
+) -> Iterator[Block]:
     """Completions in parts: the prompt, then what was generated."""
     del shape
     stated = prompt_length(path, prompt_tokens)
@@ -131,7 +140,10 @@ def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Iterator[
 
 
 def _completion_blocks(
-    path: Path, number: int, completion: _Completion, split: int
+    path: Path,
+    number: int,
+    completion: _Completion,
+    split: int,
 ) -> Iterator[Block]:
     """The rows of one completion in parts; the first `split` tokens are prompt."""
     arrays = [
@@ -200,9 +212,9 @@ def _of_arrays(path: Path) -> Iterator[_Completion]:
     for name, ids in arrays.items():
         is_routing = len(ids.shape) == 3 and ids.dtype.kind in "iu"
         if not is_routing or 0 in ids.shape[1:]:
-            found = f"{ids.dtype} {list(ids.shape)}"
+            actual = f"{ids.dtype} {list(ids.shape)}"
             expected = "integers with 3 dimensions"
-            raise layout_error(path, name or "array", expected, found)
+            raise layout_error(path, name or "array", expected, actual)
 
     prompts = [name for name in arrays if name.endswith(_PROMPT)]
     only_prompt = arrays[prompts[0]] if prompts else None
@@ -242,7 +254,9 @@ def _responses(path: Path) -> Iterator[Any]:
 
 
 def _of_response(
-    path: Path, where: str, response: dict[str, Any]
+    path: Path,
+    where: str,
+    response: dict[str, Any],
 ) -> Iterator[_Completion]:
     """The completions of one response: its choices, or itself."""
     common = _ids(path, f"{where}: {_PROMPT}", response.get(_PROMPT))
@@ -257,7 +271,13 @@ def _of_response(
         if generated is None and prompt is None:
             way_out = "serve with --enable-return-routed-experts"
             expected = f"{_GENERATED} or {_PROMPT}"
-            raise layout_error(path, place, expected, "neither", way_out)
+            raise layout_error(
+                path,
+                place,
+                expected,
+                "neither",
+                way_out,
+            )
 
         if generated is None:
             assert prompt is not None
@@ -273,7 +293,9 @@ def _of_response(
 
 
 def _split(
-    response: dict[str, Any], choice: dict[str, Any], ids: np.ndarray
+    response: dict[str, Any],
+    choice: dict[str, Any],
+    ids: np.ndarray,
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """Prompt and generated tokens of one array, where the numbers of token ids say how
     many are which; otherwise no prompt.
@@ -291,7 +313,10 @@ def _split(
 
 
 def _check_shapes(
-    path: Path, place: str, prompt: ArrayStream | None, generated: ArrayStream
+    path: Path,
+    place: str,
+    prompt: ArrayStream | None,
+    generated: ArrayStream,
 ) -> None:
     if prompt is None or not generated.shape[0]:
         return
@@ -301,7 +326,11 @@ def _check_shapes(
         raise layout_error(path, place, expected, list(generated.shape))
 
 
-def _ids(path: Path, place: str, value: Any) -> np.ndarray | None:
+def _ids(
+    path: Path,
+    place: str,
+    value: Any,
+) -> np.ndarray | None:
     """An array of nested lists, or of a base64 npy; None for null."""
     if value is None:
         return None

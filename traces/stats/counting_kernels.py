@@ -10,8 +10,18 @@ import numpy as np
 from moesim.traces.compilation import compiled
 from numba import types as nb
 
-_I64 = nb.Array(nb.int64, 1, "C", readonly=True)
-_I32 = nb.Array(nb.int32, 1, "C", readonly=True)
+_I64 = nb.Array(
+    nb.int64,
+    1,
+    "C",
+    readonly=True,
+)
+_I32 = nb.Array(
+    nb.int32,
+    1,
+    "C",
+    readonly=True,
+)
 _TABLE = nb.int64[:, ::1]
 
 # Windows of 1, 2, 4, … 1024 steps.
@@ -114,11 +124,19 @@ def count_decode(
             w += 1
 
 
-_ROUTING = nb.Array(nb.uint16, 3, "C", readonly=True)
+_ROUTING = nb.Array(
+    nb.uint16,
+    3,
+    "C",
+    readonly=True,
+)
 
 
 @compiled(nb.void(_ROUTING, nb.int64[:, :, ::1]))
-def count_pairs(routing: np.ndarray, joint: np.ndarray) -> None:
+def count_pairs(
+    routing: np.ndarray,
+    joint: np.ndarray,
+) -> None:
     """Count which experts a token uses in consecutive layers: `routing` [T, L, K] into
     `joint` [L - 1, E, E].
     """

@@ -52,8 +52,18 @@ CURVES = ("lru", "belady", "lru_global", "belady_global")
 # Belady's least horizon in accesses.
 BLOCK_ACCESSES = 1 << 22
 
-_I64 = nb.Array(nb.int64, 1, "C", readonly=True)
-_I32 = nb.Array(nb.int32, 1, "C", readonly=True)
+_I64 = nb.Array(
+    nb.int64,
+    1,
+    "C",
+    readonly=True,
+)
+_I32 = nb.Array(
+    nb.int32,
+    1,
+    "C",
+    readonly=True,
+)
 
 
 @dataclass(slots=True)
@@ -74,7 +84,11 @@ class Curves:
     lru_global: np.ndarray
     belady_global: np.ndarray
 
-    def hits(self, name: str, phase: int | None = None) -> np.ndarray:
+    def hits(
+        self,
+        name: str,
+        phase: int | None = None,
+    ) -> np.ndarray:
         """Return hits at every size from 0 slots: int64 [..., size]; `phase` None adds
         both up.
         """
@@ -84,11 +98,19 @@ class Curves:
         none = np.zeros((*hits.shape[:-1], 1), np.int64)
         return np.concatenate((none, hits), axis=-1)
 
-    def accesses(self, name: str, phase: int | None = None) -> np.ndarray:
+    def accesses(
+        self,
+        name: str,
+        phase: int | None = None,
+    ) -> np.ndarray:
         """Return how many there were: int64 [...]."""
         return self._depths(name, phase).sum(axis=-1)
 
-    def rates(self, name: str, phase: int | None = None) -> np.ndarray:
+    def rates(
+        self,
+        name: str,
+        phase: int | None = None,
+    ) -> np.ndarray:
         """Return the hit rate over all layers at every size (per layer, or in all for
         global): float64 [size], nan without any access.
         """
@@ -98,13 +120,21 @@ class Curves:
         with np.errstate(invalid="ignore"):
             return np.asarray(by_size / total)
 
-    def _depths(self, name: str, phase: int | None) -> np.ndarray:
+    def _depths(
+        self,
+        name: str,
+        phase: int | None,
+    ) -> np.ndarray:
         depths: np.ndarray = getattr(self, name)
         chosen: np.ndarray = depths.sum(axis=0) if phase is None else depths[phase]
         return chosen
 
 
-def curves(trace: Trace, *, batch: int = 1) -> Curves:
+def curves(
+    trace: Trace,
+    *,
+    batch: int = 1,
+) -> Curves:
     """Return the hit-rate curves of a trace, in one pass over it.
 
     Raises:
@@ -213,7 +243,11 @@ class CurveAggregator:
             self._settle(self._unsettled, first_use)
         self._unsettled = block
 
-    def _settle(self, block: LayerSteps, first_use: np.ndarray) -> None:
+    def _settle(
+        self,
+        block: LayerSteps,
+        first_use: np.ndarray,
+    ) -> None:
         """Run Belady over one block, given the places of the first uses behind it."""
         following = self._next_places(block, first_use)
 
@@ -241,7 +275,11 @@ class CurveAggregator:
     def _no_use(self) -> np.ndarray:
         return np.full(self.layers * self.experts, NEVER, np.int64)
 
-    def _next_places(self, block: LayerSteps, first_use: np.ndarray) -> np.ndarray:
+    def _next_places(
+        self,
+        block: LayerSteps,
+        first_use: np.ndarray,
+    ) -> np.ndarray:
         """The place of each access's next use; `first_use` then says those of the
         block's own first uses.
         """
@@ -260,7 +298,10 @@ class CurveAggregator:
         return np.repeat(base, np.diff(block.edges)) + block.experts
 
 
-def _belady_state(pools: int, width: int) -> tuple[np.ndarray, ...]:
+def _belady_state(
+    pools: int,
+    width: int,
+) -> tuple[np.ndarray, ...]:
     """Empty stacks of some pools of `width` keys, as `belady_stack` carries them."""
     blocks = -(-width // BLOCK)
     return (
@@ -273,12 +314,12 @@ def _belady_state(pools: int, width: int) -> tuple[np.ndarray, ...]:
 
 def _later_used_state(keys: int) -> tuple[np.ndarray, ...]:
     """An empty row of marks, as `later_used` carries it."""
-    words = max(PLACES * keys // 64, 2) + 1
+    word_count = max(PLACES * keys // 64, 2) + 1
     return (
-        np.zeros(words, np.uint64),
-        np.zeros(words, np.int32),
+        np.zeros(word_count, np.uint64),
+        np.zeros(word_count, np.int32),
         np.full(keys, -1, np.int64),
-        np.zeros(64 * words, np.int64),
+        np.zeros(64 * word_count, np.int64),
         np.zeros(2, np.int64),
     )
 

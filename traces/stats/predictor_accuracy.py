@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 # Workload ranks that are told apart.
 RANKS = 16
 
-_RANKING = nb.Array(nb.int64, 1, "C", readonly=True)
+_RANKING = nb.Array(
+    nb.int64,
+    1,
+    "C",
+    readonly=True,
+)
 
 
 class _Overlaps(NamedTuple):
@@ -34,7 +39,11 @@ def predictor_depth(name: str) -> int:
     return int(name[len("pred")])
 
 
-def prediction(trace: Trace, *, batch: int = 1) -> dict[str, Any] | None:
+def prediction(
+    trace: Trace,
+    *,
+    batch: int = 1,
+) -> dict[str, Any] | None:
     """Return the accuracy of every predictor of a trace in decode; None without
     predictions.
 
@@ -84,7 +93,10 @@ def prediction(trace: Trace, *, batch: int = 1) -> dict[str, Any] | None:
     return {name: _figures(name, sums) for name, sums in overlaps.items()}
 
 
-def _figures(name: str, sums: _Overlaps) -> dict[str, Any]:
+def _figures(
+    name: str,
+    sums: _Overlaps,
+) -> dict[str, Any]:
     total = sums.by_layer[0].sum()
     count = sums.by_layer[1].sum()
     return {
@@ -99,7 +111,10 @@ def _shares(table: np.ndarray) -> list[float | None]:
     return [float(total / count) if count else None for total, count in table.T]
 
 
-def _by_workload(routed: RoutedLayer, experts: int) -> np.ndarray:
+def _by_workload(
+    routed: RoutedLayer,
+    experts: int,
+) -> np.ndarray:
     """Active experts, largest workload first."""
     tokens, top_k = routed.routing.shape
     # A token's vote outweighs any sum of ranks, which only break ties.
@@ -109,7 +124,10 @@ def _by_workload(routed: RoutedLayer, experts: int) -> np.ndarray:
 
 
 @compiled(nb.int64[::1](nb.Array(nb.float32, 2, "C", readonly=True), nb.int64))
-def _votes(scores: np.ndarray, top_k: int) -> np.ndarray:
+def _votes(
+    scores: np.ndarray,
+    top_k: int,
+) -> np.ndarray:
     """Votes int64 [E] of T tokens: ``T * K + 1`` per token that has the expert among
     its K best, plus K - rank.
     """

@@ -74,7 +74,11 @@ class QualityChecker:
         self._digests: dict[int, int] = {}
 
     def add(
-        self, pos: np.ndarray, phase: np.ndarray, layer: np.ndarray, experts: np.ndarray
+        self,
+        pos: np.ndarray,
+        phase: np.ndarray,
+        layer: np.ndarray,
+        experts: np.ndarray,
     ) -> None:
         """Look at one sequence. N rows, sorted by pos and layer, all in range.
 
@@ -245,7 +249,11 @@ def _listed(numbers: list[int]) -> str:
         nb.int64[:, ::1],
     )
 )
-def _count(layer: np.ndarray, experts: np.ndarray, load: np.ndarray) -> None:
+def _count(
+    layer: np.ndarray,
+    experts: np.ndarray,
+    load: np.ndarray,
+) -> None:
     """Add the choices [N, K] of rows at layers [N] to `load` [L, E]."""
     for row in range(len(layer)):
         for rank in range(experts.shape[1]):

@@ -17,9 +17,24 @@ import numpy as np
 from moesim.traces.compilation import compiled
 from numba import types as nb
 
-_I64 = nb.Array(nb.int64, 1, "C", readonly=True)
-_I32 = nb.Array(nb.int32, 1, "C", readonly=True)
-_I8 = nb.Array(nb.int8, 1, "C", readonly=True)
+_I64 = nb.Array(
+    nb.int64,
+    1,
+    "C",
+    readonly=True,
+)
+_I32 = nb.Array(
+    nb.int32,
+    1,
+    "C",
+    readonly=True,
+)
+_I8 = nb.Array(
+    nb.int8,
+    1,
+    "C",
+    readonly=True,
+)
 # Places per key; when they are used up, those without a mark are removed.
 PLACES = 3
 
@@ -73,7 +88,7 @@ def later_used(
         clock: [2], the next place, and the keys seen.
         depths: [2, W + 1], counted up; W: never before seen.
     """
-    one = np.uint64(1)
+    bit = np.uint64(1)
 
     for i in range(len(phase)):
         # The places are used up: move the marks together.
@@ -86,13 +101,13 @@ def later_used(
                 if last[key] == place:
                     used[end] = key
                     last[key] = end
-                    marks[end >> 6] |= one << np.uint64(end & 63)
+                    marks[end >> 6] |= bit << np.uint64(end & 63)
                     sums[end >> 6] += 1
                     end += 1
             clock[0] = end
 
         # Look up all before any use is noted: a layer step is one moment.
-        words = ((clock[0] - 1) >> 6) + 1
+        word_count = ((clock[0] - 1) >> 6) + 1
         for j in range(edges[i], edges[i + 1]):
             place = last[keys[j]]
             depth = len(last)
@@ -100,7 +115,7 @@ def later_used(
                 word = place >> 6
                 # Its own mark is among them.
                 depth = _bits_set(marks[word] >> np.uint64(place & 63)) - 1
-                for other in range(word + 1, words):
+                for other in range(word + 1, word_count):
                     depth += sums[other]
             depths[phase[i], depth] += 1
 
@@ -108,7 +123,7 @@ def later_used(
             key = keys[j]
             place = last[key]
             if place >= 0:
-                marks[place >> 6] ^= one << np.uint64(place & 63)
+                marks[place >> 6] ^= bit << np.uint64(place & 63)
                 sums[place >> 6] -= 1
             else:
                 clock[1] += 1
@@ -116,6 +131,6 @@ def later_used(
             place = clock[0]
             last[key] = place
             used[place] = key
-            marks[place >> 6] |= one << np.uint64(place & 63)
+            marks[place >> 6] |= bit << np.uint64(place & 63)
             sums[place >> 6] += 1
             clock[0] += 1

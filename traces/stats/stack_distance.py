@@ -17,9 +17,24 @@ import numpy as np
 from moesim.traces.compilation import compiled
 from numba import types as nb
 
-_I64 = nb.Array(nb.int64, 1, "C", readonly=True)
-_I32 = nb.Array(nb.int32, 1, "C", readonly=True)
-_I8 = nb.Array(nb.int8, 1, "C", readonly=True)
+_I64 = nb.Array(
+    nb.int64,
+    1,
+    "C",
+    readonly=True,
+)
+_I32 = nb.Array(
+    nb.int32,
+    1,
+    "C",
+    readonly=True,
+)
+_I8 = nb.Array(
+    nb.int8,
+    1,
+    "C",
+    readonly=True,
+)
 _STACKS = nb.int64[:, ::1]
 
 # The place of a use that does not come: later than all others.
@@ -46,7 +61,7 @@ def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
     pool: np.ndarray,
     edges: np.ndarray,
     keys: np.ndarray,
-    stacks: np.ndarray,
+    ranked: np.ndarray,
     known: np.ndarray,
     filled: np.ndarray,
     clock: np.ndarray,
@@ -63,13 +78,13 @@ def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
         pool: int64 [N].
         edges: int64 [N + 1]; layer step i accesses ``keys[edges[i]:edges[i + 1]]``.
         keys: int32 [A], below W.
-        stacks: [P, W], carried from call to call, as are
+        ranked: [P, W], the stacks, carried from call to call, as are
         known: [P, W], whether a key was ever used,
         filled: [P], how many keys there are, and
         clock: [1], the number of the next layer step.
         depths: [2, P, W + 1], counted up.
     """
-    width = stacks.shape[1]
+    width = ranked.shape[1]
     bits = 1
     while (1 << bits) < width:
         bits += 1
@@ -82,7 +97,7 @@ def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
 
     for i in range(len(pool)):
         at = pool[i]
-        stack = stacks[at]
+        stack = ranked[at]
         where = depths[phase[i], at]
         first = edges[i]
         last = edges[i + 1]
@@ -155,7 +170,7 @@ def belady_stack(  # noqa: C901, PLR0912 - one loop, compiled
     edges: np.ndarray,
     keys: np.ndarray,
     following: np.ndarray,
-    stacks: np.ndarray,
+    ranked: np.ndarray,
     places: np.ndarray,
     filled: np.ndarray,
     latest: np.ndarray,
@@ -175,7 +190,8 @@ def belady_stack(  # noqa: C901, PLR0912 - one loop, compiled
         keys: .
         following: int64 [A], place of each access's next use, at most `NEVER`; larger
             is later.
-        stacks: [P, blocks * BLOCK], zeros at first, carried from call to call, as are
+        ranked: [P, blocks * BLOCK], the stacks, zeros at first; carried from call to
+            call, as are
         places: [P, W], the depth of each key, -1 where it never was,
         filled: [P], how many keys there are, and
         latest: [P, blocks], no less than the largest number in each block of the stack.
@@ -196,7 +212,7 @@ def belady_stack(  # noqa: C901, PLR0912 - one loop, compiled
 
     for i in range(len(pool)):
         at = pool[i]
-        stack = stacks[at]
+        stack = ranked[at]
         place = places[at]
         bound = latest[at]
         where = depths[phase[i], at]

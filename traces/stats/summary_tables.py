@@ -32,7 +32,11 @@ _BY_LAYER = (
 _CURVES = ("curve_decode", "curve_all")
 
 
-def write_tables(trace: Trace, summary: TraceSummary, folder: Path) -> list[Path]:
+def write_tables(
+    trace: Trace,
+    summary: TraceSummary,
+    folder: Path,
+) -> list[Path]:
     """Write what `summarise_trace` found.
 
     Returns:

@@ -58,7 +58,10 @@ class TraceSummary:
 
 
 def summarise_trace(
-    trace: Trace, *, batch: int = 1, progress: Callable[[int], None] | None = None
+    trace: Trace,
+    *,
+    batch: int = 1,
+    progress: Callable[[int], None] | None = None,
 ) -> TraceSummary:
     """Characterise a trace. L layers, E experts, K per token.
 
@@ -84,7 +87,7 @@ def summarise_trace(
         - ``consistency``: segment tokens -> [L], share of choices served by the K
             experts most used in the segment;
         - ``prediction``: see `predictor_accuracy.prediction`;
-        - ``verdict``: see `verdict`.
+        - ``verdict``: see `offloading_verdict`.
 
     Raises:
         TraceError: `batch` below 1, or a damaged trace.
@@ -128,11 +131,14 @@ def summarise_trace(
         **similarity.figures(),
         "prediction": prediction(trace, batch=batch),
     }
-    figures["verdict"] = verdict(shape, figures)
+    figures["verdict"] = offloading_verdict(shape, figures)
     return TraceSummary(shape, figures, curves, layers.load)
 
 
-def _rates(curves: Curves, phase: Phase | None) -> dict[str, list[float]] | None:
+def _rates(
+    curves: Curves,
+    phase: Phase | None,
+) -> dict[str, list[float]] | None:
     """Hit rates at every size; None without any access."""
     if not curves.accesses("lru", phase).sum():
         return None
@@ -150,7 +156,10 @@ def knee(rates: np.ndarray) -> int:
     return int(np.argmax(rates - line))
 
 
-def verdict(shape: ModelShape, figures: dict[str, Any]) -> dict[str, Any]:
+def offloading_verdict(
+    shape: ModelShape,
+    figures: dict[str, Any],
+) -> dict[str, Any]:
     """Is this model worth offloading, and with how much memory?
 
     Returns:
@@ -185,7 +194,10 @@ def verdict(shape: ModelShape, figures: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _answer(share: float, gain: float) -> str:
+def _answer(
+    share: float,
+    gain: float,
+) -> str:
     if share > DENSE or gain < SLIGHT:
         return "no"
 
@@ -193,9 +205,13 @@ def _answer(share: float, gain: float) -> str:
 
 
 def _cache_sizes(
-    shape: ModelShape, curve: dict[str, list[float]], share: float
+    shape: ModelShape,
+    curve: dict[str, list[float]],
+    share: float,
 ) -> list[dict[str, Any]]:
-    """The ``sizes`` of `verdict`; a decode step uses `share` of all experts."""
+    """The ``sizes`` of `offloading_verdict`; `share` of all experts is what a decode
+    step uses.
+    """
     lru = np.array(curve["lru"])
     belady = np.array(curve["belady"])
 
@@ -220,7 +236,11 @@ def _cache_sizes(
 
 
 def _why(
-    shape: ModelShape, best: dict[str, Any], share: float, gain: float, total: int
+    shape: ModelShape,
+    best: dict[str, Any],
+    share: float,
+    gain: float,
+    total: int,
 ) -> list[str]:
     """Sentences."""
     copied = best["copied_bytes_per_step"]
@@ -250,7 +270,10 @@ def _why(
     return sentences
 
 
-def _locality(share: float, gain: float) -> str:
+def _locality(
+    share: float,
+    gain: float,
+) -> str:
     """The sentence that gives the answer's reason."""
     if share > DENSE:
         return (

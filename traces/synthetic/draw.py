@@ -174,7 +174,12 @@ def draw(
 
         current = age[:, now]
         current += current < OLDEST
-        np.put_along_axis(current, chosen, 1, axis=2)
+        np.put_along_axis(
+            current,
+            chosen,
+            1,
+            axis=2,
+        )
 
     return drawn
 
@@ -183,7 +188,10 @@ class _Drift:
     """Popularity's wandering: an Ornstein-Uhlenbeck walk of every weight."""
 
     def __init__(
-        self, model: SynthModel, base: np.ndarray, rng: np.random.Generator
+        self,
+        model: SynthModel,
+        base: np.ndarray,
+        rng: np.random.Generator,
     ) -> None:
         keep = math.exp(-1 / model.drift_tokens)
         self._keep = np.float32(keep)
@@ -192,7 +200,11 @@ class _Drift:
         self._offset = np.zeros_like(base)
         self._rng = rng
 
-    def step(self, layers: slice, shape: tuple[int, ...]) -> np.ndarray:
+    def step(
+        self,
+        layers: slice,
+        shape: tuple[int, ...],
+    ) -> np.ndarray:
         """Move the weights of some layers on, and return them."""
         offset = self._offset[:, layers]
         offset *= self._keep
@@ -200,7 +212,11 @@ class _Drift:
         return offset
 
 
-def _spoken(lift: np.ndarray, at: np.ndarray, below: np.ndarray) -> np.ndarray:
+def _spoken(
+    lift: np.ndarray,
+    at: np.ndarray,
+    below: np.ndarray,
+) -> np.ndarray:
     """What the experts [B, L', K] chosen one layer below add at layers `at`."""
     spoken: np.ndarray = lift[at, below[:, :, 0]]
     for place in range(1, below.shape[2]):
@@ -209,7 +225,10 @@ def _spoken(lift: np.ndarray, at: np.ndarray, below: np.ndarray) -> np.ndarray:
     return spoken
 
 
-def _by_weight(chosen: np.ndarray, logits: np.ndarray) -> np.ndarray:
+def _by_weight(
+    chosen: np.ndarray,
+    logits: np.ndarray,
+) -> np.ndarray:
     """Experts [B, L', K] by descending weight."""
     weights = np.take_along_axis(logits, chosen, axis=2)
     order = np.argsort(-weights, axis=2, kind="stable")
@@ -217,7 +236,10 @@ def _by_weight(chosen: np.ndarray, logits: np.ndarray) -> np.ndarray:
 
 
 def _draw_kinds(
-    kinds: TokenKinds, topics: np.ndarray, tokens: int, rng: np.random.Generator
+    kinds: TokenKinds,
+    topics: np.ndarray,
+    tokens: int,
+    rng: np.random.Generator,
 ) -> np.ndarray:
     """Int [B, T]: each token's kind: runs of those that the topic's real tokens had at
     about the same place.
@@ -239,7 +261,10 @@ def _draw_kinds(
     return np.asarray(kinds.course[first + along % count])
 
 
-def inclusion(logits: np.ndarray, top_k: int) -> np.ndarray:
+def inclusion(
+    logits: np.ndarray,
+    top_k: int,
+) -> np.ndarray:
     """Return probabilities ``min(1, λ exp(logits))`` [N, E] that add up to K in each
     row.
     """
@@ -269,7 +294,11 @@ def inclusion(logits: np.ndarray, top_k: int) -> np.ndarray:
     return weight
 
 
-def choose(inclusion: np.ndarray, top_k: int, rng: np.random.Generator) -> np.ndarray:
+def choose(
+    inclusion: np.ndarray,
+    top_k: int,
+    rng: np.random.Generator,
+) -> np.ndarray:
     """Draw distinct experts, each with its probability [N, E], by systematic sampling
     in one random order: int [N, K].
     """

@@ -61,7 +61,11 @@ _PROJECTED = 256
 _MOST_CHARACTER = 6.0
 
 
-def fit(trace: Trace, *, tokens: int = FIT_TOKENS) -> SynthModel:
+def fit(
+    trace: Trace,
+    *,
+    tokens: int = FIT_TOKENS,
+) -> SynthModel:
     """Learn popularity, reuse, topics and kinds of tokens from a real trace.
 
     Args:
@@ -90,14 +94,18 @@ def fit(trace: Trace, *, tokens: int = FIT_TOKENS) -> SynthModel:
 
     kinds = _cluster_kinds(sequences, shape, share)
     model = _scaled(model, sequences)
-    model, kinds = _freed(model, kinds, sequences)
-    return _with_topics(model, kinds, min(_TOPICS, len(model.topics)))
+    return _with_topics(_freed(model, kinds, sequences), min(_TOPICS, len(sequences)))
 
 
-def _with_topics(model: SynthModel, kinds: TokenKinds, count: int) -> SynthModel:
+def _with_topics(
+    model: SynthModel,
+    count: int,
+) -> SynthModel:
     """The model with `count` of its topics, spread evenly, and their courses of
     kinds.
     """
+    kinds = model.kinds
+    assert kinds is not None
     kept = np.linspace(0, len(model.topics) - 1, count).round().astype(int)
     courses = [
         kinds.course[kinds.first[index] : kinds.first[index + 1]] for index in kept
@@ -115,7 +123,8 @@ def _edges(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _sample(
-    trace: Trace, tokens: int
+    trace: Trace,
+    tokens: int,
 ) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
     """Routing [T, L, K] of some whole sequences, and (prompt, generated) of all."""
     layers = trace.shape.layers
@@ -152,7 +161,8 @@ def _sample(
 
 
 def _popularity(
-    sequences: list[np.ndarray], shape: ModelShape
+    sequences: list[np.ndarray],
+    shape: ModelShape,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Shares of all choices by expert, float64 [L, E], and the log-weights that single
     sequences add, [Q, L, E].
@@ -169,16 +179,22 @@ def _popularity(
         return share, np.zeros((1, *share.shape))
 
     # A sequence's own shares, drawn towards those of all by the prior.
-    own = counts + _TOPIC_PRIOR * share
-    own = own / (counts.sum(axis=2, keepdims=True) + _TOPIC_PRIOR)
-    return share, np.log(own / share)
+    weighted = counts + _TOPIC_PRIOR * share
+    of_sequence = weighted / (counts.sum(axis=2, keepdims=True) + _TOPIC_PRIOR)
+    return share, np.log(of_sequence / share)
 
 
-def _flat(routing: np.ndarray, shape: ModelShape) -> np.ndarray:
+def _flat(
+    routing: np.ndarray,
+    shape: ModelShape,
+) -> np.ndarray:
     return (routing + np.arange(shape.layers)[:, None] * shape.experts).reshape(-1)
 
 
-def shared_bits(routing: list[np.ndarray], shape: ModelShape) -> np.ndarray:
+def shared_bits(
+    routing: list[np.ndarray],
+    shape: ModelShape,
+) -> np.ndarray:
     """Return the plug-in mutual information of adjacent layers, from the routing [T, L,
     K] of sequences: float64 [L - 1].
     """
@@ -190,7 +206,8 @@ def shared_bits(routing: list[np.ndarray], shape: ModelShape) -> np.ndarray:
 
 
 def _counts(
-    routing: list[np.ndarray], shape: ModelShape
+    routing: list[np.ndarray],
+    shape: ModelShape,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Shares of all choices by expert [L, E] and by class of age [L, A]."""
     by_expert = np.zeros((shape.layers, shape.experts))
@@ -207,14 +224,22 @@ def _counts(
     return by_expert, by_age
 
 
-def _past(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
+def _past(
+    routing: np.ndarray,
+    experts: int,
+) -> tuple[np.ndarray, np.ndarray]:
     """Class of age of every expert before each token, uint8 [T, E], and whether the
     token chose it, bool [T, E].
     """
     tokens = len(routing)
     token = np.arange(tokens)[:, None]
     chosen = np.zeros((tokens, experts), bool)
-    np.put_along_axis(chosen, routing.astype(np.intp), values=True, axis=1)
+    np.put_along_axis(
+        chosen,
+        routing.astype(np.intp),
+        values=True,
+        axis=1,
+    )
 
     # A token far before the first stands for "never".
     never = -UNUSED * 4
@@ -228,7 +253,9 @@ def _past(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cluster_kinds(
-    sequences: list[np.ndarray], shape: ModelShape, share: np.ndarray
+    sequences: list[np.ndarray],
+    shape: ModelShape,
+    share: np.ndarray,
 ) -> TokenKinds:
     """Kinds of tokens, by log-lifts over `share`: those of a kind use similar experts
     at all layers.
@@ -256,17 +283,21 @@ def _cluster_kinds(
     key = kind[:, None, None] * width + choices
     used = np.bincount(key.reshape(-1), minlength=count * width)
     used = used.reshape(count, shape.layers, shape.experts)
-    own = used + _KIND_PRIOR * share
-    own = own / (used.sum(axis=2, keepdims=True) + _KIND_PRIOR)
+    weighted = used + _KIND_PRIOR * share
+    of_kind = weighted / (used.sum(axis=2, keepdims=True) + _KIND_PRIOR)
     return TokenKinds(
-        weights=np.log(own / share).astype(np.float32),
+        weights=np.log(of_kind / share).astype(np.float32),
         character=np.ones(shape.layers, np.float32),
         course=kind,
         first=_edges(sequences),
     )
 
 
-def _clustered(points: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+def _clustered(
+    points: np.ndarray,
+    count: int,
+    rng: np.random.Generator,
+) -> np.ndarray:
     """The cluster of each point [N, D], int64 [N]."""
     centres = points[rng.choice(len(points), count, replace=False)]
 
@@ -286,7 +317,10 @@ def _clustered(points: np.ndarray, count: int, rng: np.random.Generator) -> np.n
 # -- habits ----------------------------------------------------------------------------
 
 
-def _scaled(model: SynthModel, sequences: list[np.ndarray]) -> SynthModel:
+def _scaled(
+    model: SynthModel,
+    sequences: list[np.ndarray],
+) -> SynthModel:
     """Move popularity and reuse until the real tokens' probabilities add up to what
     they did.
 
@@ -321,8 +355,8 @@ def _scaled(model: SynthModel, sequences: list[np.ndarray]) -> SynthModel:
     return replace(model, popularity=popularity, reuse=reuse)
 
 
-class _Target(NamedTuple):
-    """What real tokens did: shares by expert [L, E] and by age [L, A], and the bits
+class _Habits(NamedTuple):
+    """What tokens did: shares by expert [L, E] and by age [L, A], and the bits
     that adjacent layers share [L - 1].
     """
 
@@ -332,8 +366,10 @@ class _Target(NamedTuple):
 
 
 def _freed(
-    model: SynthModel, kinds: TokenKinds, sequences: list[np.ndarray]
-) -> tuple[SynthModel, TokenKinds]:
+    model: SynthModel,
+    kinds: TokenKinds,
+    sequences: list[np.ndarray],
+) -> SynthModel:
     """Correct what changes when the past is the model's own: draw, compare with the
     real tokens, move, again.
 
@@ -349,12 +385,12 @@ def _freed(
     lengths = [len(routing) for routing in real]
 
     share, age = _counts([routing[:tokens] for routing in sequences], shape)
-    target = _Target(share, age, shared_bits(real, shape))
+    target = _Habits(share, age, shared_bits(real, shape))
     # Short sequences are drawn several times, so that the estimates are as sure.
     copies = max(1, round(_FREE_DRAWN / sum(lengths)))
     topics = np.tile(chosen, copies)
 
-    best = (model, kinds)
+    best = replace(model, kinds=kinds)
     least = np.inf
     for round_ in range(_FREE_ROUNDS + 1):
         drawn = draw(
@@ -365,46 +401,59 @@ def _freed(
             topics,
         )
         made = [drawn[n, : lengths[n % len(lengths)]] for n in range(len(topics))]
-        found = _measured(made, len(lengths), shape)
+        current = _measured(made, len(lengths), shape)
 
-        error = _distance(found, target)
+        error = _distance(current, target)
         if error < least:
-            best = (model, kinds)
+            best = replace(model, kinds=kinds)
             least = error
 
         # Smaller and smaller steps: what is drawn is uncertain.
         pull = 0.7 / (1 + 0.25 * round_)
-        model = _moved(model, found, target, pull)
-        kinds = _moved_kinds(kinds, found, target, pull)
+        model = _moved(model, current, target, pull)
+        kinds = _moved_kinds(kinds, current, target, pull)
 
     return best
 
 
-def _measured(made: list[np.ndarray], group: int, shape: ModelShape) -> _Target:
+def _measured(
+    made: list[np.ndarray],
+    group: int,
+    shape: ModelShape,
+) -> _Habits:
     """What drawn sequences do; the bits are means over groups of so many."""
     groups = [made[start : start + group] for start in range(0, len(made), group)]
     bits = np.mean([shared_bits(part, shape) for part in groups], axis=0)
     share, age = _counts(made, shape)
-    return _Target(share, age, bits)
+    return _Habits(share, age, bits)
 
 
-def _missing_bits(found: _Target, target: _Target) -> np.ndarray:
-    """Float64 [L - 1]: logarithm of the bits wanted over those found."""
-    return np.log((target.bits + _FLOOR_BITS) / (found.bits + _FLOOR_BITS))
+def _missing_bits(
+    current: _Habits,
+    target: _Habits,
+) -> np.ndarray:
+    """Float64 [L - 1]: logarithm of the bits wanted over those there are."""
+    return np.log((target.bits + _FLOOR_BITS) / (current.bits + _FLOOR_BITS))
 
 
-def _distance(found: _Target, target: _Target) -> float:
-    missing = _missing_bits(found, target)
-    of_age = float(np.abs(found.age - target.age).sum(axis=1).mean())
+def _distance(
+    current: _Habits,
+    target: _Habits,
+) -> float:
+    missing = _missing_bits(current, target)
+    of_age = float(np.abs(current.age - target.age).sum(axis=1).mean())
     return of_age + float(np.abs(missing).sum()) / max(len(missing), 1)
 
 
 def _moved(
-    model: SynthModel, found: _Target, target: _Target, pull: float
+    model: SynthModel,
+    current: _Habits,
+    target: _Habits,
+    pull: float,
 ) -> SynthModel:
     """The model with popularity and reuse nearer to the target."""
-    by_expert = np.log((target.share + _FLOOR) / (found.share + _FLOOR))
-    by_age = np.log((target.age + _FLOOR) / (found.age + _FLOOR))
+    by_expert = np.log((target.share + _FLOOR) / (current.share + _FLOOR))
+    by_age = np.log((target.age + _FLOOR) / (current.age + _FLOOR))
     popularity = model.popularity + 0.5 * pull * by_expert
     reuse = model.reuse + pull * by_age
     return replace(
@@ -415,10 +464,13 @@ def _moved(
 
 
 def _moved_kinds(
-    kinds: TokenKinds, found: _Target, target: _Target, pull: float
+    kinds: TokenKinds,
+    current: _Habits,
+    target: _Habits,
+    pull: float,
 ) -> TokenKinds:
     """Kinds whose character is nearer to the target."""
-    missing = _missing_bits(found, target)
+    missing = _missing_bits(current, target)
     if not len(missing):  # a single layer shares nothing
         return kinds
 

@@ -176,7 +176,9 @@ def synthesise(
 
 
 def _sequences(
-    model: SynthModel, tokens: int, seed: int
+    model: SynthModel,
+    tokens: int,
+    seed: int,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(prompt, uint16 [T, L, K]) of sequence after sequence, until `tokens` tokens."""
     rng = np.random.default_rng(seed)
@@ -210,7 +212,10 @@ def _side_by_side(model: SynthModel) -> int:
     return max(1, fitting)
 
 
-def _with_reuse(model: SynthModel, reuse: float) -> SynthModel:
+def _with_reuse(
+    model: SynthModel,
+    reuse: float,
+) -> SynthModel:
     """Raise the weight of the experts just used until their share is `reuse`."""
     low = 0.0
     high = 12.0

@@ -142,7 +142,11 @@ class StepAggregator:
         total, count = self._speeds[phase]
         return total / count if count else None
 
-    def _add_prefill(self, tokens_per_s: float, sequences: int) -> None:
+    def _add_prefill(
+        self,
+        tokens_per_s: float,
+        sequences: int,
+    ) -> None:
         """Add a batch's prefill: the speeds of its sequences add up to
         `tokens_per_s`.
         """

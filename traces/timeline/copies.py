@@ -27,7 +27,11 @@ REFETCH_STEPS = 5
 _EXPERTS = 1 << 16
 
 # Kinds of events; an access has its state added.
-_SETTLED, _FETCH, _PREFETCH, _UNUSED, _ACCESS = range(5)
+_SETTLED = 0
+_FETCH = 1
+_PREFETCH = 2
+_UNUSED = 3
+_ACCESS = 4
 
 
 class CopyAggregator:
@@ -57,7 +61,7 @@ class CopyAggregator:
         self._present: Chunk = {
             "key": np.empty(0, np.int64),
             "step": np.empty(0, np.int64),
-            "what": np.empty(0, np.int64),
+            "event": np.empty(0, np.int64),
         }
 
     def add_spans(self, spans: Chunk) -> int:
@@ -93,46 +97,52 @@ class CopyAggregator:
         if copies is not None or accesses is not None:
             self._resolve(copies, accesses)
 
-    def _resolve(self, copies: Chunk | None, accesses: Chunk | None) -> None:
-        key, step, what = self._events(copies, accesses)
+    def _resolve(
+        self,
+        copies: Chunk | None,
+        accesses: Chunk | None,
+    ) -> None:
+        key, step, event = self._events(copies, accesses)
         count = len(key)
         index = np.arange(count)
-        is_copy = (what == _FETCH) | (what == _PREFETCH)
-        is_present = what != _ACCESS + MISS
+        is_copy = (event == _FETCH) | (event == _PREFETCH)
+        is_present = event != _ACCESS + MISS
 
         before = self._last_present(is_present, index)
         same_key = (before >= 0) & (key[before] == key)
         is_recent = is_copy & same_key & (step - step[before] <= REFETCH_STEPS)
         self.copies += int(is_copy.sum())
         self.refetched += int(is_recent.sum())
-        self.prefetched += int((what == _PREFETCH).sum())
+        self.prefetched += int((event == _PREFETCH).sum())
 
-        prefetches = index[(what == _PREFETCH) | (what == _UNUSED)]
+        prefetches = index[(event == _PREFETCH) | (event == _UNUSED)]
         after = _next_event(prefetches, key, count)
-        is_miss = (after >= 0) & (what[after] == _ACCESS + MISS)
+        is_miss = (after >= 0) & (event[after] == _ACCESS + MISS)
         looked_past = is_miss & (step[after] == step[prefetches])
         after[looked_past] = _next_event(after[looked_past], key, count)
 
         is_known = after >= 0
-        self.timely += int((is_known & (what[after] == _ACCESS + HIT)).sum())
-        self.used += int((is_known & (what[after] >= _ACCESS + DELAYED)).sum())
+        self.timely += int((is_known & (event[after] == _ACCESS + HIT)).sum())
+        self.used += int((is_known & (event[after] >= _ACCESS + DELAYED)).sum())
 
         # What is remembered: of each expert the last event in which it was there.
-        what[prefetches] = np.where(is_known, _SETTLED, _UNUSED)
-        what[is_copy & (what == _FETCH)] = _SETTLED
+        event[prefetches] = np.where(is_known, _SETTLED, _UNUSED)
+        event[is_copy & (event == _FETCH)] = _SETTLED
         present = index[is_present]
         if len(present):
             is_last = np.concatenate((np.diff(key[present]) != 0, [True]))
             present = present[is_last]
-        what[what >= _ACCESS] = _SETTLED
+        event[event >= _ACCESS] = _SETTLED
         self._present = {
             "key": key[present],
             "step": step[present],
-            "what": what[present],
+            "event": event[present],
         }
 
     def _events(
-        self, copies: Chunk | None, accesses: Chunk | None
+        self,
+        copies: Chunk | None,
+        accesses: Chunk | None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Key, step and kind of all events, those of one expert behind each other."""
         events = [tuple(self._present.values())]
@@ -145,17 +155,20 @@ class CopyAggregator:
             kind = _ACCESS + accesses["state"].astype(np.int64)
             events.append((accesses["key"], accesses["step"], kind))
 
-        key, step, what = (
+        key, step, event = (
             np.concatenate(columns).astype(np.int64)
             for columns in zip(*events, strict=True)
         )
         # Within a step copies come before the access.
-        time = (step << 1) + (what >= _ACCESS)
+        time = (step << 1) + (event >= _ACCESS)
         order = np.argsort((key << 32) + time, kind="stable")
-        return key[order], step[order], what[order]
+        return key[order], step[order], event[order]
 
     @staticmethod
-    def _last_present(is_present: np.ndarray, index: np.ndarray) -> np.ndarray:
+    def _last_present(
+        is_present: np.ndarray,
+        index: np.ndarray,
+    ) -> np.ndarray:
         """Place of the last event before each one in which an expert was there."""
         if not len(index):
             return index
@@ -164,11 +177,18 @@ class CopyAggregator:
         return np.concatenate(([-1], last[:-1]))
 
 
-def _key(layer: np.ndarray, expert: np.ndarray) -> np.ndarray:
+def _key(
+    layer: np.ndarray,
+    expert: np.ndarray,
+) -> np.ndarray:
     return layer.astype(np.int64) * _EXPERTS + expert
 
 
-def _next_event(index: np.ndarray, key: np.ndarray, count: int) -> np.ndarray:
+def _next_event(
+    index: np.ndarray,
+    key: np.ndarray,
+    count: int,
+) -> np.ndarray:
     """Index of the next event of the same key, -1 if there is none."""
     after = index + 1
     # The last event has none behind it; any valid index serves to look.
@@ -176,7 +196,10 @@ def _next_event(index: np.ndarray, key: np.ndarray, count: int) -> np.ndarray:
     return np.where((after < count) & (key[inside] == key[index]), inside, -1)
 
 
-def _split(chunks: list[Chunk], before: int | None) -> tuple[Chunk | None, list[Chunk]]:
+def _split(
+    chunks: list[Chunk],
+    before: int | None,
+) -> tuple[Chunk | None, list[Chunk]]:
     """Join chunks and split them at a step: what is below it, and the rest."""
     if not chunks:
         return None, []

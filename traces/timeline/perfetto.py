@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 _COLUMNS = ("lane", "kind", "step", "layer", "expert", "start_s", "end_s", "bytes")
 
 
-def write_perfetto(path: Path | str, timelines: Mapping[str, Timeline]) -> None:
+def write_perfetto(
+    path: Path | str,
+    timelines: Mapping[str, Timeline],
+) -> None:
     """Write all spans of named timelines to one JSON file, a chunk at a time.
 
     Args:
@@ -40,7 +43,11 @@ def write_perfetto(path: Path | str, timelines: Mapping[str, Timeline]) -> None:
         file.write("\n]}\n")
 
 
-def _events(process: int, name: str, timeline: Timeline) -> Iterator[list[str]]:
+def _events(
+    process: int,
+    name: str,
+    timeline: Timeline,
+) -> Iterator[list[str]]:
     """Batches of events as JSON: names first, then the spans of each chunk."""
     yield list(_names(process, name, timeline.lanes))
 
@@ -48,7 +55,11 @@ def _events(process: int, name: str, timeline: Timeline) -> Iterator[list[str]]:
         yield _spans(process, chunk)
 
 
-def _names(process: int, name: str, lanes: tuple[str, ...]) -> Iterator[str]:
+def _names(
+    process: int,
+    name: str,
+    lanes: tuple[str, ...],
+) -> Iterator[str]:
     """Events that name the process and its threads, in the order of the lanes."""
     yield _metadata(process, 0, "process_name", {"name": name})
     for lane, label in enumerate(lanes):
@@ -56,7 +67,12 @@ def _names(process: int, name: str, lanes: tuple[str, ...]) -> Iterator[str]:
         yield _metadata(process, lane, "thread_sort_index", {"sort_index": lane})
 
 
-def _metadata(process: int, thread: int, name: str, arguments: dict[str, Any]) -> str:
+def _metadata(
+    process: int,
+    thread: int,
+    name: str,
+    arguments: dict[str, Any],
+) -> str:
     event = {
         "ph": "M",
         "pid": process,
@@ -67,7 +83,10 @@ def _metadata(process: int, thread: int, name: str, arguments: dict[str, Any]) -
     return json.dumps(event, separators=(",", ":"))
 
 
-def _spans(process: int, chunk: Chunk) -> list[str]:
+def _spans(
+    process: int,
+    chunk: Chunk,
+) -> list[str]:
     """Complete events, in microseconds."""
     columns = [chunk[name].tolist() for name in _COLUMNS]
     # Formatted by hand, for a run may have millions of spans.
@@ -83,5 +102,9 @@ def _spans(process: int, chunk: Chunk) -> list[str]:
     ]
 
 
-def _title(kind: int, layer: int, expert: int) -> str:
+def _title(
+    kind: int,
+    layer: int,
+    expert: int,
+) -> str:
     return KIND_NAMES[kind] if expert < 0 else f"{KIND_NAMES[kind]} L{layer} E{expert}"

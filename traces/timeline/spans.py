@@ -31,7 +31,16 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-DENSE, PLAN, COMPUTE, FETCH, PREFETCH, REPLACE, READ, ACTIVATION, JOIN = range(9)
+# Kinds of spans; the numbers are the places of their names.
+DENSE = 0
+PLAN = 1
+COMPUTE = 2
+FETCH = 3
+PREFETCH = 4
+REPLACE = 5
+READ = 6
+ACTIVATION = 7
+JOIN = 8
 KIND_NAMES = (
     "dense",
     "plan",
@@ -256,7 +265,11 @@ class Timeline:
         self._flush_accesses()
         self._flush_steps()
 
-    def _keep(self, table: str, chunk: Chunk) -> None:
+    def _keep(
+        self,
+        table: str,
+        chunk: Chunk,
+    ) -> None:
         if not len(chunk["step"]):
             return
 
@@ -394,7 +407,10 @@ def _names(lanes: Sequence[str]) -> dict[tuple[str, str], tuple[str, ...]]:
     }
 
 
-def _schema(table: str, lanes: Sequence[str]) -> pa.Schema:
+def _schema(
+    table: str,
+    lanes: Sequence[str],
+) -> pa.Schema:
     coded = _names(lanes)
     fields = []
     for name, dtype in TABLES[table].items():
@@ -405,7 +421,10 @@ def _schema(table: str, lanes: Sequence[str]) -> pa.Schema:
     return pa.schema(fields, metadata=metadata)
 
 
-def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+def _writer(
+    path: Path,
+    schema: pa.Schema,
+) -> pq.ParquetWriter:
     coded = [field.name for field in schema if pa.types.is_dictionary(field.type)]
     # A low level: a run that is timed must not wait for its own record.
     return pq.ParquetWriter(
@@ -414,7 +433,9 @@ def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
 
 
 def _table(
-    table: str, chunk: Chunk, names: dict[tuple[str, str], tuple[str, ...]]
+    table: str,
+    chunk: Chunk,
+    names: dict[tuple[str, str], tuple[str, ...]],
 ) -> pa.Table:
     """A chunk as Arrow, codes turned into dictionary strings."""
     columns = []
@@ -427,7 +448,10 @@ def _table(
 
 
 def _codes(
-    table: str, name: str, column: Any, names: dict[tuple[str, str], tuple[str, ...]]
+    table: str,
+    name: str,
+    column: Any,
+    names: dict[tuple[str, str], tuple[str, ...]],
 ) -> np.ndarray:
     """A column read from Parquet as numpy, dictionary strings turned back into
     codes.

@@ -85,7 +85,11 @@ class StallAggregator:
             name: np.concatenate([self._open[name], rows[name]]) for name in self._open
         }
 
-    def _settle(self, rows: Chunk, work: np.ndarray) -> None:
+    def _settle(
+        self,
+        rows: Chunk,
+        work: np.ndarray,
+    ) -> None:
         """Count the layer steps whose compute and plan spans are those in `work`."""
         compute = work & (rows["kind"] == COMPUTE)
         if not compute.any():
@@ -105,7 +109,11 @@ class StallAggregator:
         self.stall_s += np.bincount(lane, np.maximum(waited_s, 0.0), self._lanes)
 
     def _add_imbalance(
-        self, lane: np.ndarray, duration_s: np.ndarray, place: np.ndarray, count: int
+        self,
+        lane: np.ndarray,
+        duration_s: np.ndarray,
+        place: np.ndarray,
+        count: int,
     ) -> None:
         """Add `count` layer steps; `place` says which of them a compute span belongs
         to.
@@ -125,7 +133,11 @@ class StallAggregator:
         self.imbalance += float((difference_s / longer_s[some]).sum())
         self.layer_steps += count
 
-    def _idle_from_s(self, rows: Chunk, compute: np.ndarray) -> np.ndarray:
+    def _idle_from_s(
+        self,
+        rows: Chunk,
+        compute: np.ndarray,
+    ) -> np.ndarray:
         """End of the compute span before each one, on the same lane in the same layer
         step; -inf for the first.
         """
@@ -142,7 +154,11 @@ class StallAggregator:
         idle_from_s[order] = np.concatenate(([-np.inf], before_s))
         return idle_from_s
 
-    def _copy_end_s(self, rows: Chunk, compute: np.ndarray) -> np.ndarray:
+    def _copy_end_s(
+        self,
+        rows: Chunk,
+        compute: np.ndarray,
+    ) -> np.ndarray:
         """End of the latest copy of the same expert to the same lane before each
         compute span; -inf if none.
         """
@@ -193,7 +209,11 @@ def _relevant(spans: Chunk) -> Chunk:
     return rows
 
 
-def _plan_end_s(rows: Chunk, work: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def _plan_end_s(
+    rows: Chunk,
+    work: np.ndarray,
+    keys: np.ndarray,
+) -> np.ndarray:
     """End of planning of each layer step in `keys`."""
     plan = work & (rows["kind"] == PLAN)
     plan_keys = rows["key"][plan]

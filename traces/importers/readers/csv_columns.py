@@ -20,7 +20,10 @@ CSV_BYTES = 1 << 20
 
 
 def csv_columns(
-    path: Path, names: Sequence[str], types: Mapping[str, str], skip: int
+    path: Path,
+    names: Sequence[str],
+    types: Mapping[str, str],
+    skip: int,
 ) -> Iterator[tuple[int, Block]]:
     """Read the columns that `types` names.
 
@@ -39,13 +42,13 @@ def csv_columns(
     """
     from pyarrow import csv  # noqa: PLC0415 - few imports need it
 
-    wanted = [name for name in names if name in types]
+    used = [name for name in names if name in types]
     read_options = csv.ReadOptions(
         column_names=list(names), use_threads=False, block_size=CSV_BYTES
     )
     convert_options = csv.ConvertOptions(
-        include_columns=wanted,
-        column_types={name: types[name] for name in wanted},
+        include_columns=used,
+        column_types={name: types[name] for name in used},
         # ``nan`` is a number, and an empty value is an error.
         null_values=[],
         strings_can_be_null=False,
@@ -67,11 +70,11 @@ def csv_columns(
             if batch is None:
                 return
 
-            columns = [batch.column(name) for name in wanted]
+            columns = [batch.column(name) for name in used]
             if any(column.null_count for column in columns):
                 place = f"rows from {row}"
                 expected = "values in every column"
                 raise layout_error(path, place, expected, "empty values")
             if batch.num_rows:
-                yield row, dict(zip(wanted, map(values, columns), strict=True))
+                yield (row, dict(zip(used, map(values, columns), strict=True)))
             row += batch.num_rows

@@ -42,7 +42,10 @@ _REASON_LETTERS = 200
 
 
 @contextmanager
-def decoding(path: Path, part: str) -> Iterator[None]:
+def decoding(
+    path: Path,
+    part: str,
+) -> Iterator[None]:
     """Turn whatever decoding raises into one line.
 
     Args:
@@ -73,8 +76,10 @@ def layout_error(
     path: Path,
     place: str,
     expected: object,
-    found: object,
+    actual: object,
     way_out: str = "dump it again",
 ) -> TraceError:
     """Return the one-line error of a file that does not keep to its own layout."""
-    return TraceError(f"{path}: {place}: expected {expected}, found {found}; {way_out}")
+    return TraceError(
+        f"{path}: {place}: expected {expected}, found {actual}; {way_out}"
+    )

@@ -57,10 +57,15 @@ class JsonLinesReader:
     """
 
     def __init__(self, structure: Any) -> None:
-        wanted = _quoted(json.dumps(structure))
-        self._transform = f"json_transform(line, {wanted}) AS value"
+        quoted = _quoted(json.dumps(structure))
+        self._transform = f"json_transform(line, {quoted}) AS value"
 
-    def parse(self, path: Path, number: int, data: bytes) -> JsonLines:
+    def parse(
+        self,
+        path: Path,
+        number: int,
+        data: bytes,
+    ) -> JsonLines:
         """Parse whole lines, the last one perhaps without its end.
 
         Args:
@@ -110,7 +115,10 @@ class _Lines(NamedTuple):
     text: pa.Array
 
 
-def _lines(number: int, data: bytes) -> _Lines:
+def _lines(
+    number: int,
+    data: bytes,
+) -> _Lines:
     """The lines of a text as Arrow strings over its own bytes, blank ones left out."""
     letters = np.frombuffer(data, np.uint8)
     stops = np.flatnonzero(letters == ord("\n")) + 1
@@ -132,7 +140,11 @@ def _lines(number: int, data: bytes) -> _Lines:
     return _Lines(line_numbers, text)
 
 
-def _filled_lines(data: bytes, letters: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+def _filled_lines(
+    data: bytes,
+    letters: np.ndarray,
+    offsets: np.ndarray,
+) -> np.ndarray:
     """int64: which lines are not blank."""
     # Blanks of JSON are below 33: few lines have to be looked at one by one.
     highest = np.maximum.reduceat(letters, offsets[:-1])
@@ -144,7 +156,11 @@ def _filled_lines(data: bytes, letters: np.ndarray, offsets: np.ndarray) -> np.n
     return np.delete(np.arange(len(highest)), blank)
 
 
-def _first_fault(path: Path, lines: _Lines, error: Exception) -> Exception:
+def _first_fault(
+    path: Path,
+    lines: _Lines,
+    error: Exception,
+) -> Exception:
     """The error of the first line that is not JSON; DuckDB does not say which it is."""
     for number, text in zip(lines.number.tolist(), lines.text, strict=True):
         with decoding(path, f"line {number}"):
@@ -172,7 +188,10 @@ def list_values(array: Any) -> pa.Array:
     return flat(array)
 
 
-def whole_numbers(array: pa.Array, limit: int) -> tuple[np.ndarray, int]:
+def whole_numbers(
+    array: pa.Array,
+    limit: int,
+) -> tuple[np.ndarray, int]:
     """Return doubles [N] as int64, and the place of the first that is null, negative,
     not below `limit` or no whole number; -1 where all are fine.
     """

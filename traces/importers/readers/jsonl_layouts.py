@@ -73,7 +73,12 @@ class RowTable(NamedTuple):
     experts: Any
     weights: Any
 
-    def error(self, row: int, name: str, expected: object) -> TraceError:
+    def error(
+        self,
+        row: int,
+        name: str,
+        expected: object,
+    ) -> TraceError:
         """Return the error of one row, quoting what its line has for column `name`."""
         line = int(self.line[row])
         value = self.lines.parsed(line)
@@ -90,7 +95,10 @@ class RowTable(NamedTuple):
         return layout_error(self.lines.path, place, expected, quoted)
 
 
-def has_key(value: dict[str, Any], name: str) -> bool:
+def has_key(
+    value: dict[str, Any],
+    name: str,
+) -> bool:
     """Whether an object has column `name` under any of its keys."""
     return any(key in value for key in KEYS[name])
 
@@ -149,7 +157,10 @@ def _is_header(value: Any) -> bool:
     return isinstance(value, dict) and "top_k" in value and not has_key(value, "pos")
 
 
-def _header_top_k(path: Path, header: dict[str, Any]) -> int:
+def _header_top_k(
+    path: Path,
+    header: dict[str, Any],
+) -> int:
     with decoding(path, "header: top_k"):
         return int(header["top_k"])
 
@@ -165,7 +176,11 @@ def _lists_in(header: dict[str, Any]) -> bytes:
     return "\n".join(rows).encode()
 
 
-def _first_value(path: Path, number: int, data: bytes) -> Any:
+def _first_value(
+    path: Path,
+    number: int,
+    data: bytes,
+) -> Any:
     """The value of the first line that is not blank; None where all are."""
     for line, text in enumerate(data.splitlines(), start=number):
         if text.strip():
@@ -187,7 +202,10 @@ class _Layout(Protocol):
         """Return the rows of one or more lines."""
 
 
-def _layout_of(first: Any, top_k: int) -> _Layout:
+def _layout_of(
+    first: Any,
+    top_k: int,
+) -> _Layout:
     """The layout of a file by its first line; `top_k` as a header says."""
     if isinstance(first, list):
         nested = bool(first) and isinstance(first[0], list)
@@ -197,7 +215,10 @@ def _layout_of(first: Any, top_k: int) -> _Layout:
     return _TokenLayout(line) if "layers" in line else _RowLayout(line)
 
 
-def _structure(value: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+def _structure(
+    value: dict[str, Any],
+    names: tuple[str, ...],
+) -> dict[str, Any]:
     """The structure of lines like `value`: what it has for each column of `names`."""
     structure = {}
     for name in names:
@@ -209,7 +230,10 @@ def _structure(value: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return structure
 
 
-def _column(columns: dict[str, Any], name: str) -> Any:
+def _column(
+    columns: dict[str, Any],
+    name: str,
+) -> Any:
     """The column under the key that the lines have for it; None under none."""
     candidates = [columns[key] for key in KEYS[name] if key in columns]
     complete = (column for column in candidates if not column.null_count)
@@ -286,7 +310,12 @@ class _ListLayout:
     A layer that is not above the one before begins a token.
     """
 
-    def __init__(self, top_k: int, *, nested: bool) -> None:
+    def __init__(
+        self,
+        top_k: int,
+        *,
+        nested: bool,
+    ) -> None:
         self._top_k = top_k
         self._nested = nested
         self._token = -1
@@ -316,8 +345,8 @@ class _ListLayout:
         if cells.null_count:
             row = int(is_null(cells).argmax()) // (self._top_k + 1)
             place = f"line {lines.number[line[row]]}"
-            found = lines.parsed(int(line[row]))
-            raise layout_error(lines.path, place, "numbers", found)
+            actual = lines.parsed(int(line[row]))
+            raise layout_error(lines.path, place, "numbers", actual)
 
         table = values(cells).reshape(len(rows), -1)
         layer = table[:, 0]

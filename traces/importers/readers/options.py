@@ -17,7 +17,12 @@ PROMPT_TOKENS_NOTE = (
 )
 
 
-def whole_number(path: Path, name: str, value: object, least: int = 1) -> int:
+def whole_number(
+    path: Path,
+    name: str,
+    value: object,
+    least: int = 1,
+) -> int:
     """Return an option such as ``prompt_tokens=28`` as a number.
 
     Raises:
@@ -32,9 +37,17 @@ def whole_number(path: Path, name: str, value: object, least: int = 1) -> int:
     return int(text)
 
 
-def prompt_length(path: Path, prompt_tokens: str) -> int | None:
+def prompt_length(
+    path: Path,
+    prompt_tokens: str,
+) -> int | None:
     """Return the option ``prompt_tokens`` as a number; None where it is not given."""
     if not prompt_tokens:
         return None
 
-    return whole_number(path, "prompt_tokens", prompt_tokens, least=0)
+    return whole_number(
+        path,
+        "prompt_tokens",
+        prompt_tokens,
+        least=0,
+    )

@@ -89,7 +89,10 @@ _COUNTED = 16
 
 # What becomes of the values that an instruction takes off the stack: nothing, one value
 # on the stack, part of the value below, or a value out of the memo.
-_NOTHING, _PUSH, _INTO, _GET = range(4)
+_NOTHING = 0
+_PUSH = 1
+_INTO = 2
+_GET = 3
 _TO_MARK = -1
 # The depth that stands for a mark on the stack of depths.
 _MARK = 255
@@ -152,7 +155,11 @@ class GlobalName:
 
     __slots__ = ("module", "name")
 
-    def __init__(self, module: str, name: str) -> None:
+    def __init__(
+        self,
+        module: str,
+        name: str,
+    ) -> None:
         self.module = module
         self.name = name
 
@@ -180,7 +187,11 @@ class _DataUnpickler(pickle.Unpickler):
         self._recipes = recipes
         self._stored = stored
 
-    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+    def find_class(
+        self,
+        module: str,
+        name: str,
+    ) -> Callable[..., Any]:
         return self._recipes.get((module, name)) or GlobalName(module, name)
 
     def persistent_load(self, identity: Any) -> Any:
@@ -224,7 +235,11 @@ def read_pickle(
             gc.enable()
 
 
-def _check_instructions(path: Path, place: str, data: bytes) -> None:
+def _check_instructions(
+    path: Path,
+    place: str,
+    data: bytes,
+) -> None:
     letters = np.frombuffer(data, np.uint8)
     at, too_deep = _first_stop(letters, _ARGUMENT_BYTES, _STACK_EFFECTS, _IS_PUT)
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def layer_numbers(
-    path: Path, numbers: Iterable[int], shape: ModelShape
+    path: Path,
+    numbers: Iterable[int],
+    shape: ModelShape,
 ) -> dict[int, int]:
     """Map the file's layer numbers to MoE layers 0..L-1.
 
@@ -60,7 +62,10 @@ def layer_numbers(
 
 
 def finished(
-    path: Path, shape: ModelShape, block: Block, names: Sequence[str] = ()
+    path: Path,
+    shape: ModelShape,
+    block: Block,
+    names: Sequence[str] = (),
 ) -> Block:
     """Give a whole, sorted sequence MoE layers instead of the file's numbers, and a
     phase.
@@ -108,7 +113,11 @@ def finished(
     return {**block, "layer": layer, "phase": phase}
 
 
-def _moe_layers(path: Path, shape: ModelShape, block: Block) -> np.ndarray:
+def _moe_layers(
+    path: Path,
+    shape: ModelShape,
+    block: Block,
+) -> np.ndarray:
     """int16 [N]: the MoE layer of each row, by the file's own layer numbers."""
     layer = block["layer"]
     low = int(layer.min())
@@ -139,7 +148,11 @@ def _moe_layers(path: Path, shape: ModelShape, block: Block) -> np.ndarray:
 
 
 def dense_block(
-    number: int, experts: np.ndarray, prompt: int, first: int = 0, **columns: np.ndarray
+    number: int,
+    experts: np.ndarray,
+    prompt: int,
+    first: int = 0,
+    **columns: np.ndarray,
 ) -> Block:
     """Return rows of a sequence in which every token has every layer.
 

@@ -110,7 +110,10 @@ def natural(name: str) -> list[tuple[int, str]]:
     ]
 
 
-def leaves(prefix: str, value: Any) -> dict[str, Any]:
+def leaves(
+    prefix: str,
+    value: Any,
+) -> dict[str, Any]:
     """Return the arrays (or stored tensors) of nested lists and dicts, named by their
     path; everything else is left out.
     """
@@ -150,7 +153,12 @@ def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     return header
 
 
-def array(path: Path, name: str, file: IO[bytes], size_bytes: int) -> np.ndarray:
+def array(
+    path: Path,
+    name: str,
+    file: IO[bytes],
+    size_bytes: int,
+) -> np.ndarray:
     """Return the numbers of one npy stream.
 
     Its header is believed only as far as the file is long.
@@ -159,18 +167,34 @@ def array(path: Path, name: str, file: IO[bytes], size_bytes: int) -> np.ndarray
         TraceError: another format, Python objects, or fewer bytes than the header says.
     """
     shape, fortran, dtype = npy_header(file)
-    count = check_header(path, name, shape, dtype, size_bytes)
+    count = check_header(
+        path,
+        name,
+        shape,
+        dtype,
+        size_bytes,
+    )
 
     due = count * dtype.itemsize
     data = file.read(due)
     if len(data) != due:
-        raise layout_error(path, name, f"{due} bytes", f"{len(data)}", _CUT_OFF)
+        raise layout_error(
+            path,
+            name,
+            f"{due} bytes",
+            f"{len(data)}",
+            _CUT_OFF,
+        )
 
     return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def check_header(
-    path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype, size_bytes: int
+    path: Path,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    size_bytes: int,
 ) -> int:
     """Return how many numbers an npy header promises.
 
@@ -178,8 +202,14 @@ def check_header(
         TraceError: Python objects, or more numbers than `size_bytes` can hold.
     """
     if dtype.hasobject or dtype.kind not in "iufb":
-        found = f"dtype {dtype}, which is never unpickled"
-        raise layout_error(path, name, "numbers", found, "save plain numbers")
+        actual = f"dtype {dtype}, which is never unpickled"
+        raise layout_error(
+            path,
+            name,
+            "numbers",
+            actual,
+            "save plain numbers",
+        )
 
     # Python's integers: a hostile shape must not wrap around.
     count = 1
@@ -231,8 +261,14 @@ def safetensors_places(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if 8 + length > size:
-            found = f"{size - 8}"
-            raise layout_error(path, "header", f"{length} bytes", found, _CUT_OFF)
+            actual = f"{size - 8}"
+            raise layout_error(
+                path,
+                "header",
+                f"{length} bytes",
+                actual,
+                _CUT_OFF,
+            )
         header = json.loads(file.read(length))
 
     places = {}
@@ -244,20 +280,29 @@ def safetensors_places(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]
 
 
 def _place(
-    path: Path, name: str, entry: dict[str, Any], data_bytes: int
+    path: Path,
+    name: str,
+    entry: dict[str, Any],
+    data_bytes: int,
 ) -> tuple[str, tuple[int, ...], int]:
     """Dtype, shape and first byte behind the header of one tensor."""
     place = f"tensor {name!r}"
     dtype = _SAFETENSORS_TYPES.get(entry["dtype"])
     if dtype is None:
         expected = f"one of {', '.join(_SAFETENSORS_TYPES)}"
-        raise layout_error(path, place, expected, entry["dtype"], "convert it")
+        raise layout_error(
+            path,
+            place,
+            expected,
+            entry["dtype"],
+            "convert it",
+        )
 
     start, stop = entry["data_offsets"]
     if not 0 <= start <= stop <= data_bytes:
-        found = f"bytes {start}..{stop}"
+        actual = f"bytes {start}..{stop}"
         raise layout_error(
-            path, place, "a place inside the file", found, "was it cut off?"
+            path, place, "a place inside the file", actual, "was it cut off?"
         )
 
     shape = tuple(entry["shape"])
@@ -269,7 +314,12 @@ def _place(
     return dtype, shape, start
 
 
-def integers(path: Path, name: str, array: Any, dimensions: int) -> np.ndarray:
+def integers(
+    path: Path,
+    name: str,
+    array: Any,
+    dimensions: int,
+) -> np.ndarray:
     """Return an array after checking that it holds integers, of any size, and has so
     many dimensions.
 
@@ -281,8 +331,8 @@ def integers(path: Path, name: str, array: Any, dimensions: int) -> np.ndarray:
         checked: np.ndarray = array
         return checked
 
-    found = type(array).__name__
+    actual = type(array).__name__
     if is_array:
-        found = f"{array.dtype} {list(array.shape)}"
+        actual = f"{array.dtype} {list(array.shape)}"
     expected = f"integers with {dimensions} dimensions"
-    raise layout_error(path, name, expected, found)
+    raise layout_error(path, name, expected, actual)

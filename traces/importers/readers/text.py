@@ -19,7 +19,10 @@ TEXT_BYTES = 1 << 23
 _FIRST_BYTES = 1 << 16
 
 
-def head(path: Path, count: int = 65_536) -> bytes:
+def head(
+    path: Path,
+    count: int = 65_536,
+) -> bytes:
     """Return the first bytes of a file; none where it cannot be read."""
     try:
         with path.open("rb") as file:
@@ -42,7 +45,11 @@ def first_object(path: Path) -> Any:
     return None
 
 
-def line_chunks(path: Path, *, skip: int = 0) -> Iterator[tuple[int, bytes]]:
+def line_chunks(
+    path: Path,
+    *,
+    skip: int = 0,
+) -> Iterator[tuple[int, bytes]]:
     """Read whole lines: a few at first, then about `TEXT_BYTES` at a time.
 
     Args:

@@ -8,7 +8,10 @@ from numba import types as nb
 
 
 @compiled(nb.int32[:, ::1](nb.Array(nb.float32, 2, "C", readonly=True), nb.int64))
-def top_k(values: np.ndarray, count: int) -> np.ndarray:
+def top_k(
+    values: np.ndarray,
+    count: int,
+) -> np.ndarray:
     """Return the places [N, K] of the `count` largest of each row of `values` [N, E];
     equal values go to the lower place.
     """
