@@ -55,6 +55,7 @@ def export_trace(
         TraceError: an unknown layout, a damaged trace, or sizes that the layout cannot
             hold.
     """
+    # A misspelt layout is told before the trace is read.
     known = exporters()
     if layout not in known:
         raise TraceError(

@@ -53,6 +53,7 @@ def split(
 
     for name, value in figures.items():
         if isinstance(value, dict):
+            # Parquet columns have flat names.
             nested = {f"{name}_{key}": figure for key, figure in value.items()}
             nested_by_layer, nested_single = split(nested, layers)
             by_layer |= nested_by_layer

@@ -19,6 +19,7 @@ def numbers(array: np.ndarray) -> pa.Array:
     """Return one-dimensional integers or floats as Arrow, without a copy where they are
     contiguous.
     """
+    # A column of a matrix has gaps, which a buffer cannot have.
     array = np.ascontiguousarray(array)
     # No validity bitmap: nothing is null.
     buffers = [None, pa.py_buffer(array)]
@@ -76,6 +77,7 @@ def codes(
     """Undo `named`, whatever order the file keeps its names in: int8, -1 for a name
     that is not known.
     """
+    # Other writers keep plain strings.
     if not isinstance(column, pa.DictionaryArray):
         column = column.dictionary_encode()
 

@@ -94,6 +94,7 @@ def compose(
     check_counts(batch, steps)
     needed = tuple(columns)
     trace.require(needed, "this replay")
+    # Checked at the call, not when the first step is asked for.
     return islice(_compose(trace, batch, needed), steps)
 
 
@@ -172,6 +173,7 @@ class _SequenceGroup:
     def _prefill(self) -> RoutedStep:
         rows = self._gather([slice(0, prompt) for prompt in self._prompt_rows])
         layer = rows["layer"]
+        # Stable, so that the tokens of a layer stay in the order of their sequences.
         by_layer = np.argsort(layer, kind="stable")
         edges = np.searchsorted(layer[by_layer], np.arange(self._layers + 1))
 

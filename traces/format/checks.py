@@ -52,6 +52,7 @@ def check_sequence(
             "sort by pos",
         )
 
+    # Prefill comes first by now, so its end can be searched for.
     prompt = int(np.searchsorted(phase, Phase.DECODE))
     prompt_rows = np.bincount(layer[:prompt], minlength=layers)
     if prompt and not prompt_rows.all():
@@ -102,6 +103,7 @@ def _check_decode(
             NO_WAY,
         )
 
+    # All layers so far were in order, so only the last token can lack some.
     if len(layer) % layers:
         last = prompt + len(layer) - 1
         token = pos[-1]

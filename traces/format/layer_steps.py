@@ -113,6 +113,7 @@ def of_sequences(
         if prompt:
             key = rows.layer[:prompt, None].astype(np.int64) * experts
             choice = (key + rows.experts[:prompt]).reshape(-1)
+            # One count for all layers: a prompt is one forward pass.
             workloads = np.bincount(choice, minlength=layers * experts)
             yield _prefill(workloads.reshape(layers, experts), step, number)
             step += 1

@@ -33,6 +33,7 @@ from moesim.traces.format.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+# Other writers may have used wider numbers; every part of moesim counts on these.
 _DTYPES = {
     "seq": np.int32,
     "pos": np.int32,
@@ -86,6 +87,7 @@ class Trace:
             file.schema_arrow.names
         )
         self.rows: int = file.metadata.num_rows
+        # For reports: how much was read from disk says more than the number of rows.
         self.size_bytes: int = path.stat().st_size
 
     def __repr__(self) -> str:
@@ -124,9 +126,11 @@ class Trace:
         Raises:
             TraceError: a column is missing, or the rows break a promise of the format.
         """
+        # Two policies may ask for one column; it is read once.
         optional = tuple(dict.fromkeys(columns))
         self.require(optional, "this replay")
 
+        # A sequence may reach over several blocks, and a block may hold several.
         pieces: list[dict[str, np.ndarray]] = []
         first_row = 0
         for base, block in self._blocks(optional):
@@ -156,6 +160,7 @@ class Trace:
         base = 0
         last = (-1, -1)
         with _parquet(self.path) as file:
+            # One thread: a replay keeps the other cores for what it times.
             batches = file.iter_batches(rows, columns=names, use_threads=False)
             while True:
                 try:
@@ -279,6 +284,7 @@ class Trace:
         base: int,
     ) -> np.ndarray:
         """[N, width] of a list column, without visiting rows one by one."""
+        # Offsets tell the length of every list without a look at its values.
         lengths = np.diff(values(array.offsets))
         if (lengths != width).any():
             row = int(np.argmax(lengths != width))
@@ -441,6 +447,7 @@ def _fits(
     kind: pa.DataType,
 ) -> tuple[bool, str]:
     """Whether a column may have this type, and the type it should have."""
+    # Widths are converted while reading, kinds are not: floats are no ids.
     is_list = pa.types.is_list(kind)
     inner = kind.value_type if is_list or pa.types.is_dictionary(kind) else kind
 

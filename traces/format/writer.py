@@ -149,6 +149,7 @@ class TraceWriter:
         try:
             if kind is None:
                 self._flush()
+            # Closed in any case: an open file could not be removed on Windows.
             self._parquet().close()
             if kind is None:
                 if not self.rows:
@@ -198,6 +199,7 @@ class TraceWriter:
             TraceError: a wrong shape, a missing or undeclared column, ids out of range,
                 values that are not finite, rows out of order.
         """
+        # All or none: a column that some rows lack could not be read back.
         given = {
             "weights": weights,
             "scores": scores,
@@ -281,6 +283,7 @@ class TraceWriter:
                 f" {array.min()}..{array.max()}"
             )
 
+        # A view: one number for all rows is copied only into the row group.
         return np.broadcast_to(array, (count,))
 
     def _matrix(

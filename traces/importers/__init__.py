@@ -111,6 +111,7 @@ def import_trace(
         )
 
     given = dict(options or {})
+    # By content: people rename their dumps.
     importer = _importer_of(source, given)
 
     with decoding(source, importer.name):
@@ -169,12 +170,14 @@ def _write(
     module = importer.module
     notes = list(header.provenance.get("notes", ()))
 
+    # Importers are generators: what a file lacks may show at any block.
     blocks = _guarded(source, importer.name, rows)
     first = next(blocks, None)
     if first is None or not first["experts"].size:
         raise TraceError(f"{source}: expected at least one row, found an empty trace")
 
     shape = _with_top_k(header.shape, first["experts"].shape[1], notes)
+    # All blocks have the columns of the first one; the writer refuses others.
     columns = tuple(column for column in OPTIONAL_COLUMNS if column in first)
     provenance = {
         **header.provenance,
@@ -202,6 +205,7 @@ def _write(
                 progress(writer.rows)
         sequences.end()
 
+    # Only what would mislead is worth a line here; `trace check` tells the rest.
     grave = [finding.text for finding in sequences.quality.findings() if finding.grave]
     return ImportSummary(
         path=out,
@@ -279,6 +283,7 @@ class _SequenceChecks:
         self._check_range(block, "layer", layer.reshape(-1, 1), self._shape.layers)
         self._check_range(block, "experts", experts, self._shape.experts)
 
+        # In range by now, so nothing is cut off by the narrow type.
         experts = np.ascontiguousarray(experts, np.uint16)
         row = first_repeat(experts)
         if row >= 0:

@@ -128,7 +128,7 @@ def unordered(
         shape: the model.
         columns: our column -> the file's columns.
         prompt_tokens: how many of the first tokens of every sequence are prompt; empty
-            where the file says so, or nobody knows.
+            where the file says so, or it is not known.
     """
     prompt = prompt_length(path, prompt_tokens)
 
@@ -159,6 +159,7 @@ def mapping(
         TraceError: a word that is no mapping, an unknown column on either side, or a
             needed one left out.
     """
+    # What has our name already needs no word; a word may still say otherwise.
     columns = {name: [name] for name in _OUR_COLUMNS if name in names}
     for word in filter(None, text.split(",")):
         name = word.partition("=")[0].strip()
@@ -219,6 +220,7 @@ def _check_complete(
                 way_out,
             )
 
+    # Both would contradict each other, and without either there is no routing.
     if ("experts" in columns) == ("expert" in columns):
         expected = "experts (all ids of a row) or expert (one)"
         raise layout_error(
@@ -229,6 +231,7 @@ def _check_complete(
             "use option map=…",
         )
 
+    # A list of weights cannot be shared out to rows of one expert each.
     if "expert" not in columns:
         return
     for name in ("weights", "scores"):
@@ -251,6 +254,7 @@ def _names(path: Path) -> list[str]:
         if head(path, 4) == b"PAR1":
             return list(pq.read_schema(path).names)
 
+        # Arrow would take the names apart too, but only while reading the rows.
         line = _header_line(path)
         return [name.strip().strip('"') for name in line.split(_delimiter(line))]
 
@@ -260,6 +264,7 @@ def _header_line(path: Path) -> str:
 
 
 def _delimiter(line: str) -> str:
+    # Spreadsheets write semicolons where the comma is the decimal point.
     return max(",;\t", key=line.count)
 
 
@@ -481,6 +486,7 @@ def _lists(
         )
 
     if not is_ids:
+        # 16-bit floats stay what they are: a way through 32 bits changes nothing.
         kind = np.float16 if cells.dtype == np.float16 else np.float32
         return cells.astype(kind, copy=False).reshape(len(lengths), -1)
 
@@ -556,6 +562,7 @@ def _gathered(
     """
     pos = rows["pos"]
     layer = rows["layer"]
+    # Sorted by rank as well, so the experts of a cell are best first.
     change = (np.diff(pos) != 0) | (np.diff(layer) != 0)
     starts = np.flatnonzero(np.concatenate(([True], change)))
     sizes = np.diff(np.append(starts, len(pos)))

@@ -134,6 +134,7 @@ def read(
             "is the shape right?",
         )
 
+    # Rows of all sequences stand in one array: only the user knows how many.
     sequences = whole_number(path, "batch", batch)
     if rows % sequences:
         raise layout_error(
@@ -163,6 +164,7 @@ def _blocks(
 ) -> Iterator[Block]:
     """Parts of sequences of `tokens` tokens: all layers are read side by side."""
     probabilities = _are_probabilities(layers[0])
+    # A token has a row in every layer.
     part_tokens = max(1, BATCH_ROWS // len(layers))
     start = 0
 
@@ -221,6 +223,7 @@ def selected(
     scores = scores / scores.sum(axis=2, keepdims=True)
 
     tokens, layers, width = values.shape
+    # The values themselves decide, not the scores, which rounding may make equal.
     flat = np.ascontiguousarray(values.reshape(-1, width), np.float32)
     experts = top_k(flat, min(shape.top_k, width)).reshape(tokens, layers, -1)
 

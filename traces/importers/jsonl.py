@@ -72,6 +72,7 @@ def provenance(
     prompt_tokens: str = "",
 ) -> dict[str, Any]:
     """Remarks on what is missing."""
+    # The first rows speak for all; a mixture is refused while reading.
     first = next(row_tables(path), None)
     if first is None:
         raise layout_error(path, "rows", "at least one", "none")
@@ -106,6 +107,7 @@ def _pieces(
     first: Block | None = None
 
     for table in row_tables(path):
+        # One trace has one top-k.
         if not top_k:
             top_k = _first_top_k(table)
 
@@ -142,6 +144,7 @@ def _checked(
 ) -> Block:
     """The rows of a table but for their sequence; the first fault is named."""
     experts = _matrix(table, "experts", table.experts, top_k)
+    # Values lie behind each other, `top_k` per row: that tells the row of a fault.
     ids, fault = whole_numbers(experts, _IDS)
     if fault >= 0:
         raise table.error(fault // top_k, "experts", f"expert ids 0..{_IDS - 1}")
@@ -179,6 +182,7 @@ def _matrix(
     top_k: int,
 ) -> Any:
     """The values of a list column, which must have `top_k` in every row."""
+    # A row without the key has a list of length 0.
     lengths = list_lengths(column)
     wrong = lengths != top_k
     if wrong.any():
@@ -218,6 +222,7 @@ def _phases(table: RowTable) -> np.ndarray:
         row = int(np.argmax(known[table.line] < 0))
         raise table.error(row, "phase", "prefill or decode")
 
+    # By line first, of which there are fewer than rows.
     phase_of = np.array([_PHASES[name] for name in names], np.int8)
     phases: np.ndarray = phase_of[known][table.line]
     return phases

@@ -130,6 +130,7 @@ def _rows(
     passes: ForwardPasses,
 ) -> Block:
     """The rows of whole passes; the first activation is row `first_row` of the file."""
+    # A run: consecutive activations of one layer.
     starts = np.flatnonzero(np.concatenate(([True], np.diff(layer) != 0)))
     choices = np.diff(np.append(starts, len(layer)))
     tokens, rest = np.divmod(choices, top_k)

@@ -152,6 +152,7 @@ def _pieces(path: Path) -> Iterator[Block]:
             continue
 
         if pending is not None:
+            # Behind the records of the step that was still open.
             parts = zip(pending, records, strict=True)
             records = _Records(*(np.concatenate(pair) for pair in parts))
 
@@ -248,6 +249,7 @@ def _records(
     tokens = _numbers(decoder, columns["num_tokens"], _TOKENS)
     width = _numbers(decoder, columns["topk"], _IDS)
 
+    # One trace has one top-k.
     top_k = top_k or int(width[0])
     if (width != top_k).any():
         record = int((width != top_k).argmax())
@@ -288,6 +290,7 @@ def _of_decoder(lines: JsonLines) -> JsonLines:
         if columns[name].null_count:
             raise _not_a_record(lines, int(is_null(columns[name]).argmax()))
 
+    # A record without a block is the decoder's.
     block = columns["block"]
     if block.null_count == len(block):
         return lines

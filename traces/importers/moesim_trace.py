@@ -46,6 +46,7 @@ def header(
     """
     metadata = pq.read_schema(path).metadata
     header = TraceHeader.from_json(metadata[METADATA_KEY], where=str(path))
+    # A stated shape may only say what the header says.
     if shape is None:
         return header
 
@@ -70,5 +71,6 @@ def read(
     """All columns that a trace may have."""
     names = pq.read_schema(path).names
     known = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)
+    # Columns of other tools beside ours are left out.
     mapping = {name: [name] for name in known if name in names}
     return columns.unordered(path, shape, mapping)

@@ -153,6 +153,7 @@ def reshape(
     if not sparse:
         return shape
 
+    # What the preamble says is no assumption any longer.
     still_assumed = [
         name for name in shape.assumed if name not in ("expert_bytes", "other_bytes")
     ]
@@ -263,6 +264,7 @@ def preamble(path: Path) -> Preamble:
     expert_bytes: dict[int, int] = {}
     dense_bytes = 0
 
+    # Comments may hold anything; only what is looked for must be readable.
     lines = head(path, _PREAMBLE_BYTES).decode("utf-8", "replace").splitlines()
     if not lines or lines[0].strip() != "# route_trace v1":
         raise layout_error(
@@ -500,6 +502,7 @@ class _Rows:
         due = np.resize(np.arange(self._top_k), len(rank))
         row = int((rank != due).argmax())
 
+        # Layers as moesim counts them, which is how other errors name them.
         used = np.unique(block["layer"]).tolist()
         number_of = layer_numbers(self._path, used, self._shape)
         engine_layer = int(block["layer"][row])

@@ -101,6 +101,7 @@ def read(
 
     def pieces() -> Iterator[Block]:
         overview: _Overview = _overview.get(path)
+        # Numbered by first appearance, which the overview has found out.
         number_of = {name: index for index, name in enumerate(overview.names)}
         return _blocks(path, number_of, overview.has_scores)
 
@@ -196,6 +197,7 @@ def _blocks(
             )
 
         experts = _matrix(path, first_row, "expert_ids", batch.column("expert_ids"))
+        # Arrow knows no lists of one length, so each batch is compared.
         width = width or experts.shape[1]
         if experts.shape[1] != width:
             actual = sorted((width, experts.shape[1]))
@@ -212,6 +214,7 @@ def _blocks(
         }
         if has_scores:
             scores = _matrix(path, first_row, "scores", batch.column("scores"))
+            # One value per chosen expert, or one for each of the model.
             per_choice = scores.shape[1] == width
             block["weights" if per_choice else "scores"] = scores
         yield block

@@ -125,6 +125,7 @@ def read(
 ) -> Iterator[Block]:
     """Completions in parts: the prompt, then what was generated."""
     del shape
+    # Refused before any row is read.
     stated = prompt_length(path, prompt_tokens)
 
     number = 0
@@ -151,6 +152,7 @@ def _completion_blocks(
         for stream in (completion.prompt, completion.generated)
         if stream is not None and stream.shape[0]
     ]
+    # Only the very last token may be one that was not computed.
     tokens = sum(stream.shape[0] for stream in arrays)
     parts = chain.from_iterable(
         stream.rows(max(1, BATCH_ROWS // max(1, stream.shape[1]))) for stream in arrays
@@ -159,6 +161,7 @@ def _completion_blocks(
     first = 0
     for part in parts:
         ids = integers(path, f"completion {number}", part, 3)
+        # K equal ids are no choice: such a row was filled, not computed.
         unrouted = _unrouted(ids)
 
         is_last = first + len(ids) == tokens
@@ -216,6 +219,7 @@ def _of_arrays(path: Path) -> Iterator[_Completion]:
             expected = "integers with 3 dimensions"
             raise layout_error(path, name or "array", expected, actual)
 
+    # Names may have prefixes, such as a request number.
     prompts = [name for name in arrays if name.endswith(_PROMPT)]
     only_prompt = arrays[prompts[0]] if prompts else None
 

@@ -169,6 +169,7 @@ class CurveAggregator:
         self.layers = layers
         self.experts = experts
         self._horizon = horizon
+        # Each curve costs a pass of its own, so those not wanted are left out.
         self._names = frozenset(names)
 
         self.curves = Curves(
@@ -294,6 +295,7 @@ class CurveAggregator:
 
     def _keys(self, block: LayerSteps) -> np.ndarray:
         """int32 [A]: accesses of all layers told apart."""
+        # 32 bits hold any model, and halve what the kernels read.
         base = (block.layer * self.experts).astype(np.int32)
         return np.repeat(base, np.diff(block.edges)) + block.experts
 
@@ -303,6 +305,7 @@ def _belady_state(
     width: int,
 ) -> tuple[np.ndarray, ...]:
     """Empty stacks of some pools of `width` keys, as `belady_stack` carries them."""
+    # Rounded up: the last block of depths may be part empty.
     blocks = -(-width // BLOCK)
     return (
         np.zeros((pools, blocks * BLOCK), np.int64),

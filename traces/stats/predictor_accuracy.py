@@ -76,6 +76,7 @@ def prediction(
         if step.phase != Phase.DECODE:
             continue
 
+        # A prediction made at one layer is about a later one.
         truth = [_by_workload(routed, experts) for routed in step.layers]
         for routed in step.layers:
             for name, scores in routed.predicted.items():

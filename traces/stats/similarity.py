@@ -120,6 +120,7 @@ class SimilarityAggregator:
             self._segments,
         )
 
+        # A sequence without a prompt has nothing to compare with.
         if prompt:
             key = rows.layer.astype(np.int64)[:, None] * experts + rows.experts
             prefill_load = self._load(key[:prompt])

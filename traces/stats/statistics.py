@@ -176,6 +176,7 @@ class LayerAggregator:
             self.active[phase] += np.bincount(
                 block.layer[of_phase], sizes[of_phase], self._layers
             )
+            # Tokens routed, where the line above counts experts.
             accesses = of_phase[owner]
             choices = np.bincount(
                 block.layer[owner[accesses]], block.tokens[accesses], self._layers

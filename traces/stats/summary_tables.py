@@ -74,6 +74,7 @@ def write_tables(
     paths = []
     for name, columns in tables.items():
         path = folder / f"{name}.parquet"
+        # One table at a time appears; a notebook never meets half of one.
         with written_beside(path) as part:
             table = pa.table(columns).replace_schema_metadata(metadata)
             pq.write_table(table, part)
@@ -83,6 +84,7 @@ def write_tables(
 
 def _per_layer_curves(curves: Curves) -> dict[str, np.ndarray]:
     """A row per phase, layer and number of slots."""
+    # Both policies have the same shape.
     phases, layers, sizes = curves.lru.shape
     accesses = [
         np.repeat(curves.accesses("lru", phase), sizes) for phase in range(phases)

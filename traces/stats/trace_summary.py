@@ -179,6 +179,7 @@ def offloading_verdict(
         ]
         return {"answer": "unknown", "why": why, "sizes": [], "experts_bytes": total}
 
+    # A step that uses much of a layer leaves a cache little to save.
     lru = np.array(curve["lru"])
     share = float(np.mean(figures["active"])) / shape.experts
     sizes = _cache_sizes(shape, curve, share)

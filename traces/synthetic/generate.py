@@ -51,7 +51,7 @@ def stated(
     generated: int = 512,
     seed: int = 0,
 ) -> SynthModel:
-    """A model of stated statistics, for architectures whose traces nobody has.
+    """A model of stated statistics, for architectures that no trace is known of.
 
     Args:
         shape: the model.
@@ -85,6 +85,7 @@ def stated(
             " and generated 0"
         )
 
+    # Which expert is popular is chance; how much more is Zipf's law.
     rng = np.random.default_rng(seed)
     ranks = np.argsort(rng.random((shape.layers, shape.experts)), axis=1)
     popularity = (-skew * np.log1p(ranks)).astype(np.float32)
@@ -195,6 +196,7 @@ def _sequences(
             group.append((min(prompt, length), length))
             after -= length
 
+        # All are drawn as long as the longest; the rest is cut off.
         longest = max(length for _, length in group)
         drawn = draw(model, longest, len(group), rng)
         for index, (prompt, length) in enumerate(group):

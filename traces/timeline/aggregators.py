@@ -66,6 +66,7 @@ class AccessAggregator:
 
         self.states += np.bincount(state, minlength=3)
         self.gpu_states += np.bincount(state[on_gpu], minlength=3)
+        # Weighted counts come as floats; tokens are exact in them.
         by_tokens = np.bincount(state, accesses["tokens"], 3)
         self.token_states += by_tokens.astype(np.int64)
 

@@ -118,6 +118,7 @@ class CopyAggregator:
         prefetches = index[(event == _PREFETCH) | (event == _UNUSED)]
         after = _next_event(prefetches, key, count)
         is_miss = (after >= 0) & (event[after] == _ACCESS + MISS)
+        # Issued behind the access of its own step, for the next one.
         looked_past = is_miss & (step[after] == step[prefetches])
         after[looked_past] = _next_event(after[looked_past], key, count)
 

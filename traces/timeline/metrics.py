@@ -168,6 +168,7 @@ class Summary:
             **self._energy_figures(makespan_s, power),
             "makespan_s": makespan_s,
         }
+        # In the order of the definitions, whatever computed them.
         return {name: figures[name] for name in METRICS}
 
     def _energy_figures(
@@ -253,6 +254,7 @@ def _step_figures(steps: StepAggregator) -> dict[str, Any]:
         figures[f"{name}_per_s"] = _ratio(tokens, steps.seconds[phase])
         figures[f"{name}_per_s_seq"] = steps.per_sequence(phase)
 
+    # A view of the array: one number per decode step may be many.
     gaps_s = np.frombuffer(steps.gaps_s)
     figures["ttft_s"] = _ratio(sum(steps.ttft_s), len(steps.ttft_s))
     figures["tpot_s"] = _ratio(float(gaps_s.sum()), len(gaps_s))

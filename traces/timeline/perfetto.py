@@ -34,6 +34,7 @@ def write_perfetto(
     with written_beside(path) as part, part.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
 
+        # JSON allows no comma behind the last event.
         separator = ""
         for process, (name, timeline) in enumerate(timelines.items(), start=1):
             for events in _events(process, name, timeline):
@@ -62,6 +63,7 @@ def _names(
 ) -> Iterator[str]:
     """Events that name the process and its threads, in the order of the lanes."""
     yield _metadata(process, 0, "process_name", {"name": name})
+    # The index keeps the lanes in their own order.
     for lane, label in enumerate(lanes):
         yield _metadata(process, lane, "thread_name", {"name": label})
         yield _metadata(process, lane, "thread_sort_index", {"sort_index": lane})

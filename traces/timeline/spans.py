@@ -237,6 +237,7 @@ class Timeline:
         if not self._accesses:
             return
 
+        # Joined only now: a list takes arrays as they come, without a copy.
         step, layer, *arrays = zip(*self._accesses, strict=True)
         self._accesses.clear()
         sizes = [len(experts) for experts in arrays[0]]

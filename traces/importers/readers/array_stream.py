@@ -138,6 +138,7 @@ def _in_file(
 
 
 def _npy(path: Path) -> ArrayStream:
+    # A header is believed only as far as the file is long.
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         shape, fortran, dtype = tensors.npy_header(file)
@@ -185,6 +186,7 @@ def _npz(
         with archive.open(member) as file:
             return in_memory(tensors.array(path, name, file, member.file_size))
 
+    # Each reader unpacks for itself: a packed member cannot be entered midway.
     def begin() -> Callable[[int], bytes]:
         opened = zipfile.ZipFile(path).open(name)  # noqa: SIM115 - open as long as it is read
         tensors.npy_header(opened)

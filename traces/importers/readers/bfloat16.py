@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 
+# In place of a name of numpy's.
 BF16 = "bf16"
 
 

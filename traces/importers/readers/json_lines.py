@@ -174,6 +174,7 @@ def _first_fault(
 
 def columns_of(structs: Any) -> dict[str, Any]:
     """Return the columns of an array of objects."""
+    # `flatten` hands a null object down to its columns.
     names = [field.name for field in structs.type]
     return dict(zip(names, structs.flatten(), strict=True))
 

@@ -9,6 +9,7 @@ from moesim.traces.errors import TraceError
 if TYPE_CHECKING:
     from pathlib import Path
 
+# Said in the same words by every importer.
 NO_WEIGHTS = "no combine weights in the source"
 NO_PHASES = "the source does not tell prompt from generated tokens"
 PROMPT_TOKENS = "how many of the first tokens of every sequence are prompt"

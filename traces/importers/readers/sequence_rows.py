@@ -37,12 +37,15 @@ def layer_numbers(
     total = shape.layers + len(shape.dense_layers)
     sparse = [layer for layer in range(total) if layer not in shape.dense_layers]
 
+    # The engine counts all layers of the model.
     if used and shape.dense_layers and set(used) <= set(sparse):
         return {layer: index for index, layer in enumerate(sparse)}
 
+    # It counts layers with experts only; some may have no token here.
     if used and used[0] >= 0 and used[-1] < shape.layers:
         return {layer: layer for layer in range(shape.layers)}
 
+    # From one, or with gaps: as many numbers as layers leave no doubt.
     if len(used) == shape.layers and used[0] >= 0:
         return {layer: index for index, layer in enumerate(used)}
 
@@ -109,6 +112,7 @@ def finished(
                 "several",
             )
 
+    # Without prompts a trace replays as decode, and the report says so.
     phase = block.get("phase", np.full(len(pos), Phase.DECODE, np.int8))
     return {**block, "layer": layer, "phase": phase}
 

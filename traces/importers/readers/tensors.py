@@ -120,6 +120,7 @@ def leaves(
     if isinstance(value, np.ndarray | torch_file.StoredTensor):
         return {prefix: value}
 
+    # Numbers and strings beside the tensors say nothing about routing.
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         items = list(value.items())
@@ -237,6 +238,7 @@ def _npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def _safetensors(path: Path) -> dict[str, np.ndarray]:
+    # Mapped: only the tensors that are used get read.
     data = np.memmap(path, np.uint8, "r")
     arrays = {}
     for name, (dtype, shape, start) in safetensors_places(path).items():
@@ -326,6 +328,7 @@ def integers(
     Raises:
         TraceError: naming the array.
     """
+    # What a pickle holds in a tensor's place may be anything.
     is_array = isinstance(array, np.ndarray)
     if is_array and array.dtype.kind in "iu" and array.ndim == dimensions:
         checked: np.ndarray = array
