@@ -14,7 +14,7 @@ from moesim.traces.format.schema import Phase
 from pyarrow import csv
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from moesim.traces.format.reader import SequenceRows, Trace
@@ -53,7 +53,7 @@ def export(
 
 def _schema(
     top_k: int,
-    optional: list[str],
+    optional: Sequence[str],
 ) -> pa.Schema:
     fields = [
         ("seq", pa.int32()),

@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
     from moesim.traces.format.schema import ModelShape
 
+    # What a kernel carries from call to call: so many arrays.
+    Arrays4 = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+    Arrays5 = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
 CURVES = ("lru", "belady", "lru_global", "belady_global")
 # Belady's least horizon in accesses.
 BLOCK_ACCESSES = 1 << 22
@@ -303,7 +307,7 @@ class CurveAggregator:
 def _belady_state(
     pools: int,
     width: int,
-) -> tuple[np.ndarray, ...]:
+) -> Arrays4:
     """Empty stacks of some pools of `width` keys, as `belady_stack` carries them."""
     # Rounded up: the last block of depths may be part empty.
     blocks = -(-width // BLOCK)
@@ -315,7 +319,7 @@ def _belady_state(
     )
 
 
-def _later_used_state(keys: int) -> tuple[np.ndarray, ...]:
+def _later_used_state(keys: int) -> Arrays5:
     """An empty row of marks, as `later_used` carries it."""
     word_count = max(PLACES * keys // 64, 2) + 1
     return (

@@ -220,7 +220,7 @@ def _structure(
     names: tuple[str, ...],
 ) -> dict[str, Any]:
     """The structure of lines like `value`: what it has for each column of `names`."""
-    structure = {}
+    structure: dict[str, Any] = {}
     for name in names:
         used = [key for key in KEYS[name] if key in value]
         # Looking for a key costs time at every line. Of a column that the first line
@@ -272,8 +272,8 @@ class _TokenLayout:
         columns = columns_of(lines.values)
         layers = columns["layers"]
         if layers.null_count:
-            line = int(is_null(layers).argmax())
-            place = f"line {lines.number[line]}"
+            first = int(is_null(layers).argmax())
+            place = f"line {lines.number[first]}"
             raise layout_error(lines.path, place, "a list of layers", "none")
 
         lengths = list_lengths(layers)
