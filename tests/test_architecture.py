@@ -37,6 +37,7 @@ per policy.
 
 ONLY_IN = {
     "simpy": {"sim"},
+    "duckdb": {"traces"},
     "torch": {"runtime"},
     "transformers": {"runtime"},
     "safetensors": {"runtime"},

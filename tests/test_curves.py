@@ -19,7 +19,7 @@ from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
-from moesim.traces.stats.hit_rate_curves import CurveFold, curves
+from moesim.traces.stats.hit_rate_curves import CurveAggregator, curves
 
 
 def replayed(trace, spec, slots, *, batch=1, scope="layer"):
@@ -182,7 +182,7 @@ def test_a_short_horizon_only_costs_what_it_cannot_see(make_trace):
     """
     trace = open_trace(make_trace(sequences=((0, 40),) * 8))
     exact = curves(trace)
-    fold = CurveFold(trace.shape, horizon=200)
+    fold = CurveAggregator(trace.shape, horizon=200)
     for block in of_sequences(
         trace.sequences(), trace.shape.layers, trace.shape.experts
     ):

@@ -53,7 +53,14 @@ def make_profile(folder):
     shutil.copy(ROOT / "hwprofiles" / "data" / "two-core-host.toml", folder / "hw.toml")
 
 
+def make_config(folder):
+    page = (DOCS / "how-to" / "configuration.md").read_text(encoding="utf-8")
+    (toml,) = [block.text for block in examples(page) if block.language == "toml"]
+    (folder / "exp.toml").write_text(toml, encoding="utf-8")
+
+
 SETUP = {
+    "configuration.md": make_config,
     "import.md": make_dumps,
     "recording.md": make_prompts,
     "runtime.md": make_prompts,

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
 from moesim.traces.format.reader import open_trace
-from moesim.traces.stats.trace_summary import survey
+from moesim.traces.stats.trace_summary import summarise_trace
 from rich.cells import cell_len
 from small_trace import write_small_trace
 
@@ -199,7 +199,7 @@ def pages(tmp_path_factory):
     return {
         "comparison": write_comparison(table, runs, folder / "c.html"),
         "sweep": write_sweep(swept, folder / "s.html"),
-        "trace": write_html(trace, survey(trace), folder / "t.html"),
+        "trace": write_html(trace, summarise_trace(trace), folder / "t.html"),
     }
 
 
@@ -274,5 +274,5 @@ def test_a_page_without_prompts_or_tokens_is_whole(tmp_path, tiny_shape):
     """A trace of a prompt alone has few figures, and a page nevertheless."""
     trace = open_trace(write_trace(tmp_path / "p.parquet", tiny_shape, ((9, 0),)))
     outline = Outline()
-    outline.feed(write_html(trace, survey(trace), tmp_path / "p.html").read_text())
+    outline.feed(write_html(trace, summarise_trace(trace), tmp_path / "p.html").read_text())
     assert outline.open == []

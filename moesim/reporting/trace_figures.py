@@ -17,14 +17,14 @@ from moesim.traces.sizes import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moesim.traces.stats.trace_summary import Survey
+    from moesim.traces.stats.trace_summary import TraceSummary
 
 BELADY = "#d1774c"
 MOST_LOAD = 4
 """Colours end at so many times the even load; few experts are beyond it."""
 
 
-def draw_curves(axis: Any, summary: Survey) -> bool:
+def draw_curves(axis: Any, summary: TraceSummary) -> bool:
     """Hit rates of LRU and Belady over the size of the cache."""
     curve = summary.figures["curve_decode"]
     if curve is None:
@@ -67,7 +67,7 @@ def draw_curves(axis: Any, summary: Survey) -> bool:
     return True
 
 
-def draw_load(axis: Any, summary: Survey) -> bool:
+def draw_load(axis: Any, summary: TraceSummary) -> bool:
     """Tokens per expert against an even load, busiest experts first."""
     if not summary.load.any():
         return False
@@ -87,14 +87,14 @@ def draw_load(axis: Any, summary: Survey) -> bool:
     return True
 
 
-def draw_entropy(axis: Any, summary: Survey) -> bool:
+def draw_entropy(axis: Any, summary: TraceSummary) -> bool:
     """Entropy of each layer's load."""
     bits = summary.figures["entropy_bits"]
     even = np.log2(summary.shape.experts)
     return _draw_by_layer(axis, bits, "bits", even, "even load")
 
 
-def draw_overlap(axis: Any, summary: Survey) -> bool:
+def draw_overlap(axis: Any, summary: TraceSummary) -> bool:
     """Active experts that the step before used."""
     return _draw_by_layer(
         axis,
@@ -105,13 +105,13 @@ def draw_overlap(axis: Any, summary: Survey) -> bool:
     )
 
 
-def draw_similarity(axis: Any, summary: Survey) -> bool:
+def draw_similarity(axis: Any, summary: TraceSummary) -> bool:
     """Cosine of the loads in prefill and decode."""
     cosines = summary.figures["similarity_by_layer"]
     return _draw_by_layer(axis, cosines, "cosine", 1.0, "the same loads")
 
 
-def draw_information(axis: Any, summary: Survey) -> bool:
+def draw_information(axis: Any, summary: TraceSummary) -> bool:
     """Mutual information of neighbouring layers, and the bias of its estimate."""
     return _draw_by_layer(
         axis,
@@ -135,7 +135,7 @@ def _draw_by_layer(
     return True
 
 
-def draw_reuse(axis: Any, summary: Survey) -> bool:
+def draw_reuse(axis: Any, summary: TraceSummary) -> bool:
     """Distribution of reuse distances."""
     reuse = np.array(summary.figures["reuse"])
     if not reuse.sum():
@@ -146,7 +146,7 @@ def draw_reuse(axis: Any, summary: Survey) -> bool:
     return True
 
 
-def draw_working_set(axis: Any, summary: Survey) -> bool:
+def draw_working_set(axis: Any, summary: TraceSummary) -> bool:
     """Distinct experts over the length of a window."""
     sets = summary.figures["working_set_by_window"]
     if not sets:
@@ -160,7 +160,7 @@ def draw_working_set(axis: Any, summary: Survey) -> bool:
     return True
 
 
-def draw_consistency(axis: Any, summary: Survey) -> bool:
+def draw_consistency(axis: Any, summary: TraceSummary) -> bool:
     """Segment routing consistency by layer, a line for each length of segments."""
     consistency = summary.figures["consistency"]
     curves = {length: shares for length, shares in consistency.items() if shares}
@@ -172,7 +172,7 @@ def draw_consistency(axis: Any, summary: Survey) -> bool:
     return bool(curves)
 
 
-def draw_prediction(axis: Any, summary: Survey) -> bool:
+def draw_prediction(axis: Any, summary: TraceSummary) -> bool:
     """Accuracy of the recorded predictions, by rank of the true workload."""
     predictors = summary.figures["prediction"] or {}
     for name, predictor in predictors.items():

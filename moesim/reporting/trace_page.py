@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.traces.format.reader import Trace
-    from moesim.traces.stats.trace_summary import Survey
+    from moesim.traces.stats.trace_summary import TraceSummary
 
 _ANSWERS = {
     "yes": "Worth offloading.",
@@ -45,7 +45,7 @@ def verdict_text(judgement: dict[str, Any]) -> list[str]:
     """The verdict on offloading as lines for a terminal.
 
     Args:
-        judgement: as under ``verdict`` in a survey's figures.
+        judgement: as under ``verdict`` in a summary's figures.
     """
     lines = [_ANSWERS[judgement["answer"]], *judgement["why"]]
     if judgement["sizes"]:
@@ -53,7 +53,7 @@ def verdict_text(judgement: dict[str, Any]) -> list[str]:
     return lines
 
 
-def write_html(trace: Trace, summary: Survey, path: Path) -> Path:
+def write_html(trace: Trace, summary: TraceSummary, path: Path) -> Path:
     """Write the page of a trace, and return its path."""
     judgement = summary.figures["verdict"]
     # A trace without generated tokens has no curve, and so no sizes.
@@ -72,7 +72,7 @@ def write_html(trace: Trace, summary: Survey, path: Path) -> Path:
     )
 
 
-def curve_picture(summary: Survey, path: Path) -> Path:
+def curve_picture(summary: TraceSummary, path: Path) -> Path:
     """Draw the hit-rate curves alone, as PNG or SVG by the end of the name.
 
     Raises:
@@ -84,7 +84,7 @@ def curve_picture(summary: Survey, path: Path) -> Path:
     return save(figure, path)
 
 
-def _summary_line(summary: Survey) -> str:
+def _summary_line(summary: TraceSummary) -> str:
     figures = summary.figures
     shape = summary.shape
     return (
@@ -112,7 +112,7 @@ def _size_rows(judgement: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _drawn_panels(summary: Survey) -> list[PagePanel]:
+def _drawn_panels(summary: TraceSummary) -> list[PagePanel]:
     """All panels for which the trace has data."""
     panels = []
     for title, note, draw in PANELS:

@@ -19,9 +19,9 @@ def check(trace: TraceFile, as_json: AsJson = False) -> None:
       moesim trace check trace.parquet
     """
     from moesim.traces.format.reader import open_trace
-    from moesim.traces.stats.quality_checks import verdict
+    from moesim.traces.stats.quality_checks import check_quality
 
-    findings = verdict(open_trace(trace))
+    findings = check_quality(open_trace(trace))
     is_misleading = any(finding.grave for finding in findings)
     if as_json:
         rows = [

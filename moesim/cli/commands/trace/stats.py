@@ -52,11 +52,11 @@ def stats(
     from moesim.reporting.trace_page import verdict_text, write_html
     from moesim.traces.format.reader import open_trace
     from moesim.traces.stats.summary_tables import write_tables
-    from moesim.traces.stats.trace_summary import survey
+    from moesim.traces.stats.trace_summary import summarise_trace
 
     opened = open_trace(trace)
     with bar("reading", opened.rows) as show:
-        summary = survey(opened, batch=batch, progress=show)
+        summary = summarise_trace(opened, batch=batch, progress=show)
     written = []
     if html is not None:
         written.append(write_html(opened, summary, html))

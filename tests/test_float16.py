@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from moesim.traces.format.distinct import first_repeat
-from moesim.traces.format.float16 import halves
+from moesim.traces.format.float16 import to_float16
 
 
 def numpy_halves(values):
@@ -23,7 +23,7 @@ def same(one, other):
 
 
 def test_halves_by_hand():
-    found, finite = halves(
+    found, finite = to_float16(
         np.array(
             [1, -2.5, 1 + 2**-11, 1 + 3 * 2**-11, 2**-24, 2**-25, 65_519], np.float32
         )
@@ -42,7 +42,7 @@ def test_every_half_and_the_floats_around_the_middle_of_two_round_as_numpy_round
         np.nextafter(middle, np.float32(9e4)),
     ):
         for signed in (values, -values):
-            found, finite = halves(signed)
+            found, finite = to_float16(signed)
             assert same(found, numpy_halves(signed))
             assert finite
 
@@ -50,7 +50,7 @@ def test_every_half_and_the_floats_around_the_middle_of_two_round_as_numpy_round
 @given(arrays.arrays(np.uint32, (7, 3), elements=st.integers(0, 2**32 - 1)))
 def test_any_bits_round_as_numpy_rounds_or_are_said_to_be_beyond(bits):
     values = bits.view(np.float32)
-    found, finite = halves(values)
+    found, finite = to_float16(values)
     expected = numpy_halves(values)
     good = np.isfinite(expected)
     assert same(found[good], expected[good])
@@ -61,13 +61,13 @@ def test_any_bits_round_as_numpy_rounds_or_are_said_to_be_beyond(bits):
 @pytest.mark.parametrize("kind", [np.float16, np.float64, np.int64])
 def test_other_numbers_become_halves_too(kind):
     values = np.array([[0, 1], [2, 1000]], kind)
-    assert same(halves(values)[0], numpy_halves(values))
-    assert not halves(np.array([1, 1e6]))[1]
+    assert same(to_float16(values)[0], numpy_halves(values))
+    assert not to_float16(np.array([1, 1e6]))[1]
 
 
 def test_a_turned_matrix_keeps_its_places():
     values = np.arange(6, dtype=np.float32).reshape(2, 3).T
-    assert (halves(values)[0] == values).all()
+    assert (to_float16(values)[0] == values).all()
 
 
 @given(

@@ -9,7 +9,11 @@ from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
-from moesim.traces.stats.quality_checks import UNEVEN_LEAST, Checker, verdict
+from moesim.traces.stats.quality_checks import (
+    UNEVEN_LEAST,
+    QualityChecker,
+    check_quality,
+)
 
 SHAPE = model_shape("layers=3,experts=8,top_k=2,expert_bytes=1KiB")
 
@@ -29,7 +33,7 @@ def kinds(path, sequences):
             )
     return [
         finding.kind.upper() if finding.grave else finding.kind
-        for finding in verdict(open_trace(path))
+        for finding in check_quality(open_trace(path))
     ]
 
 
@@ -69,7 +73,9 @@ def test_chi_square_by_hand():
     """Loads 6 2 0 0 of 8 choices of 4 experts, expected 2 each: (16 + 0 + 4 + 4) / 2 =
     12, over 4 - 1 = 3: 4.
     """
-    checker = Checker(model_shape("layers=1,experts=4,top_k=1,expert_bytes=1KiB"))
+    checker = QualityChecker(
+        model_shape("layers=1,experts=4,top_k=1,expert_bytes=1KiB")
+    )
     checker.add(
         np.arange(8),
         np.ones(8, np.int8),
@@ -83,7 +89,7 @@ def test_random_routing_scores_one():
     """The expectation for K distinct experts drawn evenly, at three shapes."""
     rng = np.random.default_rng(0)
     for experts, top_k in ((8, 2), (32, 4), (64, 8)):
-        checker = Checker(
+        checker = QualityChecker(
             model_shape(f"layers=40,experts={experts},top_k={top_k},expert_bytes=1KiB")
         )
         ids = np.argsort(rng.random((400 * 40, experts)), axis=1)[:, :top_k]
@@ -105,8 +111,8 @@ def test_real_traces_are_trusted(shared_traces, tmp_path, name, model):
         shared_traces / f"{name}.parquet", tmp_path / "t", shape=model_shape(model)
     )
     trace = open_trace(tmp_path / "t")
-    assert not [finding for finding in verdict(trace) if finding.grave]
-    checker = Checker(trace.shape)
+    assert not [finding for finding in check_quality(trace) if finding.grave]
+    checker = QualityChecker(trace.shape)
     for rows in trace.sequences():
         checker.add(rows.pos, rows.phase, rows.layer, rows.experts)
     assert np.median(checker.uneven()) > 10 * UNEVEN_LEAST
