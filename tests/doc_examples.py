@@ -91,7 +91,8 @@ def run_command(command: str, capsys) -> str:
     with pytest.raises(SystemExit) as end:
         cli.main(words[1:])
     streams = capsys.readouterr()
-    assert not end.value.code, f"{command}: {streams.out}{streams.err}"
+    code = end.value.code
+    assert not code, f"{command}: exit {code}: {streams.out}{streams.err}"
     return (streams.out + streams.err).rstrip() + "\n"
 
 

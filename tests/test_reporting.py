@@ -274,5 +274,7 @@ def test_a_page_without_prompts_or_tokens_is_whole(tmp_path, tiny_shape):
     """A trace of a prompt alone has few figures, and a page nevertheless."""
     trace = open_trace(write_trace(tmp_path / "p.parquet", tiny_shape, ((9, 0),)))
     outline = Outline()
-    outline.feed(write_html(trace, summarise_trace(trace), tmp_path / "p.html").read_text())
+    outline.feed(
+        write_html(trace, summarise_trace(trace), tmp_path / "p.html").read_text()
+    )
     assert outline.open == []
