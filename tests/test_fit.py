@@ -6,14 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from moesim.hwprofiles.calibration.fit_curves import (
-    fit_line,
-    fit_roofline,
-    inverse,
-    isotonic,
-    measured,
-    measured_curve,
-)
+from moesim.hwprofiles.calibration.estimates import inverse, measured, measured_curve
+from moesim.hwprofiles.calibration.fit_curves import fit_line, fit_roofline
+from moesim.hwprofiles.isotonic import isotonic
 
 SIZES = (65_536, 262_144, 1_048_576, 4_194_304, 16_777_216)
 

@@ -11,7 +11,6 @@ import tomli_w
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import (
     default_profile,
-    lane_class,
     list_profiles,
     load_profile,
     parse_profile,
@@ -166,7 +165,6 @@ def test_a_machine_knows_its_lanes_workers_and_memory():
     assert machine.workers["accelerator"] == ("gpu0", "h2d0", "d2h0")
     assert (machine.gpus, machine.cores, machine.cpu_threads) == (1, 2, 1)
     assert machine.memory == (1 << 30, 1 << 31, 2)
-    assert lane_class("h2d0") == "h2d"
 
 
 def test_unknown_contention_is_one_and_unknown_power_is_none():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.hwprofiles.calibration.fit_curves import FitReport
+from moesim.hwprofiles.calibration.estimates import FitReport
 from moesim.hwprofiles.calibration.fit_runs import DesignedRun
 from moesim.hwprofiles.calibration.fit_runs import calibrate as fit
 from moesim.hwprofiles.calibration.unobserved import profile_entries

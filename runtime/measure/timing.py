@@ -13,7 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from moesim.hwprofiles.calibration.fit_curves import (
+from moesim.hwprofiles.calibration.estimates import (
     estimated,
     inverse,
     measured,
@@ -23,12 +23,8 @@ from moesim.hwprofiles.calibration.fit_curves import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from moesim.hwprofiles.calibration.fit_curves import (
-        Estimate,
-        FitReport,
-        Line,
-        Roofline,
-    )
+    from moesim.hwprofiles.calibration.estimates import Estimate, FitReport
+    from moesim.hwprofiles.calibration.fit_curves import Line, Roofline
     from moesim.hwprofiles.schema import Curve, Quantity, ReferenceExpert
 
 FEWEST: Final = 7
