@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
 
 _FIRST_TABLE_TOKENS = 256
-"""Length of the first tables. Decode steps never ask for more; a prefill lets the
+"""Length of the first tables. Decode steps rarely ask for more; a prefill lets the
 tables grow.
 """
 

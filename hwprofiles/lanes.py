@@ -74,7 +74,7 @@ CONTROL = LaneKind(
     per_gpu=False,
     end_rank=5,
     core_busy_with=_ALWAYS,
-    # All policies scatter alike: what delays a decision is the host, not its rule.
+    # One distribution for all policies, that of all plannings together.
     noise_paths=(paths.planning(paths.DEFAULT_POLICY).base_s,),
 )
 CPU = LaneKind(

@@ -121,7 +121,7 @@ def _provenance(
     entry: Mapping[str, Any], known: tuple[str, ...], path: str, where: str
 ) -> dict[str, Any]:
     """Check what an entry states about itself; return it as keyword arguments."""
-    # A misspelt `intervall` must not pass as a number without one.
+    # A misspelt key would otherwise be dropped in silence.
     for key in entry:
         if key not in known:
             raise ProfileError(

@@ -66,7 +66,7 @@ class ControlPaths(NamedTuple):
     with_ssd_s: str
 
 
-# These two are older than the tables per formula: their keys share one table.
+# The keys of the next two formulas share the table of dispatch costs.
 FIRST_OPERATION = ControlPaths(
     f"{COSTS}.dispatch.first_op_s",
     f"{COSTS}.dispatch.first_op_per_expert_s",

@@ -55,7 +55,7 @@ __all__ = [
     "save_profile",
 ]
 
-# The machine of most published tables, so first results can be held against them.
+# A common GPU, and one whose expert times were published.
 DEFAULT_NAME = "rtx3090-epyc7532"
 _DATA = Path(__file__).parent / "data"
 _TEXT_KEYS = ("name", "kind", "description", "date", "accelerator")

@@ -5,7 +5,6 @@ simulated, so its costs are known.
 from __future__ import annotations
 
 from dataclasses import replace
-from fnmatch import fnmatch
 
 import numpy as np
 import pytest
@@ -20,14 +19,15 @@ from moesim.hwprofiles.calibration.robust import (
 from moesim.hwprofiles.calibration.unobserved import profile_entries
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile, parse_profile
-from moesim.hwprofiles.schema import IN_PLACE, Quantity
+from moesim.hwprofiles.schema import Quantity, is_in_place
 from moesim.traces.models import model_shape
+from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.spans import READ
 
 from moesim.runs.memory import MemoryOptions
 from moesim.validation.calibrate import _stability, differences, learn
 from moesim.validation.calibration_runs import ROUTED, designs, drawn_steps
-from moesim.validation.paired_runs import Trial, figures, simulate
+from moesim.validation.paired_runs import Trial, simulate
 
 DATE = "2026-01-01"
 TRUTH = {
@@ -76,11 +76,7 @@ def sized(spec):
 def machine():
     """A machine with two cores whose lanes slow each other by known factors."""
     shipped = load_profile("two-core-host")
-    known = {
-        path: q
-        for path, q in shipped.numbers.items()
-        if not any(fnmatch(path, one) for one in IN_PLACE)
-    }
+    known = {path: q for path, q in shipped.numbers.items() if not is_in_place(path)}
     truth = (
         TRUTH
         | CONTROL
@@ -260,7 +256,7 @@ def test_a_late_first_read_is_seen_and_charged_once_per_layer_step(machine, blan
         shape,
         replace(machine, numbers=machine.numbers | {"costs.ssd.first_s": late}),
     )
-    added_s = figures(delayed)["makespan_s"] - figures(timeline)["makespan_s"]
+    added_s = summarise(delayed)["makespan_s"] - summarise(timeline)["makespan_s"]
     assert len(np.unique(reads, axis=0)) < len(reads), (
         "some layer steps read more than one"
     )
@@ -295,7 +291,7 @@ def test_another_run_is_predicted(machine, learned, policy, ratio):
         drawn_steps(batch=3, prompt=30, decode=12, seed=99),
     )
     true, predicted = (
-        figures(simulate(trial, shape, one)) for one in (machine, learned)
+        summarise(simulate(trial, shape, one)) for one in (machine, learned)
     )
     assert predicted["tpot_s"] == pytest.approx(true["tpot_s"], rel=0.03)
     assert predicted["ttft_s"] == pytest.approx(true["ttft_s"], rel=0.05)
@@ -310,7 +306,7 @@ def test_the_ssd_tier_is_predicted(machine, learned):
         "on-demand+lru", memory, drawn_steps(batch=2, prompt=0, decode=15, seed=98)
     )
     true, predicted = (
-        figures(simulate(trial, shape, one))["tpot_s"] for one in (machine, learned)
+        summarise(simulate(trial, shape, one))["tpot_s"] for one in (machine, learned)
     )
     assert predicted == pytest.approx(true, rel=0.03)
 

@@ -22,7 +22,7 @@ from moesim.validation.calibrate import learn
 from moesim.validation.calibration_runs import designs, drawn_steps
 from moesim.validation.grid import validate
 from moesim.validation.paired_runs import Trial, simulate
-from moesim.validation.results import Validation
+from moesim.validation.summary import Validation
 from tests.real_machine import host_profile
 from tests.test_calibrate import sized
 
@@ -37,6 +37,7 @@ FITTING = (
 COMPARING = (
     "moesim/validation/grid.py",
     "moesim/validation/results.py",
+    "moesim/validation/summary.py",
     "moesim/reporting/validation_page.py",
     "moesim/analysis/sensitivity.py",
     "moesim/validation/agreement.py",

@@ -14,6 +14,7 @@ from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.hwprofiles.schema import FIT_KEYS
 from moesim.policies.base import PolicyError
+from moesim.policies.systems import compose as compose_system
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
 from typer import Typer
@@ -24,9 +25,11 @@ from moesim.analysis.time_breakdown import TERMS, step_seconds, terms, terms_by_
 from moesim.cli import validate as cli_validate
 from moesim.reporting.validation_page import load, markdown, page, save
 from moesim.runs.memory import MemoryOptions
-from moesim.validation.grid import timing_free, validate, warnings_of
-from moesim.validation.paired_runs import Trial, foreign, simulate, system_of
-from moesim.validation.results import Cell, Place, Validation, joined
+from moesim.validation.grid import timing_free, validate
+from moesim.validation.paired_runs import Trial, simulate
+from moesim.validation.profile_checks import machine_differences, warnings_of
+from moesim.validation.results import Cell, Coordinates
+from moesim.validation.summary import Validation, joined
 from tests.real_machine import host_profile
 
 TRACE = Path(__file__).parents[1] / "traces" / "data" / "tiny_evaluation.parquet"
@@ -72,7 +75,7 @@ def cell(
     drift=None,
 ):
     return Cell(
-        Place("t.parquet", "s", policy, ratio, host, 1),
+        Coordinates("t.parquet", "s", policy, ratio, host, 1),
         free,
         extrapolated,
         [one_run(value) for value in measured],
@@ -155,7 +158,7 @@ def test_more_repetitions_make_the_measured_time_surer():
     few, many = (
         np.median(
             [
-                cell("a", rng.lognormal(0.0, 0.1, count).tolist(), 1.0).floor()
+                cell("a", rng.lognormal(0.0, 0.1, count).tolist(), 1.0).noise_floor()
                 for _ in range(40)
             ]
         )
@@ -301,7 +304,7 @@ def test_terms_add_up_to_the_makespan():
     ],
 )
 def test_timing_is_free_where_nothing_lands_between_layers(policy, free):
-    assert timing_free(system_of(policy).build(gpus=1, host_cache=None)) is free
+    assert timing_free(compose_system(policy).build(gpus=1, host_cache=None)) is free
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +357,8 @@ def test_every_cell_was_run_three_times_and_has_its_figures(grid):
 def test_a_foreign_profile_is_recognised(grid):
     assert any("another machine's" in warning for warning in grid["warnings"])
     assert any(
-        said.startswith("cores") for said in foreign(load_profile("a6000-i9-10980xe"))
+        difference.startswith("cores")
+        for difference in machine_differences(load_profile("a6000-i9-10980xe"))
     )
 
 
@@ -386,7 +390,7 @@ def test_an_oracle_is_refused():
 
 def test_too_many_parts_are_refused():
     with pytest.raises(PolicyError, match="at most"):
-        system_of("greedy+lru+none+more")
+        compose_system("greedy+lru+none+more")
 
 
 # -- sensitivity -----------------------------------------------------------------------

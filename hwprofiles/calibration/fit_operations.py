@@ -56,8 +56,8 @@ _RUN_BITS = 20
 """Groups of operations are numbered below this bit; numbers of runs lie above it."""
 
 SPAN_KINDS = {H2D: (FETCH, PREFETCH, REPLACE), SSD: (READ,)}
-"""Links that are calibrated, and their operations. What is copied back is copied the
-same way, and no policy of the designed runs does it.
+"""Links that are calibrated by runs, and their operations. Copies back to the host keep
+the costs that were measured in isolation.
 """
 
 
@@ -103,7 +103,7 @@ class OperationFit:
         groups = ops.shapes * len(_SIZE_EDGES) + size_groups
         alone_s = self._divide_out_contention(lane_kind, ops, groups)
 
-        # Only the CPU reads what was just read, and still lies in its caches.
+        # The CPU computes from host memory: what was just read may lie in its caches.
         usual = np.ones_like(ops.fresh)
         if lane_kind is CPU:
             usual = ~ops.fresh
@@ -219,7 +219,7 @@ class OperationFit:
         alone_s = self._divide_out_contention(lane_kind, ops, groups) + extra_s
 
         usual = np.ones_like(ops.fresh)
-        # Of a copy, caches may still hold what was just read; a read is never of it.
+        # A copy reads host memory as well; a read from the SSD does not.
         if lane_kind is not SSD and not ops.fresh.all():
             usual = ~ops.fresh
         points = points_of(alone_s[usual], ops.sizes[usual], groups[usual])

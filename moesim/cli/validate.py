@@ -87,7 +87,7 @@ def calibrate(
     options.check_places(files=[out])
     from moesim.hwprofiles.profile import load_profile
     from moesim.validation import calibrate as library
-    from moesim.validation.paired_runs import unsteady
+    from moesim.validation.profile_checks import speed_change
 
     other = load_profile(against) if against is not None else None
     sizes = shapes.split(",") if shapes else library.SHAPES
@@ -106,7 +106,7 @@ def calibrate(
             seed=seed,
             progress=tell,
         )
-    if (words := unsteady(profile)) is not None:
+    if (words := speed_change(profile)) is not None:
         print(f"note: {words}", file=sys.stderr)
     apart: dict[str, Any] | None = None
     if other is not None:
@@ -187,7 +187,7 @@ def validate(
     options.check_places(folder=out)
     from moesim.reporting import validation_page as report
     from moesim.validation import grid as library
-    from moesim.validation.results import joined
+    from moesim.validation.summary import joined
 
     before = None if earlier is None else report.load(earlier)
     names = options.split_names(policies, "--policies")
