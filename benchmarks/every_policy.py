@@ -55,7 +55,7 @@ from moesim.traces.timeline.spans import Timeline
 
 from benchmarks.combinations import PARTS, all_of, pairwise, served
 from benchmarks.replay_speed import MODELS, SHARED, SHIPPED
-from moesim.analysis import learned_cache as learned
+from moesim.analysis.trace_split import TracePart, all_passes
 from moesim.runs import replay as api
 from moesim.runs.measured import device_of, execute, machine_profile, open_random_store
 from moesim.runs.setup import Setup, check_needs, needed_columns
@@ -146,7 +146,7 @@ class Bench:
         self.future = RecordedFuture.of(trace, batch=batch, steps=steps)
         self.artefacts = folder / f"{trace.path.stem}-learned"
         self.artefacts.mkdir()
-        training = learned.Part(trace, 0, min(TRAINED_STEPS, learned.whole(trace).stop))
+        training = TracePart(trace, 0, min(TRAINED_STEPS, all_passes(trace).stop))
         train(training, trace.shape, Recipe(epochs=1)).save(
             self.artefacts / "flashmoe.safetensors"
         )

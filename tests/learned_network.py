@@ -47,11 +47,11 @@ def trained():
     from moesim.runtime.models.train_cache import Recipe, train
     from moesim.traces.format.reader import open_trace
 
-    from moesim.analysis import learned_cache as learned
+    from moesim.analysis.trace_split import all_passes
 
     calibration = open_trace(DATA / "tiny_calibration.parquet")
     found = train(
-        learned.whole(calibration), calibration.shape, Recipe(hidden=16, epochs=8)
+        all_passes(calibration), calibration.shape, Recipe(hidden=16, epochs=8)
     )
     assert found.facts["validation_loss_best"] < found.facts["validation_loss_first"]
     return found.network

@@ -24,9 +24,11 @@ from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 from typer.testing import CliRunner
 
-from moesim.analysis.gap import decompose, gap, shapley
-from moesim.analysis.gap_bench import BOUND, PARTS, Bench, Grades
+from moesim.analysis.assignment_grades import Grades
+from moesim.analysis.gap import decompose, gap
 from moesim.analysis.gap_eviction import split_eviction
+from moesim.analysis.gap_mixes import BOUND, PARTS, MixReplays
+from moesim.analysis.shapley import shapley
 from moesim.cli.gap import add_commands
 from moesim.runs import replay as api
 from moesim.runs.memory import MemoryOptions
@@ -37,16 +39,16 @@ NO_CPU = 1000.0
 """Seconds of an expert on a CPU that nobody would choose."""
 
 
-def bench(model, system, forward, *, slots, **costs):
+def replays(model, system, forward, *, slots, **costs):
     size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=slots)
-    return Bench(
-        model,
-        HandProfile(),
-        HandCosts(**costs),
-        MemoryPlan(size),
-        system,
-        lambda: forward,
-        RecordedFuture(forward),
+    return MixReplays(
+        shape=model,
+        profile=HandProfile(),
+        costs=HandCosts(**costs),
+        memory=MemoryPlan(size),
+        system=system,
+        passes=lambda: forward,
+        future=RecordedFuture(forward),
     )
 
 
@@ -103,7 +105,7 @@ def test_only_eviction_differs():
     model = shape(experts=3)
     forward = one_layer(0, 1, 2, 0, 1, 2)
     found = decompose(
-        bench(model, System("on-demand", cache="lru"), forward, slots=2, cpu=NO_CPU)
+        replays(model, System("on-demand", cache="lru"), forward, slots=2, cpu=NO_CPU)
     )
     assert found.policy_s == 6 * (2 + 4 + 1)
     assert found.bound_s == 4 * (2 + 4 + 1) + 2 * (2 + 1)
@@ -118,7 +120,7 @@ def test_only_assignment_differs():
     model = shape(experts=2)
     forward = one_layer(0, 1, 0)
     found = decompose(
-        bench(model, System("all-cpu", cache="static:fill=lowest"), forward, slots=2)
+        replays(model, System("all-cpu", cache="static:fill=lowest"), forward, slots=2)
     )
     assert found.policy_s == 3 * (2 + 10)
     assert found.bound_s == found.resident_s == 3 * (2 + 1)
@@ -134,7 +136,7 @@ def test_only_prefetch_differs():
     model = shape(layers=2, experts=2)
     forward = steps([routed(0, 0), routed(1, 1)])
     system = System(BOUND.assignment, cache="belady", prefetch="none")
-    found = decompose(bench(model, system, forward, slots=0, cpu=NO_CPU))
+    found = decompose(replays(model, system, forward, slots=0, cpu=NO_CPU))
     assert (found.policy_s, found.bound_s) == (14.0, 11.0)
     assert shares(found) == pytest.approx({"prefetch": 3.0, "planning": 0.0})
 
@@ -143,7 +145,7 @@ def test_only_planning_differs():
     model = shape(experts=2)
     forward = one_layer(0, 1, 0, 1)
     found = decompose(
-        bench(
+        replays(
             model,
             System("on-demand", cache="lru"),
             forward,
@@ -160,7 +162,7 @@ def test_only_planning_differs():
 def test_the_clairvoyant_composition_has_no_gap():
     model = shape(layers=2, experts=4)
     forward = steps(*[[routed(0, i % 4), routed(1, (i + 1) % 3)] for i in range(6)])
-    found = decompose(bench(model, BOUND, forward, slots=2, plan=0.0))
+    found = decompose(replays(model, BOUND, forward, slots=2, plan=0.0))
     assert found.gap_s == 0.0
     assert [part.name for part in found.parts] == ["planning"]
     assert found.parts[0].replaced_by is None
@@ -173,7 +175,7 @@ def test_a_prefetcher_that_floods_the_link_is_not_forced_on_the_policy():
     model = shape(layers=2, experts=4)
     forward = steps(*[[routed(0, i % 4), routed(1, (i + 2) % 4)] for i in range(6)])
     found = decompose(
-        bench(
+        replays(
             model, System("all-cpu", cache="lru"), forward, slots=1, cpu=3.0, copy=1e4
         )
     )
@@ -203,7 +205,7 @@ def test_shares_are_never_negative_and_sum_to_the_gap(trace, slots, assignment, 
         ]
     )
     found = decompose(
-        bench(
+        replays(
             model,
             System(assignment, cache=cache),
             forward,
@@ -288,7 +290,7 @@ def test_an_assignment_ten_times_slower_than_the_best_is_graded_ten():
     model = shape(experts=2)
     forward = one_layer(0, 1, 0)
     grades = Grades()
-    bench(
+    replays(
         model, System("all-cpu", cache="static:fill=lowest"), forward, slots=2
     ).replay_s({}, grades)
     assert list(grades.modelled) == [10.0] * 3
@@ -307,7 +309,7 @@ def test_nobody_is_graded_better_than_the_best_and_the_best_is_best():
     )
     for assignment, best in (("greedy", False), ("exact", True), ("beam", False)):
         grades = Grades()
-        bench(
+        replays(
             model, System(assignment), forward, slots=3, per_token=0.7, cpu=2.0
         ).replay_s({}, grades)
         found = grades.to_json()["modelled"]

@@ -49,8 +49,8 @@ def fit_dispatch(
         return
     first = LayerStepTimes.joined(gaps.first)
     join = LayerStepTimes.joined(gaps.join)
-    # Charged as one number: the gap before the first operation of a layer step, and what
-    # that operation takes beyond later ones.
+    # Charged as one number: the gap before the first operation of a layer step, and
+    # what that operation takes beyond later ones.
     tables = [first]
     if first_excess:
         tables.append(LayerStepTimes.joined(first_excess))

@@ -52,41 +52,34 @@ def hit_rates(
     import pandas as pd  # noqa: PLC0415 - half a second that a plain replay need not pay
 
     opened = trace if isinstance(trace, Trace) else open_trace(trace)
-    found: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {}
     done = 0
+    # A cache that is named twice is one column.
     for cache in dict.fromkeys(caches):
-        found[cache] = []
+        rates[cache] = []
         for ratio in ratios:
-            counts = replay_cache(
-                opened,
-                cache,
-                memory=MemoryOptions(cache_ratio=ratio, scope=scope),
-                **options,
-            )
-            found[cache].append(counts["hit_rate_active"])
+            memory = MemoryOptions(cache_ratio=ratio, scope=scope)
+            counts = replay_cache(opened, cache, memory=memory, **options)
+            rates[cache].append(counts["hit_rate_active"])
             done += 1
             if progress is not None:
                 progress(done)
-    return pd.DataFrame(found, index=pd.Index(ratios, name="cache_ratio"))
+    return pd.DataFrame(rates, index=pd.Index(ratios, name="cache_ratio"))
 
 
 def hits_text(rates: pd.DataFrame) -> str:
-    """A row per cache, a column per size."""
+    """Lay out a row per cache, a column per size."""
     head = ["cache", *(f"{ratio:.4g}" for ratio in rates.index)]
     rows = [
         [str(name), *(percent(rate) for rate in rates[name])] for name in rates.columns
     ]
-    return "\n".join(
-        [
-            *aligned([head, *rows]),
-            "",
-            "hit rate of active experts, by the share of all experts that fits",
-        ]
-    )
+    legend = "hit rate of active experts, by the share of all experts that fits"
+    return "\n".join([*aligned([head, *rows]), "", legend])
 
 
 def hits_figure(rates: pd.DataFrame) -> Figure:
     """Draw a line per cache; those that see the future are dashed."""
+    # Here, since the registry scans all policies, which a table does not need.
     from moesim.policies.registry import resolve  # noqa: PLC0415
 
     figure = new_figure(7, 4)
@@ -104,6 +97,7 @@ def hits_figure(rates: pd.DataFrame) -> Figure:
     axis.set(
         xlabel="cache, share of all experts",
         ylabel="hit rate of active experts",
+        # The whole range, so that figures of two traces can lie side by side.
         ylim=(0, 1),
     )
     axis.spines[["top", "right"]].set_visible(False)

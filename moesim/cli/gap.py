@@ -8,8 +8,8 @@ import typer
 from moesim.cli import options
 
 if TYPE_CHECKING:
+    from moesim.analysis.assignment_grades import Grades
     from moesim.analysis.gap import Gap
-    from moesim.analysis.gap_bench import Grades
     from moesim.analysis.gap_eviction import EvictionSplit
 
 

@@ -124,6 +124,7 @@ def quality(
     """
     options.check_places(folder=out)
     from moesim.analysis import quality as library
+    from moesim.analysis.quality_report import quality_text, save_quality
     from moesim.cli import progress
     from moesim.runs.memory import MemoryOptions
 
@@ -164,10 +165,10 @@ def quality(
             artefacts=artefacts,
             progress=show,
         )
-    written = [] if out is None else library.save_quality(found, out)
+    written = [] if out is None else save_quality(found, out)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
         return
-    print(library.quality_text(found))
+    print(quality_text(found))
     for place in written:
         print(f"wrote {place}")

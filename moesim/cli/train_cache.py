@@ -86,6 +86,8 @@ def train_cache(
     """
     options.check_places(folder=out)
     from moesim.analysis import learned_cache as learned
+    from moesim.analysis.learned_cache_report import report_text
+    from moesim.analysis.trace_split import all_passes, split
     from moesim.cli.progress import bar, messages
     from moesim.policies.base import PolicyError
     from moesim.runtime.models.train_cache import Recipe, train
@@ -105,10 +107,10 @@ def train_cache(
             f" {judged_on.shape.experts}; record it from the same model"
         )
     if held_out is None:
-        training, judging = learned.split(opened, batch=batch, steps=steps)
+        training, judging = split(opened, batch=batch, steps=steps)
     else:
-        training = learned.whole(opened, batch=batch, steps=steps)
-        judging = learned.whole(judged_on, batch=batch, steps=steps)
+        training = all_passes(opened, batch=batch, steps=steps)
+        judging = all_passes(judged_on, batch=batch, steps=steps)
     slots = round(cache_ratio * shape.experts)
     recipe = Recipe(
         labels="masked" if labels == "masked" else "distance",
@@ -126,7 +128,7 @@ def train_cache(
         found = learned.report(
             judging, done.network, facts, learned.cache_sizes(shape, cache_ratio)
         )
-    text = learned.report_text(found)
+    text = report_text(found)
     done.save(out / f"{learned.LEARNED}.safetensors")
     for name, content in (
         ("report.json", json.dumps(found, indent=2) + "\n"),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from moesim.analysis.gap_bench import Bench, Grades
+from moesim.analysis.assignment_grades import Grades
+from moesim.analysis.gap_mixes import MixReplays
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies.base import AssignmentPolicy
@@ -37,7 +38,7 @@ have their turn.
 """
 
 
-def _bench(load: Workload, batch: int, steps: int) -> Bench:
+def _bench(load: Workload, batch: int, steps: int) -> MixReplays:
     """DALI's greedy and window cache at half of the experts (its figure 12) over the
     first `steps` decode steps.
     """
@@ -48,7 +49,7 @@ def _bench(load: Workload, batch: int, steps: int) -> Bench:
         for number, step in zip(range(steps), load.decode(batch=batch), strict=False):
             yield replace(step, step=number)
 
-    return Bench(
+    return MixReplays(
         load.shape,
         profile,
         Costs(profile, load.shape),
@@ -144,7 +145,7 @@ def dali_planning_share(load: Workload) -> Found:
     )
     bench = _bench(load, batch, DECODED)
     working_s = bench.replay_s(
-        {"planning": bench.choices()["planning"][0]}, observer=watch
+        {"planning": bench.substitutes()["planning"][0]}, observer=watch
     )
     found: Found = {}
     for name, seconds in watch.seconds.items():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from moesim.analysis.gap_eviction import Wrapped
+from moesim.analysis.gap_eviction import DelegatingCache
 from moesim.policies import cache_only
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
@@ -104,7 +104,7 @@ def _hybrimoe_row(metric: str, setting: Setting) -> str:
     return f"{setting['policy']}, {setting['cached_pct']} % cached"
 
 
-class Watched(Wrapped):
+class Watched(DelegatingCache):
     """A cache policy whose evictions are written down.
 
     Attributes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moesim.analysis import learned_cache as learned
+from moesim.analysis.trace_split import split
 from moesim.reproduction.experiments.base import Experiment, Workload
 from moesim.traces.errors import TraceError
 
@@ -40,11 +41,11 @@ def flashmoe_gain(load: Workload) -> Found:
             " to choose",
         )
     try:
-        training, held_out = learned.split(load.trace, steps=load.most_steps)
+        training, held_out = split(load.trace, steps=load.most_steps)
         network = train(training, load.shape, seed=load.seed).network
     except TraceError as error:
         return dict.fromkeys(rows, f"lacks forward passes to train on: {error}")
-    judged = learned.judge(
+    judged = learned.evaluate(
         (learned.LEARNED, *RIVALS),
         held_out,
         load.shape,
