@@ -40,11 +40,11 @@ def running(tmp_path_factory):
 def test_all_are_run_before_the_first_other_run_and_before_every_twelfth(running):
     for _ in range(25):
         running.run_if_due()
-    found = running.quantities("2026-01-01")
+    quantities = running.quantities("2026-01-01")
     assert {
-        path: quantity.samples for path, quantity in found.items()
+        path: quantity.samples for path, quantity in quantities.items()
     } == dict.fromkeys(PATHS, 3)
-    for quantity in found.values():
+    for quantity in quantities.values():
         assert (
             0 < quantity.interval[0] <= quantity.value <= quantity.interval[1] < 1.0
         ), "seconds of one step"
@@ -58,34 +58,34 @@ def test_they_use_every_lane_and_do_the_same_whatever_the_profile_says(running):
     slow = replace(
         slow,
         numbers={
-            key: replace(one, value=10 * one.value, interval=None)
+            key: replace(quantity, value=10 * quantity.value, interval=None)
             if key.startswith("costs.cpu")
-            else one
-            for key, one in slow.numbers.items()
+            else quantity
+            for key, quantity in slow.numbers.items()
         },
     )
     for name, run in running.runs.items():
-        here, there = (
+        spans, slow_spans = (
             next(simulate(run.trial, run.runner.shape, profile).chunks())
             for profile in (host_profile(), slow)
         )
-        assert set(np.unique(here["kind"])) >= {COMPUTE, FETCH} | (
+        assert set(np.unique(spans["kind"])) >= {COMPUTE, FETCH} | (
             {READ} if "ssd" in name else set()
         )
-        assert len(np.unique(here["lane"][here["kind"] == COMPUTE])) == 2, (
+        assert len(np.unique(spans["lane"][spans["kind"] == COMPUTE])) == 2, (
             "CPU and GPU compute"
         )
         done = [
             sorted(
                 zip(
                     *(
-                        one[key].tolist()
+                        chunk[key].tolist()
                         for key in ("step", "layer", "kind", "lane", "expert")
                     ),
                     strict=True,
                 )
             )
-            for one in (here, there)
+            for chunk in (spans, slow_spans)
         ]
         assert done[0] == done[1]
 
@@ -116,9 +116,11 @@ def test_a_run_is_held_against_the_reference_of_the_nearest_size():
 
 def test_a_profile_keeps_its_reference_runs(running, tmp_path):
     running.run_if_due()
-    found = running.quantities("2026-01-01")
+    quantities = running.quantities("2026-01-01")
     again = load_profile(
-        save_profile(with_reference_runs(host_profile(), found), tmp_path / "hw.toml")
+        save_profile(
+            with_reference_runs(host_profile(), quantities), tmp_path / "hw.toml"
+        )
     )
     for run in RUNS:
-        assert drift(again, found, run) == dict.fromkeys(TERMS, pytest.approx(0.0))
+        assert drift(again, quantities, run) == dict.fromkeys(TERMS, pytest.approx(0.0))

@@ -139,9 +139,9 @@ def test_a_curve_pools_the_scatter_of_single_operations_relative_to_their_median
 
 @given(st.lists(st.floats(0.0, 1e3), min_size=1, max_size=12))
 def test_isotonic_never_falls_keeps_the_mean_and_leaves_rising_tables_alone(values):
-    found = isotonic(np.array(values))
-    assert (np.diff(found) >= -1e-9).all()
-    assert found.mean() == pytest.approx(np.mean(values), abs=1e-6)
+    fitted = isotonic(np.array(values))
+    assert (np.diff(fitted) >= -1e-9).all()
+    assert fitted.mean() == pytest.approx(np.mean(values), abs=1e-6)
     assert isotonic(np.sort(values)) == pytest.approx(np.sort(values), abs=1e-9)
 
 

@@ -74,13 +74,13 @@ def numbers_of(table, path=""):
     them.
     """
     for key, entry in table.items():
-        here = f"{path}.{key}"
+        inner = f"{path}.{key}"
         if isinstance(entry, dict) and ("value" in entry or "seconds" in entry):
-            yield here, entry
+            yield inner, entry
         elif isinstance(entry, dict):
-            yield from numbers_of(entry, here)
+            yield from numbers_of(entry, inner)
         elif isinstance(entry, int | float):
-            yield here, None
+            yield inner, None
 
 
 def test_all_machines_of_the_seed_papers_ship():
@@ -91,9 +91,11 @@ def test_all_machines_of_the_seed_papers_ship():
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_number_that_ships_says_where_it_came_from(name):
     raw = tomllib.loads(_file(name).read_text(encoding="utf-8"))
-    found = dict(numbers_of({key: entry for key, entry in raw.items() if key != "fit"}))
-    assert len(found) > 25
-    for path, entry in found.items():
+    entries = dict(
+        numbers_of({key: entry for key, entry in raw.items() if key != "fit"})
+    )
+    assert len(entries) > 25
+    for path, entry in entries.items():
         assert entry is not None, f"{path} is a bare number"
         assert len(entry["source"]) > 8, path
         if entry["kind"] == "measured":
@@ -201,7 +203,7 @@ def test_three_busy_workers_do_not_fit_two_cores():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"colour": "red"}, "colour: unknown key"),
         (
@@ -293,8 +295,8 @@ def test_three_busy_workers_do_not_fit_two_cores():
         ),
     ],
 )
-def test_a_profile_that_cannot_be_trusted_is_refused_in_one_line(changes, said):
-    assert said in refused(**changes)
+def test_a_profile_that_cannot_be_trusted_is_refused_in_one_line(changes, message):
+    assert message in refused(**changes)
 
 
 def test_a_missing_number_names_file_key_and_way_out_when_it_is_asked_for():
@@ -329,18 +331,18 @@ def test_a_missing_or_broken_file_is_one_line(tmp_path):
 
 
 def test_the_default_is_the_nearest_profile(tmp_path, monkeypatch):
-    here = tmp_path / "here"
+    folder = tmp_path / "here"
     home = tmp_path / "home"
-    here.mkdir()
+    folder.mkdir()
     (home / "moesim").mkdir(parents=True)
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home))
     assert default_profile().name == "rtx3090-epyc7532"
     (home / "moesim" / "hw.toml").write_text(
         tomli_w.dumps(raw_profile(name="of-the-user")), encoding="utf-8"
     )
     assert default_profile().name == "of-the-user"
-    (here / "hw.toml").write_text(
+    (folder / "hw.toml").write_text(
         tomli_w.dumps(raw_profile(name="of-the-folder")), encoding="utf-8"
     )
     assert default_profile().name == "of-the-folder"
