@@ -1,4 +1,4 @@
-"""Tokens to seconds, bytes to seconds: what one model's operations cost on one machine.
+"""Costs of one model's operations on one machine: tokens to seconds, bytes to seconds.
 
 Experts are in `moesim.hwprofiles.expert_costs`, dense parts in
 `moesim.hwprofiles.dense_costs`; links and control are here.

@@ -9,7 +9,7 @@ def isotonic(values: np.ndarray) -> np.ndarray:
     """Return the non-decreasing sequence closest to `values` in the least-squares
     sense.
 
-    More tokens never take less time; a table that says otherwise holds noise.
+    More tokens never take less time; a table in which they do holds noise.
 
     Args:
         values: [N].

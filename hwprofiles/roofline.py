@@ -1,7 +1,7 @@
 """The roofline: seconds of work that reads weights and computes with them.
 
 An expert's weights must be read once, however many tokens they serve, so its time is
-flat while reading dominates and linear once arithmetic does. That picture is all a
+flat while reading dominates and linear once arithmetic does. That model is all a
 datasheet can give. Where a curve was measured, the roofline only carries it to experts
 of other sizes.
 """
@@ -54,7 +54,7 @@ class MeasuredPart(NamedTuple):
     ) -> MeasuredPart | None:
         """Look up a curve; None where the profile has none."""
         curve = profile.curves.get(paths.points(part, small=small))
-        # Without the expert that was measured, nothing says what a token costs.
+        # Without the expert that was measured, the FLOPs of a token are not known.
         if curve is None or curve.reference is None:
             return None
         return cls(curve, curve.reference)

@@ -28,7 +28,7 @@ REFERENCE_RUNS = ("memory", "memory_small", "ssd", "ssd_small")
 SSD, large or small experts.
 """
 REFERENCE_TERMS = ("dense", "planning", "lanes", "between")
-"""Terms into which their time is split; `moesim.analysis.time_breakdown` says how."""
+"""Terms that their time is split into; defined by `moesim.analysis.time_breakdown`."""
 
 # Paths are matched as shell patterns, so a star stands for any name or number.
 _ANY_POLICY = "*"

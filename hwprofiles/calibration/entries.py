@@ -1,4 +1,4 @@
-"""Entries of a profile, as a fit fills them in one after another."""
+"""Collects the entries of a profile that a fit produces, part by part."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.calibration.estimates import FitReport, estimated
+from moesim.hwprofiles.calibration.estimates import (
+    FitReport,
+    estimated,
+    interval_around,
+)
 from moesim.hwprofiles.calibration.points import LEAST_SAMPLES
 from moesim.hwprofiles.calibration.robust import clipped_mean, resampled
 from moesim.hwprofiles.schema import Curve, Quantity
@@ -29,7 +33,7 @@ class Entries:
         curves: path -> curve.
         fit: name of a cost -> residuals.
         date: as given.
-        rng: one stream for all parts of the fit, so their order decides who draws what.
+        rng: one stream for all parts of the fit, so their order decides the draws.
     """
 
     def __init__(self, date: str, seed: int) -> None:
@@ -51,8 +55,6 @@ class Entries:
         quantiles: tuple[float, ...] = (),
     ) -> None:
         """Enter a number; its interval is widened to hold it."""
-        low, high = interval
-        # Draws of a skewed distribution may all lie on one side of the value.
         self.numbers[path] = Quantity(
             value,
             "measured",
@@ -60,7 +62,7 @@ class Entries:
             samples=samples,
             spread=spread,
             date=self.date,
-            interval=(float(min(value, low)), float(max(value, high))),
+            interval=interval_around(value, *interval),
             quantiles=quantiles,
         )
 

@@ -172,9 +172,17 @@ def inverse(estimate: Estimate) -> Estimate:
     fastest = 1 / max(low, _LEAST)
     return Estimate(
         value=value,
-        interval=(min(value, slowest), max(value, fastest)),
+        interval=interval_around(value, slowest, fastest),
         spread=estimate.spread * value * value,
     )
+
+
+def interval_around(value: float, low: float, high: float) -> tuple[float, float]:
+    """Return an interval, widened to hold a value.
+
+    Resampled estimates of a skewed distribution may all lie on one side of it.
+    """
+    return float(min(value, low)), float(max(value, high))
 
 
 def interquartile_range(values: np.ndarray) -> float:

@@ -80,7 +80,7 @@ def fit_dispatch(
             continue
         gap_s = first.seconds[first.lane_kind == number]
         later_s = first_later_s[number] + join_later_s.get(number, 0.0)
-        # The samples give the scatter; their mean is what the planes say.
+        # The samples give the scatter; their mean is that of the planes.
         entries.put_mean(
             paths.first_s(lane_kind.name),
             gap_s - clipped_mean(gap_s) + later_s,

@@ -14,6 +14,7 @@ from moesim.hwprofiles.calibration.estimates import (
     DrawSummary,
     Estimate,
     FitReport,
+    interval_around,
     inverse,
 )
 
@@ -47,7 +48,11 @@ class Roofline(NamedTuple):
     report: FitReport
 
 
-def fit_line(samples: Mapping[int, np.ndarray], *, seed: int = 0) -> Line:
+def fit_line(
+    samples: Mapping[int, np.ndarray],
+    *,
+    seed: int = 0,
+) -> Line:
     """Fit seconds = base + slope x size to the medians, with relative residuals and
     neither constant negative.
 
@@ -110,7 +115,11 @@ def fit_roofline(
     if len(moved) < 3:
         raise ValueError(f"a roofline needs at least three points, got {len(moved)}")
 
-    def bounded(constants: np.ndarray, rows: np.ndarray, at: np.ndarray) -> np.ndarray:
+    def bounded(
+        constants: np.ndarray,
+        rows: np.ndarray,
+        at: np.ndarray,
+    ) -> np.ndarray:
         """Give a rate that no point waited for the fastest value seen: it is at least
         that.
         """
@@ -199,12 +208,10 @@ def _with_report(
         redrawn.append(solve(np.array(resampled), all_points))
     drawn = DrawSummary.of(redrawn)
 
-    # A fit to medians may lie outside of what its resamplings reach; the interval holds
-    # the value all the same.
     estimates = [
         Estimate(
             value=float(value),
-            interval=(float(min(value, lower)), float(max(value, upper))),
+            interval=interval_around(value, lower, upper),
             spread=float(spread),
         )
         for value, lower, upper, spread in zip(constants, *drawn, strict=True)

@@ -64,7 +64,7 @@ def fit_dense(
     Args:
         all_spans: the runs.
         shapes: of their models.
-        operations: tells what differs after a read.
+        operations: fits by what dense parts differ after a read.
         entries: where results go.
     """
     by_work: dict[DenseWork, list[float]] = {}

@@ -15,6 +15,7 @@ from moesim.hwprofiles.calibration.estimates import (
     DrawSummary,
     Estimate,
     interquartile_range,
+    interval_around,
 )
 from moesim.hwprofiles.calibration.fit_curves import fit_line, fit_roofline
 from moesim.hwprofiles.calibration.observations import LayerStepTimes, Operations
@@ -267,7 +268,7 @@ class OperationFit:
         low, high = sorted(1.0 / max(bound, _LEAST_SLOPE) for bound in slope.interval)
         bandwidth = Estimate(
             value=rate,
-            interval=(min(rate, low), max(rate, high)),
+            interval=interval_around(rate, low, high),
             spread=rate * rate * slope.spread,
         )
         constants = paths.link(lane_kind.name)

@@ -1,4 +1,4 @@
-"""From designed runs to costs: what operations take *in place*, beside everything else
+"""Fits costs to designed runs: what operations take *in place*, beside everything else
 that a run does.
 
 An operation in a run is slower than the same one alone: others use the memory, the
@@ -66,7 +66,7 @@ def calibrate(runs: Sequence[DesignedRun], *, date: str, seed: int = 0) -> Calib
     if not runs:
         raise ValueError("calibration needs at least one run")
 
-    # Largest and smallest experts are told apart later; here each shape has a number.
+    # Shapes are sorted by size later; here each has a number.
     shapes: list[ModelShape] = []
     for run in runs:
         if run.shape not in shapes:

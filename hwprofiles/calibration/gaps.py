@@ -29,7 +29,7 @@ _NEVER_S = 1e30
 def add_gaps(spans: RunSpans, gaps: Gaps) -> None:
     """Add one run's gaps."""
     count = spans.layer_step_count
-    # What waits for the SSD tells nothing about handing work out.
+    # What waits for the SSD shows nothing about handing work out.
     with_read = np.zeros(count, np.bool_)
     with_read[spans.layer_step[spans.kind == READ]] = True
 
@@ -76,7 +76,7 @@ def _add_first_and_join(
         )
         gaps.first.append(first.where(worked & ~with_read))
 
-        # The join waits for the last lane only; the other one's end tells nothing.
+        # The join waits for the last lane only; the other one's end shows nothing.
         was_last = last_s == latest_s
         has_join = np.isfinite(join_start_s)
         has_neighbours = np.isfinite(around_join_s)
@@ -144,14 +144,16 @@ def _add_follow(spans: RunSpans, rows: np.ndarray, gaps: Gaps) -> None:
             lanes_after = spans.lane[after]
             on_kind = np.isin(lanes_after, spans.lanes_of(lane_kind))
             of_kind_s = gap_s[on_kind & same_layer_step]
-            gaps.follow.setdefault(lane_kind.name, []).append(of_kind_s)
+            follow = gaps.follow.setdefault(lane_kind.name, [])
+            follow.append(of_kind_s)
 
 
 def _around_join(spans: RunSpans, count: int) -> np.ndarray:
     """From dense part to planning, and from the start of the join to the next dense
     part: float64 [P]; NaN where one is missing.
     """
-    rows = np.flatnonzero(np.isin(spans.kind, (DENSE, PLAN, JOIN)))
+    chain = np.isin(spans.kind, (DENSE, PLAN, JOIN))
+    rows = np.flatnonzero(chain)
     kinds = spans.kind[rows]
     start_s = spans.start_s[rows]
     end_s = spans.end_s[rows]

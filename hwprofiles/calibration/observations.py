@@ -1,4 +1,4 @@
-"""What is learned from a run: tables of its operations, and of the gaps between them.
+"""Tables of what is learned from a run: its operations, and the gaps between them.
 
 A timeline is a list of spans. To learn costs from it, each operation must be seen with
 the tokens or bytes it had and with the share of its time during which other workers

@@ -11,6 +11,7 @@ from moesim.hwprofiles.calibration.estimates import (
     DrawSummary,
     Estimate,
     interquartile_range,
+    interval_around,
 )
 from scipy import optimize
 
@@ -50,6 +51,7 @@ def quantiles_around_one(ratios: np.ndarray) -> tuple[float, ...]:
     values = np.quantile(ratios, inner)
     # Draws interpolate linearly, so their mean is the trapezoid rule's.
     mean = np.trapezoid(values, _PROBABILITIES)
+    # Four digits, so that files stay readable.
     return tuple(round(float(value), 4) for value in values / mean)
 
 
@@ -79,7 +81,9 @@ def slowdown_shares(
         float64 [C] in [0, 0.8].
     """
     groups = renumbered(groups)
-    lost = np.zeros(shares.shape[1]) if start is None else start.copy()
+    lost = np.zeros(shares.shape[1])
+    if start is not None:
+        lost = start.copy()
     weights = np.ones(len(logs))
 
     for _ in range(iterations):
@@ -107,7 +111,11 @@ def slowdown_shares(
     return lost
 
 
-def _centred(values: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def _centred(
+    values: np.ndarray,
+    groups: np.ndarray,
+    weights: np.ndarray,
+) -> np.ndarray:
     """Subtract from each value the weighted mean of its group, float64 [N]."""
     total = np.bincount(groups, weights)
     means = np.bincount(groups, weights * values) / total
@@ -129,7 +137,11 @@ def comparable(marked: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return np.asarray((has_marked & has_unmarked)[group])
 
 
-def contrast(logs: np.ndarray, marked: np.ndarray, groups: np.ndarray) -> float:
+def contrast(
+    logs: np.ndarray,
+    marked: np.ndarray,
+    groups: np.ndarray,
+) -> float:
     """Return by what factor marked operations take longer than unmarked ones of the
     same group, median.
 
@@ -137,7 +149,7 @@ def contrast(logs: np.ndarray, marked: np.ndarray, groups: np.ndarray) -> float:
         logs: float64 [N], log seconds.
         marked: bool [N].
         groups: int [N], operations of equal work under equal circumstances; those of
-            one kind only say nothing.
+            one kind only do not count.
 
     Returns:
         1.0 where nothing can be compared.
@@ -217,6 +229,6 @@ def resampled(seconds: np.ndarray, rng: np.random.Generator) -> Estimate:
     drawn = DrawSummary.of(draws)
     return Estimate(
         value=value,
-        interval=(min(value, float(drawn.low)), max(value, float(drawn.high))),
+        interval=interval_around(value, float(drawn.low), float(drawn.high)),
         spread=interquartile_range(seconds),
     )

@@ -45,7 +45,12 @@ class RunSpans:
         number: of the run among all runs.
     """
 
-    def __init__(self, run: DesignedRun, shape_number: int, number: int) -> None:
+    def __init__(
+        self,
+        run: DesignedRun,
+        shape_number: int,
+        number: int,
+    ) -> None:
         self.run = run
         self._shape_number = shape_number
         self._number = number
@@ -209,7 +214,8 @@ class RunSpans:
         """Return a column of the timeline's table of steps, int64 by step number."""
         columns = _concatenated(self.run.timeline.step_chunks())
         steps = columns["step"].astype(np.int64)
-        by_step = np.zeros(int(steps.max()) + 1, np.int64)
+        count = int(steps.max()) + 1
+        by_step = np.zeros(count, np.int64)
         by_step[steps] = columns[name].astype(np.int64)
         return by_step
 
@@ -234,7 +240,8 @@ class RunSpans:
         experts = self.run.shape.experts
         on_demand = np.isin(self.kind, (FETCH, READ))
         keys = self.layer_step[on_demand] * experts + self.expert[on_demand]
-        copies = np.bincount(np.unique(keys) // experts, minlength=count)
+        once = np.unique(keys)
+        copies = np.bincount(once // experts, minlength=count)
         return Amounts(
             active=active.astype(np.float64),
             copies=copies.astype(np.float64),
@@ -262,4 +269,8 @@ class RunSpans:
 def _concatenated(chunks: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Columns of a table that comes in chunks."""
     parts = list(chunks)
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    joined = {}
+    for name in parts[0]:
+        columns = [part[name] for part in parts]
+        joined[name] = np.concatenate(columns)
+    return joined

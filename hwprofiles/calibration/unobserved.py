@@ -1,5 +1,5 @@
-"""What a calibrated profile keeps of the one that its calibration started from: costs
-of operations that no run showed.
+"""Keeps costs of operations that no designed run showed: those of the profile that the
+calibration started from.
 """
 
 from __future__ import annotations

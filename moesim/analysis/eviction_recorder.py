@@ -68,7 +68,7 @@ class EvictionRecorder(CachePolicy):
 
     def accessed(self, work: LayerWork) -> None:
         """Note the step."""
-        # Admissions and evictions do not say when they happen; accesses come first.
+        # Admissions and evictions carry no step; those of the accesses before count.
         self._step = work.step
         self._policy.accessed(work)
 

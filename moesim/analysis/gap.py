@@ -1,5 +1,5 @@
-"""Where does a policy lose its time against one that knows the future, and which of its
-parts loses it?
+"""Decomposes the time that a policy takes beyond one that knows the future, by its
+parts.
 
 Parts are replaced by substitutes that know the future, in every combination, and each
 mix is timed. Replacing one part saves more or less time depending on which others are
@@ -145,7 +145,7 @@ def decompose(
 
     Args:
         replays: the trace, the machine and the policy.
-        progress: told how many replays are done.
+        progress: called with the number of replays done.
 
     Raises:
         PolicyError: a policy answered something illegal.
@@ -249,7 +249,7 @@ def gap(
         bound: what its parts are replaced by; its routing is not used.
         causal: cache policies that see the past only, against which the eviction gap is
             held; those whose columns the trace lacks are left out.
-        progress: told how many replays are done.
+        progress: called with the number of replays done.
         options: as in `moesim.runs.replay.replay`, as are the arguments that are not
             named here.
 

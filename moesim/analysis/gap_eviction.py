@@ -1,5 +1,5 @@
-"""How many misses of a cache are due to not knowing the future, and which knowledge is
-missing?
+"""Splits the misses of a cache beyond Belady's by which knowledge of the future is
+missing.
 
 Three caches of one size read the same accesses: the policy, a Belady that must admit
 every fetched expert as the policy does, and a Belady that may decline. From the first
@@ -226,8 +226,8 @@ def split_eviction(
         extras: calibration artefacts by name.
 
     Returns:
-        None where a cache alone says nothing: the policy swaps by its own clock instead
-            of admitting misses.
+        None where misses alone do not fill the cache: the policy replaces experts by
+            its own clock.
 
     Raises:
         PolicyError: a policy answered something illegal.

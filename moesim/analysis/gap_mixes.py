@@ -77,7 +77,7 @@ class _FreePlanning:
     def planning_s(
         self, policy_name: str, active: int, copies: int = 0, *, tiered: bool = False
     ) -> float:
-        """Nothing."""
+        """Return zero."""
         del policy_name, active, copies, tiered
         return 0.0
 

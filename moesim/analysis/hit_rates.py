@@ -40,7 +40,7 @@ def hit_rates(
         caches: cache policies, such as ``lfu:decay=0.9``.
         ratios: sizes, as shares of all experts.
         scope: ``layer`` or ``global``; None takes ``layer``.
-        progress: told how many caches are done.
+        progress: called with the number of caches done.
         options: as in `moesim.runs.replay.replay_cache`.
 
     Returns:

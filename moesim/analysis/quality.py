@@ -1,9 +1,9 @@
-"""What policies that change routing do to a model's answers: perplexity, divergence and
-agreement on held-out text.
+"""Measures what policies that change routing do to a model's answers: perplexity,
+divergence and agreement on held-out text.
 
-Speed alone cannot judge a policy that swaps one expert for another that happens to be
-resident. So the model itself reads text that it was not trained on, once as it is and
-once for each setting, and what it expects next is compared after every token.
+Speed alone is no measure of a policy that swaps one expert for another that happens to
+be resident. So the model itself reads text that it was not trained on, once as it is
+and once for each setting, and what it expects next is compared after every token.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def quality(
         dtype: to compute in; ``auto`` takes the checkpoint's (float32 for ``tiny``).
         device: ``cpu``, ``cuda``, …
         warm: calibration trace that caches may be filled from.
-        progress: told the share of the work that is done.
+        progress: called with the share of the work that is done.
         cache, prefetch, routing, hw, memory, host_cache, batch, seed, artefacts: as in
             `moesim.runs.replay.replay`.
 

@@ -138,7 +138,7 @@ def _title(report: Quality) -> str:
     routing = config["routing"]
     swept = ""
     if config["sweep"]:
-        # The first row's value stands in its specification, and is not everyone's.
+        # The first row's specification holds its own value of the swept parameter.
         routing = routing.partition(":")[0]
         swept = f", labels: {config['sweep'].partition('=')[0]}"
     return (

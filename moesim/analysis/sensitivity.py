@@ -1,5 +1,5 @@
-"""What hangs on which constant: winners that change, lines where two ways cost the
-same, and the capacity cliff.
+"""Sensitivity of a comparison to the constants of a profile: winners that change, lines
+where two ways cost the same, and the capacity cliff.
 
 A measured constant is known to an interval. If no constant, moved to either end of its
 own, changes which policy wins, then the order does not depend on what calibration could

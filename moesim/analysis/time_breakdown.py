@@ -1,4 +1,4 @@
-"""Where the seconds of a run went: terms that add up to its makespan, step by step.
+"""Splits the seconds of a run into terms that add up to its makespan, step by step.
 
 A layer step is a chain: dense part, planning, work of the lanes, join. What lies
 between the links belongs to the waking of threads and the handing out of work. Two runs

@@ -1,4 +1,4 @@
-"""When are a simulated and a measured run the same? Four statistics.
+"""Statistics of agreement between simulated and measured runs.
 
 Two samples may come from one distribution (Kolmogorov-Smirnov); two means may be proven
 closer than a margin (TOST, which a lack of data cannot pass, unlike a test for a

@@ -1,4 +1,4 @@
-"""Calibrate this machine: a designed set of short runs through the executor, then a
+"""Calibrates this machine: a designed set of short runs through the executor, then a
 fit.
 
 Each lane alone, each pair, all together; two sizes of experts; one token and many; with

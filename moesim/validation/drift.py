@@ -1,13 +1,13 @@
-"""How fast is this machine right now? Four short reference runs, made during a
-calibration and again during a validation.
+"""Measures by how much a machine changed its speed: four short reference runs, made
+during a calibration and again during a validation.
 
 A profile is true of the machine as it was when it was calibrated. Other tenants, heat
 and clocks change its speed by several percent within minutes, and no model can know
 that. The same runs, then and now, tell how much of an error is the machine's and how
 much the model's. There are two sizes of experts, since a machine whose memory has
 become slow takes longer for what no cache holds only; each with and without the SSD;
-and the seconds are told apart by term, since what slows the dense part down may leave
-the lanes alone.
+and the seconds are split by term, since what slows the dense part down may leave the
+lanes as they are.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class ReferenceRuns:
     """The reference runs on this machine, repeated while something else is measured.
 
     Args:
-        profile: lanes and workers of this machine, and the costs that policies are
-            told.
+        profile: lanes and workers of this machine, and the costs that policies see.
         dtype: of the weights.
         stores: folder for the experts.
         open_runners: closes what is opened here.

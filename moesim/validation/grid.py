@@ -1,5 +1,5 @@
-"""Validate the simulator: the same grid really run and simulated, side by side in time,
-and compared cell by cell.
+"""Validates the simulator: the same grid really run and simulated, side by side in
+time, and compared cell by cell.
 
 Cells take turns in a drawn order, each run for real and simulated right after; when all
 are done they are run again in reversed order, and so on: what drifts hits all cells

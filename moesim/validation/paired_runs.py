@@ -95,8 +95,7 @@ class TrialRunner:
 
     Args:
         shape: sizes and numbers of experts; weights are random.
-        profile: lanes and workers of this machine, and the costs that policies are
-            told.
+        profile: lanes and workers of this machine, and the costs that policies see.
         dtype: of the weights.
         store: folder of the store; None takes the user's cache folder.
         building: called with records done and records to do while the store is built.
@@ -183,7 +182,7 @@ def _setup(
 
 
 def default_dtype(profile: HardwareProfile) -> str:
-    """Name the type of weights that a machine computes in unless told otherwise."""
+    """Name the type of weights that a machine computes in by default."""
     # GPUs compute in the type of checkpoints; not every host processor can.
     return "bfloat16" if profile.accelerator == "cuda" else "float32"
 

@@ -1,5 +1,5 @@
-"""What limits a profile's predictions: another machine, one that changed its speed, no
-calibration.
+"""Checks a profile before its predictions are compared: another machine, one that
+changed its speed, no calibration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a validation measured and predicted: cells of a grid, and their errors.
+"""Cells of a validation: what was measured, what was predicted, and the errors.
 
 `moesim.validation.summary` sums them up.
 """

@@ -144,7 +144,7 @@ def _order_of_policies(cells: Sequence[JsonCell], floor: float) -> dict[str, Any
     floors = []
     repetitions = []
     for group in by_setting.values():
-        # Two policies are told apart only beyond the noise of the noisier one.
+        # Two policies have an order only beyond the noise of the noisier one.
         group_floor = max(floor, *_floors(group))
         tau = agreement.kendall_tau(
             [cell["predicted"]["tpot_s"] for cell in group],
@@ -227,7 +227,7 @@ def errors_of(cells: Sequence[JsonCell], ending: str = "") -> dict[str, Any]:
     # Without drift there is no 95th percentile: terms are known by step, not by run.
     figures = ("tpot", "ttft") if ending else ("tpot", "ttft", "tpot_p95")
     errors: dict[str, Any] = {"count": len(cells)}
-    # Sizes say how far a prediction is off; the signed median, to which side.
+    # Sizes show how far a prediction is off; the signed median, to which side.
     for figure in figures:
         sizes = [abs(error) for error in _known(cells, f"{figure}_error{ending}")]
         errors[f"{figure}_error_median"] = _median(sizes)
