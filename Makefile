@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
-ROOMS := hwprofiles policies runtime sim traces
+ROOMS := engine hwprofiles policies runtime sim traces
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check bench validate clean

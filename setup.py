@@ -4,7 +4,7 @@ installed as ``moesim.policies``.
 
 from setuptools import find_packages, setup
 
-ROOMS = ("hwprofiles", "policies", "runtime", "sim", "traces")
+ROOMS = ("engine", "hwprofiles", "policies", "runtime", "sim", "traces")
 
 packages = find_packages(include=["moesim", "moesim.*"])
 for room in ROOMS:

@@ -36,13 +36,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from moesim.hwprofiles.costs import Costs
-from moesim.policies.base import CachePolicy, PolicyError
+from moesim.policies.base import PolicyError
 from moesim.policies.planner.decision_log import repeat
 from moesim.policies.registry import names
 from moesim.policies.systems import SYSTEMS, System, compose
 from moesim.runtime.executor.trace_driven import ForcedRouting, shape_for
 from moesim.runtime.models.dense import DenseSizes, DenseStack
-from moesim.runtime.models.train_cache import Recipe, train
+from moesim.runtime.train.cache_network import train
+from moesim.runtime.train.cache_recipe import Recipe
 from moesim.sim.replay import Replay
 from moesim.traces.errors import TraceError
 from moesim.traces.format.batch import compose as compose_steps
@@ -56,9 +57,11 @@ from moesim.traces.timeline.spans import Timeline
 from benchmarks.combinations import PARTS, all_of, pairwise, served
 from benchmarks.replay_speed import MODELS, SHARED, SHIPPED
 from moesim.analysis.trace_split import TracePart, all_passes
-from moesim.runs import replay as api
-from moesim.runs.measured import device_of, execute, machine_profile, open_random_store
+from moesim.runs.config import RunConfig
+from moesim.runs.machine import device_of, machine_profile
+from moesim.runs.measured import execute
 from moesim.runs.setup import Setup, check_needs, needed_columns
+from moesim.runs.stores import open_random_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -207,17 +210,10 @@ class Bench:
             if tiering == "ssd"
             else None
         )
-        memory = api.MemoryOptions(slots_per_layer=slots, host_memory_bytes=host)
-        return Setup(
-            self.shape,
-            self.profile,
-            system,
-            memory,
-            "lru",
-            0,
-            future=self.future,
-            artefacts=self.artefacts,
+        config = RunConfig(
+            slots_per_layer=slots, host_memory_bytes=host, artefacts=self.artefacts
         )
+        return Setup(config, self.shape, self.profile, system, future=self.future)
 
     def _walk(self, needed: tuple[str, ...]) -> list[RoutedStep]:
         weights = ("weights",) if "weights" in self.trace.columns else ()
@@ -238,8 +234,8 @@ class Bench:
         slots: dict[str, int] = {}
 
         def forward(executor: Executor) -> Callable[[], None]:
-            slots["gpu0"] = executor.places.slots.total_bytes
-            slots["host"] = executor.host.tier.total_bytes
+            slots["gpu0"] = executor.memories.slots.slots.total_bytes
+            slots["host"] = executor.memories.host.tier.total_bytes
             self.dense.outcomes = []
             routing = ForcedRouting(executor, self.dense, walk)
             self.dense.outcomes.clear()
@@ -263,14 +259,14 @@ class Bench:
                 f"layer steps: expected {layer_steps}, ran {run.metrics['layer_steps']}"
             )
         try:
-            repeat(run.journal.entries, setup.planner(), walk)
+            repeat(run.decision_log.entries, setup.planner(), walk)
         except PolicyError as difference:
             row.wrong.append(f"plans: {difference}")
         row.hits = int(run.metrics["hits"])
         row.accesses = int(run.metrics["accesses"])
         policies = setup.policies()
-        swaps = type(policies.caches[0]).replacements is not CachePolicy.replacements
-        if setup.system.prefetch == "none" and not swaps:
+        replaces = policies.caches[0].replaces
+        if not policies.prefetch.prefetches and not replaces:
             timeline = Timeline(setup.profile.lanes)
             Replay(
                 setup.profile,

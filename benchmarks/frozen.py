@@ -751,7 +751,7 @@ def freeze(inputs: Path, only: str = "") -> dict[str, object]:
         ("synth/like", ["--like", inputs / "mixtral.parquet", "--tokens", 200], _drawn),
         *((name, words, _ran) for name, words in real_runs(inputs).items()),
     ]
-    jobs = [job for job in jobs if any(part in job[0] for part in only.split(","))]
+    jobs = [job for job in jobs if job[0].startswith(tuple(only.split(",")))]
     for number, (name, words, work) in enumerate(jobs):
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -828,7 +828,7 @@ def compare(
     """One line for everything that differs."""
     lines = []
     for name in sorted(before.keys() | after.keys()):
-        if not any(part in name for part in only.split(",")):
+        if not name.startswith(tuple(only.split(","))):
             continue
         old = before.get(name)
         new = after.get(name)
@@ -860,7 +860,7 @@ def main() -> None:
     parser.add_argument(
         "--only",
         default="",
-        help="only names that contain one of these, comma-separated",
+        help="only names that begin with one of these, comma-separated",
     )
     chosen = parser.parse_args()
     if chosen.action == "prepare":

@@ -7,12 +7,14 @@ files with 0.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import tempfile
 from collections import deque
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -24,11 +26,18 @@ from pyarrow import csv, json
 from benchmarks.cpu_seconds import cpu_seconds
 from tests import foreign_files as files
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 LAYERS = 24
 EXPERTS = 64
 TOP_K = 8
 SHAPE = f"layers={LAYERS},experts={EXPERTS},top_k={TOP_K},expert_bytes=1MiB"
 TOKENS = 6000
+COLUMNS_MAP = "seq=request,pos=position,phase=stage,layer=block,experts=e*"
+MILLION = 1e6
+
+# Layout -> what writes such a file, and the options of its import.
 LAYOUTS = {
     "sglang, one token a pass": (files.sglang_per_token, {}),
     "sglang, 64 requests": (
@@ -48,12 +57,8 @@ LAYOUTS = {
     "jsonl by token": (files.per_token, {}),
     "jsonl by token and layer": (files.lattice, {}),
     "jsonl lists": (files.imp, {}),
-    "columns, csv": (
-        files.columns_csv,
-        {"map": "seq=request,pos=position,phase=stage,layer=block,experts=e*"},
-    ),
+    "columns, csv": (files.columns_csv, {"map": COLUMNS_MAP}),
 }
-
 
 LARGE_ROWS = 2_000_000
 _CHILD = """
@@ -71,16 +76,35 @@ def report(tokens: int = TOKENS, large_rows: int = LARGE_ROWS) -> None:
     """Print a line per layout: its rate, beside a library's for the same bytes; and
     what large files need.
     """
-    plain = {
-        name: getattr(files, name)
-        for name in ("LAYERS", "EXPERTS", "TOP_K", "PHYSICAL", "SHAPE", "physical")
+    with _files_of_this_model(), tempfile.TemporaryDirectory() as folder:
+        _report_rates(Path(folder), tokens)
+        if large_rows:
+            _report_memory(Path(folder), large_rows)
+
+
+@contextlib.contextmanager
+def _files_of_this_model() -> Iterator[None]:
+    """Have the tests' writers write files of a model of ordinary size."""
+    ordinary = {
+        "LAYERS": LAYERS,
+        "EXPERTS": EXPERTS,
+        "TOP_K": TOP_K,
+        "SHAPE": SHAPE,
+        # As many physical as logical experts.
+        "PHYSICAL": np.tile(np.arange(EXPERTS), (LAYERS, 1)),
+        "physical": lambda ids, copy=0: ids,  # noqa: ARG005 - as the writers call it
     }
-    files.LAYERS = LAYERS
-    files.EXPERTS = EXPERTS
-    files.TOP_K = TOP_K
-    files.SHAPE = SHAPE
-    files.physical = lambda ids, copy=0: ids  # noqa: ARG005 - as many physical as logical experts
-    files.PHYSICAL = np.tile(np.arange(EXPERTS), (LAYERS, 1))
+    small = {name: getattr(files, name) for name in ordinary}
+    try:
+        for name, value in ordinary.items():
+            setattr(files, name, value)
+        yield
+    finally:
+        for name, value in small.items():
+            setattr(files, name, value)
+
+
+def _report_rates(folder: Path, tokens: int) -> None:
     print(
         f"imports of {LAYERS} x {EXPERTS} top {TOP_K}, some {tokens * LAYERS:,} rows;"
         " million rows per CPU second"
@@ -89,128 +113,144 @@ def report(tokens: int = TOKENS, large_rows: int = LARGE_ROWS) -> None:
         "(target 1); beside it the same bytes parsed by a library, their meaning left"
         " aside"
     )
+    prompt = tokens // 8
     truth = files.routing(
-        ((tokens // 8, tokens - tokens // 8),),
+        ((prompt, tokens - prompt),),
         layers=LAYERS,
         experts=EXPERTS,
         top_k=TOP_K,
     )
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            for name, (write, options) in LAYOUTS.items():
-                source = write(Path(folder) / "dump.npz", truth)
-                done = partial(
-                    import_trace,
-                    source,
-                    source.with_name("out"),
-                    shape=model_shape(SHAPE),
-                    options=options,
-                )
-                rows = done().rows
-                rate, parsed = (
-                    rows / cpu_seconds(work) / 1e6
-                    for work in (done, partial(_parsed, source))
-                )
-                size = source.stat().st_size / 1e6
-                print(
-                    f"  {name:<26} {rate:5.2f}, parsed alone {parsed:6.2f},"
-                    f" {size:4.0f} MB",
-                    flush=True,
-                )
-                source.unlink()
-            if large_rows:
-                print(
-                    f"peak memory of {large_rows:,} rows, each in a process of its own"
-                    " (target: 1 GB)"
-                )
-            for name, write_large in LARGE.items() if large_rows else ():
-                source = write_large(Path(folder) / "dump.npz", large_rows)
-                call = [
-                    sys.executable,
-                    "-c",
-                    _CHILD,
-                    str(source),
-                    str(source.with_name("out")),
-                    SHAPE,
-                ]
-                peak = float(
-                    subprocess.run(
-                        call, capture_output=True, text=True, check=True
-                    ).stdout
-                )
-                print(
-                    f"  {name:<26} {peak:5.0f} MiB of"
-                    f" {source.stat().st_size / 2**20:5.0f} MiB",
-                    flush=True,
-                )
-                source.unlink()
-    finally:
-        for name, value in plain.items():
-            setattr(files, name, value)
+
+    for name, (write, options) in LAYOUTS.items():
+        source = write(folder / "dump.npz", truth)
+        imported = partial(
+            import_trace,
+            source,
+            source.with_name("out"),
+            shape=model_shape(SHAPE),
+            options=options,
+        )
+        # The first import compiles, or loads, what it needs.
+        rows = imported().rows
+        rate = rows / cpu_seconds(imported) / MILLION
+        parsed = rows / cpu_seconds(partial(_parse, source)) / MILLION
+        size = source.stat().st_size / MILLION
+        print(
+            f"  {name:<26} {rate:5.2f}, parsed alone {parsed:6.2f}, {size:4.0f} MB",
+            flush=True,
+        )
+        source.unlink()
 
 
-def _parsed(path: Path) -> None:
+def _report_memory(folder: Path, rows: int) -> None:
+    print(f"peak memory of {rows:,} rows, each in a process of its own (target: 1 GB)")
+    for name, write in LARGE.items():
+        source = write(folder / "dump.npz", rows)
+        out = source.with_name("out")
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD, str(source), str(out), SHAPE],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        size = source.stat().st_size / 2**20
+        print(
+            f"  {name:<26} {float(done.stdout):5.0f} MiB of {size:5.0f} MiB", flush=True
+        )
+        source.unlink()
+
+
+def _parse(path: Path) -> None:
     """Read all values of a file with pyarrow, numpy or torch, and nothing else."""
     start = path.read_bytes()[:8]
     if start.startswith(b"PAR1"):
         pq.ParquetFile(path, pre_buffer=False).read(use_threads=False)
     elif start.startswith(b"PK"):
-        try:
-            with np.load(path) as arrays:
-                deque((arrays[name] for name in arrays), maxlen=0)
-        except ValueError:
-            import torch
-
-            torch.load(path, weights_only=True)
+        _parse_zip(path)
     elif start[:1] in (b"{", b"["):
-        data = path.read_bytes()
-        _, _, rest = data.partition(b"\n")
-        if rest.startswith(b"["):
-            data = b'{"row":' + rest.strip().replace(b"\n", b'}\n{"row":') + b"}"
-        json.read_json(
-            pa.BufferReader(data),
-            read_options=json.ReadOptions(use_threads=False, block_size=8 << 20),
-        )
+        _parse_json(path.read_bytes())
     elif start[8:9] == b"{" or not start[:1].isascii() or b"\0" in start:
-        np.fromfile(path, np.float32, offset=8 + int.from_bytes(start, "little")).sum()
+        header_bytes = int.from_bytes(start, "little")
+        np.fromfile(path, np.float32, offset=8 + header_bytes).sum()
     else:
-        data = path.read_bytes()
-        at = 0
-        while data.startswith(b"#", at):
-            at = data.index(b"\n", at) + 1
-        mark = ";" if b";" in data[at : at + 256] else ","
-        csv.read_csv(
-            pa.BufferReader(pa.py_buffer(data).slice(at)),
-            read_options=csv.ReadOptions(use_threads=False, block_size=8 << 20),
-            parse_options=csv.ParseOptions(delimiter=mark),
-        )
+        _parse_csv(path.read_bytes())
+
+
+def _parse_zip(path: Path) -> None:
+    try:
+        with np.load(path) as arrays:
+            deque((arrays[name] for name in arrays), maxlen=0)
+    except ValueError:
+        import torch
+
+        torch.load(path, weights_only=True)
+
+
+def _parse_json(data: bytes) -> None:
+    # Arrow reads objects only.
+    _, _, rest = data.partition(b"\n")
+    if rest.startswith(b"["):
+        data = b'{"row":' + rest.strip().replace(b"\n", b'}\n{"row":') + b"}"
+
+    json.read_json(
+        pa.BufferReader(data),
+        read_options=json.ReadOptions(use_threads=False, block_size=8 << 20),
+    )
+
+
+def _parse_csv(data: bytes) -> None:
+    at = 0
+    while data.startswith(b"#", at):
+        at = data.index(b"\n", at) + 1
+
+    delimiter = ";" if b";" in data[at : at + 256] else ","
+    csv.read_csv(
+        pa.BufferReader(pa.py_buffer(data).slice(at)),
+        read_options=csv.ReadOptions(use_threads=False, block_size=8 << 20),
+        parse_options=csv.ParseOptions(delimiter=delimiter),
+    )
+
+
+# -- large files -----------------------------------------------------------------------
 
 
 def _routing(rows: int, requests: int = 1) -> np.ndarray:
     """Ids [T, L, K] of rows / L tokens, drawn from a pool."""
-    pool = np.argsort(np.random.default_rng(0).random((4096, EXPERTS)), axis=1)[
-        :, :TOP_K
-    ].astype(np.int32)
+    rng = np.random.default_rng(0)
+    pool = np.argsort(rng.random((4096, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
     tokens = rows // LAYERS // requests * requests
-    return pool[
-        np.arange(tokens * LAYERS) * 2_654_435_761 % (1 << 32) % len(pool)
-    ].reshape(tokens, LAYERS, TOP_K)
+    # Knuth's multiplicative hash: much faster than drawing millions of numbers.
+    drawn = np.arange(tokens * LAYERS) * 2_654_435_761 % (1 << 32) % len(pool)
+    return pool[drawn].reshape(tokens, LAYERS, TOP_K)
 
 
 def _large_route_trace(path: Path, rows: int) -> Path:
     """One session of 500 tokens after the other."""
     truth = files.routing(((100, 500),), layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
-    lines = (
-        files.route_trace(path, truth, dense=False)
-        .read_bytes()
-        .splitlines(keepends=True)
-    )
+    small = files.route_trace(path, truth, dense=False)
+    lines = small.read_bytes().splitlines(keepends=True)
     first = next(number for number, line in enumerate(lines) if line[:1].isdigit())
     body = b"".join(lines[first:])
+
     with path.open("wb") as file:
         file.writelines(lines[:first])
         for turn in range(-(-rows // (500 * LAYERS))):
             file.write(b"%d," % turn + body[2:].replace(b"\n0,", b"\n%d," % turn))
+    return path
+
+
+def _large_jsonl(path: Path, rows: int) -> Path:
+    """One sequence of tokens, a line per token and layer."""
+    truth = files.routing(((0, 500),), layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
+    lines = files.lattice(path, truth).read_bytes().splitlines(keepends=True)
+
+    with path.open("wb") as file:
+        for part in range(-(-rows // len(lines))):
+            for number, line in enumerate(lines):
+                token = part * 500 + number // LAYERS
+                head, _, tail = line.partition(b'"token_idx": ')
+                tail = tail[tail.index(b",") :]
+                file.write(head + b'"token_idx": %d' % token + tail)
     return path
 
 
@@ -235,13 +275,8 @@ def _large_sglang(path: Path, rows: int) -> Path:
         }
         for step, part in enumerate(ids.reshape(-1, 64, LAYERS, TOP_K))
     ]
-    torch.save(
-        {
-            "records": records,
-            "last_physical_to_logical_map": torch.from_numpy(files.PHYSICAL),
-        },
-        path,
-    )
+    logical = torch.from_numpy(files.PHYSICAL)
+    torch.save({"records": records, "last_physical_to_logical_map": logical}, path)
     return path
 
 
@@ -251,17 +286,15 @@ def _large_vllm(path: Path, rows: int) -> Path:
 
 
 def _large_logits(path: Path, rows: int) -> Path:
-    logits = (
-        np.random.default_rng(0)
-        .normal(size=(rows // LAYERS, EXPERTS))
-        .astype(np.float32)
-    )
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(rows // LAYERS, EXPERTS)).astype(np.float32)
     np.savez(path, **{f"layer.{layer}": logits for layer in range(LAYERS)})
     return path
 
 
 LARGE = {
     "route trace, csv": _large_route_trace,
+    "jsonl by token and layer": _large_jsonl,
     "sglang, 64 requests": _large_sglang,
     "vllm, npz": _large_vllm,
     "hugging face, npz": _large_logits,

@@ -19,7 +19,7 @@ from moesim.traces.format.schema import Phase
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 from moesim.traces.stats.similarity import mutual_information_bits
-from moesim.traces.stats.trace_summary import survey
+from moesim.traces.stats.trace_summary import summarise_trace
 from moesim.traces.synthetic.fit import fit
 from moesim.traces.synthetic.generate import synthesise
 
@@ -74,14 +74,14 @@ def likeness(
         ``belady``; ``load``, the mean total variation of the experts' shares of a
         layer.
     """
-    expected = survey(real)
+    expected = summarise_trace(real)
     tokens = times * min(
         MOST_TOKENS,
         expected.figures["prefill_tokens"] + expected.figures["decode_tokens"],
     )
     synthesise(fit(real), place, tokens=tokens, seed=seed)
     drawn = open_trace(place)
-    found = survey(drawn)
+    found = summarise_trace(drawn)
     both = (expected, found)
     bits = {
         gap: [pair_bits(trace, gap) for trace in (real, drawn)]

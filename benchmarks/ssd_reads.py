@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from moesim.runtime.executor.trace_driven import shape_for
-from moesim.runtime.store.memory import HostTier, Slots
+from moesim.runtime.store.memory import HostSlots, Slots
 
 from benchmarks.runtime_overhead import SHAPE, SLOTS, TOKENS, made_up_trace
 from moesim.runs import replay as api
-from moesim.runs.measured import machine_profile, open_random_store, run_trace
+from moesim.runs.machine import machine_profile
+from moesim.runs.measured import run_trace
+from moesim.runs.stores import open_random_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +52,7 @@ def private(store: ExpertStore) -> Slots:
 
 def huge(store: ExpertStore) -> Slots:
     """Slots as the runtime has them."""
-    return HostTier(HOST_SLOTS, store.slot_bytes)
+    return HostSlots(HOST_SLOTS, store.slot_bytes)
 
 
 KINDS: dict[str, Callable[[ExpertStore], Slots]] = {

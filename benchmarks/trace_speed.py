@@ -23,14 +23,14 @@ from moesim.traces.format.layer_steps import joined, layer_steps, of_sequences
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import ROW_GROUP_ROWS, TraceWriter, arrow_schema
-from moesim.traces.stats.hit_rate_curves import CURVES, CurveFold
-from moesim.traces.stats.similarity import Resemblance
-from moesim.traces.stats.statistics import LayerFold, stats
+from moesim.traces.stats.hit_rate_curves import CURVES, CurveAggregator
+from moesim.traces.stats.similarity import SimilarityAggregator
+from moesim.traces.stats.statistics import LayerAggregator, stats
 
 from benchmarks.cpu_seconds import cpu_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.format.reader import SequenceRows
@@ -49,6 +49,8 @@ with open("/proc/self/status") as status:  # ru_maxrss would inherit the parent'
     peak_kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 print(rows, taken_s, peak_kib / 1024)
 """
+# Part -> what it is, what it imports, and an expression that does it and is worth the
+# rows of the trace.
 LARGE = {
     "import": (
         "rows shuffled",
@@ -67,14 +69,14 @@ LARGE = {
         "with all curves",
         (
             "from moesim.traces.format.reader import open_trace; from"
-            " moesim.traces.stats.trace_summary import survey"
+            " moesim.traces.stats.trace_summary import summarise_trace"
         ),
-        "(trace := open_trace(sys.argv[2]), survey(trace))[0].rows",
+        "(trace := open_trace(sys.argv[2]), summarise_trace(trace))[0].rows",
     ),
     "cache": (
         "LRU alone",
         (
-            "from moesim.runs.replay import replay_cache; from"
+            "from moesim.runs.cache_replay import replay_cache; from"
             " moesim.traces.format.reader import open_trace"
         ),
         "(trace := open_trace(sys.argv[2]), replay_cache(trace, 'lru'))[0].rows",
@@ -92,9 +94,6 @@ LARGE = {
         ),
     ),
 }
-"""Part -> what it is, what it imports, and an expression that does it and is worth the
-rows of the trace.
-"""
 
 
 def report(
@@ -121,26 +120,26 @@ def report(
                 write_shuffled(shuffled, rows)
             elif part != "import" and not large.exists():
                 sys.exit(f"no {large}: run the part 'import' with this --folder first")
-            what, imports, work = LARGE[part]
-            code = _CHILD.format(imports=imports, work=work)
-            call = [
-                sys.executable,
-                "-c",
-                code,
-                str(shuffled),
-                str(large),
-                f"{name}/run",
-            ]
-            told = subprocess.run(
-                call, stdout=subprocess.PIPE, text=True, check=True
-            ).stdout.split()
-            read, taken_s, peak = map(float, told)
-            rate = read / taken_s / MILLION
-            print(
-                f"  {part + ', ' + what:<29} {rate:5.2f} million rows per CPU second,"
-                f" {taken_s:4.0f} s, peak {peak:4.0f} MiB",
-                flush=True,
-            )
+            _report_large(part, shuffled, large, Path(name) / "run")
+
+
+def _report_large(part: str, shuffled: Path, large: Path, out: Path) -> None:
+    """Run one part of `LARGE` in a process of its own."""
+    description, imports, work = LARGE[part]
+    code = _CHILD.format(imports=imports, work=work)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(shuffled), str(large), str(out)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    rows, taken_s, peak_mib = map(float, done.stdout.split())
+    rate = rows / taken_s / MILLION
+    print(
+        f"  {f'{part}, {description}':<29} {rate:5.2f} million rows per CPU second,"
+        f" {taken_s:4.0f} s, peak {peak_mib:4.0f} MiB",
+        flush=True,
+    )
 
 
 def _rates(small: Trace) -> None:
@@ -148,73 +147,67 @@ def _rates(small: Trace) -> None:
         f"statistics of a synthetic trace, {SHAPE.layers} x {SHAPE.experts} top"
         f" {SHAPE.top_k}; per CPU second"
     )
-    reading = cpu_seconds(lambda: deque(small.sequences(), maxlen=0))
-    print(f"  reading alone       {small.rows / reading / MILLION:6.2f} million rows")
-    print(
-        "  stats              "
-        f" {small.rows / cpu_seconds(lambda: stats(small)) / MILLION:6.2f} million rows"
-    )
-    print(
-        "  similarity and so on"
-        f" {small.rows / cpu_seconds(lambda: _alike(small)) / MILLION:5.2f} million"
-        " rows"
-    )
-    print(
-        "  all but the curves "
-        f" {small.rows / cpu_seconds(lambda: _uncurved(small)) / MILLION:6.2f} million"
-        " rows"
-    )
+    _print_rows(small, "reading alone", lambda: deque(small.sequences(), maxlen=0))
+    _print_rows(small, "stats", lambda: stats(small))
+    _print_rows(small, "similarity and so on", lambda: _similarity(small))
+    _print_rows(small, "all but the curves", lambda: _without_curves(small))
+
     blocks = list(layer_steps(small))
     accesses = sum(len(block.experts) for block in blocks)
     for names in (("lru",), ("belady",), ("lru_global",), ("belady_global",), CURVES):
         seconds = cpu_seconds(lambda names=names: _curves(small, blocks, names))
-        what = "all four curves" if names == CURVES else names[0].replace("_", " ")
+        label = "all four curves" if names == CURVES else names[0].replace("_", " ")
         print(
-            f"  {what:<19} {accesses / seconds / MILLION:6.2f} million accesses (target"
-            " 1), from memory"
+            f"  {label:<20} {accesses / seconds / MILLION:6.2f} million accesses"
+            " (target 1), from memory"
         )
+
+
+def _print_rows(trace: Trace, label: str, work: Callable[[], object]) -> None:
+    rate = trace.rows / cpu_seconds(work) / MILLION
+    print(f"  {label:<20} {rate:6.2f} million rows")
 
 
 def _curves(trace: Trace, blocks: list[LayerSteps], names: tuple[str, ...]) -> None:
     """Some curves of layer steps that lie ready."""
-    curve = CurveFold(trace.shape, names=names)
+    aggregator = CurveAggregator(trace.shape, names=names)
     for block in blocks:
-        curve.add(block)
-    curve.end()
+        aggregator.add(block)
+    aggregator.end()
 
 
-def _uncurved(trace: Trace) -> None:
-    fold = LayerFold(trace.shape.layers, trace.shape.experts, trace.shape.top_k)
-    alike = Resemblance(trace.shape)
+def _without_curves(trace: Trace) -> None:
+    layers = LayerAggregator(trace.shape)
+    similarity = SimilarityAggregator(trace.shape)
 
     def read() -> Iterator[SequenceRows]:
         for rows in trace.sequences():
-            alike.add(rows)
+            similarity.add(rows)
             yield rows
 
     for block in joined(of_sequences(read(), trace.shape.layers, trace.shape.experts)):
-        fold.add(block)
+        layers.add(block)
 
 
-def _alike(trace: Trace) -> None:
-    fold = Resemblance(trace.shape)
+def _similarity(trace: Trace) -> None:
+    aggregator = SimilarityAggregator(trace.shape)
     for rows in trace.sequences():
-        fold.add(rows)
+        aggregator.add(rows)
 
 
 def write(path: Path, rows: int) -> Path:
-    """Sequences of decode tokens; each layer has its favourites, drawn without
+    """Write sequences of decode tokens; each layer has favourites, drawn without
     replacement (Gumbel's trick).
     """
     rng = np.random.default_rng(0)
     layers = SHAPE.layers
     experts = SHAPE.experts
     top_k = SHAPE.top_k
-    taste = rng.normal(size=(layers, experts)).astype(np.float32)
+    preference = rng.normal(size=(layers, experts)).astype(np.float32)
     count = SEQUENCE_TOKENS * layers
     # Drawn once: 25 MiB.
     noise = rng.gumbel(size=(4 * SEQUENCE_TOKENS, layers, experts)).astype(np.float32)
-    pool = np.argpartition(-(noise + taste), top_k, axis=2)[:, :, :top_k].astype(
+    pool = np.argpartition(-(noise + preference), top_k, axis=2)[:, :, :top_k].astype(
         np.uint16
     )
     pos = np.repeat(np.arange(SEQUENCE_TOKENS), layers)
@@ -229,8 +222,8 @@ def write(path: Path, rows: int) -> Path:
 
 
 def write_shuffled(path: Path, rows: int) -> Path:
-    """Our layout with its rows far from their neighbours: row i stands where ``i *
-    step`` modulo their number says.
+    """Write our layout with its rows far from their neighbours: row i stands at place
+    ``i * step`` modulo their number.
     """
     rng = np.random.default_rng(0)
     layers = SHAPE.layers

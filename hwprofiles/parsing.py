@@ -63,7 +63,7 @@ def parse_numbers(
             if not is_number(inner):
                 raise ProfileError(
                     f"{where}: {inner}: unknown number{suggestion(inner, NUMBERS)}; see"
-                    " docs/hardware.md"
+                    " docs/reference/hardware.md"
                 )
             yield inner, _quantity(entry, inner, where)
             continue

@@ -347,7 +347,7 @@ def _texts(raw: Mapping[str, Any], where: str) -> dict[str, str]:
         if not isinstance(entry, str) or not entry:
             raise ProfileError(
                 f"{where}: {key}: expected a text, found {entry!r}; see"
-                " docs/hardware.md"
+                " docs/reference/hardware.md"
             )
         texts[key] = entry
     return texts
@@ -416,7 +416,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise ProfileError(
-            f"{where}: not TOML: {error}; see docs/hardware.md"
+            f"{where}: not TOML: {error}; see docs/reference/hardware.md"
         ) from None
 
     return parse_profile(raw, where=where)

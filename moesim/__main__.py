@@ -1,4 +1,4 @@
-"""`python -m moesim` is `moesim`."""
+"""`python -m moesim`, which is `moesim`."""
 
 from moesim.cli import main
 

@@ -1,10 +1,9 @@
-"""`make demo`: from this very PC to a comparison of policies, in one go and on real
-input.
+"""The demonstration behind `make demo`: from this PC to a comparison of policies.
 
-Measures the machine, records what the shipped model's gates say while it reads and
-writes text it was not trained on, and replays that routing on the model of the machine.
-Nothing is downloaded; nothing is made up: where experts are given another model's size,
-the text says so.
+It measures the machine, records the gates of the shipped model while it reads and
+writes text that it was not trained on, and replays that routing on the model of the
+machine. Nothing is downloaded and nothing is made up: where experts are given another
+model's size, the text says so.
 """
 
 # ruff: noqa: T201 - a demonstration prints
@@ -18,13 +17,12 @@ from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
 
-from moesim.cli import guarded
-from moesim.cli.measure import default_residual
-from moesim.cli.progress import bar, only_ours
+from moesim.cli.commands.record import default_residual
+from moesim.cli.errors import guarded
+from moesim.cli.progress import bar, quiet_libraries
 from moesim.reporting import text as report
 from moesim.reporting.comparison_page import write_comparison
 from moesim.reporting.figures import comparison_figure, save
-from moesim.runs.replay import MemoryOptions
 from moesim.runs.sweep import compare
 from moesim.traces.files import written_beside
 from moesim.traces.format.reader import Trace, open_trace
@@ -55,6 +53,7 @@ flatter every cache.
 """
 CACHE_RATIO = 0.25
 BORROWED = "qwen3-30b-a3b"
+"""The model whose expert sizes the second comparison takes."""
 
 
 def main() -> None:
@@ -75,10 +74,16 @@ def main() -> None:
 
 
 def demonstrate(out: Path, hw: Path | None = None) -> None:
-    """Profile, record, replay twice, and say where everything is."""
+    """Profile, record, replay twice, and name all results.
+
+    Args:
+        out: folder of the results.
+        hw: hardware profile; None measures this machine.
+    """
     begin_s = time.perf_counter()
-    only_ours()
+    quiet_libraries()
     out.mkdir(parents=True, exist_ok=True)
+    # Measuring takes seconds and wants a quiet machine; a profile at hand does as well.
     hw = hw or _measure(out / "hw.toml")
     trace = _record(out / "trace.parquet")
 
@@ -102,41 +107,40 @@ def demonstrate(out: Path, hw: Path | None = None) -> None:
     table, runs = _compare(grown, out / "grown", hw)
     print(report.comparison_text(table, runs))
     page = write_comparison(table, runs, out / "grown.html")
-    write_perfetto(
-        out / "grown.json",
-        {name: runs[name].timeline for name in ("greedy", "greedy+lru+residual")},
-    )
+    # Two runs side by side are what a timeline viewer can show at a time.
+    timelines = {
+        name: runs[name].timeline for name in ("greedy", "greedy+lru+residual")
+    }
+    write_perfetto(out / "grown.json", timelines)
 
     _title(f"Done in {time.perf_counter() - begin_s:.0f} s")
-    found = [
-        (hw, "this machine, measured"),
-        (trace.path, "the routing of the shipped model"),
-        (
-            out / "grown",
-            "timeline, accesses and steps of every run (Parquet), run.json beside them",
+    results = {
+        hw: "this machine, measured",
+        trace.path: "the routing of the shipped model",
+        out / "grown": (
+            "timeline, accesses and steps of every run (Parquet), run.json beside them"
         ),
-        (out / "tiny.png", "the first comparison as a picture"),
-        (
-            page,
-            "the second as a page: who is fastest, which expert was where, and when",
+        out / "tiny.png": "the first comparison as a picture",
+        page: (
+            "the second as a page: who is fastest, which expert was where, and when"
         ),
-        (out / "grown.json", "two runs as a timeline; open it in ui.perfetto.dev"),
-    ]
-    width = max(len(str(place)) for place, _ in found)
-    for place, what in found:
-        print(f"{place!s:<{width}}  {what}")
+        out / "grown.json": "two runs as a timeline; open it in ui.perfetto.dev",
+    }
+    # Where everything is, is what remains of a demonstration.
+    width = max(len(str(place)) for place in results)
+    for place, description in results.items():
+        print(f"{place!s:<{width}}  {description}")
 
 
 def _measure(path: Path) -> Path:
     """Measure this PC quickly."""
-    from moesim.runtime.measure.profile import (  # noqa: PLC0415 - torch takes seconds, and --hw can do without
-        measure,
-    )
+    # Importing torch takes seconds, which a demonstration with --hw need not wait for.
+    from moesim.runtime.measure.profile import measure  # noqa: PLC0415
 
     _title("1. Measure this PC")
     with bar("measuring", 1.0) as show:
         profile = measure(
-            None, path, quick=True, progress=lambda _what, done: show(done)
+            None, path, quick=True, progress=lambda _part, done: show(done)
         )
     print(profile.description)
     return path
@@ -146,16 +150,17 @@ def _record(path: Path) -> Trace:
     """Let the shipped model read and continue text from the evaluation part of its
     corpus.
     """
-    from moesim.runtime.models import corpus  # noqa: PLC0415 - as above
+    # As above.
     from moesim.runtime.record.record import load_model, record  # noqa: PLC0415
     from moesim.runtime.record.residual import Residual  # noqa: PLC0415
+    from moesim.runtime.text import corpus  # noqa: PLC0415
 
     _title("2. Record a routing trace from the model that ships with moesim")
     model = load_model("tiny")
     residual = Residual.load(default_residual("tiny"))
     texts = corpus.prompts("evaluation", PROMPTS, PROMPT_BYTES, seed=0)
     with bar("recording", 1.0) as show:
-        done = record(
+        recording = record(
             model,
             texts,
             path,
@@ -163,34 +168,38 @@ def _record(path: Path) -> Trace:
             residual=residual,
             temperature=TEMPERATURE,
             progress=lambda tokens, expected: show(tokens / expected),
+            # It would run the model a second time.
             measure_overhead=False,
         )
     print(
-        f"{done.sequences} texts it was not trained on: {done.prompt_tokens} prompt and"
-        f" {done.decode_tokens} generated tokens, {done.tokens_per_s:.0f} tokens/s"
+        f"{recording.sequences} texts it was not trained on: {recording.prompt_tokens}"
+        f" prompt and {recording.decode_tokens} generated tokens,"
+        f" {recording.tokens_per_s:.0f} tokens/s"
     )
     return open_trace(path)
 
 
 def _compare(trace: Trace, out: Path, hw: Path) -> tuple[pd.DataFrame, dict[str, Run]]:
     """Replay under all policies."""
-    memory = MemoryOptions(cache_ratio=CACHE_RATIO)
     with bar("replaying", 1.0) as show:
-        return compare(trace, POLICIES, out=out, hw=hw, memory=memory, progress=show)
+        return compare(
+            trace, POLICIES, out=out, hw=hw, cache_ratio=CACHE_RATIO, progress=show
+        )
 
 
 def _grown(trace: Trace, path: Path) -> Trace:
-    """The same rows under a header that borrows another model's sizes."""
-    own = trace.shape
+    """Write the same rows under a header that borrows another model's sizes."""
+    small = trace.shape
     large = model_shape(BORROWED)
     shape = dataclasses.replace(
         large,
         name=f"tiny with {BORROWED} experts",
-        layers=own.layers,
-        experts=own.experts,
-        top_k=own.top_k,
-        expert_bytes=large.expert_bytes[: own.layers],
-        other_bytes=large.other_bytes * own.layers // large.layers,
+        layers=small.layers,
+        experts=small.experts,
+        top_k=small.top_k,
+        expert_bytes=large.expert_bytes[: small.layers],
+        # Fewer layers have fewer non-expert weights.
+        other_bytes=large.other_bytes * small.layers // large.layers,
     )
     header = dataclasses.replace(trace.header, shape=shape)
     table = pq.read_table(trace.path).replace_schema_metadata(

@@ -29,9 +29,11 @@ PRIORITY = {name: 2 + rank for rank, name in enumerate(CLASSES)}
 """The same order as SimPy priorities, after its own URGENT and NORMAL."""
 
 
-class Slots:
-    """Staging slots that a copy must win before it starts; `lane` is who waits for
-    them.
+class StagingSlots:
+    """Free staging slots of one memory; `lane` brings experts there and waits for them.
+
+    A copy that needs one takes it when it starts; it is given back when the last
+    operation on that expert has ended.
     """
 
     __slots__ = ("free", "lane")
@@ -39,6 +41,13 @@ class Slots:
     def __init__(self, lane: int, free: int = 0) -> None:
         self.lane = lane
         self.free = free
+
+    def admit(self, _: Operation) -> bool:
+        """Take a slot, if one is free."""
+        if self.free < 1:
+            return False
+        self.free -= 1
+        return True
 
 
 class Operation(Event):
@@ -66,7 +75,7 @@ class Operation(Event):
     _value = None
     _defused = False
     staged = False
-    frees: Slots | None = None
+    frees: StagingSlots | None = None
     start_s = -1.0
     end: Event | None = None
     end_s: float
@@ -83,7 +92,7 @@ class Operation(Event):
         expert: int,
         work_s: float,
         nbytes: int = 0,
-        on_end: Callable[[Operation], object] | None = None,
+        on_end: Callable[..., object] | None = None,
     ) -> None:
         self.lane = lane
         self.kind = kind

@@ -9,56 +9,32 @@ first served. Nothing is preempted.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
-from moesim.sim.contention import Contention, Operation, Slots
+from moesim.engine.lanes import WorkerQueues
+from moesim.engine.operations import DEMAND
+from moesim.sim.contention import Contention, Operation, StagingSlots
 from moesim.traces.timeline.spans import pack_span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping, Sequence
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.sim.noise import Noise
     from moesim.traces.timeline.spans import Timeline
     from simpy.core import Environment
 
-DEMAND = 0
-AHEAD = 1
-REPLACING = 2
-"""Priorities inside a lane."""
 
+class Worker(WorkerQueues[Operation]):
+    """Serves the queues of its lanes in order; busy with at most one operation."""
 
-class Worker:
-    """Serves the queues of its lanes in order; busy with at most one operation.
+    __slots__ = ("busy",)
 
-    `lines`: every queue, first served first, with the slots that its staged operations
-    need.
-    """
-
-    __slots__ = ("_start", "busy", "lines", "waiting")
-
-    def __init__(self, start: Callable[[Operation], None]) -> None:
-        self._start = start
+    def __init__(
+        self, lanes: Sequence[tuple[int, str]], gates: Mapping[str, StagingSlots]
+    ) -> None:
+        super().__init__(lanes, gates)
         self.busy = False
-        self.waiting = 0
-        self.lines: list[tuple[deque[Operation], Slots | None]] = []
-
-    def serve(self) -> None:
-        """Start the next operation that may start, if idle."""
-        if self.busy or not self.waiting:
-            return
-        for queue, gate in self.lines:
-            if not queue:
-                continue
-            if gate is not None and queue[0].staged:
-                if gate.free < 1:
-                    continue
-                gate.free -= 1
-            self.busy = True
-            self.waiting -= 1
-            self._start(queue.popleft())
-            return
 
 
 class Machine:
@@ -81,28 +57,20 @@ class Machine:
         self._record = timeline.spans.extend
         self._noise = noise
         self._start = self.contention.start if noise is None else self._start_scattered
-        self._worker_of: list[Worker] = [Worker(self._start)] * len(self.lanes)
-        self._queue: list[list[deque[Operation]]] = [[] for _ in self.lanes]
         self.staging = [
-            Slots(self.lanes.index(f"h2d{gpu}")) for gpu in range(profile.gpus)
+            StagingSlots(self.lanes.index(f"h2d{gpu}")) for gpu in range(profile.gpus)
         ]
-        self.host_staging = Slots(
+        self.host_staging = StagingSlots(
             self.lanes.index("ssd") if "ssd" in self.lanes else -1
         )
-        for lanes in profile.workers.values():
-            worker = Worker(self._start)
-            for name in lanes:
-                index = self.lanes.index(name)
-                self._worker_of[index] = worker
-                for priority in (DEMAND, AHEAD, REPLACING):
-                    queue: deque[Operation] = deque()
-                    self._queue[index].append(queue)
-                    worker.lines.append((queue, self._gate(name, priority)))
-
-    def _gate(self, lane: str, priority: int) -> Slots | None:
-        if lane.startswith("h2d") and priority == DEMAND:
-            return self.staging[int(lane[3:])]
-        return self.host_staging if lane == "ssd" else None
+        gates = {f"h2d{gpu}": slots for gpu, slots in enumerate(self.staging)}
+        gates["ssd"] = self.host_staging
+        by_lane: dict[int, Worker] = {}
+        for names in profile.workers.values():
+            lanes = [(self.lanes.index(name), name) for name in names]
+            worker = Worker(lanes, gates)
+            by_lane |= dict.fromkeys((index for index, _ in lanes), worker)
+        self._worker_of = [by_lane[index] for index in range(len(self.lanes))]
 
     def submit(self, operation: Operation, priority: int = DEMAND) -> None:
         """Queue an operation; it starts at once if its worker is idle."""
@@ -111,19 +79,20 @@ class Machine:
             worker.busy = True
             self._start(operation)
             return
-        self._queue[operation.lane][priority].append(operation)
-        worker.waiting += 1
+        worker.push(operation, priority)
         if not worker.busy:
-            worker.serve()
+            self._serve(worker)
 
     def withdraw(self, operation: Operation, priority: int) -> bool:
         """Take back an operation that has not started; False if it has."""
-        try:
-            self._queue[operation.lane][priority].remove(operation)
-        except ValueError:
-            return False
-        self._worker_of[operation.lane].waiting -= 1
-        return True
+        return self._worker_of[operation.lane].withdraw(operation, priority)
+
+    def _serve(self, worker: Worker) -> None:
+        """Start the next operation that an idle worker may start."""
+        operation = worker.pick()
+        if operation is not None:
+            worker.busy = True
+            self._start(operation)
 
     def _start_scattered(self, operation: Operation) -> None:
         assert self._noise is not None
@@ -151,8 +120,10 @@ class Machine:
         worker.busy = False
         if operation.frees is not None:
             operation.frees.free += 1
-            self._worker_of[operation.frees.lane].serve()
+            waiting = self._worker_of[operation.frees.lane]
+            if not waiting.busy:
+                self._serve(waiting)
         if operation.on_end is not None:
             operation.on_end(operation)
-        if worker.waiting:
-            worker.serve()
+        if worker.waiting and not worker.busy:
+            self._serve(worker)

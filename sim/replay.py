@@ -1,23 +1,16 @@
-"""Replay a trace in virtual time: the layer step of the design, driven as one SimPy
-process.
-"""
+"""Replay a trace in virtual time: the engine's layer steps, as one SimPy process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
-import numpy as np
-from moesim.policies.planner.plan import FETCH, READ
-from moesim.sim.contention import Operation
-from moesim.sim.dispatch import Computes
+from moesim.engine.layer_step import LayerStep
 from moesim.sim.machine import Machine
 from moesim.sim.noise import Noise
-from moesim.sim.transfers import Transfers
-from moesim.traces.timeline.spans import ACTIVATION, DENSE, JOIN, PLAN
+from moesim.sim.world import VirtualWorld
+from moesim.traces.timeline.spans import DENSE
 from simpy.core import Environment
-from simpy.events import Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -25,8 +18,10 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.planner import Planner
-    from moesim.traces.format.batch import RoutedLayer, RoutedStep
+    from moesim.sim.contention import Operation
+    from moesim.traces.format.batch import RoutedStep
     from moesim.traces.timeline.spans import Timeline
+    from simpy.events import Event
 
 
 class SimulationError(RuntimeError):
@@ -45,19 +40,8 @@ class ReplayResult:
     makespan_s: float
 
 
-class _Turn(Event):
-    """The process's next turn: like a bell, hung up again for each wait. As
-    `Operation`, triggered from birth.
-    """
-
-    _ok = True
-    _value = None
-    _defused = False
-
-
 class Replay:
-    """One run: a planner, a machine, and the process that walks the layer steps in the
-    design's order.
+    """One run: a planner, a machine, and the process that walks the layer steps.
 
     `noise_seed` draws every operation's time from the profile's measured distributions;
     None takes the means.
@@ -75,33 +59,18 @@ class Replay:
         self.env = Environment()
         noise = None if noise_seed is None else Noise(profile, noise_seed)
         self.machine = Machine(self.env, profile, timeline, noise)
-        self.transfers = Transfers(self.machine, planner, costs)
+        self.machine.host_staging.free = planner.sizes.staging
+        self._world = VirtualWorld(
+            self.env, self.machine, profile, costs, planner, timeline
+        )
+        self._layer_step: LayerStep[Operation] = LayerStep(self._world, planner)
         self._planner = planner
         self._costs = costs
-        tiered = planner.host is not None
-        self._join_s = cache(
-            lambda active, copies: costs.join_s(active, copies, tiered=tiered)
-        )
-        self._activation_s = cache(costs.activation_s)
         self._timeline = timeline
-        lanes = profile.lanes
-        self._control = lanes.index("control")
-        self._gpu = [lanes.index(f"gpu{gpu}") for gpu in range(profile.gpus)]
-        compute_lanes = [lanes.index("cpu"), *self._gpu]
-        # Lane code of an assignment -> lane.
-        self._lane_of = np.array(compute_lanes, np.int8)
-        self._d2h = [lanes.index(f"d2h{gpu}") for gpu in range(profile.gpus)]
-        # Whose memory is shared.
-        self._moves_activations = profile.accelerator != "host"
-        self._computes = Computes(
-            self.machine, self.transfers, planner, costs, compute_lanes, self._wake
-        )
+        self._gpu = [profile.lanes.index(f"gpu{gpu}") for gpu in range(profile.gpus)]
         self._after_read = costs.after_read("dense") if planner.host else 1.0
-        self._has_read = False  # whether the layer step before read from the SSD
-        self._turn = _Turn(self.env)
-        self._turns = 0
+        self._steps = 0
         self._layer_steps = 0
-        self.machine.host_staging.free = planner.sizes.staging
 
     def run(
         self,
@@ -114,37 +83,43 @@ class Replay:
             PolicyError: a policy answered something illegal.
             SimulationError: the process never ended (a lost landing would be our bug).
         """
-        count = [0]
-        process = self.env.process(self._run(steps, progress, count))
+        process = self.env.process(self._run(steps, progress))
         self.env.run(process)
-        if self._computes.pending:
-            raise SimulationError(
-                f"{self._computes.pending} operations were never finished"
-            )
+        pending = self._layer_step.dispatch.pending
+        if pending:
+            raise SimulationError(f"{pending} operations were never finished")
         return ReplayResult(
-            count[0],
-            self._layer_steps,
-            self.machine.contention.events + self._turns,
-            self.env.now,
+            steps=self._steps,
+            layer_steps=self._layer_steps,
+            events=self.machine.contention.events + self._world.turns,
+            makespan_s=self.env.now,
         )
 
     def _run(
         self,
         steps: Iterable[RoutedStep],
         progress: Callable[[RoutedStep], None] | None,
-        count: list[int],
     ) -> Generator[Event, None, None]:
+        """Walk forward passes: the dense part of each layer, its experts, the head."""
         env = self.env
         costs = self._costs
+        world = self._world
         for step in steps:
             start_s = env.now
-            self._has_read = False
+            # Nothing was read since the last pass's head: caches are as without reads.
+            world.has_read = False
             dense_s = costs.dense_s(step.tokens, step.context_tokens, step.sequences)
             for routed in step.layers:
-                yield from self._layer(step, routed, dense_s)
+                lane = self._gpu[self._planner.home(routed.layer)]
+                work_s = dense_s * self._after_read if world.has_read else dense_s
+                yield world.alone(lane, DENSE, step.step, routed.layer, work_s)
+                yield from self._layer_step.run(
+                    routed, step.step, step.phase, step.batch
+                )
+                self._layer_steps += 1
             head_s = costs.head_s(step.tokens, step.sequences)
             if head_s:
-                yield self._alone(self._gpu[0], DENSE, step.step, -1, head_s)
+                yield world.alone(self._gpu[0], DENSE, step.step, -1, head_s)
             self._timeline.step(
                 step.step,
                 step.phase,
@@ -154,77 +129,6 @@ class Replay:
                 start_s,
                 env.now,
             )
-            count[0] += 1
+            self._steps += 1
             if progress is not None:
                 progress(step)
-
-    def _layer(
-        self, step: RoutedStep, routed: RoutedLayer, dense_s: float
-    ) -> Generator[Event, None, None]:
-        """One layer step, in the order of the contract (design §5)."""
-        planner = self._planner
-        layer = routed.layer
-        home = planner.home(layer)
-        # 1. the dense part
-        yield self._alone(
-            self._gpu[home],
-            DENSE,
-            step.step,
-            layer,
-            dense_s * self._after_read if self._has_read else dense_s,
-        )
-        # 2. late prefetches; 3. and 4. routing and planning
-        self.transfers.begin_layer(layer, routed.experts)
-        plan = planner.plan(routed, step.step, step.phase, self.env.now, step.batch)
-        work = plan.work
-        lanes = self._lane_of.take(plan.lanes)
-        self._timeline.access(
-            step.step, layer, work.experts, work.tokens, lanes, work.state
-        )
-        yield self._alone(self._control, PLAN, step.step, layer, plan.planning_s)
-        # 5. lanes work
-        self._layer_steps += 1
-        for gpu, slots in enumerate(plan.staging_slots):
-            self.machine.staging[gpu].free = slots
-        for copies in plan.copies:
-            self.transfers.enqueue(copies, step.step)
-        self._has_read = self._after_read != 1.0 and any(
-            copies.kind == READ or (copies.kind == FETCH and any(copies.read))
-            for copies in plan.copies
-        )
-        self._turn.callbacks = []
-        cpu_used = self._computes.dispatch(plan)
-        yield self._turn
-        # 6. results join
-        if cpu_used and self._moves_activations:
-            yield self._alone(
-                self._d2h[home],
-                ACTIVATION,
-                step.step,
-                layer,
-                self._activation_s(len(work.routing)),
-            )
-        yield self._alone(
-            self._control,
-            JOIN,
-            step.step,
-            layer,
-            self._join_s(len(work.experts), plan.copied),
-        )
-        for copies in planner.complete(plan, self.env.now):
-            self.transfers.enqueue(copies, step.step)
-
-    def _alone(
-        self, lane: int, kind: int, step: int, layer: int, work_s: float
-    ) -> Event:
-        """Run one operation and return the process's turn after it."""
-        self._turn.callbacks = []
-        self.machine.submit(
-            Operation(lane, kind, step, layer, -1, work_s, 0, self._wake)
-        )
-        return self._turn
-
-    def _wake(self, _: Operation | None) -> None:
-        """Give the process its turn, now."""
-        self._turns += 1
-        self.env.schedule(self._turn)

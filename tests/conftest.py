@@ -12,7 +12,7 @@ import pytest
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 
-from moesim.runs import measured as runs
+from moesim.runs import machine
 from moesim.runs.parallel import cores
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -24,7 +24,7 @@ def any_machine_will_do():
     core, and beside a GPU.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "this_machine", lambda: ("host", max(2, cores())))
+        patch.setattr(machine, "this_machine", lambda: ("host", max(2, cores())))
         yield
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cache_driver import View, work
 from moesim.policies.assignment.daop import DAOP
-from moesim.policies.base import Ahead, Assignment, AssignmentPolicy, PolicyError
+from moesim.policies.base import Assignment, AssignmentPolicy, PolicyError, Precompute
 from moesim.policies.systems import System
 from moesim.traces.format.schema import Phase
 
@@ -35,8 +35,10 @@ class Foreseeing(AssignmentPolicy):
     def assign(self, work, view):
         return Assignment(np.zeros(len(work.experts), np.int8))
 
-    def ahead(self, work, view):
-        return Ahead(np.array(self.guess, np.int32), np.ones(len(self.guess), np.int32))
+    def precompute(self, work, view):
+        return Precompute(
+            np.array(self.guess, np.int32), np.ones(len(self.guess), np.int32)
+        )
 
 
 class Turns(AssignmentPolicy):
@@ -106,7 +108,7 @@ def test_with_limited_host_memory_only_what_is_there_is_computed_ahead():
 
 def test_nothing_lies_ahead_of_the_last_layer_and_ids_are_checked():
     planner = plan_of(shape(layers=1), ahead())
-    assert planner.plan(routed(0, 0), 0, 1, 0.0).ahead is None
+    assert planner.plan(routed(0, 0), 0, 1, 0.0).precompute is None
     with pytest.raises(PolicyError, match="ahead"):
         plan_of(shape(layers=2), ahead("9")).plan(routed(0, 0), 0, 1, 0.0)
 
@@ -132,11 +134,11 @@ def test_section_2_3_daop_predicts_from_layer_four_on_and_starts_what_no_gpu_hol
     planner = plan_of(model, System("daop:first_layer=2", cache="lru"), slots=2)
     predicted = np.array([[0.1, 0.4, 0.3, 0.2]], np.float16)
     first = planner.plan(routed(0, 0, 1, pred1_raw=predicted), 0, 1, 0.0)
-    assert first.ahead is None  # layer 1 runs on demand
+    assert first.precompute is None  # layer 1 runs on demand
     second = planner.plan(routed(1, 0, 1, pred1_raw=predicted), 0, 1, 0.0)
-    assert second.ahead.experts.tolist() == [1, 2]
+    assert second.precompute.experts.tolist() == [1, 2]
     third = planner.plan(routed(2, 1, 3, pred1_raw=predicted), 0, 1, 0.0)
-    assert third.work.started.tolist() == [True, False]
+    assert third.work.precomputed.tolist() == [True, False]
 
 
 def test_section_2_3_on_demand_layers_are_parallel_as_drawn_or_serial_as_coded():

@@ -16,8 +16,9 @@ from command_line import refused, runner
 from small_trace import NEW_TOKENS, PROMPT_TOKENS, SEQUENCES, SHAPE, write_small_trace
 
 from moesim import cli
-from moesim.cli.options import split_names
-from moesim.reporting import text as report
+from moesim.cli.parsers import split_policies
+from moesim.reporting.tables import aligned
+from moesim.reporting.units import number as number_text
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
@@ -83,7 +84,9 @@ def test_defaults_are_printed(moesim, trace):
     code, out, _ = moesim("replay", trace)
     assert code == 0
     assert "rtx3090-epyc7532 (datasheet profile)" in out
-    assert "cache lru, prefetch none, routing as-recorded, batch 1" in out
+    assert "cache lru, prefetch none, routing as-recorded, batch 1" in " ".join(
+        out.split()
+    )
     assert "2 experts per layer, 25.0 % of all" in out
 
 
@@ -189,8 +192,8 @@ def test_compare_equals_replay(moesim, trace):
 
 
 def test_policies_split_where_a_policy_begins():
-    assert split_names("a,b , c", "--policies") == ["a", "b", "c"]
-    found = split_names("greedy+lfu:decay=0.9,variant=perfect,all-cpu", "--policies")
+    assert split_policies("a,b , c", "--policies") == ["a", "b", "c"]
+    found = split_policies("greedy+lfu:decay=0.9,variant=perfect,all-cpu", "--policies")
     assert found == ["greedy+lfu:decay=0.9,variant=perfect", "all-cpu"]
 
 
@@ -445,6 +448,73 @@ def test_stopped_from_outside_it_says_so_and_leaves_nothing(
     assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
+@pytest.mark.parametrize("words", [ALONE, SHARED_OUT], ids=("alone", "two processes"))
+def test_two_interrupts_in_quick_succession_end_it_as_one_does(
+    request, tmp_path, words
+):
+    """As a terminal sends them: to every process of the group. The second may not stop
+    the clearing up that the first began, nor hide its exit code.
+    """
+    trace = write_small_trace(tmp_path / "long.parquet", sequences=40, new_tokens=2000)
+    process = start(
+        *words, trace, "--out", tmp_path / "run", cwd=tmp_path, start_new_session=True
+    )
+    request.addfinalizer(process.kill)
+    deadline_s = time.monotonic() + 300
+    begun = 3 if words == ALONE else 6
+    while (
+        len(list(tmp_path.glob("run/**/*.part"))) < begun
+        and time.monotonic() < deadline_s
+    ):
+        time.sleep(0.05)
+    time.sleep(0.3)
+    children = psutil.Process(process.pid).children(recursive=True)
+    for _ in "ab":
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.1)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == ""
+    assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
+    assert psutil.wait_procs(children, timeout=60)[1] == []
+
+
+STUCK = """
+import sys, time
+from moesim.cli.errors import guarded
+def work():
+    try:
+        print("running", flush=True)
+        time.sleep(300)
+    finally:
+        time.sleep(300)
+guarded(work, [])
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_a_second_interrupt_ends_what_clears_up_for_ever(
+    request, tmp_path, number, code
+):
+    """It has two seconds, not the five minutes that it would take."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    request.addfinalizer(process.kill)
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(number)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(number)
+    assert process.wait(timeout=100) == code
+
+
 @pytest.mark.parametrize(
     ("words", "name"),
     [
@@ -474,8 +544,8 @@ def test_an_empty_word_is_refused_by_name(moesim, words, name):
     ],
 )
 def test_numbers_keep_three_digits(value, text):
-    assert report.number(value) == text
+    assert number_text(value) == text
 
 
 def test_columns_are_aligned():
-    assert report.aligned([["a", "bb"], ["ccc", "d"]]) == ["a    bb", "ccc   d"]
+    assert aligned([["a", "bb"], ["ccc", "d"]]) == ["a    bb", "ccc   d"]

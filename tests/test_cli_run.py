@@ -14,6 +14,7 @@ from moesim.traces.format.schema import ModelShape
 from real_machine import host_profile
 
 from moesim import cli
+from moesim.runs import machine
 from moesim.runs import measured as runs
 
 SHAPE = ModelShape("f", 2, 8, 2, 32, 16, (8192,) * 2, 1, dtype="f32")
@@ -22,7 +23,7 @@ SHAPE = ModelShape("f", 2, 8, 2, 32, 16, (8192,) * 2, 1, dtype="f32")
 @pytest.fixture(autouse=True)
 def measured_machine(monkeypatch):
     monkeypatch.setattr(
-        runs,
+        machine,
         "default_profile",
         lambda: dataclasses.replace(host_profile(), kind="measured"),
     )
@@ -76,15 +77,9 @@ def test_two_ways_to_start_keep_the_memories_that_were_asked_for(
     asked = []
     straight = runs.run_trace
 
-    def noted(*given, **more):
-        asked.append(
-            (
-                more["memory"].slots_per_layer,
-                more["memory"].host_memory_bytes,
-                more["steps"],
-            )
-        )
-        return straight(*given, **more)
+    def noted(config, **more):
+        asked.append((config.slots_per_layer, config.host_memory_bytes, config.steps))
+        return straight(config, **more)
 
     monkeypatch.setattr(runs, "run_trace", noted)
     words = (
@@ -111,10 +106,10 @@ def test_experts_that_do_not_fit_are_said_after_the_run_that_did(
 ):
     straight = runs.run_trace
 
-    def small(*given, **more):
-        if more["steps"] == 1 and more["memory"].host_memory_bytes is None:
+    def small(config, **more):
+        if config.steps == 1 and config.host_memory_bytes is None:
             raise RuntimeFault("expected 99.0 GiB, found 1.0 GiB available")
-        return straight(*given, **more)
+        return straight(config, **more)
 
     monkeypatch.setattr(runs, "run_trace", small)
     code, out, err = moesim(
@@ -221,10 +216,40 @@ def test_a_store_that_is_there_is_read_and_judged(moesim, tmp_path):
 
 
 def test_a_profile_of_another_machine_is_refused(moesim, trace, monkeypatch):
-    monkeypatch.setattr(runs, "this_machine", lambda: ("host", 1))
+    monkeypatch.setattr(machine, "this_machine", lambda: ("host", 1))
     code, _, err = moesim("run", trace)
     assert (code, err.count("\n")) == (2, 1)
     assert (
         "expected this machine (accelerator host, 1 cores, one GPU lane), found"
         " accelerator host, 2 cores" in err
     )
+
+
+def test_a_run_json_repeats_a_measured_run(moesim, trace, tmp_path, monkeypatch):
+    """The same options, decisions and hits; and the simulator takes the file too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ("--policy", "on-demand", "--slots-per-layer", 3, "--cache", "lfu")
+    code, _, _ = moesim("run", trace, *words, "--out", tmp_path / "a")
+    assert code == 0
+    file = tmp_path / "a" / "run.json"
+    first = json.loads(file.read_text())
+    assert first["config"]["policies"]["cache"]["decay"] == 1.0
+    code, out, _ = moesim("run", "--config", file, "--json")
+    again = json.loads(out)
+    assert code == 0
+    assert again["config"] == first["config"]
+    simulated = json.loads(moesim("replay", "--config", file, "--json")[1])
+    for run in (again, simulated):
+        assert (run["hits"], run["misses"]) == (first["hits"], first["misses"])
+
+
+def test_what_only_a_real_run_knows_is_refused_by_a_replay(moesim, trace, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(f'trace = "{trace}"\nshape = "qwen3-30b-a3b/4"\n')
+    code, _, err = moesim("replay", "--config", file)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "run.toml: shape: moesim replay has no such option" in err
+    file.write_text(f'trace = "{trace}"\ngpu_split = "experts"\n')
+    code, _, err = moesim("run", "--config", file)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "gpu_split: moesim run has no such option" in err

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from moesim.runtime.models import tiny
+from moesim.runtime.train import tiny
 from moesim.traces.format.reader import open_trace
 
 from moesim import cli, demo
@@ -84,11 +84,10 @@ def test_a_run_hands_artefacts_to_its_planner(capsys, recorded, tmp_path, monkey
     from real_machine import host_profile
     from safetensors.numpy import save_file
 
-    from moesim.runs import measured as runs
-    from moesim.runs import setup
+    from moesim.runs import machine, setup
 
     monkeypatch.setattr(
-        runs,
+        machine,
         "default_profile",
         lambda: dataclasses.replace(host_profile(), kind="measured"),
     )

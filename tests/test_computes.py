@@ -11,19 +11,20 @@ import torch
 from conftest import write_trace
 from handmade import registered
 from moesim.hwprofiles.costs import Costs
-from moesim.policies.base import Ahead, Assignment, AssignmentPolicy
+from moesim.policies.base import Assignment, AssignmentPolicy
+from moesim.policies.base import Precompute as Named
 from moesim.policies.planner.decision_log import Journal
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
-from moesim.runtime.executor.dispatch import Computes
 from moesim.runtime.executor.executor import Executor
 from moesim.runtime.executor.host_device import HostDevice
-from moesim.runtime.executor.operations import Early
+from moesim.runtime.executor.operations import Precompute
+from moesim.runtime.executor.world import RealWorld
 from moesim.runtime.models.expert_math import expert_forward, group_tokens
 from moesim.runtime.store.build import build_random_store
-from moesim.runtime.store.memory import HostTier
+from moesim.runtime.store.memory import HostSlots
 from moesim.traces.format.batch import RoutedLayer
 from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape, Phase
 from moesim.traces.timeline.spans import Timeline
@@ -53,10 +54,10 @@ class Foretelling(AssignmentPolicy):
     def assign(self, work, view):
         return Assignment(np.zeros(len(work.experts), np.int8))
 
-    def ahead(self, work, view):
+    def precompute(self, work, view):
         if self.named:
-            return Ahead(np.array([1, 2], np.int32), np.array([2, 1], np.int32), SAID)
-        return Ahead(np.array([1], np.int32), np.array([3], np.int32))
+            return Named(np.array([1, 2], np.int32), np.array([2, 1], np.int32), SAID)
+        return Named(np.array([1], np.int32), np.array([3], np.int32))
 
 
 class Guessing(AssignmentPolicy):
@@ -65,8 +66,8 @@ class Guessing(AssignmentPolicy):
     def assign(self, work, view):
         return Assignment(np.ones(len(work.experts), np.int8))
 
-    def ahead(self, work, view):
-        return Ahead(np.array([1], np.int32), np.array([1], np.int32))
+    def precompute(self, work, view):
+        return Named(np.array([1], np.int32), np.array([1], np.int32))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -147,7 +148,7 @@ def test_a_token_is_served_ahead_only_where_that_was_predicted_for_it(
     second = torch.randn(3, 32, generator=draw)
     with (
         build_random_store(shape(), tmp_path / "s", dtype="float32") as store,
-        HostTier(1, store.slot_bytes) as tier,
+        HostSlots(1, store.slot_bytes) as tier,
     ):
 
         def answer(expert, row):
@@ -201,11 +202,11 @@ def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeyp
     gone = []
     go = threading.Event()
     seen = []
-    run = Early.run
-    make_way = Computes.make_way
+    run = Precompute.run
+    make_way = RealWorld._make_way
 
     def slow(self):
-        record = self.owner.host.record(self.key)
+        record = self._memories.host.record(self.key)
         before = record.clone()
         assert go.wait(10), "nobody wanted the place"
         run(self)
@@ -213,14 +214,14 @@ def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeyp
 
     def noting(self, copies):
         state = self._planner.host.memory.state.reshape(-1)
-        leaving = [one for one in self.running if state[one.key] != 2]
+        leaving = [one for one in self._running if state[one.key] != 2]
         if leaving:
             go.set()
         make_way(self, copies)
         gone.extend(one.done for one in leaving)
 
-    monkeypatch.setattr(Early, "run", slow)
-    monkeypatch.setattr(Computes, "make_way", noting)
+    monkeypatch.setattr(Precompute, "run", slow)
+    monkeypatch.setattr(RealWorld, "_make_way", noting)
     hidden = torch.randn(1, 32)
     with (
         build_random_store(shape(), tmp_path / "s", dtype="float32") as store,
@@ -240,7 +241,7 @@ def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeyp
 
         made.run(forward)
         assert not any(journal.host.memory.holds.reshape(-1))
-        assert not any(made.host._users)
+        assert not any(made.memories.host._users)
     assert gone == [True], "the place was given away once, after the product had ended"
     assert seen == [True]
     assert [
@@ -289,7 +290,7 @@ def test_daop_computes_each_foreseen_expert_once_and_begins_before_its_gate(
         ),
     )
     assert run.metrics["approximate"] is True
-    plans = [entry.answer for entry in run.journal.entries if entry.call == "plan"]
+    plans = [entry.answer for entry in run.decision_log.entries if entry.call == "plan"]
     named = {
         (plan[0], plan[1] + 1, expert) for plan in plans for expert in plan[-1] or ()
     }

@@ -10,7 +10,7 @@ from conftest import write_trace
 from handmade import hand_trace, shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moesim.policies import cache_only
+from moesim.policies import cache_replay
 from moesim.policies.planner.residency import CacheSize
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
@@ -19,7 +19,7 @@ from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
-from moesim.traces.stats.hit_rate_curves import CurveFold, curves
+from moesim.traces.stats.hit_rate_curves import CurveAggregator, curves
 
 
 def replayed(trace, spec, slots, *, batch=1, scope="layer"):
@@ -28,7 +28,7 @@ def replayed(trace, spec, slots, *, batch=1, scope="layer"):
     sizes = CacheSize(scope, counts, counts * trace.shape.expert_bytes[0])
     future = RecordedFuture.of(trace, batch=batch)
     blocks = layer_steps(trace, batch=batch)
-    return cache_only.replay_compiled(
+    return cache_replay.replay_compiled(
         spec, trace.shape, sizes, blocks, future=future
     ).hits_by_layer
 
@@ -182,7 +182,7 @@ def test_a_short_horizon_only_costs_what_it_cannot_see(make_trace):
     """
     trace = open_trace(make_trace(sequences=((0, 40),) * 8))
     exact = curves(trace)
-    fold = CurveFold(trace.shape, horizon=200)
+    fold = CurveAggregator(trace.shape, horizon=200)
     for block in of_sequences(
         trace.sequences(), trace.shape.layers, trace.shape.experts
     ):

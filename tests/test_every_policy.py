@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from conftest import write_trace
-from moesim.runtime.executor.slot_map import HostPlaces, Places
+from moesim.runtime.executor.slot_map import HostSlotMap, SlotMap
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
 
@@ -48,9 +48,9 @@ def test_a_missing_column_is_a_refusal_by_name(bench):
 
 
 def test_an_exchanged_expert_is_found_by_its_answer(bench, monkeypatch):
-    straight = Places.weights
+    straight = SlotMap.weights
     monkeypatch.setattr(
-        Places,
+        SlotMap,
         "weights",
         lambda self, key: straight(
             self, key ^ 1 if self._slot_of[key ^ 1] >= 0 else key
@@ -63,13 +63,13 @@ def test_an_exchanged_expert_is_found_by_its_answer(bench, monkeypatch):
 
 
 def test_memory_beyond_the_budget_is_found(bench, monkeypatch):
-    straight = HostPlaces.__init__
+    straight = HostSlotMap.__init__
 
     def roomy(self, *given, **named):
         straight(self, *given, **named)
         self.tier = type(self.tier)(self.tier.slots + 1, self.tier.slot_bytes)
 
-    monkeypatch.setattr(HostPlaces, "__init__", roomy)
+    monkeypatch.setattr(HostSlotMap, "__init__", roomy)
     assert any(
         one.startswith("host: ")
         for one in bench.row("assignment", "all-cpu", "ssd").wrong

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_trace
+from moesim.engine.operations import DEMAND, PREFETCH, REPLACEMENT
 from moesim.runtime.errors import StoreError
 from moesim.runtime.executor.lanes import (
-    AHEAD,
-    DEMAND,
-    REPLACING,
     Lanes,
     Operation,
     Stopped,
@@ -68,7 +66,7 @@ def until_idle(lanes, log, count):
 
     # The last lane of the accelerator, the lowest turn.
     done = Last(lanes.names.index("d2h0"), "last", log)
-    lanes.post([(done, REPLACING)])
+    lanes.post([(done, REPLACEMENT)])
     lanes.control.serve(lambda: len(log) == count + 1)
     assert log.pop() == "last"
 
@@ -84,8 +82,8 @@ def test_a_shared_worker_takes_turns_as_in_the_simulator(lanes):
     lanes.post(
         [
             (Noted(link, "busy", log, go), DEMAND),
-            (Noted(link, "replacement", log), REPLACING),
-            (Noted(link, "prefetch", log), AHEAD),
+            (Noted(link, "replacement", log), REPLACEMENT),
+            (Noted(link, "prefetch", log), PREFETCH),
             (Noted(link, "demand", log), DEMAND),
             (Noted(gpu, "product 1", log), DEMAND),
             (Noted(gpu, "product 2", log), DEMAND),
@@ -109,10 +107,10 @@ def test_what_has_not_started_can_be_withdrawn_and_what_has_cannot(lanes):
     go = threading.Event()
     first = Noted(link, "first", log, go)
     second = Noted(link, "second", log)
-    lanes.post([(first, AHEAD), (second, AHEAD)])
+    lanes.post([(first, PREFETCH), (second, PREFETCH)])
     with lanes.lock:
-        assert not lanes.withdraw(first, AHEAD)
-        assert lanes.withdraw(second, AHEAD)
+        assert not lanes.withdraw(first, PREFETCH)
+        assert lanes.withdraw(second, PREFETCH)
     go.set()
     until_idle(lanes, log, 1)
     assert log == ["first"]
@@ -133,7 +131,7 @@ def test_a_gate_holds_staged_operations_back_and_lets_others_pass():
     log = []
     staged = Noted(link, "staged", log)
     staged.staged = True
-    lanes.post([(staged, DEMAND), (Noted(link, "prefetch", log), AHEAD)])
+    lanes.post([(staged, DEMAND), (Noted(link, "prefetch", log), PREFETCH)])
     until_idle(lanes, log, 1)
     assert log == ["prefetch"]
     gate.free = 1
@@ -205,7 +203,7 @@ def test_a_run_takes_no_more_memory_than_its_budget_says(tmp_path, monkeypatch):
     from moesim.runtime.executor import slot_map as places
 
     taken = []
-    for module, name in ((host_lanes, "DeviceSlots"), (places, "HostTier")):
+    for module, name in ((host_lanes, "DeviceSlots"), (places, "HostSlots")):
         real = getattr(module, name)
 
         def noting(slots, slot_bytes, *more, real=real, name=name, **named):
@@ -224,7 +222,7 @@ def test_a_run_takes_no_more_memory_than_its_budget_says(tmp_path, monkeypatch):
         memory=memory,
     )
     assert [entry for entry in taken if entry[1] > 0] == [
-        ("HostTier", 7, 8192),
+        ("HostSlots", 7, 8192),
         ("DeviceSlots", 8, 8192),
     ]
     assert run.metrics["memory_high_bytes"]["host"] <= 5 * 8192
@@ -244,7 +242,7 @@ def test_forced_routing_computes_what_the_trace_says(tmp_path):
     from moesim.runtime.executor.host_device import HostDevice
     from moesim.runtime.models.expert_math import expert_forward, group_tokens
     from moesim.runtime.store.build import build_random_store
-    from moesim.runtime.store.memory import HostTier
+    from moesim.runtime.store.memory import HostSlots
     from moesim.traces.format.batch import RoutedLayer
     from moesim.traces.format.schema import Phase
     from moesim.traces.timeline.spans import Timeline
@@ -257,7 +255,7 @@ def test_forced_routing_computes_what_the_trace_says(tmp_path):
     profile = host_profile()
     with (
         build_random_store(small, tmp_path / "s", dtype="float32") as store,
-        HostTier(1, store.slot_bytes) as tier,
+        HostSlots(1, store.slot_bytes) as tier,
     ):
         answers = {}
         for expert in (0, 3, 5):
@@ -333,7 +331,7 @@ def test_dense_layers_serve_ragged_batches(tokens, sequences, context):
         shape(heads=4, kv_heads=2, head_dim=8, shared_intermediate=8, vocab=50)
     )
     stack = DenseStack(sizes, torch.float32, torch.device("cpu"))
-    stack.make_room(sequences, context)
+    stack.allocate_cache(sequences, context)
     out, normed = stack.layer(1, stack.embed(tokens), sequences, context)
     stack.head(out, sequences)
     assert out.shape == normed.shape == (tokens, 32)

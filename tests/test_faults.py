@@ -26,7 +26,8 @@ from moesim.traces.format.schema import ModelShape
 from real_machine import host_profile
 
 from moesim.runs import replay as api
-from moesim.runs.measured import open_random_store, run_trace
+from moesim.runs.measured import run_trace
+from moesim.runs.stores import open_random_store
 
 torch.set_num_threads(1)
 
@@ -230,7 +231,7 @@ def test_a_bug_anywhere_ends_the_run_with_its_own_traceback(
     if place == "forward":
         monkeypatch.setattr(ForcedRouting, "_experts", bug)
     elif place == "cpu":
-        monkeypatch.setattr("moesim.runtime.executor.slot_map.HostPlaces.weights", bug)
+        monkeypatch.setattr("moesim.runtime.executor.slot_map.HostSlotMap.weights", bug)
     elif place == "copy":
         monkeypatch.setattr(HostDevice, "copy", bug)
     else:
@@ -264,8 +265,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from real_machine import host_profile
-from moesim.runs import measured, replay as api
-measured.this_machine = lambda: ("host", 2)
+from moesim.runs import machine, measured, replay as api
+machine.this_machine = lambda: ("host", 2)
 folder = Path(sys.argv[2])
 memory = api.MemoryOptions(slots_per_layer=2, host_memory_bytes=5 * 8192)
 def tell(info):

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import typer
 from cache_driver import context, one_by_one, untrained
 from cache_driver import drive as drive_atomic
 from conftest import write_trace
@@ -20,26 +19,22 @@ from moesim.policies.cache._learned_network import History, Network, sizes
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache.flashmoe import FlashMoE
 from moesim.policies.systems import System
-from moesim.runtime.models.train_cache import (
-    Recipe,
-    distance_labels,
-    forward,
-    observe,
-    scaled,
-    train,
-)
+from moesim.runtime.train.cache_network import forward, train
+from moesim.runtime.train.cache_recipe import Recipe
+from moesim.runtime.train.cache_samples import distance_labels, observe, scaled
 from moesim.traces.errors import TraceError
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
 from moesim.traces.importers.readers.tensors import load_named
 from typer.testing import CliRunner
 
+from moesim import cli
 from moesim.analysis import learned_cache as learned
 from moesim.analysis.eviction_recorder import EvictionRecorder
 from moesim.analysis.trace_split import all_passes, split
-from moesim.cli.train_cache import add_commands
 from moesim.runs import replay as api
 from moesim.runs.artefacts import load_artefacts
+from moesim.runs.cache_replay import replay_cache
 from moesim.runs.sweep import compare
 
 NEVER = np.inf
@@ -474,9 +469,6 @@ def command(tmp_path_factory):
     folder = tmp_path_factory.mktemp("learned")
     model = ModelShape("small", 3, 8, 2, 64, 32, (1 << 20,) * 3, 1 << 20)
     write_trace(folder / "t.parquet", model, [(4, 40)] * 4)
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    add_commands(app)
     arguments = [
         "train-cache",
         folder / "t.parquet",
@@ -489,7 +481,7 @@ def command(tmp_path_factory):
         "--epochs",
         4,
     ]
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output
     return folder, folder / "out", done.stdout
 
@@ -520,7 +512,7 @@ def test_the_trained_network_runs_in_a_replay_and_alone(command):
     timed = api.replay(
         folder / "t.parquet", "on-demand", **system, hw="rtx3090-epyc7532"
     )
-    alone = api.replay_cache(folder / "t.parquet", **system)
+    alone = replay_cache(folder / "t.parquet", **system)
     assert timed.metrics["hits"] == alone["hits"] > 0
     assert timed.config["artefacts"] == str(out)
     table, _ = compare(

@@ -5,14 +5,10 @@ shares sum to the gap.
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moesim.policies.base import PolicyError
@@ -20,19 +16,17 @@ from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
 from moesim.traces.format.future import RecordedFuture
-from moesim.traces.importers import import_trace
-from moesim.traces.models import model_shape
 from typer.testing import CliRunner
 
+from moesim import cli
 from moesim.analysis.assignment_grades import Grades
 from moesim.analysis.gap import decompose, gap
 from moesim.analysis.gap_eviction import split_eviction
 from moesim.analysis.gap_mixes import BOUND, PARTS, MixReplays
 from moesim.analysis.shapley import shapley
-from moesim.cli.gap import add_commands
 from moesim.runs import replay as api
 from moesim.runs.memory import MemoryOptions
-from tests.conftest import SHARED, write_trace
+from tests.conftest import write_trace
 from tests.handmade import HandCosts, HandProfile, routed, shape, steps
 
 NO_CPU = 1000.0
@@ -53,10 +47,7 @@ def replays(model, system, forward, *, slots, **costs):
 
 
 def moesim(*options):
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    add_commands(app)
-    return CliRunner().invoke(app, [str(option) for option in options])
+    return CliRunner().invoke(cli.app, [str(option) for option in options])
 
 
 def one_layer(*experts):
@@ -347,27 +338,6 @@ def test_the_policy_itself_is_timed_as_replay_times_it(trace):
 def test_altered_routing_has_no_future(trace):
     with pytest.raises(PolicyError, match=r"cache-prior.*alters the routing"):
         gap(trace, "greedy", routing="cache-prior", hw="rtx3090-epyc7532")
-
-
-@pytest.mark.skipif(
-    not SHARED.is_dir(),
-    reason="other people's traces, no part of the project: ../shared is not here",
-)
-def test_the_example_of_the_page_prints_what_it_says(tmp_path, monkeypatch):
-    """The second command of docs/gap.md, on the trace that its first one makes."""
-    page = (Path(__file__).parents[1] / "docs" / "gap.md").read_text(encoding="utf-8")
-    (block,) = re.findall(
-        r"^```console\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL
-    )
-    first, second = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
-    import_trace(
-        SHARED / "traces" / shlex.split(first)[3].rpartition("/")[2],
-        tmp_path / "olmoe.parquet",
-        shape=model_shape("olmoe-1b-7b"),
-    )
-    monkeypatch.chdir(tmp_path)
-    command, _, printed = second.partition("\n")
-    assert moesim(*shlex.split(command)[1:]).stdout.rstrip() == printed.rstrip()
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])

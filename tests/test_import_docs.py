@@ -1,13 +1,8 @@
-"""docs/import.md is executed: its five commands, and what they print; and the commands
-around them.
-"""
+"""The commands around an import. Those of docs/how-to/import.md run in test_docs.py."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
-from pathlib import Path
 
 import foreign_files as files
 import pytest
@@ -15,11 +10,8 @@ from test_importers import bring
 from typer.testing import CliRunner
 
 from moesim import cli
-from moesim.cli import trace as cli_trace
-from moesim.cli.trace_more import add_commands, import_options
-
-PAGE = Path(__file__).parents[1] / "docs" / "import.md"
-add_commands(cli_trace.app)
+from moesim.cli.commands.trace import app as trace_app
+from moesim.cli.commands.trace.import_ import import_options
 
 
 def run(*arguments, code=0):
@@ -28,27 +20,9 @@ def run(*arguments, code=0):
     return result
 
 
-def test_the_page_in_five_commands(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    files.llama_cpp(tmp_path / "moe_trace.csv", files.routing(((4, 36),)))
-    blocks = [
-        block.splitlines()
-        for block in re.findall(r"```console\n\$ (.*?)```", PAGE.read_text(), re.DOTALL)
-    ]
-    assert len(blocks) == 5
-    for command, *expected in blocks:
-        program, *arguments = shlex.split(command)
-        assert program == "moesim"
-        result = run(*arguments)
-        for line in expected:
-            assert line in result.output.splitlines(), command
-    assert "greedy" in run(*shlex.split(blocks[3][0])[1:]).output
-
-
-def test_commands_are_added_once():
-    names = [command.name for command in cli_trace.app.registered_commands]
-    add_commands(cli_trace.app)
-    assert [command.name for command in cli_trace.app.registered_commands] == names
+def test_every_command_of_the_group_is_there_once():
+    names = [command.name for command in trace_app.registered_commands]
+    assert len(set(names)) == len(names)
     assert {"check", "export", "synth", "check-residency"} <= set(names)
 
 

@@ -339,16 +339,19 @@ def test_imp_as_one_object_over_many_lines(tmp_path):
     [
         (
             {"layer_idx": 0, "token_idx": 0, "selected_ids": [1, 2, 3]},
-            "row 1: experts: expected 2, found 3",
+            r"line 2: experts: expected 2 values, found \[1, 2, 3\]",
         ),
-        ({"layer_idx": 1, "token_idx": 0}, "line 2: expected a layer and its experts"),
+        (
+            {"layer_idx": 1, "token_idx": 0},
+            "line 2: experts: expected a layer and its experts, found layer_idx, token",
+        ),
         (
             {"layer_idx": 0, "token_idx": 0, "selected_ids": [1, 2]},
             "pos 0, layer 0: expected one row per token and layer, found two",
         ),
         (
             {"layer_idx": 1, "token_idx": 0.5, "selected_ids": [1, 2]},
-            "pos: expected whole numbers from 0, found float64",
+            "line 2: pos: expected a whole number from 0, found 0.5",
         ),
         (
             {

@@ -9,7 +9,7 @@ import pytest
 from moesim.traces.format import sorting
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import hf_router_logits, route_trace, sglang, vllm
-from moesim.traces.importers.readers import foreign
+from moesim.traces.importers.readers import csv_columns, text
 from test_importers import WRITERS, bring, write
 
 
@@ -32,7 +32,8 @@ def test_parts_of_any_size_are_the_whole(tmp_path, monkeypatch, name):
     options = WRITERS[name][2]
     columns = ("weights",) if "weights" in WRITERS[name][3] else ()
     whole = told(bring(source, options)[1], columns)
-    monkeypatch.setattr(foreign, "TEXT_BYTES", 40)
+    monkeypatch.setattr(text, "TEXT_BYTES", 40)
+    monkeypatch.setattr(csv_columns, "CSV_BYTES", 160)
     for module in (hf_router_logits, vllm, sglang, route_trace):
         monkeypatch.setattr(module, "BATCH_ROWS", 1)
     assert told(bring(source, options)[1], columns) == whole
@@ -62,7 +63,7 @@ def test_route_trace_lines_that_stand_apart_are_sorted(tmp_path, monkeypatch, li
 
 
 def test_route_trace_one_unknown_weight_makes_all_unknown(tmp_path, monkeypatch):
-    monkeypatch.setattr(foreign, "TEXT_BYTES", 200)
+    monkeypatch.setattr(csv_columns, "CSV_BYTES", 200)
     path = files.route_trace(tmp_path / "dump", files.routing())
     head, rows = lines_of(path)
     last = rows[-1].split(",")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from moesim.traces.errors import TraceError
 from moesim.traces.format.schema import Phase
-from moesim.traces.importers.readers import torch_file as torchfile
+from moesim.traces.importers.readers import torch_file
 from moesim.traces.importers.sglang import deal
 from test_importers import bring, refused
 
@@ -221,7 +221,7 @@ def test_large_and_small_tensors_side_by_side(tmp_path):
     tensors = [torch.arange(size) * (place + 1) for place, size in enumerate(sizes)]
     torch.save(tensors, tmp_path / "t.pt")
     for order in (list(range(len(sizes))), [8, 2, 0, 7, 1, 4, 6, 3, 5]):
-        found = torchfile.load(tmp_path / "t.pt", stored=True)
+        found = torch_file.load(tmp_path / "t.pt", stored=True)
         for place in order:
             assert (found[place].array() == tensors[place].numpy()).all()
 
@@ -262,7 +262,7 @@ def test_tensors_equal_what_torch_saved(tmp_path, dtype):
         },
         tmp_path / "t.pt",
     )
-    found = torchfile.load(tmp_path / "t.pt")
+    found = torch_file.load(tmp_path / "t.pt")
     for name, view in views.items():
         assert (
             found[name] == view.float().numpy()
@@ -286,7 +286,7 @@ def test_a_torch_file_rewritten_by_other_hands(tmp_path):
         for name in old.namelist():
             new.writestr(name, old.read(name))
     with pytest.raises(TraceError, match="stored members"):
-        torchfile.load(other)
+        torch_file.load(other)
     torch.save({"records": torch.zeros(1).expand(1 << 30)}, tmp_path / "wide.pt")
     with pytest.raises(TraceError, match="more than once"):
-        torchfile.load(tmp_path / "wide.pt")
+        torch_file.load(tmp_path / "wide.pt")

@@ -227,7 +227,7 @@ def test_every_replay_keeps_the_books(trace, setup, system, slow):
         assert set(np.flatnonzero(memory.staged).tolist()) == planner._ahead[gpu]
     if (
         planner.host is not None
-        and system.prefetch == "none"
+        and not planner.policies.prefetch.prefetches
         and system.cache != "wild"
     ):
         memory = planner.host.memory

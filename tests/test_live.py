@@ -146,16 +146,16 @@ def test_a_wrong_expert_would_be_seen(trained):
     """The comparison above must be able to fail: exchange two experts' slots in the
     middle of a run.
     """
-    from moesim.runtime.executor.slot_map import Places
+    from moesim.runtime.executor.slot_map import SlotMap
 
-    straight = Places.weights
+    straight = SlotMap.weights
     try:
-        Places.weights = lambda self, key: straight(
+        SlotMap.weights = lambda self, key: straight(
             self, key ^ 1 if self._slot_of[key ^ 1] >= 0 else key
         )
         live, *_ = trained.run(System("on-demand", "lru"), memory(trained.shape, 16))
     finally:
-        Places.weights = straight
+        SlotMap.weights = straight
     assert not verify(trained.plain, live.result.passes, "float32").passed
 
 
@@ -218,7 +218,8 @@ def test_work_ahead_is_an_approximation_whose_plans_repeat(trained):
     assert not verify(trained.plain, live.result.passes, "float32").passed
     plans = repeat(journal.entries, fresh, live.result.steps)
     assert any(
-        plan.work.started is not None and plan.work.started.any() for plan in plans
+        plan.work.precomputed is not None and plan.work.precomputed.any()
+        for plan in plans
     )
     spans = timeline.frame()
     products = set(

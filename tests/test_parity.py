@@ -48,7 +48,7 @@ def trace(tmp_path_factory):
 def store(tmp_path_factory, trace):
     from moesim.runtime.executor.trace_driven import shape_for
 
-    from moesim.runs.measured import open_random_store
+    from moesim.runs.stores import open_random_store
 
     with open_random_store(
         shape_for(trace.shape, None), tmp_path_factory.mktemp("store"), "float32"
@@ -93,21 +93,20 @@ def measured(
 
 
 def fresh_planner(trace, combination, *, batch=1, artefacts=None, **memory):
-    from moesim.policies.systems import compose as system_of
     from moesim.runtime.executor.trace_driven import shape_for
 
+    from moesim.runs.config import RunConfig
     from moesim.runs.setup import Setup
 
-    policy, cache, prefetch = combination.split("+")
+    config = RunConfig.of(
+        policy=combination, memory=api.MemoryOptions(**memory), artefacts=artefacts
+    )
     setup = Setup(
+        config,
         shape_for(trace.shape, None),
         host_profile(),
-        system_of(policy, cache=cache, prefetch=prefetch),
-        api.MemoryOptions(**memory),
-        "lru",
-        0,
+        config.system,
         future=RecordedFuture.of(trace, batch=batch),
-        artefacts=artefacts,
     )
     return setup.planner()
 
@@ -129,7 +128,9 @@ def test_views_of_a_run_give_the_same_plans_for_every_policy(trace, store, artef
             trace, combination, batch=batch, artefacts=artefacts, **memory
         )
         plans = repeat(
-            run.journal.entries, planner, compose(trace, batch=batch, columns=COLUMNS)
+            run.decision_log.entries,
+            planner,
+            compose(trace, batch=batch, columns=COLUMNS),
         )
         assert len(plans) == run.metrics["layer_steps"] == 3 * run.metrics["steps"], (
             combination
@@ -210,7 +211,7 @@ def test_a_queue_that_is_sorted_anew_is_sorted_alike_in_both_worlds(
         run = measured(
             trace, store, combination, workers=ONE_WORKER, out=tmp_path, **memory
         )
-        entries = [entry for entry in run.journal.entries if entry.call == "late"]
+        entries = [entry for entry in run.decision_log.entries if entry.call == "late"]
         assert any(
             one[1] != layer
             for waiting, layer, _ in (e.arguments for e in entries)

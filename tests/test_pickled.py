@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moesim.traces.errors import TraceError
-from moesim.traces.importers.readers.foreign import DAMAGE
-from moesim.traces.importers.readers.pickle_data import DEEPEST, unpickled
+from moesim.traces.importers.readers.errors import DECODING_ERRORS
+from moesim.traces.importers.readers.pickle_data import DEEPEST, read_pickle
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -27,7 +27,7 @@ FILE = Path("dump.pt")
 
 
 def read(data):
-    return unpickled(
+    return read_pickle(
         FILE,
         "data.pkl",
         data,
@@ -107,7 +107,7 @@ def test_a_recipe_is_called_and_a_persistent_id_is_looked_up():
     ],
 )
 def test_what_is_no_data_or_not_whole_is_one_line(data, words):
-    with pytest.raises((TraceError, *DAMAGE)) as error:
+    with pytest.raises((TraceError, *DECODING_ERRORS)) as error:
         read(data)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
@@ -177,7 +177,7 @@ def test_a_list_that_grew_deep_behind_its_users_back_does_no_harm():
         for number in range(many - 1)
     )
     deep = read(b"\x80\x02(" + lists + grown + b"t.")[0]
-    with pytest.raises(DAMAGE):
+    with pytest.raises(DECODING_ERRORS):
         repr(deep)
 
 
@@ -193,5 +193,5 @@ def test_bytes_that_changed_on_the_way_give_data_or_one_error(draw):
         data[draw.draw(st.integers(0, len(data) - 1))] = draw.draw(st.integers(0, 255))
     try:
         read(bytes(data))
-    except (TraceError, *DAMAGE):
+    except (TraceError, *DECODING_ERRORS):
         pass

@@ -9,7 +9,7 @@ import pytest
 import torch
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
-from moesim.policies import cache_only
+from moesim.policies import cache_replay
 from moesim.policies.base import (
     IN_FLIGHT,
     RESIDENT,
@@ -21,24 +21,22 @@ from moesim.policies.cache.lru import LRU
 from moesim.policies.planner.planner import Planner
 from moesim.policies.systems import System
 from moesim.runtime.models.expert_math import UNUSED
-from moesim.runtime.models.hf import (
-    LocalModel,
-    find_blocks,
-    load_model,
-    model_shape,
-    read_gate,
-)
+from moesim.runtime.models.gates import read_gate
+from moesim.runtime.models.local_model import LocalModel, load_model
+from moesim.runtime.models.model_shape import model_shape
+from moesim.runtime.models.moe_blocks import find_blocks
 from moesim.runtime.models.offloaded import StoreExperts
-from moesim.runtime.models.quality import Passages, measure
-from moesim.runtime.models.routing_override import Trial
+from moesim.runtime.quality.measure import measure
+from moesim.runtime.quality.passages import Passages
+from moesim.runtime.quality.policy_under_test import PolicyUnderTest
 from moesim.traces.errors import TraceError
 from moesim.traces.format.batch import RoutedStep
 from moesim.traces.format.schema import Phase
 from test_model_swap import CONFIGS, VOCABULARY, Swapped
 from torch.nn import functional
 
+from moesim import cli
 from moesim.analysis import quality
-from moesim.cli import quality as cli_quality
 from moesim.runs.memory import MemoryOptions
 from tests.handmade import registered
 
@@ -108,7 +106,9 @@ def tiny():
     return load_model("tiny")
 
 
-def trial(local, system, ratio=0.25, *, own_input=False, cls=Trial, full=False):
+def trial(
+    local, system, ratio=0.25, *, own_input=False, cls=PolicyUnderTest, full=False
+):
     shape = model_shape(local.model, local.name)
     plan = MemoryOptions(cache_ratio=ratio, staging=4).plan(shape, PROFILE, system)
     counts = np.ones((shape.layers, shape.experts)) if full else None
@@ -315,7 +315,7 @@ def test_experts_that_are_left_out_are_not_counted(tiny):
     assert scores.kl.max() > 0
 
 
-class Witness(Trial):
+class Witness(PolicyUnderTest):
     """Keeps what the gates said, and looks at the books after every layer step."""
 
     __slots__ = ("seen",)
@@ -355,7 +355,7 @@ def test_every_copy_lands_before_the_next_layer_and_hits_are_those_of_the_cache_
     states = []
     shape = bare.planner.shape
     size = bare.planner.sizes.gpu
-    cache_only.drive(Counting(), "lru", shape, size, bare.seen)
+    cache_replay.replay(Counting(), "lru", shape, size, bare.seen)
     assert alone.hit_rate == states.count(RESIDENT) / len(states)
     assert prefetching.hit_rate > alone.hit_rate
     assert is_the_model_itself(prefetching)
@@ -433,14 +433,16 @@ def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
         "routing": "expert-cache-router:phase=decode",
         "text": tmp_path / "text.txt",
         "sweep": "alpha=0,0.4",
-        "cache_ratios": "0.25,0.5",
+        "cache-ratios": "0.25,0.5",
         "tokens": 8,
-        "prompt_tokens": 16,
-        "scored_tokens": 4,
+        "prompt-tokens": 16,
+        "scored-tokens": 4,
         "hw": "rtx3090-epyc7532",
         "out": tmp_path / "out",
     }
-    cli_quality.quality(**given)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["quality", *(f"--{name}={value}" for name, value in given.items())])
+    assert not end.value.code
     printed = capsys.readouterr().out
     assert printed.count("expert-cache-router:phase=decode,alpha=0.4") == 2
     assert (tmp_path / "out" / "quality.png").read_bytes().startswith(b"\x89PNG")

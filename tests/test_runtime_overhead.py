@@ -11,7 +11,7 @@ from moesim.traces.format.schema import ModelShape
 
 from benchmarks import runtime_overhead as bench
 from benchmarks import ssd_reads
-from moesim.runs.measured import open_random_store
+from moesim.runs.stores import open_random_store
 
 SHAPE = ModelShape(
     "small",

@@ -39,6 +39,8 @@ COMPARING = (
     "moesim/validation/results.py",
     "moesim/validation/summary.py",
     "moesim/reporting/validation_page.py",
+    "moesim/reporting/validation_figures.py",
+    "moesim/reporting/validation_text.py",
     "moesim/analysis/sensitivity.py",
     "moesim/validation/agreement.py",
 )

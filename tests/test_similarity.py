@@ -11,7 +11,7 @@ from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.stats.predictor_accuracy import prediction
 from moesim.traces.stats.similarity import (
-    Resemblance,
+    SimilarityAggregator,
     daop_similarity,
     information_bias_bits,
     mutual_information_bits,
@@ -60,7 +60,7 @@ def test_figures_of_a_short_sequence(tmp_path):
     trace = hand_trace(
         tmp_path / "t.parquet", [[[0], [2]], [[1], [2]], *answer], prompt=2
     )
-    fold = Resemblance(trace.shape)
+    fold = SimilarityAggregator(trace.shape)
     for rows in trace.sequences():
         fold.add(rows)
     figures = fold.figures()
@@ -74,7 +74,7 @@ def test_figures_of_a_short_sequence(tmp_path):
 
 def test_segments_agree_with_a_count_by_sorting(make_trace):
     trace = open_trace(make_trace(sequences=((0, 50), (3, 33))))
-    fold = Resemblance(trace.shape)
+    fold = SimilarityAggregator(trace.shape)
     served = np.zeros(3)
     chosen = 0
     for rows in trace.sequences():

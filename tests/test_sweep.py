@@ -4,8 +4,10 @@ own, and who wins is said.
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 from command_line import refused, runner
 from moesim.hwprofiles.profile import load_profile, save_profile
@@ -13,8 +15,9 @@ from moesim.policies.base import PolicyError
 from small_trace import write_small_trace
 
 import moesim
-from moesim.reporting.sweep_page import answer_lines, sweep_figure, winner_rows
-from moesim.runs.parallel import share_out
+from moesim.reporting.sweep_figure import sweep_figure
+from moesim.reporting.sweep_text import answer_lines, winner_rows
+from moesim.runs.parallel import map_tasks
 from moesim.runs.sweep import CELL
 
 POLICIES = ("all-cpu", "on-demand", "greedy", "on-demand+belady")
@@ -141,10 +144,24 @@ def test_several_processes_find_what_one_finds(trace, swept, tmp_path):
     assert run.placement()["uses"].sum() == run.metrics["accesses"]
 
 
+def test_processes_see_the_folder_that_the_caller_is_in(tmp_path, monkeypatch):
+    """Processes of an earlier sweep, in another folder, would not find the trace."""
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        write_small_trace(Path(f"{name}.parquet"))
+        found = moesim.sweep(f"{name}.parquet", ["greedy", "all-cpu"], jobs=2, steps=2)
+        assert len(found.runs) == 2
+    # Those that watch over shared resources stay until the end.
+    left = [" ".join(child.cmdline()) for child in psutil.Process().children()]
+    assert all("resource_tracker" in command for command in left)
+
+
 def test_small_work_stays_in_this_process():
     """What cannot travel between processes shows that none was started."""
-    assert share_out(
-        lambda task, tell: tell(1) or task * 2, [1, 2, 3], jobs=None, weight=3
+    assert map_tasks(
+        lambda task, tell: tell(1) or task * 2, [1, 2, 3], jobs=None, rows=3
     ) == [2, 4, 6]
 
 

@@ -16,9 +16,9 @@ from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
-from moesim.traces.stats.quality_checks import verdict
+from moesim.traces.stats.quality_checks import check_quality
 from moesim.traces.stats.statistics import stats
-from moesim.traces.stats.trace_summary import survey
+from moesim.traces.stats.trace_summary import summarise_trace
 from moesim.traces.synthetic.draw import choose, draw, inclusion
 from moesim.traces.synthetic.fit import _past, fit
 from moesim.traces.synthetic.generate import stated, synthesise
@@ -201,7 +201,7 @@ def test_same_seed_same_file_and_the_number_of_tokens_is_kept(tmp_path):
     trace = open_trace(tmp_path / "0.parquet")
     assert trace.header.provenance["synthetic"] is True
     assert [len(rows.pos) // 4 for rows in trace.sequences()] == [25] * 13 + [8]
-    assert not [finding for finding in verdict(trace) if finding.grave]
+    assert not [finding for finding in check_quality(trace) if finding.grave]
     with pytest.raises(TraceError, match="tokens: expected >= 1"):
         synthesise(model, tmp_path / "none.parquet", tokens=0)
 
@@ -230,13 +230,13 @@ def test_like_the_real_trace_that_ships(tmp_path):
     the fit found them.
     """
     real = open_trace(SHIPPED)
-    expected = survey(real)
+    expected = summarise_trace(real)
     model = fit(real)
     found = []
     for name, told in (("s", model), ("apart", dataclasses.replace(model, kinds=None))):
         tokens = expected.figures["prefill_tokens"] + expected.figures["decode_tokens"]
         synthesise(told, tmp_path / name, tokens=tokens, seed=1)
-        found.append(survey(open_trace(tmp_path / name)))
+        found.append(summarise_trace(open_trace(tmp_path / name)))
     drawn = found[0]
     for curve in ("lru", "belady", "lru_global", "belady_global"):
         rates = [

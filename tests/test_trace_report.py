@@ -14,7 +14,7 @@ from moesim.traces.format.reader import open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 from moesim.traces.stats.statistics import stats
-from moesim.traces.stats.trace_summary import knee, survey
+from moesim.traces.stats.trace_summary import knee, summarise_trace
 
 from moesim import cli
 from moesim.reporting.trace_page import curve_picture, write_html
@@ -39,7 +39,7 @@ def test_faithful_routing_is_worth_it(tmp_path):
     """Four experts do everything: 4 slots, 4 MiB, all but two first uses of each pair
     hit.
     """
-    found = survey(
+    found = summarise_trace(
         routed(tmp_path / "t.parquet", lambda t: (0, 1) if t % 2 else (2, 3))
     ).figures["verdict"]
     assert found["answer"] == "yes"
@@ -55,17 +55,17 @@ def test_faithful_routing_is_worth_it(tmp_path):
 
 def test_even_routing_and_dense_routing_are_not(tmp_path):
     circle = routed(tmp_path / "c.parquet", lambda t: (2 * t % 64, (2 * t + 1) % 64))
-    assert survey(circle).figures["verdict"]["answer"] == "no"
-    dense = survey(routed(tmp_path / "d.parquet", lambda t: (0, 1), experts=4)).figures[
-        "verdict"
-    ]
+    assert summarise_trace(circle).figures["verdict"]["answer"] == "no"
+    dense = summarise_trace(
+        routed(tmp_path / "d.parquet", lambda t: (0, 1), experts=4)
+    ).figures["verdict"]
     assert dense["answer"] == "no"
     assert "Too dense" in dense["why"][-1]
 
 
 def test_a_prompt_alone_gives_no_verdict_but_a_page(make_trace, tmp_path):
     trace = open_trace(make_trace(sequences=((9, 0),)))
-    found = survey(trace)
+    found = summarise_trace(trace)
     assert found.figures["verdict"]["answer"] == "unknown"
     assert "No verdict" in write_html(trace, found, tmp_path / "p.html").read_text()
     with pytest.raises(ValueError, match="no generated tokens"):
@@ -75,12 +75,13 @@ def test_a_prompt_alone_gives_no_verdict_but_a_page(make_trace, tmp_path):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_survey_holds_what_stats_says(make_trace, batch):
     trace = open_trace(make_trace(sequences=((4, 70), (0, 66), (5, 20))))
-    figures = survey(trace, batch=batch).figures
+    figures = summarise_trace(trace, batch=batch).figures
     assert {name: figures[name] for name in stats(trace, batch=batch)} == stats(
         trace, batch=batch
     )
     assert sum(figures["reuse"]) == sum(
-        sum(curve) for curve in [survey(trace, batch=batch).curves.accesses("lru", 1)]
+        sum(curve)
+        for curve in [summarise_trace(trace, batch=batch).curves.accesses("lru", 1)]
     )
     assert figures["working_set_by_window"]["32"] == pytest.approx(
         np.mean(figures["working_set"])
@@ -91,7 +92,7 @@ def test_page_is_whole_and_needs_nothing_else(make_trace, tmp_path):
     trace = open_trace(
         make_trace("<b>.parquet", sequences=((6, 300),), columns=("pred1_raw",))
     )
-    text = write_html(trace, survey(trace), tmp_path / "p.html").read_text()
+    text = write_html(trace, summarise_trace(trace), tmp_path / "p.html").read_text()
     assert text.count("<svg") == 10
     assert "<b>.parquet" not in text
     for foreign in ("<script", "src=", "<link", "@import"):
@@ -142,7 +143,7 @@ def test_shared_traces_agree_with_an_independent_count(
     """Loads and touched experts, counted with pandas from the foreign file."""
     source = shared_traces / f"{name}.parquet"
     import_trace(source, tmp_path / "t.parquet", shape=model_shape(model))
-    found = survey(open_trace(tmp_path / "t.parquet"))
+    found = summarise_trace(open_trace(tmp_path / "t.parquet"))
     assert (found.figures["prefill_tokens"], found.figures["decode_tokens"]) == tokens
     rows = pq.read_table(source, columns=["phase", "layer", "expert_ids"]).to_pandas()
     rows = rows[rows.phase == "decode"].explode("expert_ids")

@@ -11,7 +11,7 @@ import pytest
 from small_trace import write_small_trace
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("hwprofiles", "policies", "runtime", "sim", "traces")
+ROOMS = ("engine", "hwprofiles", "policies", "runtime", "sim", "traces")
 PACKAGES = ("moesim", *(f"moesim.{room}" for room in ROOMS))
 
 
@@ -100,15 +100,15 @@ def test_code_comes_from_the_wheel(installed, tmp_path):
 
 
 def test_every_file_that_is_not_code_is_shipped(installed):
-    """Profiles, model shapes, the tiny model: what is in the sources is in the
-    wheel.
+    """Profiles, model shapes, the tiny model, templates of pages: what is in the
+    sources is in the wheel.
     """
     for package in ("moesim", *ROOMS):
         source = ROOT / package
         extra = {
             p.relative_to(ROOT)
-            for p in source.rglob("data/**/*")
-            if p.is_file() and "__pycache__" not in p.parts
+            for p in source.rglob("*")
+            if p.is_file() and p.suffix != ".py" and "__pycache__" not in p.parts
         }
         assert {
             str(name)
@@ -117,7 +117,8 @@ def test_every_file_that_is_not_code_is_shipped(installed):
                 (installed / name).is_file() or (installed / "moesim" / name).is_file()
             )
         } == set()
-    assert (installed / "moesim" / "traces" / "data" / "models.yaml").is_file()
+    for shipped in ("traces/data/models.yaml", "reporting/templates/base.html"):
+        assert (installed / "moesim" / shipped).is_file()
 
 
 def test_help_list_and_replay_work_outside_the_checkout(moesim, tmp_path):
@@ -128,3 +129,10 @@ def test_help_list_and_replay_work_outside_the_checkout(moesim, tmp_path):
     found = json.loads(moesim("replay", trace, "--policy", "greedy", "--json"))
     assert found["accesses"] > 0
     assert found["config"]["git_commit"] is None
+
+
+def test_what_ships_is_found_by_name_and_pages_have_their_templates(moesim, tmp_path):
+    words = ("compare", "tiny", "--policies", "all-cpu,greedy", "--steps", "2")
+    printed = moesim(*words, "--html", "page.html")
+    assert "fastest over the whole trace" in printed
+    assert "<main>" in (tmp_path / "page.html").read_text(encoding="utf-8")

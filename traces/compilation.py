@@ -16,9 +16,11 @@ _R = TypeVar("_R")
 
 
 def compiled(signature: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Compile for `signature` now and keep the machine code on disk; the function's
-    Python type stays.
+    """Compile a function for `signature` at import, and keep the machine code on disk.
+
+    The function's Python type stays what it is.
     """
+    # With a signature nothing is compiled in the middle of a timed run.
     compiler: Callable[[Callable[_P, _R]], Callable[_P, _R]] = numba.njit(
         signature, cache=True
     )

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: write beside, then rename."""
+"""Files that are either complete or absent: write beside, then rename."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def part_path(path: Path) -> Path:
-    """Where a file lives until it is complete: the same name with ``.part`` behind
-    it.
+    """Return where a file lies until it is complete: the same name with ``.part``
+    behind it.
     """
+    # In the same folder, for a rename across disks would copy.
     return path.with_name(path.name + ".part")
 
 
@@ -27,6 +28,7 @@ def written_beside(path: Path | str) -> Iterator[Path]:
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
     part = part_path(final)
+
     try:
         yield part
         os.replace(part, final)  # noqa: PTH105 - named as the promise is
@@ -35,6 +37,6 @@ def written_beside(path: Path | str) -> Iterator[Path]:
 
 
 def sha256(path: Path) -> str:
-    """Digest of a file's bytes, read in pieces."""
+    """Return the digest of a file's bytes, which are read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

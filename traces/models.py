@@ -12,33 +12,39 @@ import difflib
 import math
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from moesim.traces.errors import TraceError
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.sizes import parse_bytes
 
-BLOCKS: dict[str, tuple[int, int]] = {
-    "f32": (1, 4),
-    "f16": (1, 2),
-    "bf16": (1, 2),
-    "fp8": (1, 1),
-    "mxfp4": (32, 17),
-    "q8_0": (32, 34),
-    "q5_0": (32, 22),
-    "q4_0": (32, 18),
-    "q6_k": (256, 210),
-    "q4_k": (256, 144),
+
+class Block(NamedTuple):
+    """How many weights a quantised format packs into how many bytes."""
+
+    weights: int
+    bytes: int
+
+
+# Source: block layouts of ggml and of OCP MXFP4.
+BLOCKS = {
+    "f32": Block(1, 4),
+    "f16": Block(1, 2),
+    "bf16": Block(1, 2),
+    "fp8": Block(1, 1),
+    "mxfp4": Block(32, 17),
+    "q8_0": Block(32, 34),
+    "q5_0": Block(32, 22),
+    "q4_0": Block(32, 18),
+    "q6_k": Block(256, 210),
+    "q4_k": Block(256, 144),
 }
-"""Weight format -> (weights per block, bytes per block). Source: block layouts of ggml
-and of OCP MXFP4.
-"""
 
 MIXED = "q4_k_m"
 WEIGHTS = (*BLOCKS, MIXED)
+# What llama.cpp falls back to when a row is no multiple of 256 weights.
 _SHORT_ROWS = {"q4_k": "q5_0", "q6_k": "q8_0"}
-"""What llama.cpp falls back to when a row is no multiple of 256 weights."""
 
 _NEEDED = ("layers", "experts", "top_k")
 _WORDS = (
@@ -59,7 +65,10 @@ def known_models() -> tuple[str, ...]:
     return tuple(sorted(_table()))
 
 
-def model_shape(spec: str, weights: str = "bf16") -> ModelShape:
+def model_shape(
+    spec: str,
+    weights: str = "bf16",
+) -> ModelShape:
     """Find or build a model's shape.
 
     Args:
@@ -76,35 +85,51 @@ def model_shape(spec: str, weights: str = "bf16") -> ModelShape:
     if weights not in WEIGHTS:
         raise TraceError(
             f"weights {weights!r}: unknown format; known:"
-            f" {', '.join(WEIGHTS)}{_meant(weights, WEIGHTS)}"
+            f" {', '.join(WEIGHTS)}{_suggestion(weights, WEIGHTS)}"
         )
     if "=" in spec:
         return _in_words(spec, weights)
+
     name, _, divisor = spec.partition("/")
     entry = _table().get(name.lower())
     if entry is None:
         raise TraceError(
             f"unknown model {name!r}; known: {', '.join(known_models())}; or in words:"
             " layers=1,experts=6,top_k=1,expert_bytes=1MiB"
-            f"{_meant(name.lower(), known_models())}"
+            f"{_suggestion(name.lower(), known_models())}"
         )
-    scale = 1
-    if divisor:
-        if not divisor.isdecimal() or int(divisor) < 1:
-            raise TraceError(
-                f"model {spec!r}: expected a whole number behind '/', got {divisor!r}"
-            )
-        scale = int(divisor)
-        for key in ("hidden", "expert_intermediate"):
-            if entry[key] % scale:
-                raise TraceError(
-                    f"model {spec!r}: {key} {entry[key]} is not divisible by {scale}"
-                )
+
+    scale = _scale(spec, divisor, entry) if divisor else 1
     return _from_table(spec.lower(), entry, weights, scale)
 
 
+def _scale(
+    spec: str,
+    divisor: str,
+    entry: dict[str, Any],
+) -> int:
+    """What ``/N`` divides hidden and intermediate sizes by."""
+    if not divisor.isdecimal() or int(divisor) < 1:
+        raise TraceError(
+            f"model {spec!r}: expected a whole number behind '/', got {divisor!r}"
+        )
+
+    scale = int(divisor)
+    for key in ("hidden", "expert_intermediate"):
+        if entry[key] % scale:
+            raise TraceError(
+                f"model {spec!r}: {key} {entry[key]} is not divisible by {scale}"
+            )
+    return scale
+
+
 def expert_bytes(
-    name: str, hidden: int, intermediate: int, weights: str, layer: int, layers: int
+    name: str,
+    hidden: int,
+    intermediate: int,
+    weights: str,
+    layer: int,
+    layers: int,
 ) -> int:
     """Bytes of one expert: gate and up rows of `hidden` weights, down rows of
     `intermediate` weights.
@@ -124,24 +149,33 @@ def expert_bytes(
     Qwen3-30B-A3B (3,059,712 and 2,654,208), Gemma-4-26B-A4B (4,336,640 and 3,593,216)
     and gpt-oss-120b (13,219,200).
     """
-    up = down = weights
+    up = weights
+    down = weights
     if weights == MIXED and name.startswith("gpt-oss"):
-        up = down = "mxfp4"
+        up = "mxfp4"
+        down = "mxfp4"
     elif weights == MIXED:
         eighth = layers // 8
-        more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+        outer = layer < eighth or layer >= 7 * layers // 8
+        has_six_bits = outer or (layer - eighth) % 3 == 2
         up = "q4_k"
-        down = "q6_k" if more else "q4_k"
-    return 2 * intermediate * _row_bytes(hidden, up) + hidden * _row_bytes(
-        intermediate, down
-    )
+        down = "q6_k" if has_six_bits else "q4_k"
+
+    # Gate and up have F rows of H weights each, down has H rows of F weights.
+    gate_and_up = 2 * intermediate * _row_bytes(hidden, up)
+    return gate_and_up + hidden * _row_bytes(intermediate, down)
 
 
-def _row_bytes(width: int, weights: str) -> int:
-    if weights in _SHORT_ROWS and width % BLOCKS[weights][0]:
+def _row_bytes(
+    width: int,
+    weights: str,
+) -> int:
+    """Bytes of one row of weights: whole blocks."""
+    if weights in _SHORT_ROWS and width % BLOCKS[weights].weights:
         weights = _SHORT_ROWS[weights]
-    size, count = BLOCKS[weights]
-    return math.ceil(width / size) * count
+
+    block = BLOCKS[weights]
+    return math.ceil(width / block.weights) * block.bytes
 
 
 @cache
@@ -154,42 +188,43 @@ def _table() -> dict[str, dict[str, Any]]:
     return {entry["name"]: entry for entry in yaml.safe_load(text)["models"]}
 
 
-def _meant(word: str, known: tuple[str, ...]) -> str:
+def _suggestion(
+    word: str,
+    known: tuple[str, ...],
+) -> str:
     close = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+# -- models of the table ---------------------------------------------------------------
+
+
 def _from_table(
-    name: str, entry: dict[str, Any], weights: str, scale: int
+    name: str,
+    entry: dict[str, Any],
+    weights: str,
+    scale: int,
 ) -> ModelShape:
+    """The shape of a table entry, hidden and intermediate sizes divided by `scale`."""
     layers = entry["moe_layers"]
+    experts = entry["experts"]
     hidden = entry["hidden"] // scale
     intermediate = entry["expert_intermediate"] // scale
+    shared_intermediate = entry.get("shared_intermediate", 0) // scale
+    dense_intermediate = entry.get("dense_intermediate", 0) // scale
+    vocab = entry.get("vocab", 0)
     dense = tuple(entry.get("dense_layers", ()))
     total = layers + len(dense)
-    moe = [layer for layer in range(total) if layer not in dense]
-    # Biases, small norms and mixed formats of other tensors are not in the table.
-    assumed = {"other_bytes"}
-    if "recalled" in entry["source"].replace("attention recalled", ""):
-        assumed.add("expert_intermediate")
-    if weights == MIXED:
-        assumed.add("expert_bytes")
-    for key in ("norm_topk", "scoring", "shared", "vocab"):
-        if key not in entry:
-            assumed.add({"shared": "shared_experts"}.get(key, key))
-    shared, dense_intermediate = (
-        entry.get(key, 0) // scale
-        for key in ("shared_intermediate", "dense_intermediate")
-    )
-    vocab = entry.get("vocab", 0)
-    experts = entry["experts"]
-    per_layer = _attention_weights({**entry, "hidden": hidden}) + 2 * hidden
-    others = (
-        total * per_layer
-        + layers * hidden * (experts + 3 * shared)
-        + 3 * len(dense) * hidden * dense_intermediate
-    )
-    others += 2 * vocab * hidden
+    moe_layers = [layer for layer in range(total) if layer not in dense]
+
+    # Weights of everything but routed experts: attention and norms of all layers, gates
+    # and shared experts of MoE layers, three matrices of dense ones, two of tokens.
+    attention = _attention_weights({**entry, "hidden": hidden}) + 2 * hidden
+    other_weights = total * attention
+    other_weights += layers * hidden * (experts + 3 * shared_intermediate)
+    other_weights += 3 * len(dense) * hidden * dense_intermediate
+    other_weights += 2 * vocab * hidden
+
     return ModelShape(
         name=name,
         layers=layers,
@@ -199,12 +234,12 @@ def _from_table(
         expert_intermediate=intermediate,
         expert_bytes=tuple(
             expert_bytes(name, hidden, intermediate, weights, layer, total)
-            for layer in moe
+            for layer in moe_layers
         ),
-        other_bytes=_other_bytes(others, weights),
+        other_bytes=_other_bytes(other_weights, weights),
         dense_layers=dense,
         shared_experts=entry.get("shared", 0),
-        shared_intermediate=shared,
+        shared_intermediate=shared_intermediate,
         dense_intermediate=dense_intermediate,
         heads=entry.get("heads", 0),
         kv_heads=entry.get("kv_heads", 0),
@@ -213,38 +248,60 @@ def _from_table(
         dtype=weights,
         scoring=entry.get("scoring", "softmax"),
         norm_topk=entry.get("norm_topk", True),
-        assumed=tuple(sorted(assumed)),
+        assumed=tuple(sorted(_assumed(entry, weights))),
     )
+
+
+def _assumed(
+    entry: dict[str, Any],
+    weights: str,
+) -> set[str]:
+    """Fields of a table entry's shape that rest on defaults or on rules of thumb."""
+    # Biases, small norms and mixed formats of other tensors are not in the table.
+    assumed = {"other_bytes"}
+    # Attention does not decide how large an expert is.
+    if "recalled" in entry["source"].replace("attention recalled", ""):
+        assumed.add("expert_intermediate")
+    if weights == MIXED:
+        assumed.add("expert_bytes")
+
+    for key in ("norm_topk", "scoring", "shared", "vocab"):
+        if key not in entry:
+            assumed.add("shared_experts" if key == "shared" else key)
+    return assumed
 
 
 def _attention_weights(entry: dict[str, Any]) -> int:
     """Weights of one attention block; ``4 H²`` where its sizes are not known."""
     hidden: int = entry["hidden"]
     heads: int = entry.get("heads", 0)
-    if "kv_lora_rank" in entry:
-        rank, nope, rope, value = (
-            int(entry[key]) for key in ("kv_lora_rank", "qk_nope", "qk_rope", "v_head")
-        )
-        return hidden * (heads * (nope + rope + value) + rank + rope) + rank * heads * (
-            nope + value
-        )
+
+    if "kv_lora_rank" in entry:  # multi-head latent attention
+        rank = int(entry["kv_lora_rank"])
+        nope = int(entry["qk_nope"])
+        rope = int(entry["qk_rope"])
+        value = int(entry["v_head"])
+        of_hidden = heads * (nope + rope + value) + rank + rope
+        return hidden * of_hidden + rank * heads * (nope + value)
+
     if entry.get("kv_heads") and entry.get("head_dim"):
+        # Queries and output have all heads, keys and values share some.
         return 2 * hidden * int(entry["head_dim"]) * (heads + int(entry["kv_heads"]))
+
     return 4 * hidden * hidden
 
 
-def _in_words(spec: str, weights: str) -> ModelShape:
-    words: dict[str, str] = {}
-    for part in spec.split(","):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or key not in _WORDS:
-            raise TraceError(
-                f"shape {spec!r}: unknown word {part!r}; known:"
-                f" {', '.join(_WORDS)}{_meant(key, _WORDS)}"
-            )
-        words[key] = value
+# -- models in words -------------------------------------------------------------------
+
+
+def _in_words(
+    spec: str,
+    weights: str,
+) -> ModelShape:
+    """The shape that words such as ``layers=1,experts=6`` describe."""
+    given = _parsed_words(spec)
     sizes = {
-        key: _whole(spec, key, value) for key, value in words.items() if key != "name"
+        key: _size(spec, key, value) for key, value in given.items() if key != "name"
     }
     for key in _NEEDED:
         if key not in sizes:
@@ -252,34 +309,36 @@ def _in_words(spec: str, weights: str) -> ModelShape:
                 f"shape {spec!r}: expected {key}=…; layers, experts and top_k are"
                 " always needed"
             )
+
     layers = sizes["layers"]
     experts = sizes["experts"]
     hidden, intermediate = _hidden_and_intermediate(sizes, weights)
-    assumed = {"other_bytes", "scoring", "norm_topk"} | (
-        {"hidden", "expert_intermediate", "expert_bytes"} - set(sizes)
-    )
+    shared = sizes.get("shared_intermediate", 0)
+    vocab = sizes.get("vocab", 0)
+
     if "expert_bytes" in sizes:
         bytes_by_layer = (sizes["expert_bytes"],) * layers
     else:
-        every = range(layers)
         bytes_by_layer = tuple(
             expert_bytes("", hidden, intermediate, weights, layer, layers)
-            for layer in every
+            for layer in range(layers)
         )
-    shared = sizes.get("shared_intermediate", 0)
-    vocab = sizes.get("vocab", 0)
-    others = (
-        layers * hidden * (4 * hidden + 2 + experts + 3 * shared) + 2 * vocab * hidden
-    )
+
+    # As for models of the table, with an attention of 4 H².
+    layer_weights = hidden * (4 * hidden + 2 + experts + 3 * shared)
+    other_weights = layers * layer_weights + 2 * vocab * hidden
+
+    sizes_of_expert = {"hidden", "expert_intermediate", "expert_bytes"}
+    assumed = {"other_bytes", "scoring", "norm_topk"} | (sizes_of_expert - set(sizes))
     return ModelShape(
-        name=words.get("name", "custom"),
+        name=given.get("name", "custom"),
         layers=layers,
         experts=experts,
         top_k=sizes["top_k"],
         hidden=hidden,
         expert_intermediate=intermediate,
         expert_bytes=bytes_by_layer,
-        other_bytes=_other_bytes(others, weights),
+        other_bytes=_other_bytes(other_weights, weights),
         shared_experts=int(shared > 0),
         shared_intermediate=shared,
         vocab=vocab,
@@ -288,35 +347,68 @@ def _in_words(spec: str, weights: str) -> ModelShape:
     )
 
 
-def _hidden_and_intermediate(sizes: dict[str, int], weights: str) -> tuple[int, int]:
+def _parsed_words(spec: str) -> dict[str, str]:
+    """Key -> value of each word."""
+    parsed: dict[str, str] = {}
+    for word in spec.split(","):
+        key = word.partition("=")[0].strip()
+        if "=" not in word or key not in _WORDS:
+            raise TraceError(
+                f"shape {spec!r}: unknown word {word!r}; known:"
+                f" {', '.join(_WORDS)}{_suggestion(key, _WORDS)}"
+            )
+        parsed[key] = word.partition("=")[2].strip()
+
+    return parsed
+
+
+def _size(
+    spec: str,
+    key: str,
+    value: str,
+) -> int:
+    """The value of one word as a number."""
+    try:
+        number = parse_bytes(value, where=key) if key == "expert_bytes" else int(value)
+    except ValueError as error:
+        raise TraceError(f"shape {spec!r}: {key}: {error}") from None
+
+    # A model may well have no shared expert, and need not know its vocabulary.
+    least = 0 if key in ("shared_intermediate", "vocab") else 1
+    if number < least:
+        raise TraceError(f"shape {spec!r}: {key}: expected >= 1, got {value}")
+    return number
+
+
+def _hidden_and_intermediate(
+    sizes: dict[str, int],
+    weights: str,
+) -> tuple[int, int]:
     """H and F as given, or such that ``3 H F`` weights fill `expert_bytes` (H = 2 F if
     both are free), or defaults.
     """
     hidden = sizes.get("hidden", 0)
     intermediate = sizes.get("expert_intermediate", 0)
+
     if "expert_bytes" in sizes:
-        block, count = BLOCKS["q4_k" if weights == MIXED else weights]
-        area = max(1, sizes["expert_bytes"] * block // (3 * count))
-        hidden = hidden or max(
-            1, area // intermediate if intermediate else math.isqrt(2 * area)
-        )
+        # A mixed file has mostly four bits.
+        block = BLOCKS["q4_k" if weights == MIXED else weights]
+        area = max(1, sizes["expert_bytes"] * block.weights // (3 * block.bytes))
+        if not hidden:
+            width = area // intermediate if intermediate else math.isqrt(2 * area)
+            hidden = max(1, width)
         intermediate = intermediate or max(1, round(area / hidden))
+
     return hidden or _DEFAULT_HIDDEN, intermediate or _DEFAULT_INTERMEDIATE
 
 
-def _other_bytes(weights_count: int, weights: str) -> int:
+def _other_bytes(
+    weights_count: int,
+    weights: str,
+) -> int:
     """Bytes of all that is no routed expert: in the experts' format, bf16 beside MXFP4,
     four bits in mixed files.
     """
-    block, count = BLOCKS[{MIXED: "q4_k", "mxfp4": "bf16"}.get(weights, weights)]
-    return weights_count * count // block
-
-
-def _whole(spec: str, key: str, value: str) -> int:
-    try:
-        number = parse_bytes(value, where=key) if key == "expert_bytes" else int(value)
-    except ValueError as error:
-        raise TraceError(f"shape {spec!r}: {key}: {error}") from None
-    if number < (0 if key in ("shared_intermediate", "vocab") else 1):
-        raise TraceError(f"shape {spec!r}: {key}: expected >= 1, got {value}")
-    return number
+    kind = {MIXED: "q4_k", "mxfp4": "bf16"}.get(weights, weights)
+    block = BLOCKS[kind]
+    return weights_count * block.bytes // block.weights

@@ -12,7 +12,11 @@ for _power, _letter in enumerate("kmgt", start=1):
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(text: str | int, *, where: str = "size") -> int:
+def parse_bytes(
+    text: str | int,
+    *,
+    where: str = "size",
+) -> int:
     """Turn a size into bytes. ``MiB`` is 1024 × 1024, ``MB`` is 1,000,000; upper and
     lower case are the same.
 
@@ -24,13 +28,16 @@ def parse_bytes(text: str | int, *, where: str = "size") -> int:
         ValueError: not a size, an unknown or ambiguous unit, a negative or broken
             number of bytes.
     """
+    # A boolean is an integer to Python, but no size to anybody.
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
+
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(
             f"{where}: expected a size such as 8GiB, 7.4GB or 512MiB, got {text!r}"
         )
+
     number, unit = match.groups()
     if unit.lower() not in _UNITS:
         raise ValueError(
@@ -41,12 +48,17 @@ def parse_bytes(text: str | int, *, where: str = "size") -> int:
         raise ValueError(
             f"{where}: expected whole bytes, got {text!r}; add a unit such as GiB"
         )
-    whole, _, fraction = number.partition(".")
-    scaled = int(whole + fraction) * _UNITS[unit.lower()]
+
+    # In integers: a float would lose bytes of large sizes.
+    integer, _, fraction = number.partition(".")
+    scaled = int(integer + fraction) * _UNITS[unit.lower()]
     return round(scaled / 10 ** len(fraction)) if fraction else scaled
 
 
-def format_bytes(count: float, decimals: int = 1) -> str:
+def format_bytes(
+    count: float,
+    decimals: int = 1,
+) -> str:
     """Write bytes in the largest binary unit that keeps the number at 1 or above: ``7.4
     GiB``.
     """
@@ -55,4 +67,5 @@ def format_bytes(count: float, decimals: int = 1) -> str:
         if abs(value) < 1024:
             return f"{value:.0f} B" if unit == "B" else f"{value:.{decimals}f} {unit}"
         value /= 1024
+
     return f"{value:.{decimals}f} TiB"

@@ -21,25 +21,25 @@ from itertools import combinations, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesim.analysis.assignment_grades import Grades
-from moesim.analysis.gap_eviction import CAUSAL, FORCED, EvictionSplit, split_eviction
+from moesim.analysis.gap_eviction import FORCED, EvictionSplit, split_eviction
 from moesim.analysis.gap_mixes import BOUND, EVICTION, MixReplays, Substitute
 from moesim.analysis.shapley import shapley
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import PolicyError
-from moesim.policies.registry import resolve
+from moesim.policies.registry import references, resolve
 from moesim.runs.artefacts import load_artefacts
-from moesim.runs.setup import Setup, check_needs, needed_columns, profile_of
+from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.setup import Setup, check_needs, needed_columns, trace_of
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.future import RecordedFuture
-from moesim.traces.format.reader import Trace, open_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.systems import System
     from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.reader import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,16 +230,13 @@ def _label(mix: Mapping[str, Substitute]) -> str:
     return " + ".join(labels) or "as it is"
 
 
+@takes_options(RunConfig)
 def gap(
-    trace: str | Path | Trace,
-    policy: str = "greedy",
+    trace: RunConfig | str | Path | Trace,
+    policy: str | None = None,
     *,
-    hw: str | Path | HardwareProfile | None = None,
-    batch: int = 1,
-    steps: int | None = None,
-    warm: str | Path | Trace | None = None,
     bound: System = BOUND,
-    causal: Sequence[str] = CAUSAL,
+    causal: Sequence[str] | None = None,
     progress: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Gap:
@@ -248,35 +245,39 @@ def gap(
     Args:
         bound: what its parts are replaced by; its routing is not used.
         causal: cache policies that see the past only, against which the eviction gap is
-            held; those whose columns the trace lacks are left out.
+            held; those whose columns the trace lacks are left out. None for the
+            registry's references.
         progress: called with the number of replays done.
-        options: as in `moesim.runs.replay.replay`, as are the arguments that are not
-            named here.
+        options: fields of `moesim.runs.config.RunConfig`; `trace` and `policy` as in
+            `moesim.runs.replay.replay`.
 
     Raises:
         TraceError, ProfileError, PolicyError: bad input, in one line; also a routing
             policy that alters the routing, because then the future depends on the mix.
     """
-    opened = trace if isinstance(trace, Trace) else open_trace(trace)
-    setup = Setup.of(
-        opened, policy, profile_of(hw), batch=batch, steps=steps, warm=warm, **options
-    )
+    config = RunConfig.of(trace, policy, **options)
+    opened = trace_of(config)
+    setup = Setup.of(config, opened)
     # A trace without scores cannot drive caches that go by scores; the rest can be
     # compared all the same.
     at_hand = [
-        name for name in causal if set(resolve(name, "cache").needs) <= opened.columns
+        name
+        for name in (references("cache") if causal is None else causal)
+        if set(resolve(name, "cache").needs) <= opened.columns
     ]
     columns = _needed_columns(opened, setup, bound, at_hand)
 
     # A generator each: every replay walks the trace from its beginning.
     def passes() -> Iterable[RoutedStep]:
-        return compose_steps(opened, batch=batch, steps=steps, columns=columns)
+        return compose_steps(
+            opened, batch=config.batch, steps=config.steps, columns=columns
+        )
 
     # Oracles know all forward passes, and no more than those that are replayed.
     future = setup.future
     if future is None:
-        future = RecordedFuture.of(opened, batch=batch, steps=steps)
-    extras = load_artefacts(setup.artefacts)
+        future = RecordedFuture.of(opened, batch=config.batch, steps=config.steps)
+    extras = load_artefacts(config.artefacts)
     replays = MixReplays(
         shape=setup.shape,
         profile=setup.profile,
@@ -286,8 +287,8 @@ def gap(
         passes=passes,
         future=future,
         bound=bound,
-        host_cache=setup.host_cache,
-        seed=setup.seed,
+        host_cache=config.host_cache,
+        seed=config.seed,
         calibration=setup.calibration,
         extras=extras,
     )
@@ -299,11 +300,11 @@ def gap(
         passes,
         future,
         causal=at_hand,
-        seed=setup.seed,
+        seed=config.seed,
         calibration=setup.calibration,
         extras=extras,
     )
-    gap_of_policy.config = setup.config(opened, batch=batch, steps=steps, warm=warm)
+    gap_of_policy.config = setup.effective_config(opened)
     gap_of_policy.config["bound"] = {
         "assignment": bound.assignment,
         "cache": bound.cache,

@@ -7,10 +7,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moesim.reporting.figures import new_figure
-from moesim.reporting.text import aligned, percent
-from moesim.runs.memory import MemoryOptions
-from moesim.runs.replay import replay_cache
-from moesim.traces.format.reader import Trace, open_trace
+from moesim.reporting.tables import aligned
+from moesim.reporting.units import percent
+from moesim.runs.cache_replay import replay_cache
+from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.setup import opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,12 +20,15 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from moesim.traces.format.reader import Trace
+
 CACHES = ("lru", "lfu", "arc", "belady")
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 
 
+@takes_options(RunConfig, without=["policy", "cache", "cache_ratio", "cache_scope"])
 def hit_rates(
-    trace: str | Path | Trace,
+    trace: RunConfig | str | Path | Trace,
     caches: Sequence[str] = CACHES,
     ratios: Sequence[float] = RATIOS,
     *,
@@ -36,30 +40,31 @@ def hit_rates(
     fetched and offered to the cache.
 
     Args:
-        trace: a moesim trace, by path or opened.
+        trace: a moesim trace, by path or opened; or a configuration.
         caches: cache policies, such as ``lfu:decay=0.9``.
         ratios: sizes, as shares of all experts.
         scope: ``layer`` or ``global``; None takes ``layer``.
         progress: called with the number of caches done.
-        options: as in `moesim.runs.replay.replay_cache`.
+        options: as in `moesim.runs.cache_replay.replay_cache`.
 
     Returns:
         Share of accesses that hit: a row per size, a column per cache.
 
     Raises:
-        TraceError, PolicyError: as `moesim.runs.replay.replay_cache`.
+        TraceError, PolicyError: as `moesim.runs.cache_replay.replay_cache`.
     """
     import pandas as pd  # noqa: PLC0415 - half a second that a plain replay need not pay
 
-    opened = trace if isinstance(trace, Trace) else open_trace(trace)
+    # Opened once, for all caches and sizes.
+    config, _ = opened(RunConfig.of(trace, **options))
+    config = config.replaced(cache_scope=scope or config.cache_scope)
     rates: dict[str, list[float]] = {}
     done = 0
     # A cache that is named twice is one column.
     for cache in dict.fromkeys(caches):
         rates[cache] = []
         for ratio in ratios:
-            memory = MemoryOptions(cache_ratio=ratio, scope=scope)
-            counts = replay_cache(opened, cache, memory=memory, **options)
+            counts = replay_cache(config, cache, cache_ratio=ratio)
             rates[cache].append(counts["hit_rate_active"])
             done += 1
             if progress is not None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from moesim.analysis.eviction_recorder import EvictionRecorder, mean_delay
-from moesim.policies.cache_only import drive
+from moesim.policies.cache.flashmoe import FlashMoE
+from moesim.policies.cache_replay import replay
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
 from moesim.traces.format.future import RecordedFuture
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 LEARNED = "flashmoe"
 BOUND = "belady:must_admit=true"
-CAUSAL_BASELINES = ("lru", "lfu", "lfru", "arc", "lecar")
+CAUSAL_BASELINES = FlashMoE.compared_with
 BASELINES = (*CAUSAL_BASELINES, BOUND)
 """What the learned policy is compared with: causal ones, and what bounds them all."""
 RATIOS = (0.125, 0.25, 0.5)
@@ -89,7 +90,7 @@ def evaluate(
     def record(spec: str) -> tuple[EvictionRecorder, float | None]:
         policy = cast("CachePolicy", resolve(spec, "cache"))
         recorder = EvictionRecorder(policy, future, shape.experts)
-        counts = drive(recorder, spec, shape, size, steps, extras=artefacts)
+        counts = replay(recorder, spec, shape, size, steps, extras=artefacts)
         return recorder, counts.hit_rate
 
     # Delays are held against Belady with the same duty to admit.

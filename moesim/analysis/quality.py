@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import split
-from moesim.policies.systems import System, compose
-from moesim.runs.memory import MemoryOptions
-from moesim.runs.replay import activation_counts, needed_columns, profile_of
-from moesim.runs.setup import Setup
+from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.setup import (
+    Setup,
+    activation_counts,
+    needed_columns,
+    profile_of,
+)
 from moesim.traces.errors import TraceError
 from moesim.traces.format.reader import Trace, open_trace
 
@@ -28,10 +31,12 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.plan import MemoryPlan
-    from moesim.runtime.models.hf import LocalModel
-    from moesim.runtime.models.quality import Passages, Scores
+    from moesim.policies.systems import System
+    from moesim.runs.memory import MemoryOptions
+    from moesim.runtime.models.local_model import LocalModel
+    from moesim.runtime.quality.measure import Scores
+    from moesim.runtime.quality.passages import Passages
     from moesim.runtime.record.residual import Residual
     from moesim.traces.format.schema import ModelShape
 
@@ -57,7 +62,7 @@ class Row:
         agreement: share of tokens after which both find the same next token most
             likely.
         gate_mass_kept, altered, stale, hit_rate_active, experts_used: see
-            `moesim.runtime.models.quality.Scores`.
+            `moesim.runtime.quality.measure.Scores`.
     """
 
     routing: str
@@ -112,13 +117,12 @@ class _Setting(NamedTuple):
     memory: MemoryPlan
 
 
+@takes_options(RunConfig, without=["trace"])
 def quality(
     model: str | Path = "tiny",
     policy: str = "smoe",
     *,
-    cache: str | None = None,
-    prefetch: str | None = None,
-    routing: str | None = None,
+    config: RunConfig | None = None,
     text: str | Path | None = None,
     sweep: str | None = None,
     cache_ratios: Sequence[float] = (),
@@ -129,14 +133,9 @@ def quality(
     residual: str | Path | Residual | None = None,
     dtype: str = "auto",
     device: str = "cpu",
-    hw: str | Path | HardwareProfile | None = None,
     memory: MemoryOptions | None = None,
-    host_cache: str = "lru",
-    batch: int = 1,
-    seed: int = 0,
-    warm: str | Path | Trace | None = None,
-    artefacts: str | Path | None = None,
     progress: Callable[[float], None] | None = None,
+    **options: Any,
 ) -> Quality:
     """Measure what policies do to a model's answers.
 
@@ -144,6 +143,7 @@ def quality(
         model: ``tiny``, or a Hugging Face folder; it must fit the device's memory,
             experts included.
         policy: a system or an assignment policy, also as ``assignment+cache+prefetch``.
+        config: a configuration, whose options those given here replace.
         text: UTF-8 file, cut into passages from its beginning; None draws passages of
             the corpus's evaluation part (``tiny`` only, which was not trained on it).
         sweep: a parameter of the routing policy and its values, ``alpha=0,0.1,0.2``.
@@ -157,10 +157,9 @@ def quality(
             when None.
         dtype: to compute in; ``auto`` takes the checkpoint's (float32 for ``tiny``).
         device: ``cpu``, ``cuda``, …
-        warm: calibration trace that caches may be filled from.
+        memory: sizes of memories in one object, instead of single options.
         progress: called with the share of the work that is done.
-        cache, prefetch, routing, hw, memory, host_cache, batch, seed, artefacts: as in
-            `moesim.runs.replay.replay`.
+        options: fields of `moesim.runs.config.RunConfig`.
 
     Raises:
         TraceError, ProfileError, PolicyError: bad input, in one line.
@@ -173,19 +172,17 @@ def quality(
         if count < 1:
             raise TraceError(f"{name}: expected >= 1, got {count}")
     # Before torch and the model are loaded, so that a typo costs no minute.
-    base = compose(policy, cache=cache, prefetch=prefetch, routing=routing)
-    systems = _swept_systems(base, sweep)
-    sizes = _cache_sizes(memory or MemoryOptions(), cache_ratios)
-    columns = _needed_columns(systems.values(), host_cache)
+    config = RunConfig.of(config, policy, memory=memory, **options)
+    systems = _swept_systems(config.system, sweep)
+    sizes = _cache_sizes(config, cache_ratios)
+    columns = _needed_columns(systems.values(), config.host_cache)
 
-    from moesim.runtime.models.hf import (  # noqa: PLC0415
-        find_blocks,
-        gate_facts,
-        load_model,
-        model_shape,
-    )
-    from moesim.runtime.models.quality import measure  # noqa: PLC0415
-    from moesim.runtime.models.routing_override import Trial  # noqa: PLC0415
+    from moesim.runtime.models.gates import gate_facts  # noqa: PLC0415
+    from moesim.runtime.models.local_model import load_model  # noqa: PLC0415
+    from moesim.runtime.models.model_shape import model_shape  # noqa: PLC0415
+    from moesim.runtime.models.moe_blocks import find_blocks  # noqa: PLC0415
+    from moesim.runtime.quality.measure import measure  # noqa: PLC0415
+    from moesim.runtime.quality.policy_under_test import PolicyUnderTest  # noqa: PLC0415
     from moesim.runtime.record.residual import residual_for  # noqa: PLC0415 - torch
 
     local = load_model(model, device=device, dtype=dtype)
@@ -198,27 +195,20 @@ def quality(
         tokens,
         prompt=prompt_tokens,
         scored=scored_tokens,
-        seed=seed,
+        seed=config.seed,
     )
 
-    profile = profile_of(hw)
-    calibration = None if warm is None else _activation_counts(warm, shape)
+    profile = profile_of(config.hw)
+    calibration = None
+    if config.warm is not None:
+        calibration = _activation_counts(config.warm, shape)
     settings = []
     trials = []
-    for (swept, system), size in product(systems.items(), sizes):
+    for (swept, system), sized in product(systems.items(), sizes):
         # Each setting has caches of its own, which carry over from passage to passage.
-        setup = Setup(
-            shape,
-            profile,
-            system,
-            size,
-            host_cache,
-            seed,
-            calibration=calibration,
-            artefacts=artefacts,
-        )
+        setup = Setup(sized, shape, profile, system, calibration)
         settings.append(_Setting(swept, system, setup.memory))
-        trials.append(Trial(setup.planner(), own_input))
+        trials.append(PolicyUnderTest(setup.planner(), own_input))
 
     total_tokens = len(passages.tokens) * passages.scored
 
@@ -234,7 +224,7 @@ def quality(
         trials,
         columns=columns,
         residual=residual_for(columns, residual, shipped),
-        batch=batch,
+        batch=config.batch,
         progress=report_tokens,
     )
 
@@ -248,7 +238,7 @@ def quality(
     # Settings differ in what is swept and in the cache's size, and in nothing else.
     first = settings[0]
     plan = first.memory
-    config = {
+    effective = {
         "model": shape.name,
         "dtype": shape.dtype,
         "device": device,
@@ -268,11 +258,11 @@ def quality(
         "cache_scope": plan.gpu.scope,
         "staging": plan.staging,
         "host_bytes": None if plan.host is None else plan.host.total_bytes,
-        "batch": batch,
-        "seed": seed,
-        "filled_by": "calibration" if warm is not None else "its policy, or empty",
+        "batch": config.batch,
+        "seed": config.seed,
+        "filled_by": "its policy, or empty" if config.warm is None else "calibration",
     }
-    return Quality(rows, config)
+    return Quality(rows, effective)
 
 
 def _swept_systems(base: System, sweep: str | None) -> dict[str | None, System]:
@@ -302,19 +292,19 @@ def _swept_systems(base: System, sweep: str | None) -> dict[str | None, System]:
     return systems
 
 
-def _cache_sizes(memory: MemoryOptions, ratios: Sequence[float]) -> list[MemoryOptions]:
-    """One set of sizes for each cache ratio.
+def _cache_sizes(config: RunConfig, ratios: Sequence[float]) -> list[RunConfig]:
+    """One configuration for each cache ratio.
 
     Raises:
         PolicyError: the cache has another size already.
     """
-    sizes = (memory.slots_per_layer, memory.gpu_memory_bytes, memory.cache_ratio)
+    sizes = (config.slots_per_layer, config.gpu_memory_bytes, config.cache_ratio)
     if ratios and any(size is not None for size in sizes):
         raise PolicyError(
             "--cache-ratios: expected no other size of the cache beside it; drop one of"
             " them"
         )
-    return [replace(memory, cache_ratio=ratio) for ratio in ratios] or [memory]
+    return [config.replaced(cache_ratio=ratio) for ratio in ratios] or [config]
 
 
 def _needed_columns(systems: Iterable[System], host_cache: str) -> tuple[str, ...]:
@@ -358,7 +348,7 @@ def _passages(
     Raises:
         TraceError: no text for a model that has no corpus, or a text that is not UTF-8.
     """
-    from moesim.runtime.models.quality import Passages  # noqa: PLC0415 - torch
+    from moesim.runtime.quality.passages import Passages  # noqa: PLC0415 - torch
 
     # Rounded up to whole passages.
     most = -(-tokens // scored)

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moesim.reporting.text import aligned
+from moesim.reporting.tables import aligned, facts_lines
 from moesim.traces.files import written_beside
 
 if TYPE_CHECKING:
@@ -50,11 +50,9 @@ def quality_text(report: Quality) -> str:
             f" {math.exp(reference_nats):.3f}"
         ),
     }
-    # Facts line up, as in the reports of all other commands.
-    width = max(map(len, facts))
-    head = [f"{name:<{width}}  {fact}" for name, fact in facts.items()]
     table = [list(_HEAD), *(_cells(row) for row in report.rows)]
-    return "\n".join([*head, "", *aligned(table)])
+    # A setting is a routing policy and a cache ratio; both lead every block.
+    return "\n".join([*facts_lines(facts.items()), "", *aligned(table, lead=2)])
 
 
 def _cells(row: Row) -> list[str]:

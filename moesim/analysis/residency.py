@@ -166,7 +166,7 @@ def check_residency(
     # Every active expert is fetched on demand, so the cache sees every access.
     system = compose("on-demand", cache=cache, prefetch="none")
     policies = system.build(gpus=1, host_cache=None)
-    if cache == "lru":
+    if type(policies.caches[0]) is LRU:
         policies.caches = [RankLRU()]
     size = CacheSize.of(
         shape.expert_bytes,

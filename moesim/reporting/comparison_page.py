@@ -1,26 +1,21 @@
-"""A comparison as one HTML file: who is fastest, what every lane did, which expert was
+"""A comparison as one HTML page: who is fastest, what every lane did, which expert was
 where, and when.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from moesim.reporting import html as page
-from moesim.reporting.figures import (
-    comparison_figure,
-    placement_figure,
-    step_figure,
-    svg,
-)
+from moesim.reporting.figures import comparison_figure, placement_figure, step_figure
+from moesim.reporting.pages import PageTable, page_figure, write_page
 from moesim.reporting.text import (
     busy_shares,
     comparison_rows,
-    percent,
-    shared_words,
-    verdict_lines,
+    ranking_lines,
+    shared_setting,
 )
+from moesim.reporting.units import percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,75 +25,76 @@ if TYPE_CHECKING:
 
     from moesim.runs.result import Run
 
+TITLE = "Policies compared"
+
 
 def write_comparison(table: pd.DataFrame, runs: Mapping[str, Run], path: Path) -> Path:
-    """Write the report.
+    """Write the page of a comparison.
 
     Args:
         table, runs: as `moesim.runs.sweep.compare` returns them.
-        path: where it goes.
+        path: of the page.
 
     Returns:
-        Its place.
+        The same path.
     """
-    answer, *notes = verdict_lines(table, runs)
-    real = table[~table["oracle"].astype(bool)]
-    best = str((real if len(real) else table)["policy"].iloc[0])
-    run = runs[best]
-    parts = [page.paragraph(line) for line in shared_words(runs).split("\n")]
-    parts += [page.paragraph(answer, "answer"), page.table(*comparison_rows(table))]
-    parts += [page.paragraph(line, "note") for line in notes]
-    parts.append(svg(comparison_figure(table, runs)))
-    parts.append(
-        page.section(
-            "What did every lane do?",
-            "Share of the run in which it worked.",
-            _lanes(table, runs),
-        )
+    # The first line names the winner, the others qualify it.
+    lines = ranking_lines(table, runs)
+    causal = table[~table["oracle"].astype(bool)]
+    # If every policy sees the future, the fastest of them is shown nevertheless.
+    best = str((causal if len(causal) else table)["policy"].iloc[0])
+    return write_page(
+        path,
+        "comparison.html",
+        title=TITLE,
+        setting=shared_setting(runs).split("\n"),
+        answer=lines[0],
+        notes=lines[1:],
+        comparison=PageTable(*comparison_rows(table)),
+        bars=page_figure(
+            comparison_figure(table, runs),
+            "Bars: speed, hit rate and bytes copied, for each policy",
+        ),
+        lanes=_lane_table(table, runs),
+        best=best,
+        **_figures_of(runs[best]),
+        **closing(runs),
     )
-    if run.metrics["steps"]:
-        where = (
-            f"{best}: a cell per expert. Blue was computed on the GPU, red on the CPU;"
-            " white was never asked for."
-        )
-        parts.append(
-            page.section(
-                "Which expert where, computed by whom?",
-                where,
-                svg(placement_figure(run)),
-            )
-        )
-        when = (
-            f"{best}: the first layers of one forward pass. Copies run beside the work"
-            " they are for."
-        )
-        parts.append(page.section("When?", when, svg(step_figure(run))))
-    return page.write_page(path, "Policies compared", [*parts, *closing_sections(runs)])
 
 
-def closing_sections(runs: Mapping[str, Run]) -> list[str]:
-    """What every comparison ends with: each warning once, if there is any, and the
-    settings of all runs by name.
+def closing(runs: Mapping[str, Run]) -> dict[str, Any]:
+    """What every comparison ends with: each warning once, and the settings of all runs
+    by name.
     """
+    # Most warnings are about the trace or the machine, and so the same for all runs.
     warnings = dict.fromkeys(
         warning for run in runs.values() for warning in run.warnings
     )
-    settings = page.verbatim(
-        json.dumps({name: run.config for name, run in runs.items()}, indent=1)
-    )
-    words = page.section(
-        "What to know before believing it", "", "".join(map(page.paragraph, warnings))
-    )
-    return [
-        *([words] if warnings else []),
-        page.section("Settings", "", f"<details>{settings}</details>"),
-    ]
+    configs = {name: run.config for name, run in runs.items()}
+    return {"warnings": list(warnings), "settings": json.dumps(configs, indent=1)}
 
 
-def _lanes(table: pd.DataFrame, runs: Mapping[str, Run]) -> str:
+def _figures_of(run: Run) -> dict[str, Any]:
+    """Placement and one step of a run; None for a run without any step."""
+    # The template leaves out the sections of figures that are None.
+    if not run.metrics["steps"]:
+        return {"placement": None, "step": None}
+    return {
+        "placement": page_figure(
+            placement_figure(run),
+            "Map of experts by layer, coloured by the share computed on the GPU",
+        ),
+        "step": page_figure(
+            step_figure(run), "Timeline of all lanes in the first layers of one step"
+        ),
+    }
+
+
+def _lane_table(table: pd.DataFrame, runs: Mapping[str, Run]) -> PageTable:
+    # All runs are on one machine, so any of them names the lanes.
     lanes = next(iter(runs.values())).timeline.lanes
-    rows = [
-        [name, *(percent(busy_shares(runs[name])[lane], 0) for lane in lanes)]
-        for name in table["policy"]
-    ]
-    return page.table(["policy", *lanes], rows)
+    rows = []
+    for policy in table["policy"]:
+        shares = busy_shares(runs[policy])
+        rows.append([policy, *(percent(shares[lane], 0) for lane in lanes)])
+    return PageTable(["policy", *lanes], rows)

@@ -1,8 +1,7 @@
-"""Results as people read them: text tables, and files beside the run
-(`moesim.reporting.figures` draws).
+"""Results as text for a terminal, and comparisons as table files.
 
-Units change here and nowhere else: seconds become milliseconds, bytes GiB. Every
-tokens/s stands beside the bytes that were moved for it.
+`moesim.reporting.figures` draws the same results. Every figure of tokens per second
+stands beside the bytes that were moved for it: a speed alone cannot be judged.
 """
 
 from __future__ import annotations
@@ -10,122 +9,131 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from moesim.reporting.tables import aligned, facts_lines
+from moesim.reporting.units import bandwidth, is_missing, ms, number, percent
 from moesim.traces.files import written_beside
 from moesim.traces.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     import pandas as pd
 
     from moesim.runs.result import Run
 
-NOTHING = "-"
-WORTH_SAYING = 1.01
-"""Two policies whose speeds differ by less are equally fast."""
+NOTICEABLE = 1.01
+"""Two policies whose speeds differ by a smaller factor are called equally fast."""
 
 
 def run_text(run: Run) -> str:
-    """Lay out one run for a terminal: what was run, how fast, what was hit, what each
-    lane did.
-    """
+    """Lay out one run: what was run, how fast, what was hit, what each lane did."""
+    facts = [*_setting_facts(run), ("", ""), *_result_facts(run.metrics)]
+    return "\n".join([*facts_lines(facts), "", *aligned(_lane_rows(run))])
+
+
+def _setting_facts(run: Run) -> list[tuple[str, str]]:
+    """What was run, on which machine, with how much memory."""
     config = run.config
-    m = run.metrics
-    moved = {lane: count for lane, count in m["bytes"].items() if count}
+    steps = run.metrics["steps"]
     facts = [
-        (
-            "model",
-            f"{config['model']}, {m['steps']:,} forward passes of {config['trace']}",
-        ),
+        ("model", f"{config['model']}, {steps:,} forward passes of {config['trace']}"),
         ("machine", f"{config['hw']} ({config['hw_kind']} profile)"),
-        ("policy", _policy_words(config)),
-        ("cache", _cache_words(config)),
-        *([("GPU memory", _gpu_words(config))] if "gpu_bytes" in config else []),
-        ("", ""),
-        ("first token", _rate(m, "ttft_s", "prefill")),
-        ("each further token", _rate(m, "tpot_s", "decode")),
-        ("hit rate", _hit_words(m)),
-        (
-            "accesses",
-            (
-                f"{m['accesses']:,}: {m['hits']:,} hits, {m['delayed_hits']:,} delayed,"
-                f" {m['misses']:,} misses"
-            ),
-        ),
+        ("policy", _policy_parts(config)),
+        ("cache", _cache_size(config)),
+    ]
+    # Runs stored by older versions do not say what a GPU's memory was taken by.
+    if "gpu_bytes" in config:
+        facts.append(("GPU memory", _gpu_memory(config)))
+    return facts
+
+
+def _result_facts(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How fast it was, and what was hit; energy and prefetches where there are any."""
+    facts = [
+        ("first token", _speed(metrics, "ttft_s", "prefill")),
+        ("each further token", _speed(metrics, "tpot_s", "decode")),
+        ("hit rate", _hit_rates(metrics)),
+        ("accesses", _access_counts(metrics)),
         (
             "planning",
             (
-                f"{ms(m['planning_s'])} of {ms(m['makespan_s'])},"
-                f" {percent(m['planning_share'])}"
+                f"{ms(metrics['planning_s'])} of {ms(metrics['makespan_s'])},"
+                f" {percent(metrics['planning_share'])}"
             ),
         ),
     ]
-    if m["prefetched"]:
+    if metrics["prefetched"]:
+        accuracy = percent(metrics["prefetch_accuracy"])
+        facts.append(
+            ("prefetch", f"{metrics['prefetched']:,} copies, {accuracy} of them used")
+        )
+    if metrics["energy_j"] is not None:
+        efficiency = number(metrics["tokens_per_kj"])
+        facts.append(
+            ("energy", f"{metrics['energy_j']:.0f} J, {efficiency} tokens per kJ")
+        )
+    if metrics["routing"] != "recorded":
+        kept = percent(metrics["gate_mass_kept"])
         facts.append(
             (
-                "prefetch",
-                (
-                    f"{m['prefetched']:,} copies, {percent(m['prefetch_accuracy'])} of"
-                    " them used"
-                ),
+                "routing",
+                f"{metrics['routing']}: counterfactual, {kept} of the gate mass kept",
             )
         )
-    if m["energy_j"] is not None:
-        facts.append(
-            (
-                "energy",
-                f"{m['energy_j']:.0f} J, {number(m['tokens_per_kj'])} tokens per kJ",
-            )
-        )
-    if m["routing"] != "recorded":
-        kept = percent(m["gate_mass_kept"])
-        facts.append(
-            ("routing", f"{m['routing']}: counterfactual, {kept} of the gate mass kept")
-        )
-    if m["approximate"]:
+    if metrics["approximate"]:
         facts.append(
             (
                 "answers",
                 "approximate: experts started ahead see the layer before's input",
             )
         )
-    width = max(len(name) for name, _ in facts)
-    head = [f"{name:<{width}}  {text}".rstrip() for name, text in facts]
-    rows = [["lane", "busy", "of the run", "stalled", "moved", "bandwidth"]]
+    return facts
+
+
+def _lane_rows(run: Run) -> list[list[str]]:
+    """Heads, and a row for each lane; empty cells where a lane cannot stall or move
+    bytes.
+    """
+    metrics = run.metrics
     shares = busy_shares(run)
-    for lane, busy_s in m["busy_s"].items():
+    rows = [["lane", "busy", "of the run", "stalled", "moved", "bandwidth"]]
+    for lane, busy_s in metrics["busy_s"].items():
+        # Only links move bytes, and only compute lanes wait for copies.
+        moved = metrics["bytes"].get(lane)
+        can_stall = lane in metrics["stall_s"]
         rows.append(
             [
                 lane,
                 ms(busy_s),
                 percent(shares[lane]),
-                ms(m["stall_s"][lane]) if lane in m["stall_s"] else "",
-                format_bytes(moved[lane]) if lane in moved else "",
-                bandwidth(m["bandwidth"].get(lane)) if lane in moved else "",
+                ms(metrics["stall_s"][lane]) if can_stall else "",
+                format_bytes(moved) if moved else "",
+                bandwidth(metrics["bandwidth"].get(lane)) if moved else "",
             ]
         )
-    return "\n".join([*head, "", *aligned(rows)])
+    return rows
 
 
 def comparison_text(table: pd.DataFrame, runs: Mapping[str, Run]) -> str:
-    """Lay out a comparison: what all runs share, one row per policy, shortest run
-    first, and what it comes to.
+    """Lay out a comparison: what all runs share, one row per policy, the fastest.
+
+    Args:
+        table, runs: as `moesim.runs.sweep.compare` returns them.
     """
-    names, rows = comparison_rows(table)
-    return "\n".join(
-        [
-            shared_words(runs),
-            "",
-            *aligned([names, *rows]),
-            "",
-            *verdict_lines(table, runs),
-        ]
-    )
+    heads, rows = comparison_rows(table)
+    lines = [
+        shared_setting(runs),
+        "",
+        *aligned([heads, *rows]),
+        "",
+        *ranking_lines(table, runs),
+    ]
+    return "\n".join(lines)
 
 
 def comparison_rows(table: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Names of columns, and a row of words for each run; the SSD only where it is
+    """Heads of columns, and a row of cells for each run; the SSD only where it is
     used.
     """
     columns: dict[str, Callable[[dict[Any, Any]], str]] = {
@@ -144,101 +152,102 @@ def comparison_rows(table: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         ),
         "run": lambda row: ms(row["makespan_s"]),
     }
+    # Few comparisons use an SSD, and the table is wide as it is.
     if not table["ssd_bytes"].sum():
         del columns["from SSD"]
-    return list(columns), [
-        [words(row) for words in columns.values()] for row in table.to_dict("records")
+    rows = [
+        [cell(row) for cell in columns.values()] for row in table.to_dict("records")
     ]
+    return list(columns), rows
 
 
-def verdict_lines(table: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
-    """Who is fastest and what holds it up; then what a reader must know before
+def ranking_lines(table: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
+    """Say who is fastest and what limits it; then what a reader must know before
     believing the ranking.
     """
-    lines = []
-    real = table[~table["oracle"].astype(bool)]
-    if len(real):
-        best = real.iloc[0]
-        words = f"fastest over the whole trace: {best['policy']}{_speed_words(best)}"
+    # A policy that sees the future is a bound, and cannot win.
+    causal = table[~table["oracle"].astype(bool)]
+    if causal.empty:
+        return caveat_lines(runs)
+    best = causal.iloc[0]
+    busy = percent(best["busiest_share"], 0)
+    lines = [
+        (
+            f"fastest over the whole trace: {best['policy']}{_speed_of(best)}; its"
+            f" {best['busiest']} works {busy} of the time"
+        )
+    ]
+
+    # A long prompt can hide who generates faster, which matters more to a user.
+    by_decode = causal.sort_values(
+        "decode_tokens_per_s", ascending=False, kind="stable"
+    )
+    generator = by_decode.iloc[0]
+    best_rate = best["decode_tokens_per_s"] or 1.0
+    if (generator["decode_tokens_per_s"] or 0.0) / best_rate > NOTICEABLE:
         lines.append(
-            f"{words}; its {best['busiest']} works {percent(best['busiest_share'], 0)}"
-            " of the time"
+            f"fastest once it generates: {generator['policy']}{_speed_of(generator)}"
         )
-        decode = real.sort_values(
-            "decode_tokens_per_s", ascending=False, kind="stable"
-        ).iloc[0]
-        gain = (decode["decode_tokens_per_s"] or 0.0) / (
-            best["decode_tokens_per_s"] or 1.0
-        )
-        if gain > WORTH_SAYING:
-            lines.append(
-                f"fastest once it generates: {decode['policy']}{_speed_words(decode)}"
-            )
-    return [*lines, *rivalry_lines(runs)]
+    return [*lines, *caveat_lines(runs)]
 
 
-def rivalry_lines(runs: Mapping[str, Run]) -> list[str]:
+def caveat_lines(runs: Mapping[str, Run]) -> list[str]:
     """What a reader must know of policies before believing a ranking of them."""
-    notes = {
+    caveats = {
         "sees the future, so no rival": [
             name for name, run in runs.items() if run.config["oracle"]
         ],
         "changes the routing, so other answers": [
-            n for n, run in runs.items() if run.metrics["routing"] != "recorded"
+            name for name, run in runs.items() if run.metrics["routing"] != "recorded"
         ],
         "starts experts on the input of the layer before, so other answers": [
             name for name, run in runs.items() if run.metrics["approximate"]
         ],
     }
-    lines = [f"{', '.join(names)}: {words}" for words, names in notes.items() if names]
+    lines = [f"{', '.join(names)}: {text}" for text, names in caveats.items() if names]
     return [*lines, "hit rate: of active experts, CPU-computed ones included"]
 
 
-def _speed_words(row: pd.Series) -> str:
+def _speed_of(row: pd.Series) -> str:
+    """Tokens per second and time to the first token, as far as the trace has them."""
     decode = row["decode_tokens_per_s"]
     first_s = row["ttft_s"]
-    words = "" if _missing(decode) else f", {number(decode)} tokens/s"
-    return words if _missing(first_s) else f"{words}, first token after {ms(first_s)}"
+    speed = "" if is_missing(decode) else f", {number(decode)} tokens/s"
+    if is_missing(first_s):
+        return speed
+    return f"{speed}, first token after {ms(first_s)}"
 
 
 def busiest(run: Run) -> tuple[str, float | None]:
-    """The lane that worked most, and its share of the run: where more speed would help
-    first.
+    """The lane that worked most, and its share of the run.
+
+    More speed helps there first.
     """
     shares = busy_shares(run)
+    # Shares are None in a run without any work; then the first lane is named.
     lane = max(shares, key=lambda name: shares[name] or 0.0)
     return lane, shares[lane]
 
 
 def busy_shares(run: Run) -> dict[str, float | None]:
     """Share of the run in which each lane worked; None for a run without any work."""
-    whole_s = run.metrics["makespan_s"]
+    makespan_s = run.metrics["makespan_s"]
     return {
-        lane: busy_s / whole_s if whole_s else None
+        lane: busy_s / makespan_s if makespan_s else None
         for lane, busy_s in run.metrics["busy_s"].items()
     }
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell: the first to the left, the others to the
-    right.
-    """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for first, *others in rows:
-        padded = (
-            f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)
-        )
-        lines.append("  ".join([f"{first:<{widths[0]}}", *padded]).rstrip())
-    return lines
-
-
 def save_table(table: pd.DataFrame, path: Path) -> Path:
-    """Write a comparison, in seconds and bytes: as Parquet if its name ends so, else as
-    CSV.
+    """Write a comparison, in seconds and bytes.
+
+    Args:
+        table: one row per run.
+        path: Parquet if it ends in ``.parquet``, else CSV.
     """
     with written_beside(path) as part:
         if path.suffix == ".parquet":
+            # Columns of None and numbers are objects, which Parquet refuses.
             table.convert_dtypes().to_parquet(part, index=False)
         else:
             table.to_csv(part, index=False, lineterminator="\n")
@@ -246,63 +255,71 @@ def save_table(table: pd.DataFrame, path: Path) -> Path:
 
 
 def cache_text(counts: Mapping[str, Any]) -> str:
-    """Hits of a cache alone, for people."""
-    rate = counts["accesses"] / counts["wall_s"]
-    slots = counts["cache_slots"]
-    held = (
-        f"{slots[0]} experts per layer"
-        if counts["scope"] == "layer"
-        else f"{slots[0]} experts in one pool"
-    )
-    hit_rate = (
-        "no accesses"
-        if counts["hit_rate_active"] is None
-        else f"{counts['hit_rate_active']:.2%} of active experts"
-    )
-    facts = {
-        "cache": f"{counts['cache']}, {held}",
-        "hit rate": f"{hit_rate}: {counts['hits']:,} hits, {counts['misses']:,} misses",
-        "replayed": (
-            f"{counts['accesses']:,} accesses in {counts['wall_s']:.2f} s,"
-            f" {rate / 1e6:.2f} million per second"
+    """Lay out the hits of a cache alone, as `replay --cache-only` counts them."""
+    slots = counts["cache_slots"][0]
+    per_layer = counts["scope"] == "layer"
+    size = f"{slots} experts {'per layer' if per_layer else 'in one pool'}"
+    rate = "no accesses"
+    if counts["hit_rate_active"] is not None:
+        rate = f"{counts['hit_rate_active']:.2%} of active experts"
+    per_s = counts["accesses"] / counts["wall_s"]
+    facts = [
+        ("cache", f"{counts['cache']}, {size}"),
+        ("hit rate", f"{rate}: {counts['hits']:,} hits, {counts['misses']:,} misses"),
+        (
+            "replayed",
+            (
+                f"{counts['accesses']:,} accesses in {counts['wall_s']:.2f} s,"
+                f" {per_s / 1e6:.2f} million per second"
+            ),
         ),
-    }
-    return "\n".join(f"{name:<10}{words}" for name, words in facts.items())
+    ]
+    return "\n".join(facts_lines(facts))
 
 
-def _policy_words(config: Mapping[str, Any]) -> str:
+def shared_setting(runs: Mapping[str, Run]) -> str:
+    """Model, machine and batch; the cache where all runs have the same."""
+    config = next(iter(runs.values())).config
+    setting = (
+        f"{config['model']} on {config['hw']} ({config['hw_kind']} profile),"
+        f" batch {config['batch']}"
+    )
+    # Systems may divide the same memory differently between cache and staging.
+    sizes = {_cache_size(run.config) for run in runs.values()}
+    several = "as each system has it, within the same memory"
+    return f"{setting}\ncache: {sizes.pop() if len(sizes) == 1 else several}"
+
+
+def _policy_parts(config: Mapping[str, Any]) -> str:
     parts = [
-        f"assignment {config['assignment']}",
-        f"cache {config['cache']}",
-        f"prefetch {config['prefetch']}",
-        f"routing {config['routing']}",
-        f"batch {config['batch']}",
+        f"{part} {config[part]}"
+        for part in ("assignment", "cache", "prefetch", "routing", "batch")
     ]
     return ", ".join(parts)
 
 
-def _cache_words(config: Mapping[str, Any]) -> str:
+def _cache_size(config: Mapping[str, Any]) -> str:
+    """Slots of the GPU cache and their bytes; host memory where that is limited."""
     slots = config["cache_slots"]
+    # One pool for all layers has one entry, else there is one for each layer.
     if config["cache_scope"] == "global":
         held = f"{slots[0]:,} experts of any layer"
+    elif max(slots) > min(slots):
+        held = f"{min(slots)} to {max(slots)} experts per layer"
     else:
-        held = (
-            f"{min(slots)}{f' to {max(slots)}' if max(slots) > min(slots) else ''}"
-            " experts per layer"
-        )
-    text = (
+        held = f"{min(slots)} experts per layer"
+    size = (
         f"{held}, {percent(config['cache_ratio'])} of all"
         f" ({format_bytes(config['cache_bytes'])})"
     )
-    if config["host_bytes"] is not None:
-        text += (
-            f"; {format_bytes(config['host_bytes'])} of experts in host memory, the"
-            " rest on SSD"
-        )
-    return text
+    # None: host memory holds every expert, which needs no mention.
+    if config["host_bytes"] is None:
+        return size
+    host = format_bytes(config["host_bytes"])
+    return f"{size}; {host} of experts in host memory, the rest on SSD"
 
 
-def _gpu_words(config: Mapping[str, Any]) -> str:
+def _gpu_memory(config: Mapping[str, Any]) -> str:
     each = "each of them takes " if config["gpus"] > 1 else ""
     return (
         f"{each}{format_bytes(config['gpu_bytes'])}: cache, {config['staging']} staged"
@@ -310,36 +327,23 @@ def _gpu_words(config: Mapping[str, Any]) -> str:
     )
 
 
-def shared_words(runs: Mapping[str, Run]) -> str:
-    """Model, machine and batch; the cache where all runs have the same."""
-    config = next(iter(runs.values())).config
-    machine = (
-        f"{config['model']} on {config['hw']} ({config['hw_kind']} profile), batch"
-        f" {config['batch']}"
-    )
-    caches = {_cache_words(run.config) for run in runs.values()}
-    several = "as each system has it, within the same memory"
-    words = caches.pop() if len(caches) == 1 else several
-    return f"{machine}\ncache: {words}"
-
-
-def _rate(metrics: Mapping[str, Any], time: str, phase: str) -> str:
+def _speed(metrics: Mapping[str, Any], time: str, phase: str) -> str:
+    """Time and tokens per second of a phase, also per sequence where that differs."""
     total = metrics[f"{phase}_tokens_per_s"]
-    each = metrics[f"{phase}_tokens_per_s_seq"]
     if total is None:
         return f"the trace has no {phase}"
-    text = (
-        f"{ms(metrics[time])}, {number(total)}"
-        f" {'prompt ' if phase == 'prefill' else ''}tokens/s"
-    )
-    return (
-        text
-        if each is None or math.isclose(total, each, rel_tol=1e-3)
-        else f"{text} ({number(each)} per sequence)"
-    )
+    unit = "prompt tokens/s" if phase == "prefill" else "tokens/s"
+    speed = f"{ms(metrics[time])}, {number(total)} {unit}"
+
+    # With one sequence both rates are one; a batch serves each of its sequences slower.
+    each = metrics[f"{phase}_tokens_per_s_seq"]
+    if each is None or math.isclose(total, each, rel_tol=1e-3):
+        return speed
+    return f"{speed} ({number(each)} per sequence)"
 
 
-def _hit_words(metrics: Mapping[str, Any]) -> str:
+def _hit_rates(metrics: Mapping[str, Any]) -> str:
+    # The three differ by tens of points in one run, so each is named.
     return (
         f"{percent(metrics['hit_rate_active'])} of active experts,"
         f" {percent(metrics['hit_rate_gpu'])} of GPU-assigned ones,"
@@ -347,34 +351,8 @@ def _hit_words(metrics: Mapping[str, Any]) -> str:
     )
 
 
-def _missing(value: float | None) -> bool:
-    return value is None or math.isnan(value)
-
-
-def ms(seconds: float | None) -> str:
-    """Milliseconds; seconds from one second on."""
-    if _missing(seconds):
-        return NOTHING
-    assert seconds is not None
-    return number(seconds, " s") if seconds >= 1 else number(seconds * 1e3, " ms")
-
-
-def percent(share: float | None, decimals: int = 1) -> str:
-    """A share as per cent."""
-    return NOTHING if _missing(share) else f"{100 * share:.{decimals}f} %"  # type: ignore[operator]
-
-
-def bandwidth(bytes_per_s: float | None) -> str:
-    """Bytes per second as vendors write them."""
-    return NOTHING if _missing(bytes_per_s) else f"{bytes_per_s / 1e9:.1f} GB/s"  # type: ignore[operator]
-
-
-def number(value: float | None, unit: str = "") -> str:
-    """Three significant digits below a thousand, whole numbers above."""
-    if _missing(value):
-        return NOTHING
-    assert value is not None
-    if value == 0:
-        return f"0{unit}"
-    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{min(decimals, 6)}f}{unit}"
+def _access_counts(metrics: Mapping[str, Any]) -> str:
+    return (
+        f"{metrics['accesses']:,}: {metrics['hits']:,} hits,"
+        f" {metrics['delayed_hits']:,} delayed, {metrics['misses']:,} misses"
+    )

@@ -20,24 +20,24 @@ import yaml
 
 from moesim.policies.base import PolicyError
 from moesim.reproduction.experiments import EXPERIMENTS, Experiment
-from moesim.reproduction.experiments.base import Workload
+from moesim.reproduction.experiments.base import Excerpt
 from moesim.traces.errors import TraceError
 from moesim.traces.format.reader import open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
+from moesim.traces.shipped import resolve_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from moesim.reproduction.experiments.base import Found
+    from moesim.reproduction.experiments.base import Figures
     from moesim.traces.format.reader import Trace
 
 DEFAULT_STEPS = 300
-"""Forward passes of each trace that are looked at unless told otherwise: the shortest
-shared traces have no more.
+"""Forward passes of each trace that count unless stated otherwise: the shortest shared
+traces have no more.
 """
 
-SHIPPED = "tiny_evaluation.parquet"
 FOREIGN = {
     "olmoe_1b_7b_decode299": ("olmoe-1b-7b", "bf16"),
     "qwen3_30b_a3b_top6": ("qwen3-30b-a3b", "q4_k_m"),
@@ -78,20 +78,16 @@ class Reproduction:
 
     experiment: Experiment
     published: dict[str, dict[str, float | str]]
-    measured: dict[str, Found]
+    measured: dict[str, Figures]
     models: dict[str, str]
     steps: int | None
 
     @property
     def rows(self) -> list[str]:
         """Published rows first, in the order of the source; then what only we have."""
-        known = dict.fromkeys(
-            row for column in self.published.values() for row in column
-        )
-        return list(
-            known
-            | dict.fromkeys(row for column in self.measured.values() for row in column)
-        )
+        columns = [*self.published.values(), *self.measured.values()]
+        # A dict keeps the order of first appearance, which a set would lose.
+        return list(dict.fromkeys(row for column in columns for row in column))
 
     def to_json(self) -> dict[str, Any]:
         """One object; a figure that a trace cannot give is words that say why."""
@@ -103,8 +99,8 @@ class Reproduction:
             "published_records": [list(key) for key in experiment.published],
             "published": self.published,
             "measured": {
-                trace: {"model": self.models[trace], "figures": found}
-                for trace, found in self.measured.items()
+                trace: {"model": self.models[trace], "figures": figures}
+                for trace, figures in self.measured.items()
             },
             "steps": self.steps,
             "needs": experiment.needs,
@@ -128,18 +124,21 @@ def published(experiment: Experiment) -> dict[str, dict[str, float | str]]:
     A column is its model as the source names it, behind the source's name where there
     are several sources.
     """
-    found: dict[str, dict[str, float | str]] = {}
-    several = len({source for source, _, _ in experiment.published}) > 1
+    columns: dict[str, dict[str, float | str]] = {}
+    sources = {source for source, _, _ in experiment.published}
     for record in records():
         if (record.source, record.ref, record.metric) not in experiment.published:
             continue
         row = experiment.row(record.metric, record.setting)
-        if row is not None:
-            column = experiment.column(record.setting)
-            found.setdefault(f"{record.source}: {column}" if several else column, {})[
-                row
-            ] = record.value
-    return found
+        # Some records of a table are not about what the experiment computes.
+        if row is None:
+            continue
+        column = experiment.column(record.setting)
+        # Two sources may have measured the same model.
+        if len(sources) > 1:
+            column = f"{record.source}: {column}"
+        columns.setdefault(column, {})[row] = record.value
+    return columns
 
 
 def find(name: str) -> Experiment:
@@ -150,6 +149,7 @@ def find(name: str) -> Experiment:
     """
     if name in EXPERIMENTS:
         return EXPERIMENTS[name]
+    # Names are long, and one letter is easily wrong.
     close = difflib.get_close_matches(name, EXPERIMENTS, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise PolicyError(
@@ -161,7 +161,8 @@ def traces_at_hand() -> list[Path]:
     """The shipped trace, and other people's traces where a checkout has them in
     ``../shared/traces``.
     """
-    shipped = Path(str(resources.files("moesim.traces") / "data" / SHIPPED))
+    shipped = resolve_trace("tiny")
+    # In an installed package this is no checkout's neighbour, and does not exist.
     shared = Path(__file__).resolve().parents[3] / "shared" / "traces"
     return [
         shipped,
@@ -192,7 +193,7 @@ def reproduce(
         TraceError: a trace cannot be read.
     """
     experiment = find(name)
-    measured: dict[str, Found] = {}
+    measured: dict[str, Figures] = {}
     models: dict[str, str] = {}
     paths = (
         traces_at_hand()
@@ -201,12 +202,13 @@ def reproduce(
     )
     stems = [path.stem for path in paths]
     for path in paths:
+        # Two traces may have one name in different folders.
         label = path.stem if stems.count(path.stem) == 1 else str(path)
         if progress is not None:
             progress(label)
         with _opened(path) as trace:
             models[label] = trace.shape.name
-            measured[label] = experiment.run(Workload(trace, steps, seed))
+            measured[label] = experiment.run(Excerpt(trace, steps, seed))
     return Reproduction(experiment, published(experiment), measured, models, steps)
 
 
@@ -215,13 +217,17 @@ def _opened(path: Path) -> Iterator[Trace]:
     """Open a trace; a foreign one that is known is imported first, and forgotten
     afterwards.
     """
+    # A foreign file does not tell the sizes of its model; its name stands for them.
     known = FOREIGN.get(path.stem)
     if known is None or not path.is_file() or _is_ours(path):
         yield open_trace(path)
         return
+    model, weights = known
     with tempfile.TemporaryDirectory() as folder:
-        done = import_trace(path, Path(folder) / path.name, shape=model_shape(*known))
-        yield open_trace(done.path)
+        imported = import_trace(
+            path, Path(folder) / path.name, shape=model_shape(model, weights)
+        )
+        yield open_trace(imported.path)
 
 
 def _is_ours(path: Path) -> bool:

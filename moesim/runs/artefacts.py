@@ -27,7 +27,7 @@ record --calibration`).
 
 
 def load_artefacts(place: str | Path | None) -> dict[str, Any]:
-    """Read every tensor file of a folder, or one tensor file; nothing without a place.
+    """Read every tensor file of a folder, or one tensor file; nothing for None.
 
     Returns:
         Name without suffix -> the array of a ``.npy``, the named arrays of an ``.npz``
@@ -35,7 +35,7 @@ def load_artefacts(place: str | Path | None) -> dict[str, Any]:
         in `TENSORS` are there under their own names as well.
 
     Raises:
-        PolicyError: no such place, no tensor file in it, or two files with the same
+        PolicyError: no such path, no tensor file in it, or two files with the same
             tensor of `TENSORS`.
         TraceError: a damaged file.
     """
@@ -47,30 +47,36 @@ def load_artefacts(place: str | Path | None) -> dict[str, Any]:
             f"--artefacts {place}: no such folder; `moesim train-cache TRACE --out"
             f" {place}` makes one"
         )
-    paths = sorted(place.iterdir()) if place.is_dir() else [place]
-    found: dict[str, Any] = {}
+
+    artefacts: dict[str, Any] = {}
     origin: dict[str, Path] = {}
-    for path in (one for one in paths if one.suffix in SUFFIXES):
-        content = _content(path)
-        own = {path.stem: content}
-        if isinstance(content, dict):
-            own |= {name: content[name] for name in TENSORS if name in content}
-        for name in own:
+    # Sorted, so that the same folder gives the same order on every file system.
+    paths = sorted(place.iterdir()) if place.is_dir() else [place]
+    for path in paths:
+        if path.suffix not in SUFFIXES:
+            continue
+        for name, content in _named(path).items():
+            # A policy asks by name, so two answers would be one too many.
             if name in TENSORS and name in origin:
                 raise PolicyError(
                     f"--artefacts {place}: {name}: expected one file with it, found"
                     f" {origin[name].name} and {path.name}; keep one of them"
                 )
             origin[name] = path
-        found |= own
-    if not found:
+            artefacts[name] = content
+    if not artefacts:
         raise PolicyError(
             f"--artefacts {place}: expected files {', '.join(SUFFIXES)}, found none; is"
             " it the right folder?"
         )
-    return found
+    return artefacts
 
 
-def _content(path: Path) -> np.ndarray | dict[str, np.ndarray]:
+def _named(path: Path) -> dict[str, np.ndarray | dict[str, np.ndarray]]:
+    """What one file contributes: its content under its name, and known tensors."""
     arrays = load_named(path)
-    return arrays[""] if path.suffix == ".npy" else arrays
+    if path.suffix == ".npy":
+        return {path.stem: arrays[""]}
+    # Files of calibrations hold many tensors, and policies ask for single ones.
+    known = {name: arrays[name] for name in TENSORS if name in arrays}
+    return {path.stem: arrays, **known}

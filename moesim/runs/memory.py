@@ -1,4 +1,4 @@
-"""How a user states the sizes of memories, and what they come to on a machine."""
+"""Sizes of memories: how a user states them, and what they come to on a machine."""
 
 from __future__ import annotations
 
@@ -51,27 +51,31 @@ class MemoryOptions:
 
     @property
     def size(self) -> tuple[str, float]:
-        """In which way the size of the GPU cache was stated, as an attribute's name,
-        and the number.
+        """How the size of the GPU cache was stated, as an attribute's name, and the
+        number.
         """
         for name in ("gpu_memory_bytes", "slots_per_layer", "cache_ratio"):
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None:
                 return name, value
         return "cache_ratio", DEFAULT_CACHE_RATIO
 
     @property
     def size_words(self) -> str:
-        """The size of the GPU cache as people say it: ``8.0 GiB``, ``8.01 GiB``, ``16
-        slots`` or ``25 %``.
+        """The size of the GPU cache for people: ``8.0 GiB``, ``8.01 GiB``, ``16 slots``
+        or ``25 %``.
         """
         name, value = self.size
-        if name == "gpu_memory_bytes":
-            short = (format_bytes(value, decimals) for decimals in (1, 2))
-            return next(
-                (words for words in short if parse_bytes(words) == value),
-                format_bytes(value, 3),
-            )
-        return f"{value} slots" if name == "slots_per_layer" else f"{100 * value:.6g} %"
+        if name == "slots_per_layer":
+            return f"{value} slots"
+        if name == "cache_ratio":
+            return f"{100 * value:.6g} %"
+        # As many decimals as tell this size from its neighbours, up to three.
+        for decimals in (1, 2):
+            text = format_bytes(value, decimals)
+            if parse_bytes(text) == value:
+                return text
+        return format_bytes(value, 3)
 
     def plan(
         self,
@@ -85,7 +89,7 @@ class MemoryOptions:
         Args:
             shape: the model.
             profile: the machine.
-            system: what it is for; one that divides slots by use needs `artefacts` for
+            system: the policies; one that divides slots by use needs `artefacts` for
                 that.
             artefacts: ``single_share`` and ``prefetch_accuracy``, float [L], see
                 `moesim.policies.cache._slot_shares`.
@@ -93,27 +97,19 @@ class MemoryOptions:
         Raises:
             PolicyError: contradicting options, or no room to stage even one expert.
         """
-        given = [self.cache_ratio, self.slots_per_layer, self.gpu_memory_bytes]
-        if sum(value is not None for value in given) > 1:
+        stated = [self.cache_ratio, self.slots_per_layer, self.gpu_memory_bytes]
+        if sum(value is not None for value in stated) > 1:
             raise PolicyError(
                 "cache size: expected at most one of --cache-ratio, --slots-per-layer"
                 " and --gpu-memory; drop the others"
             )
-        staging = next(
-            slots
-            for slots in (
-                self.staging,
-                system.staging_slots(shape),
-                profile.memory.staging_experts,
-            )
-            if slots is not None
-        )
+
+        # Staging comes first, as it is taken from the same memory.
+        staging = self._staging(shape, profile, system)
         scope = self.scope or system.scope or PER_LAYER
-        ratio = (
-            DEFAULT_CACHE_RATIO
-            if all(value is None for value in given)
-            else self.cache_ratio
-        )
+        ratio = self.cache_ratio
+        if all(value is None for value in stated):
+            ratio = DEFAULT_CACHE_RATIO
         total_bytes = None
         if self.gpu_memory_bytes is not None:
             total_bytes = self._left_on_gpu(shape, staging, profile.gpus)
@@ -127,22 +123,33 @@ class MemoryOptions:
         )
         if system.divides_slots and scope == PER_LAYER:
             gpu = _by_use(gpu, shape, artefacts or {})
+        # Layers that share one cache must be divided among GPUs before they share.
         if profile.gpus > 1 and scope == GLOBAL and self.gpu_split == LAYERS:
             gpu = gpu.split(profile.gpus)
         return MemoryPlan(
-            gpu,
-            self._host(shape, staging),
-            staging,
-            self.prefetch_budget_bytes,
-            self.gpu_split,
+            gpu=gpu,
+            host=self._host(shape, staging),
+            staging=staging,
+            prefetch_budget_bytes=self.prefetch_budget_bytes,
+            gpu_split=self.gpu_split,
         )
 
+    def _staging(
+        self, shape: ModelShape, profile: HardwareProfile, system: System
+    ) -> int:
+        """Staging slots: the user's, else the system's, else the profile's."""
+        if self.staging is not None:
+            return self.staging
+        slots = system.staging_slots(shape)
+        return profile.memory.staging_experts if slots is None else slots
+
     def _left_on_gpu(self, shape: ModelShape, staging: int, gpus: int) -> int:
-        """Bytes left for the expert cache on each GPU."""
+        """Bytes left for the expert cache, over all GPUs that share the layers."""
         assert self.gpu_memory_bytes is not None
         split = gpus if self.gpu_split == LAYERS else 1
         rest = shape.other_bytes // split
         left = self.gpu_memory_bytes - rest - staging * shape.max_expert_bytes
+        # Without staging not even an expert that is not kept could be computed.
         if left < 0:
             raise PolicyError(
                 f"--gpu-memory: no room to stage {staging} experts:"
@@ -153,6 +160,7 @@ class MemoryOptions:
         return left * split
 
     def _host(self, shape: ModelShape, staging: int) -> CacheSize | None:
+        """Host memory in front of the SSD; None where it holds every expert."""
         if self.host_memory_bytes is None:
             return None
         total = sum(shape.expert_bytes) * shape.experts
@@ -163,6 +171,7 @@ class MemoryOptions:
                 f" {shape.max_expert_bytes:,} bytes in {self.host_memory_bytes:,}"
                 " bytes; give more memory"
             )
+        # Nothing would ever be read from the SSD again.
         if left >= total:
             return None
         return CacheSize.of(
@@ -178,15 +187,19 @@ def _by_use(
     """
     if not {"single_share", "prefetch_accuracy"} <= artefacts.keys():
         return size
-    single = artefacts["single_share"]
-    accuracy = artefacts["prefetch_accuracy"]
-    slots = divided(int(size.slots.sum()), shape.experts, shape.top_k, single, accuracy)
+    # The total stays, so that systems are compared at equal memory.
+    slots = divided(
+        int(size.slots.sum()),
+        shape.experts,
+        shape.top_k,
+        artefacts["single_share"],
+        artefacts["prefetch_accuracy"],
+    )
     if len(slots) != shape.layers:
         raise PolicyError(
             f"--artefacts: single_share, prefetch_accuracy: expected {shape.layers}"
             f" numbers, one for each MoE layer, found {len(slots)}; make them for this"
             " model"
         )
-    return CacheSize(
-        size.scope, slots, slots * np.asarray(shape.expert_bytes, np.int64)
-    )
+    expert_bytes = np.asarray(shape.expert_bytes, np.int64)
+    return CacheSize(size.scope, slots, slots * expert_bytes)

@@ -1,9 +1,7 @@
-"""The same work on many inputs, by one process or by several; the results are the same,
-and stopping is clean.
+"""A process pool for replays: joblib's workers, with a count of work done so far.
 
-A process that copies tables to disk must not be killed in the middle of it. So none is:
-all look at one flag after every forward pass, and whoever finds it set gives up as if
-ctrl-C had been pressed there.
+The results are the same whatever the number of processes. Workers are killed when the
+run is interrupted, so a caller that lets them write files clears up after them.
 """
 
 from __future__ import annotations
@@ -11,130 +9,156 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import tempfile
+import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from multiprocessing.sharedctypes import Synchronized
-    from multiprocessing.synchronize import Event
+    from collections.abc import Iterator, Sequence
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 Work = Callable[[Task, Callable[[int], None]], Result]
-"""What is done with each input; it tells how much it has done since it last told."""
-WEIGHT_PER_PROCESS = 50_000
-"""Rows to be replayed that outweigh the start of a process: some three seconds against
-one.
+"""Processes one task; calls its second argument with the rows done since the last
+call.
 """
-LOOK_S = 0.2
-"""Seconds between two looks at how far the processes are."""
+
+ROWS_PER_PROCESS = 50_000
+"""Rows to replay that outweigh the start of a process: about three seconds of work
+against one of imports.
+"""
+
+POLL_INTERVAL_S = 0.2
+"""Seconds between two readings of the progress counters."""
 
 
 def cores() -> int:
     """Cores that this process may use."""
-    return (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
+    # macOS and Windows have no affinity masks.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-def share_out(
+def map_tasks(
     work: Work[Task, Result],
     tasks: Sequence[Task],
     *,
     jobs: int | None,
-    weight: int,
+    rows: int,
     progress: Callable[[int], None] | None = None,
 ) -> list[Result]:
-    """Do `work` on every task; with several jobs, work, tasks and results travel
-    between processes.
+    """Apply `work` to every task, in this process or in several.
+
+    With several jobs, work, tasks and results are pickled.
 
     Args:
-        jobs: tasks at the same time; None takes one per core, and no more than the work
-            is worth.
-        weight: rows of traces that all tasks together replay.
-        progress: told how much is done in all.
+        work: called with a task and a function that counts rows.
+        tasks: inputs, independent of each other.
+        jobs: tasks at the same time; None takes one per core, but only as many as the
+            work is worth.
+        rows: rows of traces that all tasks together replay.
+        progress: called with the rows done so far.
 
     Returns:
         Results in the order of the tasks.
 
     Raises:
-        ChildProcessError: a process was killed from outside.
-        Exception: what `work` raises; then no other task goes on.
+        ChildProcessError: a worker was killed from outside.
+        Exception: what `work` raises; the other tasks are then abandoned.
     """
     if jobs is None:
-        jobs = min(cores(), weight // WEIGHT_PER_PROCESS)
+        jobs = min(cores(), rows // ROWS_PER_PROCESS)
+    # A process without a task would only cost its start.
     jobs = min(jobs, len(tasks))
-    show = progress or (lambda _done: None)
+    report = progress or (lambda _rows: None)
+
     if jobs > 1:
-        return _in_processes(work, tasks, jobs, show)
+        return _in_processes(work, tasks, jobs, report)
+
     done = 0
 
-    def tell(more: int) -> None:
+    def count(rows: int) -> None:
         nonlocal done
-        done += more
-        show(done)
+        done += rows
+        report(done)
 
-    return [work(task, tell) for task in tasks]
+    return [work(task, count) for task in tasks]
 
 
 def _in_processes(
     work: Work[Task, Result],
     tasks: Sequence[Task],
     jobs: int,
-    show: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> list[Result]:
-    # A fork would copy locks of threads that it does not copy.
-    context = get_context("spawn")
-    done = context.Value("q", 0)
-    stop = context.Event()
-    pool = ProcessPoolExecutor(jobs, context, _begin, (work, done, stop))
+    # A tenth of a second that a run in one process need not pay.
+    from joblib import Parallel, delayed  # noqa: PLC0415
+    from joblib.externals.loky import get_reusable_executor  # noqa: PLC0415
+    from joblib.externals.loky.process_executor import (  # noqa: PLC0415
+        TerminatedWorkerError,
+    )
+
+    # One task at a time for each worker: replays are long, and of unequal length.
+    pool = Parallel(jobs, backend="loky", batch_size=1, initializer=_ignore_signals)
+    with tempfile.TemporaryDirectory(prefix="moesim-") as folder:
+        # One counter per task in a shared file: no lock, as each has one writer.
+        file = Path(folder) / "rows"
+        counters = np.memmap(file, np.int64, "w+", shape=len(tasks))
+        calls = [
+            delayed(_counted)(work, task, file, index)
+            for index, task in enumerate(tasks)
+        ]
+        with _polled(counters, report):
+            try:
+                results: list[Result] = pool(calls)
+            except TerminatedWorkerError:
+                raise ChildProcessError(
+                    errno.ECHILD,
+                    "one of the processes was killed, perhaps for want of memory; try"
+                    " --jobs 1",
+                ) from None
+    # Workers that wait for more work would keep their memory, their folder and their
+    # environment. They hold nothing any more, so they need not end by themselves.
+    get_reusable_executor(kill_workers=True).shutdown()
+    return results
+
+
+def _ignore_signals() -> None:
+    # A terminal sends ctrl-C to every process; the parent alone decides what follows.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _counted(work: Work[Task, Result], task: Task, file: Path, index: int) -> Result:
+    counters = np.memmap(file, np.int64, "r+")
+
+    def count(rows: int) -> None:
+        counters[index] += rows
+
+    return work(task, count)
+
+
+@contextmanager
+def _polled(counters: np.ndarray, report: Callable[[int], None]) -> Iterator[None]:
+    """Report the sum of the counters while the block runs, and once after it."""
+    finished = threading.Event()
+
+    def poll() -> None:
+        while not finished.wait(POLL_INTERVAL_S):
+            report(int(counters.sum()))
+
+    # The main thread waits in joblib, so a second one has to look.
+    thread = threading.Thread(target=poll, daemon=True)
+    thread.start()
     try:
-        futures = [pool.submit(_do, task) for task in tasks]
-        waiting = set(futures)
-        while waiting:
-            finished, waiting = wait(waiting, LOOK_S, FIRST_EXCEPTION)
-            for future in finished:
-                future.result()
-            show(done.value)
-        return [future.result() for future in futures]
-    except BrokenProcessPool:
-        raise ChildProcessError(
-            errno.ECHILD,
-            "one of the processes was killed, perhaps for want of memory; try --jobs 1",
-        ) from None
+        yield
     finally:
-        stop.set()
-        pool.shutdown(cancel_futures=True)
-
-
-_mine: tuple[Any, Synchronized[int], Event]
-"""What a process of the pool was started with."""
-
-
-def _begin(work: Any, done: Synchronized[int], stop: Event) -> None:
-    global _mine  # noqa: PLW0603 - a pool hands its processes nothing else to keep it in
-    _mine = (work, done, stop)
-    # They may reach all at once; the first process tells the others.
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _do(task: Any) -> Any:
-    work, done, stop = _mine
-
-    def tell(more: int) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        with done.get_lock():
-            done.value += more
-
-    return work(task, tell)
+        finished.set()
+        thread.join()
+    report(int(counters.sum()))

@@ -1,5 +1,5 @@
-"""One finished run: its figures, its tables and its effective configuration, in memory
-and on disk.
+"""A finished run: its figures, tables and effective configuration, in memory and on
+disk.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moesim.traces.files import written_beside
+from moesim.traces.files import part_path, written_beside
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
     from moesim.traces.timeline.spans import Timeline
 
+FILES = ("timeline.parquet", "accesses.parquet", "steps.parquet", "run.json")
+
 
 @dataclass(slots=True)
 class Run:
-    """One finished replay.
+    """A finished replay.
 
     Attributes:
         metrics: every figure, as `moesim replay --json` prints it; keys are explained
@@ -40,39 +42,46 @@ class Run:
         return {**self.metrics, "config": self.config, "warnings": self.warnings}
 
     def placement(self) -> pd.DataFrame:
-        """Which expert was where, and computed by whom: one row per expert that was
-        asked for.
+        """Count where each expert was and which device computed it.
 
         Returns:
-            ``layer``, ``expert``, ``uses`` (layer steps in which it was active),
-            ``tokens``, ``resident`` (share of its uses for which it was there) and
-            ``on_gpu`` (share of its uses that a GPU computed).
+            One row per expert that was active: ``layer``, ``expert``, ``uses`` (layer
+            steps in which it was active), ``tokens``, ``resident`` (share of its uses
+            for which it was resident) and ``on_gpu`` (share of its uses that a GPU
+            computed).
         """
-        found = self.timeline.access_frame()
-        found["resident"] = (found["state"] == "hit").astype(float)
-        found["on_gpu"] = (found["lane"] != "cpu").astype(float)
-        groups = found.groupby(["layer", "expert"], sort=True)
-        placed: pd.DataFrame = groups.agg(
+        accesses = self.timeline.access_frame()
+        # A delayed hit was still on its way, so it does not count as there.
+        accesses["resident"] = (accesses["state"] == "hit").astype(float)
+        accesses["on_gpu"] = (accesses["lane"] != "cpu").astype(float)
+
+        by_expert = accesses.groupby(["layer", "expert"], sort=True)
+        placement: pd.DataFrame = by_expert.agg(
             uses=("tokens", "size"),
             tokens=("tokens", "sum"),
             resident=("resident", "mean"),
             on_gpu=("on_gpu", "mean"),
-        ).reset_index()
-        return placed
+        )
+        return placement.reset_index()
 
 
 def save_run(run: Run, folder: Path | None) -> list[Path]:
-    """Write figures and effective configuration beside the tables of a run; return all
-    files of the folder.
-    """
+    """Write figures and configuration beside the tables; return all files of a run."""
     if folder is None:
         return []
+    # Before the file is opened: what JSON cannot say must leave nothing behind.
+    text = json.dumps(run.to_json(), indent=2) + "\n"
     with written_beside(folder / "run.json") as part:
-        part.write_text(json.dumps(run.to_json(), indent=2) + "\n", encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
     return run_files(folder)
 
 
 def run_files(folder: Path | None) -> list[Path]:
     """The files of a run that was written into a folder."""
-    names = ("timeline.parquet", "accesses.parquet", "steps.parquet", "run.json")
-    return [] if folder is None else [folder / name for name in names]
+    return [] if folder is None else [folder / name for name in FILES]
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what a killed process had begun to write into the folder of a run."""
+    for file in run_files(folder):
+        part_path(file).unlink(missing_ok=True)

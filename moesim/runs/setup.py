@@ -1,10 +1,10 @@
-"""From what a user says to a planner: the same for virtual and for real seconds, so
-that both worlds start alike.
+"""What a run needs, set up from a configuration: policies, memories, a planner.
+
+Simulated and measured runs share this, so that both start alike.
 """
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,90 +12,87 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.hwprofiles.costs import Costs
-from moesim.hwprofiles.profile import HardwareProfile, default_profile, load_profile
+from moesim.hwprofiles.profile import (
+    HardwareProfile,
+    default_profile,
+    list_profiles,
+    load_profile,
+)
 from moesim.policies.base import PolicyError
 from moesim.policies.planner.plan import LAYERS
 from moesim.policies.planner.planner import Planner
-from moesim.policies.registry import resolve
-from moesim.policies.systems import System, compose
+from moesim.policies.registry import resolve, settings
 from moesim.runs.artefacts import load_artefacts
-from moesim.runs.memory import MemoryOptions
+from moesim.runs.config import ConfigError, RunConfig
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import Trace, open_trace
+from moesim.version import __version__, git_commit
 
 if TYPE_CHECKING:
     from moesim.policies.planner.plan import MemoryPlan, Policies
+    from moesim.policies.systems import System
     from moesim.traces.format.schema import ModelShape
 
 
 @dataclass(slots=True)
 class Setup:
-    """What a run needs beside its lanes: one planner per call of `planner`, all alike.
+    """What a run needs beside its lanes; every call of `planner` makes an equal one.
 
     Attributes:
-        shape: sizes of the experts, which may be larger or smaller than those of the
-            trace.
-        calibration: what fills caches beforehand, float64 [L, E].
+        config: what the user asked for.
+        shape: sizes of the experts, which may differ from those of the trace.
+        profile: the machine.
+        system: the four policies.
+        calibration: activation counts that fill caches beforehand, float64 [L, E].
         future: for policies that know it.
-        artefacts: folder of tensors that policies ask for.
     """
 
+    config: RunConfig
     shape: ModelShape
     profile: HardwareProfile
     system: System
-    options: MemoryOptions
-    host_cache: str = "lru"
-    seed: int = 0
     calibration: np.ndarray | None = None
     future: RecordedFuture | None = None
-    artefacts: str | Path | None = None
 
     @classmethod
     def of(
         cls,
+        config: RunConfig,
         trace: Trace,
-        policy: str,
-        profile: HardwareProfile,
         *,
+        profile: HardwareProfile | None = None,
         shape: ModelShape | None = None,
-        cache: str | None = None,
-        prefetch: str | None = None,
-        routing: str | None = None,
-        host_cache: str = "lru",
-        memory: MemoryOptions | None = None,
-        batch: int = 1,
-        steps: int | None = None,
-        seed: int = 0,
-        warm: str | Path | Trace | None = None,
-        artefacts: str | Path | None = None,
     ) -> Setup:
-        """Set up a walk through a trace; arguments as those of
-        `moesim.runs.replay.replay`.
+        """Set up a walk through a trace.
 
         Args:
+            config: what the user asked for.
+            trace: that of the configuration, opened.
+            profile: the machine; None takes that of the configuration.
             shape: sizes of the experts; None takes the trace's.
 
         Raises:
             TraceError: the trace lacks a column that a policy reads.
+            ProfileError: no such profile.
             PolicyError: an unknown policy or parameter, impossible memories, or a
                 `warm` trace of another model.
+            ConfigError: trace or profile are not those that the configuration names.
         """
-        system = compose(policy, cache=cache, prefetch=prefetch, routing=routing)
-        setup = cls(
-            shape or trace.shape,
-            profile,
-            system,
-            memory or MemoryOptions(),
-            host_cache,
-            seed,
-            artefacts=artefacts,
-        )
+        profile = profile or profile_of(config.hw)
+        _check_digests(config, trace, profile)
+        # Routing may be given the experts of another model.
+        setup = cls(config, shape or trace.shape, profile, config.system)
+
+        # Cheap checks come before counting and looking ahead in the trace.
         policies = setup.policies()
         check_needs(trace, policies)
-        if warm is not None:
-            setup.calibration = warm_counts(warm, trace)
-        if any(one.oracle for one in policies.all()):
-            setup.future = RecordedFuture.of(trace, batch=batch, steps=steps)
+        if config.warm is not None:
+            setup.calibration = warm_counts(config.warm, trace)
+        # Only oracles may see it, and making it reads the trace.
+        if any(policy.oracle for policy in policies.all()):
+            setup.future = RecordedFuture.of(
+                trace, batch=config.batch, steps=config.steps
+            )
         return setup
 
     def policies(self) -> Policies:
@@ -105,10 +102,12 @@ class Setup:
             PolicyError: an unknown policy or parameter, that of an unlimited host
                 memory included.
         """
-        resolve(self.host_cache, "cache")
+        host_cache = self.config.host_cache
+        # Checked even where it is not used: a wrong name is wrong everywhere.
+        resolve(host_cache, "cache")
         limited = self.memory.host is not None
         return self.system.build(
-            gpus=self.profile.gpus, host_cache=self.host_cache if limited else None
+            gpus=self.profile.gpus, host_cache=host_cache if limited else None
         )
 
     @property
@@ -118,10 +117,10 @@ class Setup:
         Raises:
             PolicyError: contradicting options, or no room to stage even one expert.
         """
-        artefacts = (
-            load_artefacts(self.artefacts) if self.system.divides_slots else None
-        )
-        return self.options.plan(self.shape, self.profile, self.system, artefacts)
+        artefacts = None
+        if self.system.divides_slots:
+            artefacts = load_artefacts(self.config.artefacts)
+        return self.config.memory.plan(self.shape, self.profile, self.system, artefacts)
 
     def planner(self) -> Planner:
         """A fresh planner.
@@ -134,10 +133,10 @@ class Setup:
             Costs(self.profile, self.shape),
             self.policies(),
             self.memory,
-            seed=self.seed,
+            seed=self.config.seed,
             future=self.future,
             calibration=self.calibration,
-            extras=load_artefacts(self.artefacts),
+            extras=load_artefacts(self.config.artefacts),
         )
 
     def gpu_bytes(self) -> int:
@@ -145,30 +144,31 @@ class Setup:
         that are no experts.
         """
         plan = self.memory
-        split = self.profile.gpus if self.memory.gpu_split == LAYERS else 1
+        split = self.profile.gpus if plan.gpu_split == LAYERS else 1
         cache_bytes = plan.gpu.total_bytes // split
-        return (
-            cache_bytes
-            + plan.staging * self.shape.max_expert_bytes
-            + self.shape.other_bytes // split
-        )
+        staging_bytes = plan.staging * self.shape.max_expert_bytes
+        return cache_bytes + staging_bytes + self.shape.other_bytes // split
 
-    def config(
-        self,
-        trace: Trace,
-        *,
-        batch: int = 1,
-        steps: int | None = None,
-        warm: str | Path | Trace | None = None,
-    ) -> dict[str, Any]:
-        """The effective configuration of a run of `trace`, as results store it."""
+    def effective_config(self, trace: Trace | None) -> dict[str, Any]:
+        """The effective configuration of a run, as results store it.
+
+        What was left open is decided here: sizes of memories, parameters of policies.
+        ``options`` repeats the run (`moesim replay --config run.json`).
+
+        Args:
+            trace: that of the run; None for a live model.
+        """
+        config = self.config
         shape = self.shape
         profile = self.profile
         system = self.system
         plan = self.memory
+        warm = config.warm.path if isinstance(config.warm, Trace) else config.warm
+        # Reading the whole file once is enough.
+        digest = None if trace is None else trace.digest()
         return {
-            "trace": str(trace.path),
-            "trace_digest": trace.digest(),
+            "trace": None if trace is None else trace.name,
+            "trace_digest": digest,
             "model": shape.name,
             "hw": profile.name,
             "hw_kind": profile.kind,
@@ -188,38 +188,113 @@ class Setup:
             "gpu_bytes": self.gpu_bytes(),
             "host_bytes": None if plan.host is None else plan.host.total_bytes,
             "staging": plan.staging,
-            "prefetch_budget_bytes": self.options.prefetch_budget_bytes,
+            "prefetch_budget_bytes": plan.prefetch_budget_bytes,
             "gpu_split": plan.gpu_split,
-            "batch": batch,
-            "steps": steps,
-            "seed": self.seed,
+            "batch": config.batch,
+            "steps": config.steps,
+            "seed": config.seed,
+            "noise_seed": config.noise_seed,
             "filled_by": "calibration" if warm is not None else "its policy, or empty",
-            "warm": (
-                None
-                if warm is None
-                else str(warm.path if isinstance(warm, Trace) else warm)
-            ),
-            "artefacts": None if self.artefacts is None else str(self.artefacts),
-            "git_commit": _git_commit(),
+            "warm": None if warm is None else str(warm),
+            "artefacts": None if config.artefacts is None else str(config.artefacts),
+            "git_commit": git_commit(),
+            "version": __version__,
+            "policies": self._policy_settings(),
+            "options": self._options(trace, digest),
         }
+
+    def _policy_settings(self) -> dict[str, dict[str, Any]]:
+        """Every policy with all its parameters, defaults included."""
+        system = self.system
+        return {
+            "assignment": settings(system.assignment, "assignment"),
+            "cache": settings(system.cache, "cache"),
+            "prefetch": settings(system.prefetch, "prefetch"),
+            "routing": settings(system.routing, "routing"),
+            "host_cache": settings(self.config.host_cache, "cache"),
+        }
+
+    def _options(self, trace: Trace | None, digest: str | None) -> dict[str, Any]:
+        """The options that repeat this run, with its files and their digests."""
+        config = self.config
+        warm = config.warm
+        hw = _source(self.profile)
+        named = config.replaced(
+            trace=None if trace is None else trace.path,
+            trace_digest=digest,
+            hw=hw,
+            # A profile that was measured just now cannot be loaded again.
+            hw_digest=None if hw is None else self.profile.digest,
+            warm=warm.path if isinstance(warm, Trace) else warm,
+        )
+        return named.to_json()
+
+
+def _check_digests(config: RunConfig, trace: Trace, profile: HardwareProfile) -> None:
+    expected = config.trace_digest
+    if expected is not None and trace.digest() != expected:
+        raise ConfigError(
+            f"{trace.path}: expected a file with SHA-256 {expected:.12}…, as this run"
+            f" was made with, found {trace.digest():.12}…; name the trace, to run on"
+            " this one"
+        )
+    expected = config.hw_digest
+    if expected is not None and profile.digest != expected:
+        raise ConfigError(
+            f"profile {profile.where}: expected digest {expected:.12}…, as this run was"
+            f" made with, found {profile.digest:.12}…; name the profile (--hw), to run"
+            " on this one"
+        )
+
+
+def _source(profile: HardwareProfile) -> str | None:
+    """What loads a profile again: its file, or the name of one that ships."""
+    path = Path(profile.where)
+    if path.is_file():
+        return str(path.absolute())
+    return path.stem if path.stem in list_profiles() else None
 
 
 def figures_of(planner: Planner) -> dict[str, Any]:
-    """What a run's planner knows and its tables do not say."""
+    """Figures of a run that only its planner knows, not the tables."""
+    high_bytes = {
+        f"gpu{index}": gpu.memory.used_high_bytes
+        for index, gpu in enumerate(planner.gpu)
+    }
+    if planner.host:
+        high_bytes["host"] = planner.host.memory.used_high_bytes
+    mass = float(np.mean(planner.gate_mass)) if planner.gate_mass else None
     return {
         "routing": "altered" if planner.policies.routing.alters else "recorded",
         "approximate": planner.policies.assignment.approximates,
-        "gate_mass_kept": (
-            float(np.mean(planner.gate_mass)) if planner.gate_mass else None
-        ),
-        "memory_high_bytes": {
-            **{
-                f"gpu{g}": tier.memory.used_high_bytes
-                for g, tier in enumerate(planner.gpu)
-            },
-            **({"host": planner.host.memory.used_high_bytes} if planner.host else {}),
-        },
+        "gate_mass_kept": mass,
+        "memory_high_bytes": high_bytes,
     }
+
+
+def opened(config: RunConfig) -> tuple[RunConfig, Trace]:
+    """A configuration that holds its trace opened, and that trace.
+
+    Raises:
+        TraceError, ConfigError: as `trace_of`.
+    """
+    trace = trace_of(config)
+    # It is the same trace, so what its digest must be stays as well.
+    return config.replaced(trace=trace, trace_digest=config.trace_digest), trace
+
+
+def trace_of(config: RunConfig) -> Trace:
+    """The trace of a configuration, opened.
+
+    Raises:
+        TraceError: no such trace, or a damaged one.
+        ConfigError: the configuration names none.
+    """
+    if config.trace is None:
+        raise ConfigError("trace: expected a trace, got none")
+    if isinstance(config.trace, Trace):
+        return config.trace
+    return open_trace(config.trace)
 
 
 def profile_of(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
@@ -233,6 +308,7 @@ def profile_of(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
 
 def watts(profile: HardwareProfile) -> dict[str, tuple[float, float]] | None:
     """Idle and busy watts by lane, as the metrics take them."""
+    # Datasheets rarely say; energy is left out then.
     power = profile.power
     if power is None:
         return None
@@ -242,6 +318,7 @@ def watts(profile: HardwareProfile) -> dict[str, tuple[float, float]] | None:
 
 def needed_columns(policies: Policies) -> tuple[str, ...]:
     """Optional trace columns that some policy of a run reads."""
+    # A dict keeps the order, so that columns are read in the same one every time.
     return tuple(
         dict.fromkeys(column for policy in policies.all() for column in policy.needs)
     )
@@ -263,16 +340,17 @@ def check_needs(trace: Trace, policies: Policies) -> None:
 
 
 def activation_counts(trace: Trace, *, phase: int | None = None) -> np.ndarray:
-    """How often each expert was chosen, float64 [L, E]: what ``--warm`` fills caches
-    from.
+    """Count how often each expert was chosen: what ``--warm`` fills caches from.
+
+    Returns:
+        float64 [L, E].
     """
     shape = trace.shape
     counts = np.zeros(shape.layers * shape.experts)
     for rows in trace.sequences():
-        chosen = (
-            rows.experts.astype(np.int64)
-            + rows.layer.astype(np.int64)[:, None] * shape.experts
-        )
+        # One number per expert of any layer, so that one count serves all layers.
+        first = rows.layer.astype(np.int64)[:, None] * shape.experts
+        chosen = rows.experts.astype(np.int64) + first
         if phase is not None:
             chosen = chosen[rows.phase == phase]
         counts += np.bincount(chosen.ravel(), minlength=len(counts))
@@ -280,34 +358,19 @@ def activation_counts(trace: Trace, *, phase: int | None = None) -> np.ndarray:
 
 
 def warm_counts(warm: str | Path | Trace, trace: Trace) -> np.ndarray:
-    """`activation_counts` of a calibration trace, float64 [L, E].
+    """Count the activations of a calibration trace, float64 [L, E].
 
     Raises:
         TraceError: no such trace.
         PolicyError: it has other layers or experts than `trace`.
     """
     calibration = warm if isinstance(warm, Trace) else open_trace(warm)
-    if (calibration.shape.layers, calibration.shape.experts) != (
-        trace.shape.layers,
-        trace.shape.experts,
-    ):
+    expected = trace.shape
+    shape = calibration.shape
+    if (shape.layers, shape.experts) != (expected.layers, expected.experts):
         raise PolicyError(
-            f"--warm {calibration.path}: expected {trace.shape.layers} layers x"
-            f" {trace.shape.experts} experts as in {trace.path}, found"
-            f" {calibration.shape.layers} x {calibration.shape.experts}; record it from"
-            " that model"
+            f"--warm {calibration.path}: expected {expected.layers} layers x"
+            f" {expected.experts} experts as in {trace.path}, found {shape.layers} x"
+            f" {shape.experts}; record it from that model"
         )
     return activation_counts(calibration)
-
-
-def _git_commit() -> str | None:
-    """Commit of the checkout this runs in, or None outside one."""
-    root = Path(__file__).resolve().parents[2]
-    head = root / ".git" / "HEAD"
-    if not head.is_file() or shutil.which("git") is None:
-        return None
-    text = head.read_text().strip()
-    if not text.startswith("ref: "):
-        return text
-    ref = root / ".git" / text[5:]
-    return ref.read_text().strip() if ref.is_file() else None

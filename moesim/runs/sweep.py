@@ -1,8 +1,8 @@
 """Which policy is fastest: on one machine with one memory, or on each of several.
 
 Every policy is replayed on every machine with every memory. A comparison on one machine
-with one memory is such a sweep of one cell. Replays know nothing of each other, so
-several processes may share them out.
+with one memory is such a sweep of one cell. Replays are independent of each other, so
+several processes may share them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 
 from moesim.policies.base import PolicyError
 from moesim.reporting import text as report
-from moesim.runs.memory import MemoryOptions
-from moesim.runs.parallel import share_out
+from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.parallel import map_tasks
 from moesim.runs.replay import replay
-from moesim.runs.setup import Setup, profile_of
-from moesim.traces.format.reader import Trace, open_trace
+from moesim.runs.result import remove_parts
+from moesim.runs.setup import Setup, opened, profile_of, trace_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.runs.memory import MemoryOptions
     from moesim.runs.result import Run
     from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.reader import Trace
 
 FIGURES = (
     "tpot_s",
@@ -46,11 +48,11 @@ CELL = ["hw", "memory"]
 
 @dataclass(slots=True)
 class Sweep:
-    """What every policy did on every machine with every memory.
+    """The runs of every policy on every machine with every memory.
 
     Attributes:
-        table: one row per run; machines and memories in the order they were asked for,
-            the shortest run first in each.
+        table: one row per run; machines and memories in the order in which they were
+            given, the shortest run first in each.
         runs: by machine, memory and policy, named as in the table.
         memories: sizes, by the names that the table gives them.
     """
@@ -78,24 +80,25 @@ class Sweep:
         return {policy: run for (_, _, policy), run in self.runs.items()}
 
     def fastest(self) -> pd.DataFrame:
-        """The rows of those that win their cell; a cell in which every policy sees the
-        future has none.
+        """The rows that win their cell; a cell in which every policy sees the future
+        has none.
         """
         return self.table[self.table["fastest"]].reset_index(drop=True)
 
     def to_json(self) -> dict[str, Any]:
         """Winners and runs, each with its machine, memory and policy."""
-        where = [*CELL, "policy"]
-        fastest = self.fastest()[where].to_dict("records")
+        key_names = [*CELL, "policy"]
+        fastest = self.fastest()[key_names].to_dict("records")
         runs = [
-            dict(zip(where, key, strict=True)) | run.to_json()
+            dict(zip(key_names, key, strict=True)) | run.to_json()
             for key, run in self.runs.items()
         ]
         return {"fastest": fastest, "runs": runs}
 
 
+@takes_options(RunConfig, without=["policy"])
 def compare(
-    trace: str | Path | Trace,
+    trace: RunConfig | str | Path | Trace,
     policies: Sequence[str],
     *,
     hw: str | Path | HardwareProfile | None = None,
@@ -109,25 +112,26 @@ def compare(
         A table with one row per policy (shortest run first), and the runs by policy.
 
     Raises:
-        TraceError, ProfileError, PolicyError: as `sweep`.
+        TypeError, ConfigError, TraceError, ProfileError, PolicyError: as `sweep`.
     """
-    found = sweep(
+    swept = sweep(
         trace,
         policies,
-        hw=[hw],
-        memory=[memory or MemoryOptions()],
+        hw=None if hw is None else [hw],
+        memory=None if memory is None else [memory],
         keep=True,
         **options,
     )
-    return found.table, found.by_policy()
+    return swept.table, swept.by_policy()
 
 
+@takes_options(RunConfig, without=["policy"])
 def sweep(
-    trace: str | Path | Trace,
+    trace: RunConfig | str | Path | Trace,
     policies: Sequence[str],
     *,
-    hw: Sequence[str | Path | HardwareProfile | None] = (None,),
-    memory: Sequence[MemoryOptions] = (MemoryOptions(),),
+    hw: Sequence[str | Path | HardwareProfile | None] | None = None,
+    memory: Sequence[MemoryOptions] | None = None,
     out: str | Path | None = None,
     keep: bool = False,
     jobs: int | None = 1,
@@ -141,94 +145,125 @@ def sweep(
     then prefetch.
 
     Args:
-        hw: hardware profiles, each by name, path or itself.
+        trace: a moesim trace, by path or opened; or a configuration, whose options
+            those given here replace.
+        policies: systems or assignment policies.
+        hw: hardware profiles, each by name, path or itself; None takes one, that of the
+            configuration.
         memory: sizes of memories; sizes of the GPU cache all stated in the same way.
+            None takes one, that of the configuration.
         out: each run has a folder below it, named after its policy, in folders for
             machine and memory where there are several.
         keep: keep the timelines of all runs in memory; without it and without `out`
             they are empty.
         jobs: replays at the same time, in processes of their own where it is more than
             1; None takes as many as pay. Those processes do not know policies that were
-            registered here by hand, and a script that starts them does so below ``if
-            __name__ == "__main__":``, since each of them reads it again.
-        progress: told the share that is done.
-        options: as in `moesim.runs.replay.replay`.
+            registered here by hand.
+        progress: called with the share that is done.
+        options: fields of `moesim.runs.config.RunConfig`.
 
     Raises:
-        TraceError, ProfileError, PolicyError: as `replay`, and before anything runs;
-            also for nothing to compare, and for memories that the table could not tell
-            apart.
+        TypeError, ConfigError, TraceError, ProfileError, PolicyError: as `replay`, and
+            before anything runs; also for nothing to compare, and for memories that the
+            table could not tell apart.
         ChildProcessError: one of several processes was killed.
     """
-    opened = trace if isinstance(trace, Trace) else open_trace(trace)
+    config, open_trace = opened(RunConfig.of(trace, **options))
+    # Twice the same policy would make two equal rows.
     names = list(dict.fromkeys(policies))
-    machines = _machines(hw)
-    memories = _memories(memory)
-    for what, given in (("policy", names), ("machine", machines), ("memory", memories)):
-        if not given:
-            raise PolicyError(f"sweep: expected at least one {what}, got none")
-    for (machine, profile), (size, sizes) in product(
-        machines.items(), memories.items()
+    machines = _machines([config.hw] if hw is None else hw)
+    memories = _memories([config.memory] if memory is None else memory)
+    for axis, values in (
+        ("policy", names),
+        ("machine", machines),
+        ("memory", memories),
     ):
+        if not values:
+            raise PolicyError(f"sweep: expected at least one {axis}, got none")
+
+    # The digest of a profile belongs to the machine of the configuration only.
+    digest = config.hw_digest if hw is None else None
+    cells = {
+        (machine, size): RunConfig.of(
+            config,
+            memory=memories[size],
+            hw=machines[machine],
+            hw_digest=digest,
+        )
+        for machine, size in product(machines, memories)
+    }
+    # All of them before the first replay: an hour later an error costs an hour.
+    for (machine, size), cell in cells.items():
         try:
-            check_each(opened, names, hw=profile, memory=sizes, **options)
+            check_each(cell, open_trace, names)
         except ValueError as error:
-            if len(machines) == len(memories) == 1:
+            if len(cells) == 1:
                 raise
             raise type(error)(f"on {machine} with {size}: {error}") from None
-    keys = list(product(machines, memories, names))
-    several = [len(machines) > 1, len(memories) > 1, True]
-    tasks = [
-        {
-            "trace": opened,
-            "policy": policy,
-            "hw": machines[machine],
-            "memory": memories[size],
-            **options,
-            "out": (
-                None
-                if out is None
-                else _place(out, [x for x, s in zip(key, several, strict=True) if s])
-            ),
-            "keep": keep,
-        }
-        for key in keys
-        for machine, size, policy in [key]
-    ]
-    steps = options.get("steps")
-    passed = len(tasks) * (steps or max(1, opened.rows))
-    found = share_out(
-        _Replay(by_step=steps is not None),
-        tasks,
-        jobs=jobs,
-        weight=opened.rows * len(tasks),
-        progress=None if progress is None else lambda done: progress(done / passed),
-    )
-    runs = dict(zip(keys, found, strict=True))
+
+    tasks = {}
+    for machine, size, policy in product(machines, memories, names):
+        # Folders are named after what there is more than one of.
+        folders = [
+            *([machine] if len(machines) > 1 else []),
+            *([size] if len(memories) > 1 else []),
+            policy,
+        ]
+        tasks[machine, size, policy] = _Task(
+            cells[machine, size].replaced(policy=policy),
+            None if out is None else Path(out, *map(folder_name, folders)),
+            keep,
+        )
+
+    by_step = config.steps is not None
+    total = len(tasks) * (config.steps or max(1, open_trace.rows))
+    try:
+        results = map_tasks(
+            _Replay(by_step),
+            list(tasks.values()),
+            jobs=jobs,
+            rows=open_trace.rows * len(tasks),
+            progress=None if progress is None else lambda done: progress(done / total),
+        )
+    except BaseException:
+        # Processes that were killed could not clear up after themselves.
+        for task in tasks.values():
+            if task.out is not None:
+                remove_parts(task.out)
+        raise
+    runs = dict(zip(tasks, results, strict=True))
     return Sweep(_table(runs), runs, memories)
 
 
 @dataclass(frozen=True, slots=True)
+class _Task:
+    """One replay of a sweep."""
+
+    config: RunConfig
+    out: Path | None
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Replay:
-    """One replay, in this process or another one; forward passes or rows of the trace
-    are told as they are done.
-    """
+    """Replays one task; counts forward passes or rows of the trace."""
 
     by_step: bool
 
-    def __call__(self, task: dict[str, Any], tell: Callable[[int], None]) -> Run:
-        layers = task["trace"].shape.layers
+    def __call__(self, task: _Task, count: Callable[[int], None]) -> Run:
+        layers = trace_of(task.config).shape.layers
 
         def after(step: RoutedStep) -> None:
-            tell(1 if self.by_step else step.tokens * layers)
+            count(1 if self.by_step else step.tokens * layers)
 
-        return replay(**task, progress=after)
+        return replay(task.config, out=task.out, keep=task.keep, progress=after)
 
 
 def _machines(
     hw: Sequence[str | Path | HardwareProfile | None],
 ) -> dict[str, HardwareProfile]:
-    """Profiles by name; by place where two files share a name."""
+    """Profiles by name; by file where two of them share a name."""
+    # The same machine by two names is one machine.
     profiles = list(
         {profile.digest: profile for profile in map(profile_of, hw)}.values()
     )
@@ -244,7 +279,7 @@ def _machines(
 
 
 def _memories(memory: Sequence[MemoryOptions]) -> dict[str, MemoryOptions]:
-    """Memories by what a reader calls them; they lie on one axis."""
+    """Memories by the words for their sizes; they lie on one axis."""
     if len({options.size[0] for options in memory}) > 1:
         raise PolicyError(
             "memories: expected all GPU caches sized in the same way, as ratios, slots"
@@ -261,109 +296,106 @@ def _memories(memory: Sequence[MemoryOptions]) -> dict[str, MemoryOptions]:
     return named
 
 
-def _place(out: str | Path, names: Sequence[str]) -> Path:
-    return Path(out, *map(folder_name, names))
-
-
 def _table(runs: dict[tuple[str, str, str], Run]) -> pd.DataFrame:
     """A row of figures per run."""
     import pandas as pd  # noqa: PLC0415 - half a second that a plain replay need not pay
 
-    rows = [
-        dict(zip([*CELL, "policy"], key, strict=True))
-        | {name: run.metrics[name] for name in FIGURES}
-        | {f"{link}_bytes": _moved(run, link) for link in ("h2d", "ssd")}
-        | {
-            "h2d_bytes_per_s": _bandwidth(run, "h2d"),
-            "gpu_bytes": run.config["gpu_bytes"],
-        }
-        | dict(zip(("busiest", "busiest_share"), report.busiest(run), strict=True))
-        | {"oracle": run.config["oracle"]}
-        for key, run in runs.items()
-    ]
+    rows = [_row(key, run) for key, run in runs.items()]
     table = pd.DataFrame(rows).astype(dict.fromkeys(FIGURES, float))
     parts = [
+        # A stable sort keeps ties in the order in which policies were given.
         part.sort_values("makespan_s", kind="stable")
         for _, part in table.groupby(CELL, sort=False)
     ]
     table = pd.concat(parts, ignore_index=True)
+
+    # An oracle is a bound, not a rival.
     first = table[~table["oracle"]].drop_duplicates(CELL).index
     table["fastest"] = table.index.isin(first)
     return table
 
 
-def _moved(run: Run, link: str) -> int:
+def _row(key: tuple[str, str, str], run: Run) -> dict[str, Any]:
+    machine, size, policy = key
+    busiest, share = report.busiest(run)
+    return {
+        "hw": machine,
+        "memory": size,
+        "policy": policy,
+        **{name: run.metrics[name] for name in FIGURES},
+        "h2d_bytes": _moved_bytes(run, "h2d"),
+        "ssd_bytes": _moved_bytes(run, "ssd"),
+        "h2d_bytes_per_s": _bytes_per_s(run, "h2d"),
+        "gpu_bytes": run.config["gpu_bytes"],
+        "busiest": busiest,
+        "busiest_share": share,
+        "oracle": run.config["oracle"],
+    }
+
+
+def _moved_bytes(run: Run, link: str) -> int:
     """Bytes over all links of a kind."""
     return sum(
         count for lane, count in run.metrics["bytes"].items() if lane.startswith(link)
     )
 
 
-def _bandwidth(run: Run, link: str) -> float | None:
-    """Bytes per second of all links of a kind while they were busy."""
+def _bytes_per_s(run: Run, link: str) -> float | None:
+    """Bandwidth of all links of a kind while they were busy."""
     lanes = [
         lane
         for lane, count in run.metrics["bytes"].items()
         if lane.startswith(link) and count
     ]
     busy_s = sum(run.metrics["busy_s"][lane] for lane in lanes)
-    return _moved(run, link) / busy_s if busy_s else None
+    return _moved_bytes(run, link) / busy_s if busy_s else None
 
 
-def check_each(trace: Trace, policies: Sequence[str], **options: Any) -> None:
-    """Refuse by name, before anything runs, those of several policies that `replay`
-    could not carry out.
+def check_each(config: RunConfig, trace: Trace, policies: Sequence[str]) -> None:
+    """Refuse by name, before anything runs, the policies that `replay` cannot carry
+    out.
 
     Columns, artefacts, memories and parameters are checked by setting every policy up
     and throwing it away.
 
     Args:
+        config: machine, memories and parts.
         trace: an opened trace.
         policies: as in `compare`.
-        options: as in `moesim.runs.replay.replay`.
 
     Raises:
         TraceError, ProfileError, PolicyError: as `replay`; if several cannot run, one
             error names them all, unless no policy can and all for one reason.
     """
     refused: dict[str, ValueError] = {}
-    profile = profile_of(options.get("hw"))
+    profile = profile_of(config.hw)
     shape = trace.shape
-    chosen = (
-        "cache",
-        "prefetch",
-        "routing",
-        "host_cache",
-        "memory",
-        "batch",
-        "artefacts",
-    )
-    given = {name: options[name] for name in chosen if name in options}
     for name in policies:
+        # One step and no calibration: the walk is not what is checked.
+        single = config.replaced(policy=name, steps=1, warm=None)
         try:
-            setup = Setup.of(trace, name, profile, steps=1, **given)
-            if options.get("warm") is not None:
+            setup = Setup.of(single, trace, profile=profile)
+            if config.warm is not None:
                 setup.calibration = np.ones((shape.layers, shape.experts))
             setup.planner()
         except ValueError as error:
             refused[name] = error
-    if len(refused) == 1 or (
-        len(refused) == len(policies) and len(set(map(str, refused.values()))) == 1
-    ):
+
+    if not refused:
+        return
+    reasons = set(map(str, refused.values()))
+    if len(refused) == 1 or (len(refused) == len(policies) and len(reasons) == 1):
         raise next(iter(refused.values()))
-    if refused:
-        reasons = [
-            f"{name} ({_in_short(error, trace)})" for name, error in refused.items()
-        ]
-        raise PolicyError(
-            f"{trace.path}: {len(refused)} of {len(policies)} policies cannot run on it"
-            f" as asked: {', '.join(reasons)}; drop them, or ask for one of them alone"
-            " to learn what would help"
-        )
+    summaries = [f"{name} ({_shortened(e, trace)})" for name, e in refused.items()]
+    raise PolicyError(
+        f"{trace.path}: {len(refused)} of {len(policies)} policies cannot run on it"
+        f" as asked: {', '.join(summaries)}; drop them, or ask for one of them alone"
+        " to learn what would help"
+    )
 
 
-def _in_short(error: ValueError, trace: Trace) -> str:
-    """What is wrong, without the place and the way out."""
+def _shortened(error: ValueError, trace: Trace) -> str:
+    """The reason without the place and the way out."""
     return (
         str(error)
         .removeprefix(f"{trace.path}: ")
@@ -376,4 +408,5 @@ def folder_name(name: str) -> str:
     """A name for the folder of a policy's run: ``greedy+lfu:decay=0.9`` ->
     ``greedy+lfu_decay=0.9``.
     """
+    # Colons and slashes of specifications are no parts of file names everywhere.
     return re.sub(r"[^\w.+=,-]+", "_", name).strip("._") or "run"

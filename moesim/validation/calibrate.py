@@ -27,7 +27,7 @@ from moesim.hwprofiles.calibration.fit_runs import calibrate as fit
 from moesim.hwprofiles.calibration.unobserved import profile_entries
 from moesim.hwprofiles.profile import HardwareProfile, save_profile
 from moesim.policies.systems import compose
-from moesim.runs.measured import machine_profile
+from moesim.runs.machine import machine_profile
 from moesim.traces.timeline.metrics import summarise
 from moesim.validation.calibration_runs import ROUTED, Design, designs
 from moesim.validation.drift import ReferenceRuns, with_reference_runs

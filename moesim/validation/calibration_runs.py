@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moesim.policies.registry import names_with
 from moesim.runs.memory import MemoryOptions
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import ModelShape, Phase
@@ -37,14 +38,6 @@ _REUSE = 0.5
 _BOTH_LANES = "greedy+lru"
 _CPU_ONLY = "all-cpu+none"
 _GPU_ONLY = "on-demand+lru"
-PLANNERS = (
-    "static-threshold",
-    "layer-wise",
-    "fixed-mapping",
-    "hybrimoe-schedule",
-    "beam",
-)
-"""Assignment policies that are run once more, for what their planning takes."""
 
 
 class Design(NamedTuple):
@@ -189,7 +182,7 @@ def designs(shape: ModelShape, *, quick: bool = False, seed: int = 0) -> list[De
         "all lanes": Trial(_BOTH_LANES, small_cache_ssd, alone),
         **{
             f"planning of {name}": Trial(f"{name}+lru", small_cache, short)
-            for name in PLANNERS
+            for name in names_with("assignment", "calibrates_planning")
         },
     }
     return [Design(purpose, trial) for purpose, trial in trials.items()]

@@ -26,7 +26,7 @@ from moesim.analysis.time_breakdown import TERMS, step_seconds, terms, terms_by_
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import CachePolicy
 from moesim.policies.systems import compose as compose_system
-from moesim.runs.measured import machine_profile
+from moesim.runs.machine import machine_profile
 from moesim.runs.memory import MemoryOptions
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import Trace, open_trace

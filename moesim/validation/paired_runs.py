@@ -15,14 +15,11 @@ import numpy as np
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import PolicyError
 from moesim.policies.systems import compose
-from moesim.runs.measured import (
-    REHEARSED_STEPS,
-    device_of,
-    execute,
-    open_random_store,
-    rehearse,
-)
+from moesim.runs.config import RunConfig
+from moesim.runs.machine import device_of
+from moesim.runs.measured import REHEARSED_STEPS, execute, rehearse
 from moesim.runs.setup import Setup
+from moesim.runs.stores import open_random_store
 from moesim.sim.replay import Replay
 from moesim.traces.timeline.spans import Timeline
 
@@ -170,8 +167,10 @@ class TrialRunner:
 def _setup(
     trial: Trial, shape: ModelShape, profile: HardwareProfile, seed: int
 ) -> Setup:
-    system = compose(trial.policy)
-    setup = Setup(shape, profile, system, trial.memory, HOST_CACHE, seed)
+    config = RunConfig.of(
+        policy=trial.policy, memory=trial.memory, host_cache=HOST_CACHE, seed=seed
+    )
+    setup = Setup(config, shape, profile, compose(trial.policy))
     for policy in setup.policies().all():
         if policy.oracle:
             raise PolicyError(

@@ -41,14 +41,14 @@ def machine_differences(profile: HardwareProfile) -> list[str]:
     Versions of libraries are named, too, since they change how fast products are.
     """
     # The very procedure that wrote the profile's versions.
-    from moesim.runtime.measure.profile import _versions  # noqa: PLC0415 - torch
+    from moesim.runtime.measure.machine import versions  # noqa: PLC0415 - torch
 
-    versions = _versions()
+    here = versions()
     differences = [
         f"{key}: the profile's is {profile.versions.get(key, 'unknown')}, this"
-        f" machine's is {versions[key]}"
+        f" machine's is {here[key]}"
         for key in _COMPARED_VERSIONS
-        if profile.versions.get(key) != versions[key]
+        if profile.versions.get(key) != here[key]
     ]
     if profile.cores != cores():
         differences.append(

@@ -56,7 +56,7 @@ def fingerprint(plan: Plan) -> tuple[Any, ...]:
         tuple(plan.staging_slots),
         tuple((gpu, *swap.outgoing, *swap.incoming) for gpu, swap in plan.swaps),
         plan.serial,
-        None if plan.ahead is None else tuple(plan.ahead.experts.tolist()),
+        None if plan.precompute is None else tuple(plan.precompute.experts.tolist()),
     )
 
 

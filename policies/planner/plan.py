@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
     import numpy as np
     from moesim.policies.base import (
-        Ahead,
         AssignmentPolicy,
         CachePolicy,
         LayerWork,
         Policy,
+        Precompute,
         PrefetchPolicy,
         RoutingPolicy,
         Swap,
@@ -68,8 +68,8 @@ class Plan:
     `copied`: how many experts `copies` bring from one memory to another;
     `staging_slots`: per GPU, how many staging slots demand fetches may use at a time;
     `serial`: the CPU waits for the GPUs' fetched experts; `swaps`: replacements by GPU,
-    carried out when the layer has joined; `ahead`: experts of the next layer that the
-    CPU starts after its own, each for `ahead_s` seconds.
+    carried out when the layer has joined; `precompute`: experts of the next layer that
+    the CPU starts after its own, each for `precompute_s` seconds.
     """
 
     work: LayerWork
@@ -81,8 +81,8 @@ class Plan:
     planning_s: float
     serial: bool = False
     swaps: list[tuple[int, Swap]] = field(default_factory=list)
-    ahead: Ahead | None = None
-    ahead_s: list[float] = field(default_factory=list)
+    precompute: Precompute | None = None
+    precompute_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)

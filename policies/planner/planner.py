@@ -20,11 +20,11 @@ from moesim.policies.base import (
     CPU,
     IN_FLIGHT,
     RESIDENT,
-    Ahead,
     AssignmentPolicy,
     Gate,
     LayerWork,
     PolicyError,
+    Precompute,
     RunContext,
 )
 from moesim.policies.planner.gate_mass import gate_mass_kept, weight_kept
@@ -99,20 +99,20 @@ class Planner:
         self.cpu_first_s = costs.cpu_first_s
         self.now_s = 0.0
         self.gate_mass: list[float] = []
-        self._begun: dict[
+        self._precomputed: dict[
             int, np.ndarray
         ] = {}  # layer -> experts that the CPU computes ahead
-        self._held_ahead: dict[
+        self._held_precomputed: dict[
             int, np.ndarray
         ] = {}  # the same, held in limited host memory
         # Step, layer, its gate asked earlier.
-        self._foretold: tuple[int, int, np.ndarray | None] = (
+        self._predicted_gate: tuple[int, int, np.ndarray | None] = (
             -1,
             -1,
             None,
         )
-        self._looks_ahead = (
-            type(policies.assignment).ahead is not AssignmentPolicy.ahead
+        self._precomputes = (
+            type(policies.assignment).precompute is not AssignmentPolicy.precompute
         )
         self.assignment_name = policies.names.get("assignment", "")
         self._link_free_s = [0.0] * self.gpus
@@ -319,8 +319,8 @@ class Planner:
                     else:
                         self._orphans[gpu].add(key)
         if self.host is not None:
-            if layer in self._held_ahead:
-                self.host.memory.release(layer, self._held_ahead.pop(layer))
+            if layer in self._held_precomputed:
+                self.host.memory.release(layer, self._held_precomputed.pop(layer))
             self.host.release(layer, experts)
         self.now_s = now_s
         copies: list[Copies] = []
@@ -373,17 +373,21 @@ class Planner:
             planning_s,
             serial,
         )
-        if self._looks_ahead and work.layer + 1 < self.layers:
-            self._ask_ahead(plan)
+        if self._precomputes and work.layer + 1 < self.layers:
+            self._ask_precompute(plan)
         for gpu in gpus:
             if self.gpu[gpu].replaces:
                 self._ask_replacements(gpu, plan)
         return plan
 
     def _reroute(self, routed: RoutedLayer, step: int, phase: Phase) -> RoutedLayer:
-        said, layer, predicted = self._foretold
+        said, layer, predicted = self._predicted_gate
         predicted = predicted if (said, layer) == (step, routed.layer) else None
-        self._foretold = (step, routed.layer + 1, routed.predicted.get("pred1_raw"))
+        self._predicted_gate = (
+            step,
+            routed.layer + 1,
+            routed.predicted.get("pred1_raw"),
+        )
         gate = Gate(
             step,
             routed.layer,
@@ -461,22 +465,22 @@ class Planner:
             routed.scores,
             routed.predicted,
             batch,
-            self._started(layer, experts) if self._begun else None,
+            self._was_precomputed(layer, experts) if self._precomputed else None,
         )
 
-    def _started(self, layer: int, experts: np.ndarray) -> np.ndarray | None:
+    def _was_precomputed(self, layer: int, experts: np.ndarray) -> np.ndarray | None:
         """Bool [A]: which active experts the CPU has begun one layer ahead; None if it
         has begun nothing here.
         """
-        begun = self._begun.pop(layer, None)
+        begun = self._precomputed.pop(layer, None)
         return None if begun is None else np.isin(experts, begun)
 
-    def _ask_ahead(self, plan: Plan) -> None:
+    def _ask_precompute(self, plan: Plan) -> None:
         """Let the assignment name experts of the next layer; those not in host memory
         are left to their own layer.
         """
         layer = plan.work.layer + 1
-        ahead = self.policies.assignment.ahead(plan.work, self)
+        ahead = self.policies.assignment.precompute(plan.work, self)
         if ahead is None or not len(ahead.experts):
             return
         if (
@@ -491,11 +495,12 @@ class Planner:
             )
         if self.host is not None:
             there = self.host.memory.state[layer][ahead.experts] == RESIDENT
-            ahead = Ahead(ahead.experts[there], ahead.tokens[there], ahead.routing)
+            ahead = Precompute(ahead.experts[there], ahead.tokens[there], ahead.routing)
             self.host.memory.hold(layer, ahead.experts)
-            self._held_ahead[layer] = ahead.experts
-        self._begun[layer] = ahead.experts
-        plan.ahead, plan.ahead_s = ahead, self.costs.cpu_s(layer, ahead.tokens).tolist()
+            self._held_precomputed[layer] = ahead.experts
+        self._precomputed[layer] = ahead.experts
+        plan.precompute = ahead
+        plan.precompute_s = self.costs.cpu_s(layer, ahead.tokens).tolist()
 
     def _assign(self, work: LayerWork) -> tuple[np.ndarray, np.ndarray, bool]:
         lanes, order, serial = self.policies.assignment.assign(work, self)
@@ -512,8 +517,8 @@ class Planner:
         home = self.home(work.layer)
         if home:
             lanes = np.where(lanes > 0, lanes + home, lanes).astype(np.int8)
-        if work.started is not None:
-            lanes = np.where(work.started, CPU, lanes).astype(np.int8)
+        if work.precomputed is not None:
+            lanes = np.where(work.precomputed, CPU, lanes).astype(np.int8)
         return lanes, order, serial
 
     def _demand(

@@ -1,6 +1,4 @@
-"""Streaming without selection: the next layer comes over complete, whoever is
-needed.
-"""
+"""DeepSpeed's prefetch of complete layers."""
 
 from __future__ import annotations
 
@@ -15,22 +13,25 @@ if TYPE_CHECKING:
 
 
 class WholeLayer(PrefetchPolicy):
-    """Prefetch all experts of the next layer, and wait for what is late.
+    """Prefetch all experts of the next layer, whether they will be used or not.
 
     With no cache and staging for two layers a layer costs the longer of computing it
-    and moving all its experts, by the link's queue. Two departures: a layer step waits
-    for its active experts only, so the last inactive ones may still be on their way in
-    the next; and a step's first layer is fetched on demand, so its inactive experts are
-    not moved.
+    and moving all its experts, by the link's queue; copies that are late are waited
+    for. Two departures: a layer step waits for its active experts only, so the last
+    inactive ones may still be on their way in the next; and a step's first layer is
+    fetched on demand, so its inactive experts are not moved.
 
     Source: DeepSpeed ZeRO-Inference; our reference, section 6.5.
     """
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Name the next layer in ascending id."""
+        # All of them, present ones too: the planner drops those.
         layer = work.layer + 1
-        return (
-            [ExpertKey(layer, expert) for expert in range(view.experts)]
-            if layer < view.layers
-            else ()
-        )
+        if layer >= view.layers:
+            return ()
+        return [ExpertKey(layer, expert) for expert in range(view.experts)]

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from moesim.runtime.errors import RuntimeFault
-from moesim.runtime.executor.host_device import weighted_sum
+from moesim.runtime.executor.device import weighted_sum
 from moesim.runtime.store.memory import DeviceSlots
 
 if TYPE_CHECKING:
     from moesim.runtime.executor.lanes import Operation
-    from moesim.runtime.executor.operations import Compute, Job
+    from moesim.runtime.executor.layer_job import LayerJob
     from moesim.traces.timeline.spans import Timeline
 
 
@@ -124,11 +124,11 @@ class CudaDevice:
             return None
         return anchor.time_of(start), anchor.time_of(end)
 
-    def begin_compute(self, operation: Compute, slot: int) -> None:
+    def begin_compute(self, operation: Operation, slot: int) -> None:
         """Note on the compute stream that a product from this slot begins."""
         self._open[id(operation)] = (self._recorded(), slot)
 
-    def end_compute(self, operation: Compute) -> tuple[float, float]:
+    def end_compute(self, operation: Operation) -> tuple[float, float]:
         """Note that it ends; its slot may be overwritten from then on. The device tells
         its times later.
         """
@@ -149,7 +149,7 @@ class CudaDevice:
         self._recorded().synchronize()
         return there, hidden.numel() * hidden.itemsize
 
-    def join(self, job: Job) -> torch.Tensor:
+    def join(self, job: LayerJob) -> torch.Tensor:
         """Add weighted results by expert, those of the CPU brought here first, all in
         one copy.
         """

@@ -1,14 +1,13 @@
-"""The layer step, for real: the same planner as in the simulator, and lanes that work.
+"""Runs a model's forward passes on real lanes, with a planner that decides.
 
-Two threads of thought meet here. The *device's* runs the model: the dense part of a
-layer, then it asks for the experts and, until it is answered, serves its lanes
-(products from its own slots, copies into them). The *control* thread answers: it takes
-in what has landed, plans, hands out work once per lane and layer, computes its share of
-the experts, and joins the results. On CUDA both are the same thread, since the device
-is elsewhere and only launches happen here; on one core they are the same because there
-is only one.
+Two threads meet here. The *device's* runs the model: the dense part of a layer, then it
+asks for the experts and, until it is answered, serves its lanes (products from its own
+slots, copies into them). The *control* thread answers: it walks the engine's layer
+step, computes its share of the experts, and joins the results. On CUDA both are the
+same thread, since the device is elsewhere and only launches happen here; on one core
+they are the same because there is only one.
 
-T tokens, K experts per token, A active experts, P token-expert pairs, H hidden.
+T tokens, K experts per token, H hidden.
 """
 
 from __future__ import annotations
@@ -16,39 +15,29 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from array import array
 from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
+from moesim.engine.layer_step import LayerStep
 from moesim.runtime.errors import RuntimeFault
-from moesim.runtime.executor.dispatch import Computes
 from moesim.runtime.executor.host_device import spare_record
 from moesim.runtime.executor.lanes import Lanes, Operation, Stopped
-from moesim.runtime.executor.operations import Forward, Job
-from moesim.runtime.executor.slot_map import HostPlaces, Places, cache_slots
-from moesim.runtime.executor.transfers import Transfers
+from moesim.runtime.executor.layer_job import LayerJob
+from moesim.runtime.executor.operations import Forward, Memories
+from moesim.runtime.executor.slot_map import HostSlotMap, SlotMap, cache_slots
+from moesim.runtime.executor.world import RealWorld
 from moesim.traces.format.schema import Phase
-from moesim.traces.timeline.spans import (
-    ACTIVATION,
-    DENSE,
-    JOIN,
-    PLAN,
-    REPLACE,
-    pack_span,
-)
-from moesim.traces.timeline.spans import FETCH as FETCHED
-from moesim.traces.timeline.spans import READ as WAS_READ
+from moesim.traces.timeline.spans import DENSE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.planner import Planner
-    from moesim.runtime.executor.cuda_device import CudaDevice
-    from moesim.runtime.executor.host_device import HostDevice
+    from moesim.runtime.executor.device import Device
     from moesim.runtime.executor.lanes import Worker
     from moesim.runtime.models.expert_math import Groups
     from moesim.runtime.store.store import ExpertStore
@@ -100,13 +89,19 @@ class Executor:
         timeline: where spans, accesses and steps go.
         store: the experts.
         device: what the `gpu0` lane runs on.
-        gatings: per layer, the model's own gating function or None (`MoeLayer.gating`).
+        gatings: per layer, the model's own gating function or None
+            (`MoeLayer.gating`).
         own_cores: give the host accelerator the last core and control the others, for
             machines that are otherwise idle: the scheduler may else wake a lane on the
-            core of whoever woke it (docs/runtime.md).
+            core of whoever woke it (docs/explanation/runtime.md).
 
     Raises:
         RuntimeFault: a memory cannot be had.
+
+    Attributes:
+        lanes: the workers.
+        memories: where experts are.
+        device: what the `gpu0` lane runs on.
     """
 
     def __init__(
@@ -115,74 +110,46 @@ class Executor:
         planner: Planner,
         timeline: Timeline,
         store: ExpertStore,
-        device: HostDevice | CudaDevice,
+        device: Device,
         gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None = None,
         *,
         own_cores: bool = False,
     ) -> None:
-        self._planner = planner
+        self.device = device
         self._timeline = timeline
         self._store = store
-        self.device = device
-        shape = planner.shape
-        sizes = planner.sizes
-        self.experts = shape.experts
-        self.layouts = [store.layout(layer) for layer in range(store.layers)]
-        self.gatings = list(gatings or [None] * store.layers)
-        self.job = Job.nothing()
-        host_memory = planner.host.memory if planner.host is not None else None
-        self.host = HostPlaces(
-            store,
-            host_memory,
-            sizes.host,
-            sizes.staging,
-            shape.expert_bytes,
-            page_lock=device.page_lock,
-        )
-        try:
-            slots = device.allocate(
-                cache_slots(sizes.gpu, shape.expert_bytes) + sizes.staging,
-                store.slot_bytes,
-            )
-        except BaseException:
-            self.host.close()
-            raise
-        self.places = Places(slots, planner.gpu[0].memory, store, sizes.staging)
-        gates = {"h2d0": self.places} | (
-            {"ssd": self.host.gate} if self.host.gate is not None else {}
-        )
+        self.memories = _allocate(planner, store, device, gatings)
+        gates = {"h2d0": self.memories.slots}
+        if self.memories.host.gate is not None:
+            gates["ssd"] = self.memories.host.gate
         self.lanes = Lanes(profile, gates, device.with_control)
-        self._transfers = Transfers(
-            self.lanes, planner, store, self.host, self.places, device
-        )
-        self.host.freed = self.lanes.worker("ssd").offer
-        self.link = self.lanes.worker("h2d0")
+        self.memories.host.freed = self.lanes.worker("ssd").offer
         self._device_worker = self.lanes.worker("gpu0")
         self._inline = self._device_worker is self.lanes.control
-        names = profile.lanes
-        self._gpu, cpu, self._control, self._d2h = map(
-            names.index, ("gpu0", "cpu", "control", "d2h0")
-        )
-        self._lane_of = np.array([cpu, self._gpu], np.int8)
-        self.computes = Computes(self, planner, self._transfers, cpu, self._gpu)
-        self._elsewhere = [
-            self.lanes.worker(name) is not self.lanes.control for name in names
-        ]
         self._own_cores = own_cores and not self._inline
-        self._requests: deque[Job | tuple[StepInfo, float, float]] = deque()
+        self._gpu = profile.lanes.index("gpu0")
+
+        self._world = RealWorld(self.lanes, self.memories, planner, timeline)
+        self._layer_step: LayerStep[Operation] = LayerStep(self._world, planner)
+        dispatch = self._layer_step.dispatch
+        self._world.fetched_left = lambda: dispatch.fetched
+        self._world.is_computed = lambda: not dispatch.pending
+
+        # What the device asks of control: experts of a layer, or to note a step's end.
+        self._requests: deque[LayerJob | tuple[StepInfo, float, float]] = deque()
         self._forward: Forward | None = None
         self._progress: Callable[[StepInfo], None] = lambda _info: None
         self._step = 0
         self._phase = Phase.DECODE
         self._batch = 0
-        self._step_start_s = self._resumed_s = self._planned_s = 0.0
-        self._dispatch_s = array("d")
-        self._hand_off_s = array("d")
+        self._step_start_s = 0.0
+        self._resumed_s = 0.0
         self._steps = 0
 
     def fill(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Bring what is resident from the start into host memory and device slots. Call
-        once, before `run`.
+        """Bring what is resident from the start into host memory and device slots.
+
+        Call once, before `run`.
 
         Args:
             progress: called with records read and records to read.
@@ -193,25 +160,23 @@ class Executor:
         Raises:
             StoreError, RuntimeFault: the store cannot be read.
         """
-        read = self.host.load(progress)
-        keys = self.places.residents()
-        self.places.assign(keys)
-        if self.host.gate is None:
+        host = self.memories.host
+        slots = self.memories.slots
+        experts = self.memories.experts
+        read = host.load(progress)
+        keys = slots.residents()
+        slots.assign(keys)
+        if host.gate is None:
             for key in keys:
-                self.device.copy(
-                    self.places.slot(key),
-                    self.host.record(key),
-                    self._store.record_bytes(key // self.experts),
-                )
+                nbytes = self._store.record_bytes(key // experts)
+                self.device.copy(slots.slot(key), host.record(key), nbytes)
             return read
-        with spare_record(
-            self._store.slot_bytes
-        ) as spare:  # host memory need not hold what the device holds
+        # Host memory need not hold what the device holds.
+        with spare_record(self._store.slot_bytes) as spare:
+            record = spare.record(0)
             for key in keys:
-                nbytes = self._store.read_into(
-                    *divmod(key, self.experts), spare.record(0)
-                )
-                self.device.copy(self.places.slot(key), spare.record(0), nbytes)
+                nbytes = self._store.read_into(*divmod(key, experts), record)
+                self.device.copy(slots.slot(key), record, nbytes)
                 read += nbytes
         return read
 
@@ -231,20 +196,13 @@ class Executor:
         self._progress = progress or self._progress
         with (
             _undisturbed(lanes.control.threads),
-            _apart(self._device_worker, self.lanes.worker("ssd"), on=self._own_cores),
+            _apart(self._device_worker, lanes.worker("ssd"), on=self._own_cores),
             torch.inference_mode(),
         ):
             lanes.open()
             self.device.begin(lanes.began_s)
             try:
-                if self._inline:
-                    forward()
-                else:
-                    self._forward = Forward(self._gpu, forward, lanes.control)
-                    lanes.post([(self._forward, 0)])
-                    while not self._forward.done or self._requests:
-                        lanes.control.serve(self._asked)
-                        self._answer()
+                self._serve(forward)
                 makespan_s = lanes.clock_s()
             except Stopped:
                 _raise_failure(lanes.failure)
@@ -253,23 +211,35 @@ class Executor:
                 _raise_failure(error)
             finally:
                 lanes.close()
-            self._take_in()
+            self._world.take_in()
             self.device.step_done(self._timeline)
         _raise_failure(lanes.failure)
         return ExecutorResult(
-            self._steps,
-            len(self._dispatch_s),
-            np.array(self._dispatch_s),
-            np.array(self._hand_off_s),
-            makespan_s,
+            steps=self._steps,
+            layer_steps=len(self._world.dispatch_s),
+            dispatch_s=np.array(self._world.dispatch_s),
+            hand_off_s=np.array(self._world.hand_off_s),
+            makespan_s=makespan_s,
         )
+
+    def _serve(self, forward: Callable[[], None]) -> None:
+        """Run the model, here or on the device's thread, and answer what it asks."""
+        if self._inline:
+            forward()
+            return
+        control = self.lanes.control
+        self._forward = Forward(self._gpu, forward, control)
+        self.lanes.post([(self._forward, 0)])
+        while not self._forward.done or self._requests:
+            control.serve(self._is_asked)
+            self._answer()
 
     def close(self) -> None:
         """Let go of host memory and slots."""
-        self.host.close()
-        self.places.slots.close()
+        self.memories.host.close()
+        self.memories.slots.slots.close()
 
-    # -- the device's side -------------------------------------------------------------
+    # -- the device's side ------------------------------------------------------------
 
     def begin_step(self, step: int, phase: Phase, batch: int) -> None:
         """Note that a forward pass begins."""
@@ -286,8 +256,7 @@ class Executor:
         weights: torch.Tensor,
         groups: Groups,
     ) -> torch.Tensor:
-        """Ask for the experts of one layer; serve the device's lanes until they are
-        there.
+        """Ask for the experts of one layer; serve the device's lanes until then.
 
         Args:
             routed: what the gate decided, for the planner.
@@ -298,54 +267,58 @@ class Executor:
         Returns:
             [T, H].
         """
-        job = Job(routed, hidden, weights, groups)
+        job = LayerJob(routed, hidden, weights, groups)
         self._dense_done(routed.layer)
         if self._inline:
-            self._layer_step(job)
+            self._run_layer(job)
         else:
-            with self.lanes.lock:
-                self._requests.append(job)
-                self.lanes.control.wake()
+            self._ask(job)
             self._device_worker.serve(job.is_answered)
         self._resumed_s = self.lanes.clock_s()
         self.device.mark()
         return job.answer
 
     def end_step(self, tokens: int, sequences: int) -> None:
-        """Note that a forward pass has ended; what came after the last layer was its
-        head.
+        """Note that a forward pass has ended.
+
+        What came after the last layer was its head.
         """
         self._dense_done(-1)
         self.device.step_done(self._timeline)
         info = StepInfo(self._step, self._phase, self._batch, tokens, sequences)
-        with self.lanes.lock:
-            self._requests.append((info, self._step_start_s, self.lanes.clock_s()))
-            self.lanes.control.wake()
+        self._ask((info, self._step_start_s, self.lanes.clock_s()))
         if self._inline:
             self._answer()
 
+    def _ask(self, request: LayerJob | tuple[StepInfo, float, float]) -> None:
+        """Hand a request to control."""
+        with self.lanes.lock:
+            self._requests.append(request)
+            self.lanes.control.wake()
+
     def _dense_done(self, layer: int) -> None:
         operation = Operation(self._gpu, DENSE, self._step, layer)
-        operation.start_s, operation.end_s = self._resumed_s, self.lanes.clock_s()
+        operation.start_s = self._resumed_s
+        operation.end_s = self.lanes.clock_s()
         self.device.marked(operation)
         self.lanes.finished.append(operation)
 
-    # -- the control side --------------------------------------------------------------
+    # -- the control side -------------------------------------------------------------
 
-    def _asked(self) -> bool:
-        return bool(self._requests) or (
-            self._forward is not None and self._forward.done
-        )
+    def _is_asked(self) -> bool:
+        if self._requests:
+            return True
+        return self._forward is not None and self._forward.done
 
     def _answer(self) -> None:
         """Work through the device's requests."""
         while self._requests:
             request = self._requests.popleft()
-            if isinstance(request, Job):
-                self._layer_step(request)
+            if isinstance(request, LayerJob):
+                self._run_layer(request)
                 continue
             info, start_s, end_s = request
-            self._take_in()
+            self._world.take_in()
             self._timeline.step(
                 info.step,
                 info.phase,
@@ -358,117 +331,39 @@ class Executor:
             self._steps += 1
             self._progress(info)
 
-    def _layer_step(self, job: Job) -> None:
-        """One layer step, in the order of the contract (design §5)."""
-        lanes = self.lanes
-        planner = self._planner
-        step = self._step
-        layer = job.routed.layer
-        start_s = lanes.clock_s()
-        # 2. what has landed, and late prefetches
-        with lanes.lock:
-            self.host.freeze()
-        self._take_in()
-        with lanes.lock:
-            self._transfers.begin_layer(layer, job.routed.experts)
-        # 3. and 4. routing and planning
-        plan = planner.plan(job.routed, step, self._phase, start_s, self._batch)
-        self._planned_s = lanes.clock_s()
-        self._note(self._control, PLAN, layer, start_s, self._planned_s)
-        work = plan.work
-        self._timeline.access(
-            step,
-            layer,
-            work.experts,
-            work.tokens,
-            self._lane_of[plan.lanes],
-            work.state,
-        )
-        if work.routing is not job.routed.routing:
-            job.reroute(work)
-        # 5. lanes work
-        self._hand_off_s.append(np.nan)
-        self.computes.dispatch(job, plan)
-        self._dispatch_s.append(lanes.clock_s() - self._planned_s)
-        lanes.control.serve(job.is_computed)
-        # 6. results join
-        with lanes.lock:
-            self.host.freeze()
-        self._take_in()
-        start_s = lanes.clock_s()
-        job.gather()
-        job.answer = self.device.join(job)
-        joined_s = lanes.clock_s()
-        self._note(self._control, JOIN, layer, start_s, joined_s)
-        swaps = planner.complete(plan, joined_s)
-        self.computes.make_way(swaps)
-        with lanes.lock:
-            self.computes.complete()
-            self._transfers.vacate(swaps)
-            for copies in swaps:
-                self._transfers.enqueue(copies, step)
-            self.host.thaw()
-            job.answered = True
-            self._device_worker.wake()
+    def _run_layer(self, job: LayerJob) -> None:
+        """Walk one layer step; serve control's own lanes wherever it waits."""
+        self.memories.job = job
+        waits = self._layer_step.run(job.routed, self._step, self._phase, self._batch)
+        for until in waits:
+            self.lanes.control.serve(until)
 
-    def hand_to_cpu(self, job: Job, layer: int) -> None:
-        """Bring hidden states to where the CPU reads."""
-        start_s = self.lanes.clock_s()
-        job.hidden_cpu, nbytes = self.device.to_host(job.hidden)
-        if nbytes:
-            self._note(
-                self._d2h, ACTIVATION, layer, start_s, self.lanes.clock_s(), nbytes
-            )
 
-    def _note(
-        self,
-        lane: int,
-        kind: int,
-        layer: int,
-        start_s: float,
-        end_s: float,
-        nbytes: int = 0,
-    ) -> None:
-        self._timeline.span(lane, kind, self._step, layer, -1, start_s, end_s, nbytes)
-
-    def _take_in(self) -> None:
-        """Report landings to the planner in the order in which they happened, and write
-        spans down.
-        """
-        finished = self.lanes.finished
-        spans = self._timeline.spans
-        planner = self._planner
-        while finished:
-            op = finished.popleft()
-            if op.kind == WAS_READ:
-                planner.read_done(op.layer, op.expert)
-            elif FETCHED <= op.kind <= REPLACE:
-                planner.landed(0, op.layer, op.expert)
-            if op.end_s < 0.0:
-                continue  # the device tells when, later
-            spans.extend(
-                pack_span(
-                    op.lane,
-                    op.kind,
-                    op.step,
-                    op.layer,
-                    op.expert,
-                    op.start_s,
-                    op.end_s,
-                    op.nbytes,
-                )
-            )
-            if (
-                self._elsewhere[op.lane]
-                and self._hand_off_s
-                and op.kind != DENSE
-                and np.isnan(self._hand_off_s[-1])
-            ):
-                self._note_hand_off(op)
-
-    def _note_hand_off(self, operation: Operation) -> None:
-        if operation.start_s >= self._planned_s:
-            self._hand_off_s[-1] = operation.start_s - self._planned_s
+def _allocate(
+    planner: Planner,
+    store: ExpertStore,
+    device: Device,
+    gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None,
+) -> Memories:
+    """Take host memory and the device's slots, or neither."""
+    shape = planner.shape
+    sizes = planner.sizes
+    host = HostSlotMap(
+        store,
+        planner.host.memory if planner.host is not None else None,
+        sizes.host,
+        sizes.staging,
+        shape.expert_bytes,
+        page_lock=device.page_lock,
+    )
+    try:
+        count = cache_slots(sizes.gpu, shape.expert_bytes) + sizes.staging
+        slots = device.allocate(count, store.slot_bytes)
+    except BaseException:
+        host.close()
+        raise
+    slot_map = SlotMap(slots, planner.gpu[0].memory, store, sizes.staging)
+    return Memories(store, host, slot_map, device, gatings or [None] * store.layers)
 
 
 def _raise_failure(failure: BaseException | None) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from moesim.runtime.store.memory import DeviceSlots, HostTier
+from moesim.runtime.executor.device import weighted_sum
+from moesim.runtime.store.memory import DeviceSlots, HostSlots
 from moesim.runtime.store.streaming import streamed
 
 if TYPE_CHECKING:
     from moesim.runtime.executor.lanes import Operation
-    from moesim.runtime.executor.operations import Compute, Job
+    from moesim.runtime.executor.layer_job import LayerJob
     from moesim.runtime.store.memory import Slots
     from moesim.traces.timeline.spans import Timeline
 
@@ -49,10 +50,10 @@ class HostDevice:
         """Copy a record into a slot, past the caches."""
         streamed(self._slots.record(slot), record, nbytes)
 
-    def begin_compute(self, operation: Compute, slot: int) -> None:
+    def begin_compute(self, operation: Operation, slot: int) -> None:
         """Note that an expert in this slot is about to compute."""
 
-    def end_compute(self, operation: Compute) -> tuple[float, float] | None:
+    def end_compute(self, operation: Operation) -> tuple[float, float] | None:
         """Note that it has; return its times where only the device knows them
         (negative: it tells them later).
         """
@@ -66,7 +67,7 @@ class HostDevice:
         """
         return hidden, 0
 
-    def join(self, job: Job) -> torch.Tensor:
+    def join(self, job: LayerJob) -> torch.Tensor:
         """Add weighted results by ascending expert id, whoever computed them."""
         if not job.results:
             return torch.zeros_like(job.hidden)
@@ -89,29 +90,6 @@ class HostDevice:
         """
 
 
-def spare_record(nbytes: int) -> HostTier:
+def spare_record(nbytes: int) -> HostSlots:
     """One aligned record in host memory, to read into."""
-    return HostTier(1, nbytes)
-
-
-def weighted_sum(job: Job, stacked: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """Add every expert's weighted answers to their tokens, in the order of `pairs`.
-
-    A GPU adds the answers to one token in any order, as it does in the library's own
-    forward: there the last bits may differ from one run to the next.
-
-    Args:
-        job: the layer step, T tokens.
-        stacked: [P, H] answers by ascending expert id, on the device.
-        pairs: int64 [P], flat positions in the routing [T, K], on the device.
-
-    Returns:
-        [T, H] in the dtype of the hidden states.
-    """
-    hidden = job.hidden
-    weighted = stacked * job.weights.reshape(-1)[pairs, None]
-    if job.device_rows is None:
-        return weighted.sum(0, keepdim=True).to(hidden.dtype)
-    return torch.zeros_like(hidden).index_add_(
-        0, job.device_rows, weighted.to(hidden.dtype)
-    )
+    return HostSlots(1, nbytes)

@@ -1,16 +1,14 @@
 """Real workers that serve lanes, one operation at a time, as a hardware profile says.
 
-The workshop of `sim/machine.py`, with people in it. A lane is a kind of work, a worker
-is a thread that does it; lanes that share a worker take turns in the profile's order,
-and inside a lane demand goes before prefetches and those before replacements. Nothing
-is preempted. The worker that has the `control` lane is the caller's own thread: it
-plans, and serves its other lanes while it waits.
+A lane is a kind of work, a worker is a thread that does it (`moesim.engine.lanes`).
+The worker that has the `control` lane is the caller's own thread: it plans, and serves
+its other lanes while it waits.
 
-There is one lock for all queues, held for some instructions only, and one bell per
-worker. Whoever waits, waits for its own bell, which is rung when there is work for it,
-when what it waits for has come, or when another worker has failed. Nothing polls and
-nothing sleeps for a while to look again. Bells ring after the lock is free again: a
-worker that is woken while it is held would only fall asleep at the lock.
+There is one lock for all queues, held for some instructions only. A worker with nothing
+to do sleeps on a lock of its own, which is released when there is work for it, when
+what it waits for has come, or when another worker has failed. Nothing polls. Sleepers
+are woken after the common lock is free again: one that is woken while it is held would
+only fall asleep at it.
 """
 
 from __future__ import annotations
@@ -19,21 +17,18 @@ import os
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
+from moesim.engine.lanes import StagingGate, WorkerQueues
+from moesim.engine.operations import DEMAND
 from moesim.runtime.errors import RuntimeFault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
     from moesim.hwprofiles.profile import HardwareProfile
-
-DEMAND = 0
-AHEAD = 1
-REPLACING = 2
-"""Priorities inside a lane, as in the simulator."""
 
 _JOIN_S: Final = 20.0
 """How long `Lanes.close` waits for a thread that is inside an operation: a read of a
@@ -41,20 +36,18 @@ dying disk may never return.
 """
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: somebody else has failed, or the run was interrupted
-    """The run is over; whoever meets this goes home."""
+class Stopped(Exception):  # noqa: N818 - no error: another worker failed, or the caller stopped
+    """The run is over."""
 
 
-class Guard:
-    """A lock that rings, when it is left, the bells that were asked for while it was
-    held.
-    """
+class WakingLock:
+    """A lock that wakes sleepers when it is left, not while it is held."""
 
-    __slots__ = ("_bells", "_lock")
+    __slots__ = ("_lock", "_sleepers")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bells: list[threading.Lock] = []
+        self._sleepers: list[threading.Lock] = []
 
     def __enter__(self) -> None:
         """Wait for the lock."""
@@ -66,25 +59,16 @@ class Guard:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Leave, then ring."""
-        bells = self._bells
-        self._bells = []
+        """Leave, then wake."""
+        sleepers = self._sleepers
+        self._sleepers = []
         self._lock.release()
-        for bell in bells:
-            bell.release()
+        for sleeper in sleepers:
+            sleeper.release()
 
-    def ring(self, bell: threading.Lock) -> None:
-        """Ring this bell when the lock is left."""
-        self._bells.append(bell)
-
-
-class Gate(Protocol):
-    """What an operation with `staged` set must win before it starts. Called with the
-    lock held.
-    """
-
-    def admit(self, operation: Operation) -> bool:
-        """Take a place for it, if there is one."""
+    def wake_afterwards(self, sleeper: threading.Lock) -> None:
+        """Release this lock, on which a worker sleeps, when the common one is left."""
+        self._sleepers.append(sleeper)
 
 
 class Operation:
@@ -93,11 +77,14 @@ class Operation:
     Attributes:
         lane: index of the lane.
         kind: kind of span.
-        step: forward pass; layer, expert: -1 where there is none.
+        step: forward pass.
+        layer: MoE layer; -1 where there is none.
+        expert: expert; -1 where there is none.
         nbytes: bytes moved.
-        staged: needs a place behind the lane's gate before it starts.
+        staged: needs a staging slot before it starts.
         start_s: when it started, seconds since the run began; negative before.
         end_s: when it ended; negative before.
+        on_end: called with it when it has ended, with the lock held.
     """
 
     __slots__ = (
@@ -107,6 +94,7 @@ class Operation:
         "lane",
         "layer",
         "nbytes",
+        "on_end",
         "staged",
         "start_s",
         "step",
@@ -128,32 +116,36 @@ class Operation:
         self.expert = expert
         self.nbytes = nbytes
         self.staged = False
-        self.start_s = self.end_s = -1.0
+        self.start_s = -1.0
+        self.end_s = -1.0
+        self.on_end: Callable[..., object] | None = None
 
     def run(self) -> tuple[float, float] | None:
-        """Do it, on the worker's thread; return start and end where a device's clock
-        knows them better.
+        """Do it, on the worker's thread.
+
+        Returns:
+            Start and end where a device's clock knows them better, else None.
         """
         return None
 
     def ended(self) -> None:
         """Let its consequences queue. Called with the lock held."""
+        if self.on_end is not None:
+            self.on_end(self)
 
 
-class Worker:
+class Worker(WorkerQueues[Operation]):
     """Serves the queues of its lanes in order; busy with at most one operation.
 
     An idle worker that is handed work has *started* it: it cannot be withdrawn any
-    more, and what comes later waits behind it, just as in the simulator.
+    more, and what comes later waits behind it, as in the simulator.
     """
 
     __slots__ = (
-        "_bell",
         "_called",
         "_lanes",
         "_next",
-        "_queues",
-        "_waiting",
+        "_sleeping",
         "cores",
         "idle",
         "name",
@@ -162,55 +154,55 @@ class Worker:
 
     def __init__(
         self,
-        lanes: Lanes,
+        owner: Lanes,
         name: str,
-        queues: list[tuple[deque[Operation], Gate | None]],
+        lanes: Sequence[tuple[int, str]],
+        gates: Mapping[str, StagingGate],
         threads: int,
     ) -> None:
+        super().__init__(lanes, gates)
         self.name = name
+        self.threads = threads
         self.idle = False
         self.cores: set[int] = set()
-        self._lanes = lanes
-        self._queues = queues
-        self.threads = threads
-        self._bell = threading.Lock()
-        self._bell.acquire()
+        self._lanes = owner
+        self._sleeping = threading.Lock()
+        self._sleeping.acquire()
         self._called = False
         self._next: Operation | None = None
-        self._waiting = 0
 
-    def queue(self, operation: Operation, queue: deque[Operation]) -> None:
+    def queue(self, operation: Operation, priority: int) -> None:
         """Append to one of this worker's queues; with the lock held."""
-        queue.append(operation)
-        self._waiting += 1
+        self.push(operation, priority)
         self.offer()
 
     def offer(self) -> None:
         """Give an idle worker the next operation that may start; with the lock held."""
-        if self.idle and self._next is None and (found := self._pick()) is not None:
-            self._next = found
+        if not self.idle or self._next is not None:
+            return
+        operation = self.pick()
+        if operation is not None:
+            self._next = operation
             self.wake()
-
-    def withdrawn(self) -> None:
-        """Note that one queued operation was taken back; with the lock held."""
-        self._waiting -= 1
 
     def wake(self) -> None:
         """Let a waiting worker look again at what it waits for; with the lock held."""
         if self.idle and not self._called:
             self._called = True
-            self._lanes.lock.ring(self._bell)
+            self._lanes.lock.wake_afterwards(self._sleeping)
 
     def serve(self, until: Callable[[], bool]) -> None:
-        """Do what comes, until `until()` holds (asked with the lock held) and nothing
-        has been started.
+        """Do what comes, until `until()` holds and nothing has been started.
+
+        Args:
+            until: asked with the lock held.
 
         Raises:
             Stopped: the run is over, because a worker failed or the caller closed it.
         """
         lanes = self._lanes
         clock = time.perf_counter
-        began_s = self._lanes.began_s
+        began_s = lanes.began_s
         lock = lanes.lock
         finished = lanes.finished
         done: Operation | None = None
@@ -228,15 +220,14 @@ class Worker:
                 if operation is None:
                     if until():
                         return
-                    operation = self._pick()
+                    operation = self.pick()
                 if operation is None:
                     self.idle = True
                     self._called = False
             if operation is None:
-                self._bell.acquire()
+                self._sleeping.acquire()
                 continue
-            start_s = clock() - began_s
-            operation.start_s = start_s
+            operation.start_s = clock() - began_s
             times = operation.run()
             if times is None:
                 operation.end_s = clock() - began_s
@@ -245,9 +236,7 @@ class Worker:
             done = operation
 
     def work(self) -> None:
-        """Serve on a thread of its own until the run is over; a failure is
-        everybody's.
-        """
+        """Serve on a thread of its own until the run is over; a failure ends it."""
         try:
             if self.cores:
                 os.sched_setaffinity(0, self.cores)
@@ -256,21 +245,8 @@ class Worker:
                 self.serve(lambda: False)
         except Stopped:
             pass
-        except BaseException as error:  # noqa: BLE001 - handed to the control thread, which raises it
+        except BaseException as error:  # noqa: BLE001 - the control thread raises it
             self._lanes.fail(error)
-
-    def _pick(self) -> Operation | None:
-        """Take the first operation that may start from the queues."""
-        if not self._waiting:
-            return None
-        for queue, gate in self._queues:
-            if not queue or (
-                gate is not None and queue[0].staged and not gate.admit(queue[0])
-            ):
-                continue
-            self._waiting -= 1
-            return queue.popleft()
-        return None
 
 
 class Lanes:
@@ -296,32 +272,25 @@ class Lanes:
     def __init__(
         self,
         profile: HardwareProfile,
-        gates: Mapping[str, Gate] | None = None,
+        gates: Mapping[str, StagingGate] | None = None,
         with_control: tuple[str, ...] = (),
     ) -> None:
-        self.lock = Guard()
+        self.lock = WakingLock()
         self.finished: deque[Operation] = deque()
         self.began_s = time.perf_counter()
         self.stopping = False
         self.failure: BaseException | None = None
         self.names = profile.lanes
-        self._queue: list[list[deque[Operation]]] = [[] for _ in self.names]
         self._worker_of: dict[int, Worker] = {}
         self._threads: list[threading.Thread] = []
         self._workers: list[Worker] = []
         for name, lanes in _grouped(profile, with_control).items():
-            queues: list[tuple[deque[Operation], Gate | None]] = []
-            for lane in lanes:
-                index = self.names.index(lane)
-                for priority in (DEMAND, AHEAD, REPLACING):
-                    queue: deque[Operation] = deque()
-                    self._queue[index].append(queue)
-                    gate = (gates or {}).get(lane)
-                    queues.append(
-                        (queue, gate if priority == DEMAND or lane == "ssd" else None)
-                    )
             worker = Worker(
-                self, name, queues, profile.cpu_threads if "cpu" in lanes else 1
+                self,
+                name,
+                [(self.names.index(lane), lane) for lane in lanes],
+                gates or {},
+                profile.cpu_threads if "cpu" in lanes else 1,
             )
             self._workers.append(worker)
             for lane in lanes:
@@ -355,20 +324,15 @@ class Lanes:
 
     def submit(self, operation: Operation, priority: int = DEMAND) -> None:
         """Queue one operation; with the lock held."""
-        self._worker_of[operation.lane].queue(
-            operation, self._queue[operation.lane][priority]
-        )
+        self._worker_of[operation.lane].queue(operation, priority)
 
     def withdraw(self, operation: Operation, priority: int) -> bool:
-        """Take back an operation that has not started; False if it has. With the lock
-        held.
+        """Take back an operation that has not started; with the lock held.
+
+        Returns:
+            False if it has started.
         """
-        try:
-            self._queue[operation.lane][priority].remove(operation)
-        except ValueError:
-            return False
-        self._worker_of[operation.lane].withdrawn()
-        return True
+        return self._worker_of[operation.lane].withdraw(operation, priority)
 
     def fail(self, error: BaseException) -> None:
         """Note why the run cannot go on, and wake everybody."""

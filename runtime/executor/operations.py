@@ -1,294 +1,280 @@
-"""What one layer step hands to its lanes: the job, one product per active expert, and
-products ahead of the next gate.
-
-T tokens, K experts per token, P token-expert pairs, H hidden.
-"""
+"""Real operations: reads, copies, products, and the forward pass that asks for them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
+from moesim.policies.planner.plan import READ
 from moesim.runtime.executor.lanes import Operation
-from moesim.runtime.models.expert_math import expert_forward, group_tokens
+from moesim.runtime.executor.layer_job import LayerJob, PrecomputedRows
+from moesim.runtime.models.expert_math import expert_forward
 from moesim.traces.timeline.spans import COMPUTE, DENSE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from moesim.policies.base import LayerWork
-    from moesim.runtime.executor.executor import Executor
+    from moesim.runtime.executor.device import Device
     from moesim.runtime.executor.lanes import Worker
-    from moesim.runtime.models.expert_math import Groups
-    from moesim.traces.format.batch import RoutedLayer
+    from moesim.runtime.executor.slot_map import HostSlotMap, SlotMap
+    from moesim.runtime.models.expert_layout import ExpertLayout
+    from moesim.runtime.store.store import ExpertStore
+
+    Gating = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Share(NamedTuple):
-    """What an expert computed one layer ahead has to give to its own layer step.
-
-    Attributes:
-        place: its position among the active experts.
-        early: its product on the layer before's hidden state.
-        at: int64 [t], the row of `early` for each token routed here; any where there is
-            none.
-        have: bool [t], whether there is one.
-    """
-
-    place: int
-    early: Early
-    at: np.ndarray
-    have: np.ndarray
-
-
-class Job:
-    """One layer step in the making: inputs, results by position, and how many are still
-    missing.
+class Memories:
+    """Where real experts are, and what computes with them: what an operation needs.
 
     Attributes:
-        routed: what the gate decided.
-        hidden: [T, H]; `hidden_cpu` the same where the CPU reads it.
-        weights: [T, K] combine weights.
-        groups: pairs by expert.
-        rows: int64 [P], the token of each pair, on the CPU; None where there is one
-            token only.
-        results: per active expert, [t, H]; after `gather` for those computed ahead.
-        shares: what comes from products of the layer step before.
-        fetched: fetched experts that a serial plan's CPU still waits for.
-        answer: [T, H], once `answered`.
+        store: every expert, on disk.
+        host: host memory.
+        slots: the device's slots.
+        device: what computes from them.
+        experts: routed experts per layer.
+        layouts: how each layer's experts lie in a record.
+        gatings: per layer, the model's own gating function or None.
+        job: the layer step under way.
     """
-
-    __slots__ = (
-        "answer",
-        "answered",
-        "device_rows",
-        "fetched",
-        "groups",
-        "hidden",
-        "hidden_cpu",
-        "pending",
-        "results",
-        "routed",
-        "rows",
-        "shares",
-        "weights",
-    )
 
     def __init__(
         self,
-        routed: RoutedLayer,
-        hidden: torch.Tensor,
-        weights: torch.Tensor,
-        groups: Groups,
+        store: ExpertStore,
+        host: HostSlotMap,
+        slots: SlotMap,
+        device: Device,
+        gatings: Sequence[Gating | None],
     ) -> None:
-        self.routed = routed
-        self.hidden = hidden
-        self.weights = weights
-        self.hidden_cpu = self.answer = hidden
-        self.results: list[Any] = []
-        self.shares: list[Share] = []
-        self.pending = self.fetched = 0
-        self.answered = False
-        self._sort(groups)
+        self.store = store
+        self.host = host
+        self.slots = slots
+        self.device = device
+        self.experts = store.experts(0)
+        self.layouts: list[ExpertLayout] = [
+            store.layout(layer) for layer in range(store.layers)
+        ]
+        self.gatings = list(gatings)
+        self.job = LayerJob.nothing()
 
-    @classmethod
-    def nothing(cls) -> Job:
-        """Stand in until the first layer step."""
-        none = torch.empty(0, 0)
-        return cls(None, none, none, group_tokens(np.empty((0, 1), np.int64)))  # type: ignore[arg-type]
+    def key(self, operation: Operation) -> int:
+        """Flat key of an operation's expert, ``layer * E + expert``."""
+        return operation.layer * self.experts + operation.expert
 
-    def _sort(self, groups: Groups) -> None:
-        self.groups = groups
-        alone = len(self.hidden) == 1
-        self.rows = (
-            None
-            if alone
-            else torch.from_numpy(groups.pairs // max(1, self.weights.shape[1]))
-        )
-        self.device_rows = (
-            self.rows if self.rows is None else self.rows.to(self.hidden.device)
-        )
 
-    def reroute(self, work: LayerWork) -> None:
-        """Serve tokens by the experts and weights that a routing policy has put in
-        place of the gate's.
-        """
-        assert work.weights is not None, (
-            "a routing policy that replaces experts says how they are weighted"
-        )
-        self.weights = torch.from_numpy(
-            np.ascontiguousarray(work.weights, np.float32)
-        ).to(self.hidden)
-        self._sort(group_tokens(work.routing))
+class Read(Operation):
+    """The read of an expert from the SSD into host memory."""
 
-    def tokens_of(self, place: int) -> np.ndarray:
-        """Tokens routed to the expert at `place`, int64 [t], ascending."""
-        starts = self.groups.starts
-        return self.groups.pairs[starts[place] : starts[place + 1]] // max(
-            1, self.weights.shape[1]
-        )
+    __slots__ = ("_key", "_memories")
 
-    def gather(self) -> None:
-        """Complete the results of experts that were computed ahead."""
-        for place, early, at, have in self.shares:
-            if have.all():
-                self.results[place] = early.result[torch.from_numpy(at)]
-                continue
-            whole = early.result.new_empty(len(have), early.result.shape[1])
-            whole[torch.from_numpy(have)] = early.result[torch.from_numpy(at[have])]
-            whole[torch.from_numpy(~have)] = self.results[place]
-            self.results[place] = whole
+    def __init__(
+        self, memories: Memories, lane: int, step: int, layer: int, expert: int
+    ) -> None:
+        nbytes = memories.store.record_bytes(layer)
+        super().__init__(lane, READ, step, layer, expert, nbytes)
+        self._memories = memories
+        self._key = memories.key(self)
 
-    def is_computed(self) -> bool:
-        """Whether every expert has answered."""
-        return not self.pending
+    def run(self) -> None:
+        """Read around the page cache into the expert's slot."""
+        memories = self._memories
+        record = memories.host.record(self._key)
+        memories.store.read_into(self.layer, self.expert, record)
 
-    def is_answered(self) -> bool:
-        """Whether the device may go on."""
-        return self.answered
+
+class Copy(Operation):
+    """The copy of an expert from host memory into a device slot."""
+
+    __slots__ = ("_key", "_memories")
+
+    def __init__(
+        self,
+        memories: Memories,
+        lane: int,
+        kind: int,
+        step: int,
+        layer: int,
+        expert: int,
+    ) -> None:
+        nbytes = memories.store.record_bytes(layer)
+        super().__init__(lane, kind, step, layer, expert, nbytes)
+        self._memories = memories
+        self._key = memories.key(self)
+
+    def run(self) -> tuple[float, float] | None:
+        """Copy the record into the expert's slot."""
+        memories = self._memories
+        slot = memories.slots.slot(self._key)
+        record = memories.host.record(self._key)
+        return memories.device.copy(slot, record, self.nbytes)
 
 
 class Compute(Operation):
     """One expert on its tokens, from a device slot or from host memory.
 
-    `place` is its position among the active experts; `staged` says that its slot is
-    free afterwards. `only` names the tokens to compute, int64 on the CPU, None for all
-    that are routed to it; `fetched` says that the CPU waits for it.
-    """
-
-    __slots__ = ("fetched", "in_staging", "key", "on_cpu", "only", "owner", "place")
-
-    def __init__(
-        self,
-        owner: Executor,
-        lane: int,
-        step: int,
-        layer: int,
-        expert: int,
-        place: int,
-        *,
-        on_cpu: bool,
-        staged: bool,
-    ) -> None:
-        super().__init__(lane, COMPUTE, step, layer, expert)
-        self.owner = owner
-        self.place = place
-        self.on_cpu = on_cpu
-        self.key = layer * owner.experts + expert
-        self.in_staging = staged and not on_cpu
-        self.only: torch.Tensor | None = None
-        self.fetched = False
-
-    def run(self) -> tuple[float, float] | None:
-        """Multiply."""
-        owner = self.owner
-        job = owner.job
-        layer = self.layer
-        place = self.place
-        if self.on_cpu:
-            hidden = job.hidden_cpu
-            rows = job.rows
-            weights = owner.host.weights(self.key)
-        else:
-            hidden = job.hidden
-            rows = job.device_rows
-            weights = owner.places.weights(self.key)
-            owner.device.begin_compute(self, owner.places.slot(self.key))
-        if self.only is not None:
-            hidden = hidden.index_select(0, self.only)
-        elif rows is not None:
-            starts = job.groups.starts
-            hidden = hidden.index_select(0, rows[starts[place] : starts[place + 1]])
-        job.results[place] = expert_forward(
-            weights, hidden, owner.layouts[layer], owner.gatings[layer]
-        )
-        if self.on_cpu:
-            return None
-        times = owner.device.end_compute(self)
-        if self.fetched and job.fetched == 1:
-            owner.device.settle()
-        return times
-
-    def ended(self) -> None:
-        """Free what was held for it; the last one wakes control."""
-        owner = self.owner
-        if self.on_cpu:
-            owner.host.unuse(self.key)
-        elif self.in_staging:
-            owner.places.release(self.key)
-            owner.link.offer()
-        if self.fetched:
-            owner.computes.fetched_computed()
-        owner.job.pending -= 1
-        if not owner.job.pending:
-            owner.lanes.control.wake()
-
-
-class Early(Operation):
-    """An expert of the next layer on this layer's hidden state, computed by the CPU
-    before that gate has spoken.
-
-    `tokens` int64 [t] ascending are those for which it was predicted, counted from the
-    end (-1 is the last): in a ragged prefill a layer asks about the last tokens only.
-    `result` [t, H] is there once `done`. The weights are in use until it is done and
-    its own layer step is `over`, as in the planner's books.
+    Attributes:
+        only: tokens to compute, int64 on the CPU; None for all that are routed to it.
+        settles: wait for the device afterwards. Asked when the product was launched:
+            the last fetched expert of a serial plan lets the CPU begin.
     """
 
     __slots__ = (
-        "_hidden",
-        "awaited",
-        "done",
-        "key",
-        "over",
-        "owner",
-        "result",
-        "tokens",
+        "_in_staging",
+        "_key",
+        "_memories",
+        "_on_cpu",
+        "_position",
+        "_released",
+        "only",
+        "settles",
     )
 
     def __init__(
         self,
-        owner: Executor,
+        memories: Memories,
         lane: int,
-        step: int,
-        layer: int,
-        expert: int,
-        hidden: torch.Tensor,
-        rows: np.ndarray,
+        place: tuple[int, int, int],
+        position: int,
+        *,
+        on_cpu: bool,
+        staged: bool,
+        released: Callable[[], None],
     ) -> None:
-        super().__init__(lane, COMPUTE, step, layer, expert)
-        self.owner = owner
-        self.key = layer * owner.experts + expert
-        self._hidden = self.result = hidden
-        self.tokens = rows - len(hidden)
-        self.awaited: Job | None = None
-        self.done = self.over = False
+        """Describe a product.
+
+        Args:
+            memories: where its weights are.
+            lane: index of its lane.
+            place: step, layer, expert.
+            position: of the expert among the active ones.
+            on_cpu: reads host memory, else a device slot.
+            staged: its slot is free afterwards.
+            released: called when it has given a staging slot back.
+        """
+        super().__init__(lane, COMPUTE, *place)
+        self.only: torch.Tensor | None = None
+        self.settles: Callable[[], bool] | None = None
+        self._memories = memories
+        self._key = memories.key(self)
+        self._position = position
+        self._on_cpu = on_cpu
+        self._in_staging = staged and not on_cpu
+        self._released = released
+
+    def run(self) -> tuple[float, float] | None:
+        """Multiply."""
+        memories = self._memories
+        job = memories.job
+        if self._on_cpu:
+            hidden = self._tokens_of(job.hidden_cpu, job.rows)
+            job.results[self._position] = expert_forward(
+                memories.host.weights(self._key),
+                hidden,
+                memories.layouts[self.layer],
+                memories.gatings[self.layer],
+            )
+            return None
+
+        device = memories.device
+        weights = memories.slots.weights(self._key)
+        device.begin_compute(self, memories.slots.slot(self._key))
+        hidden = self._tokens_of(job.hidden, job.device_rows)
+        job.results[self._position] = expert_forward(
+            weights,
+            hidden,
+            memories.layouts[self.layer],
+            memories.gatings[self.layer],
+        )
+        times = device.end_compute(self)
+        if self.settles is not None and self.settles():
+            device.settle()
+        return times
+
+    def _tokens_of(
+        self, hidden: torch.Tensor, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Hidden states of the tokens to compute, [t, H]."""
+        if self.only is not None:
+            return hidden.index_select(0, self.only)
+        if rows is None:
+            return hidden
+        starts = self._memories.job.groups.starts
+        first = starts[self._position]
+        end = starts[self._position + 1]
+        return hidden.index_select(0, rows[first:end])
+
+    def ended(self) -> None:
+        """Let go of the weights, then let the layer step go on."""
+        if self._on_cpu:
+            self._memories.host.unuse(self._key)
+        elif self._in_staging:
+            self._memories.slots.release(self._key)
+            self._released()
+        super().ended()
+
+
+class Precompute(Operation):
+    """An expert of the next layer on this layer's hidden state, computed on the CPU.
+
+    The weights are in use until the product has ended and its own layer step is over,
+    as in the planner's books.
+
+    Attributes:
+        rows: what it computes.
+        key: flat key of its expert.
+        done: whether it has ended.
+        over: whether its layer step is over.
+    """
+
+    __slots__ = ("_hidden", "_memories", "_woken", "done", "key", "over", "rows")
+
+    def __init__(
+        self,
+        memories: Memories,
+        lane: int,
+        place: tuple[int, int, int],
+        hidden: torch.Tensor,
+        rows: PrecomputedRows,
+        woken: Callable[[Precompute], None],
+    ) -> None:
+        """Describe a product ahead of its gate.
+
+        Args:
+            memories: where its weights are.
+            lane: the CPU's.
+            place: step, layer, expert.
+            hidden: [T, H] of the layer before.
+            rows: tokens to compute; takes the result.
+            woken: called with it when it has ended.
+        """
+        super().__init__(lane, COMPUTE, *place)
+        self.rows = rows
+        self.done = False
+        self.over = False
+        self.key = memories.key(self)
+        self._memories = memories
+        self._hidden = hidden
+        self._woken = woken
 
     def run(self) -> None:
         """Multiply."""
-        owner = self.owner
-        hidden = self._hidden
-        rows = torch.from_numpy(self.tokens + len(hidden))
-        weights = owner.host.weights(self.key)
-        self.result = expert_forward(
-            weights,
-            hidden.index_select(0, rows),
-            owner.layouts[self.layer],
-            owner.gatings[self.layer],
+        memories = self._memories
+        tokens = torch.from_numpy(self.rows.tokens + len(self._hidden))
+        self.rows.result = expert_forward(
+            memories.host.weights(self.key),
+            self._hidden.index_select(0, tokens),
+            memories.layouts[self.layer],
+            memories.gatings[self.layer],
         )
-        self._hidden = self.result
+        # The hidden state need not outlive its use.
+        self._hidden = self.rows.result
 
     def ended(self) -> None:
-        """Let go of the weights, and wake control if it waits for this product, or for
-        the weights' place.
-        """
-        owner = self.owner
+        """Let go of the weights, then let whoever waits for the product go on."""
         self.done = True
         if self.over:
-            owner.host.unuse(self.key)
-        owner.computes.running.remove(self)
-        if self.awaited is not None:
-            self.awaited.pending -= 1
-        owner.lanes.control.wake()
+            self._memories.host.unuse(self.key)
+        super().ended()
+        self._woken(self)
 
 
 class Forward(Operation):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from moesim.policies.base import ABSENT, RESIDENT
 from moesim.policies.planner.residency import GLOBAL
-from moesim.runtime.store.memory import HostTier
+from moesim.runtime.store.memory import HostSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from moesim.policies.planner.residency import CacheSize, Residency
     from moesim.runtime.executor.lanes import Operation
-    from moesim.runtime.models.expert_math import ExpertWeights
+    from moesim.runtime.models.expert_layout import ExpertWeights
     from moesim.runtime.store.memory import Slots
     from moesim.runtime.store.store import ExpertStore
 
@@ -36,7 +36,7 @@ def cache_slots(size: CacheSize, expert_bytes: tuple[int, ...]) -> int:
     return int(size.slots.sum())
 
 
-class Places:
+class SlotMap:
     """Slots of one memory, by expert key ``layer * E + expert``.
 
     Args:
@@ -118,7 +118,7 @@ class Places:
             self.free_staging += 1
 
 
-class HostPlaces:
+class HostSlotMap:
     """Host memory in front of the SSD: everything, or a limited part of it.
 
     With everything in host memory, experts that share a record of the store share its
@@ -149,28 +149,28 @@ class HostPlaces:
         self._store = store
         self._experts = store.experts(0)
         self.freed: Callable[[], None] = lambda: None
-        self._places: Places | None = None
+        self._slots: SlotMap | None = None
         if memory is None or size is None:
-            self.tier = HostTier(
+            self.tier = HostSlots(
                 len(store.index.offsets), store.slot_bytes, page_lock=page_lock
             )
             self._record_of = [record for row in store.index.records for record in row]
             self._layouts = [store.layout(layer) for layer in range(store.layers)]
         else:
-            self.tier = HostTier(
+            self.tier = HostSlots(
                 cache_slots(size, expert_bytes) + staging,
                 store.slot_bytes,
                 page_lock=page_lock,
             )
-            self._places = Places(self.tier, memory, store, staging)
+            self._slots = SlotMap(self.tier, memory, store, staging)
             self._users = [0] * memory.state.size
         self._frozen = False
         self._idle: set[int] = set()
 
     @property
-    def gate(self) -> Places | None:
+    def gate(self) -> SlotMap | None:
         """What staged reads pass; None where nothing is ever read."""
-        return self._places
+        return self._slots
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> int:
         """Read what is resident from the start: everything, or what the host cache's
@@ -180,7 +180,7 @@ class HostPlaces:
             Bytes read.
         """
         read = 0
-        if self._places is None:
+        if self._slots is None:
             todo = {
                 record: divmod(key, self._experts)
                 for key, record in enumerate(self._record_of)
@@ -190,58 +190,58 @@ class HostPlaces:
                 if progress is not None:
                     progress(done + 1, len(todo))
             return read
-        keys = self._places.residents()
-        self._places.assign(keys)
+        keys = self._slots.residents()
+        self._slots.assign(keys)
         for key in keys:
             read += self._store.read_into(
-                *divmod(key, self._experts), self._places.record(key)
+                *divmod(key, self._experts), self._slots.record(key)
             )
         return read
 
     def record(self, key: int) -> torch.Tensor:
         """Return the bytes of an expert in host memory."""
-        if self._places is None:
+        if self._slots is None:
             return self.tier.record(self._record_of[key])
-        return self._places.record(key)
+        return self._slots.record(key)
 
     def weights(self, key: int) -> ExpertWeights:
         """Look at an expert in host memory as weights."""
-        if self._places is None:
+        if self._slots is None:
             return self.tier.weights(
                 self._record_of[key], self._layouts[key // self._experts]
             )
-        return self._places.weights(key)
+        return self._slots.weights(key)
 
     def expect(self, key: int, *, staged: bool) -> None:
         """Prepare for a read: a slot for what enters the cache; what is staged gets one
         when its read starts.
         """
-        assert self._places is not None
+        assert self._slots is not None
         self.forget(key)
         if not staged:
-            self._places.assign([key])
+            self._slots.assign([key])
 
     def forget(self, key: int) -> None:
         """Take back the slot of an expert that had left and is to be read again."""
-        assert self._places is not None
+        assert self._slots is not None
         if key in self._idle:
             self._idle.remove(key)
             self._release(key)
-        self._places.forget(key)
+        self._slots.forget(key)
 
     def use(self, key: int) -> None:
         """Count one who will need an expert in host memory."""
-        if self._places is not None:
+        if self._slots is not None:
             self._users[key] += 1
 
     def unuse(self, key: int) -> None:
         """Count one less; what was staged and is needed by nobody gives its slot
         back.
         """
-        if self._places is None:
+        if self._slots is None:
             return
         self._users[key] -= 1
-        if not self._users[key] and key in self._places._staged:  # noqa: SLF001 - two halves of one thing
+        if not self._users[key] and key in self._slots._staged:  # noqa: SLF001 - two halves of one thing
             if self._frozen:
                 self._idle.add(key)
             else:
@@ -260,8 +260,8 @@ class HostPlaces:
                 self._release(key)
 
     def _release(self, key: int) -> None:
-        assert self._places is not None
-        self._places.release(key)
+        assert self._slots is not None
+        self._slots.release(key)
         self.freed()
 
     def close(self) -> None:

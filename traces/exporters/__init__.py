@@ -1,4 +1,5 @@
-"""Traces for other people's tools: one file per layout, found by scanning this folder.
+"""Exporters write traces for other tools: one file per layout, found by scanning this
+folder.
 
 An exporter is a module with ``export(trace, out, progress) -> int``, the number of
 records written; its first line says what the file is. ``SUFFIX`` is the ending people
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
 
 def exporters() -> dict[str, Any]:
-    """Name, hyphenated as policies' are, -> module of every exporter in this folder,
-    sorted by name.
+    """Return name -> module of every exporter in this folder, sorted by name.
+
+    Names are hyphenated, as those of policies are.
     """
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return {
@@ -53,9 +55,13 @@ def export_trace(
         TraceError: an unknown layout, a damaged trace, or sizes that the layout cannot
             hold.
     """
+    # A misspelt layout is told before the trace is read.
     known = exporters()
     if layout not in known:
         raise TraceError(
             f"export layout {layout!r}: unknown; known: {', '.join(known)}"
         )
-    return int(known[layout].export(trace, Path(out), progress or (lambda _: None)))
+
+    # Exporters need not ask whether anybody watches.
+    report = progress or (lambda _: None)
+    return int(known[layout].export(trace, Path(out), report))

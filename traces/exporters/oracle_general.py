@@ -11,7 +11,7 @@ Source: libCacheSim traceReader/customizedReader/oracle/oracleGeneralBin.h.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from moesim.traces.errors import TraceError
@@ -30,12 +30,17 @@ RECORD = np.dtype(
     [("time", "<u4"), ("object", "<u8"), ("bytes", "<u4"), ("next", "<i8")]
 )
 NEVER = -1
+# Forward passes written at a time.
 _STEPS = 2048
 
 
-def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
-    """Write all requests; what is needed next is filled in from behind, a stretch of
-    the file at a time.
+def export(
+    trace: Trace,
+    out: Path,
+    progress: Callable[[int], None],
+) -> int:
+    """Write all requests; what is needed next is filled in from the end, a part of the
+    file at a time.
 
     Raises:
         TraceError: an expert of 4 GiB or more, which the layout cannot hold.
@@ -45,54 +50,70 @@ def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
             f"{trace.path}: expert bytes: expected < 4 GiB for oracleGeneral, got"
             f" {trace.shape.max_expert_bytes}"
         )
+
     with written_beside(out) as part:
-        starts = [0]
+        # Requests before each part, and behind the last one.
+        edges = [0]
         with part.open("wb") as file:
             steps: list[RoutedStep] = []
             for step in compose(trace):
                 steps.append(step)
                 if len(steps) == _STEPS:
-                    starts.append(starts[-1] + _write(file, steps, trace))
+                    edges.append(edges[-1] + _write(file, steps, trace))
                     steps = []
-                    progress(starts[-1])
+                    progress(edges[-1])
             if steps:
-                starts.append(starts[-1] + _write(file, steps, trace))
-        _link(part, starts, trace.shape.layers * trace.shape.experts)
-    progress(starts[-1])
-    return starts[-1]
+                edges.append(edges[-1] + _write(file, steps, trace))
+
+        _link(part, edges, trace.shape.layers * trace.shape.experts)
+
+    progress(edges[-1])
+    return edges[-1]
 
 
-def _write(file: object, steps: list[RoutedStep], trace: Trace) -> int:
-    sizes = np.array(trace.shape.expert_bytes, np.uint32)
-    experts = [layer.experts for step in steps for layer in step.layers]
-    counts = np.array([len(active) for active in experts])
-    layer = np.repeat(
-        np.array([layer.layer for step in steps for layer in step.layers]), counts
-    )
+def _write(
+    file: IO[bytes],
+    steps: list[RoutedStep],
+    trace: Trace,
+) -> int:
+    """Append the requests of some steps; how many they are."""
+    routed = [(step.step, layer) for step in steps for layer in step.layers]
+    counts = np.array([len(layer.experts) for _, layer in routed])
+    time = np.repeat([step for step, _ in routed], counts)
+    layer = np.repeat(np.array([layer.layer for _, layer in routed]), counts)
+    experts = np.concatenate([layer.experts for _, layer in routed])
+
     records = np.empty(int(counts.sum()), RECORD)
-    records["time"] = np.repeat(
-        np.repeat([step.step for step in steps], [len(step.layers) for step in steps]),
-        counts,
-    )
-    records["object"] = layer * trace.shape.experts + np.concatenate(experts)
-    records["bytes"] = sizes[layer]
-    file.write(records)  # type: ignore[attr-defined]
+    records["time"] = time
+    records["object"] = layer * trace.shape.experts + experts
+    records["bytes"] = np.array(trace.shape.expert_bytes, np.uint32)[layer]
+    file.write(records.tobytes())
     return len(records)
 
 
-def _link(path: Path, starts: list[int], objects: int) -> None:
-    """Fill in `next`, from the last stretch to the first."""
+def _link(
+    path: Path,
+    edges: list[int],
+    objects: int,
+) -> None:
+    """Fill in `next`, from the last part to the first."""
     records = np.memmap(path, RECORD, "r+")
+    # The next request of each object behind the part at hand.
     following = np.full(objects, NEVER, np.int64)
-    for start, stop in zip(starts[-2::-1], starts[:0:-1], strict=True):
+
+    for start, stop in zip(edges[-2::-1], edges[:0:-1], strict=True):
         keys = records["object"][start:stop].astype(np.int64)
-        order = np.argsort(keys, kind="stable")
-        ranked = keys[order]
-        last = np.append(np.diff(ranked) != 0, [True])
+        by_key = np.argsort(keys, kind="stable")
+        sorted_keys = keys[by_key]
+        change = np.diff(sorted_keys) != 0
+        is_first = np.concatenate(([True], change))
+        is_last = np.append(change, [True])
+
+        # Within the part it is the next of the same object; requests count from 1.
         later = np.empty(len(keys), np.int64)
-        later[order[:-1]] = order[1:] + start + 1
-        later[order[last]] = following[ranked[last]]
+        later[by_key[:-1]] = by_key[1:] + start + 1
+        later[by_key[is_last]] = following[sorted_keys[is_last]]
         records["next"][start:stop] = later
-        first = np.concatenate(([True], np.diff(ranked) != 0))
-        following[ranked[first]] = order[first] + start + 1
+        following[sorted_keys[is_first]] = by_key[is_first] + start + 1
+
     records.flush()

@@ -21,37 +21,46 @@ if TYPE_CHECKING:
 SUFFIX = ".parquet"
 
 
-def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
+def export(
+    trace: Trace,
+    out: Path,
+    progress: Callable[[int], None],
+) -> int:
     """Write what `moesim.traces.stats.statistics.stats` finds; a table of figures by
     ratio becomes columns such as ``lru_0.25``.
     """
-    found = stats(trace)
-    columns, single = split(found, trace.shape.layers)
-    table = pa.table({"layer": list(range(trace.shape.layers)), **columns})
-    told = json.dumps(
-        {"trace": trace.path.name, "model": trace.shape.name, **single}, sort_keys=True
-    )
+    layers = trace.shape.layers
+    by_layer, single = split(stats(trace), layers)
+    table = pa.table({"layer": list(range(layers)), **by_layer})
+
+    # Under one key, so that other tools need not know which figures there are.
+    described = {"trace": trace.path.name, "model": trace.shape.name, **single}
+    metadata = {"statistics": json.dumps(described, sort_keys=True)}
     with written_beside(out) as part:
-        pq.write_table(table.replace_schema_metadata({"statistics": told}), part)
+        pq.write_table(table.replace_schema_metadata(metadata), part)
+
     progress(table.num_rows)
     return int(table.num_rows)
 
 
 def split(
-    found: dict[str, Any], layers: int
+    figures: dict[str, Any],
+    layers: int,
 ) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """Figures by layer, and all others."""
-    columns: dict[str, list[Any]] = {}
+    """Return figures by layer, and all others."""
+    by_layer: dict[str, list[Any]] = {}
     single: dict[str, Any] = {}
-    for name, value in found.items():
+
+    for name, value in figures.items():
         if isinstance(value, dict):
-            inner, rest = split(
-                {f"{name}_{key}": one for key, one in value.items()}, layers
-            )
-            columns |= inner
-            single |= rest
+            # Parquet columns have flat names.
+            nested = {f"{name}_{key}": figure for key, figure in value.items()}
+            nested_by_layer, nested_single = split(nested, layers)
+            by_layer |= nested_by_layer
+            single |= nested_single
         elif isinstance(value, list) and len(value) == layers:
-            columns[name] = value
+            by_layer[name] = value
         else:
             single[name] = value
-    return columns, single
+
+    return by_layer, single

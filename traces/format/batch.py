@@ -1,5 +1,4 @@
-"""Sequences were recorded one by one; a server runs several at once. Here they are laid
-side by side.
+"""Forward passes of batches, composed from sequences that were recorded one by one.
 
 A batch is a group of consecutive sequences. Its prefill step holds all their prompt
 tokens, its decode step *i* the *i*-th generated token of each sequence that is still
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 
     from moesim.traces.format.reader import SequenceRows, Trace
 
+# Workload counters held at once while a group of sequences is cut into steps.
 CHUNK_COUNTS = 1 << 20
-"""Workload counters held at once while a group of sequences is cut into steps."""
 
 
 @dataclass(slots=True)
@@ -93,157 +92,234 @@ def compose(
             damaged trace.
     """
     check_counts(batch, steps)
-    wanted = tuple(columns)
-    trace.require(wanted, "this replay")
-    return islice(_compose(trace, batch, wanted), steps)
+    needed = tuple(columns)
+    trace.require(needed, "this replay")
+    # Checked at the call, not when the first step is asked for.
+    return islice(_compose(trace, batch, needed), steps)
 
 
-def check_counts(batch: int, steps: int | None) -> None:
+def check_counts(
+    batch: int,
+    steps: int | None,
+) -> None:
     """Refuse batches and numbers of steps that cannot be.
 
     Raises:
         TraceError: below 1 or absurdly large.
     """
     for name, value in (("batch", batch), ("steps", steps)):
-        if value is not None and not 1 <= value <= sys.maxsize:
-            raise TraceError(
-                f"{name}: expected {'>= 1' if value < 1 else f'<= {sys.maxsize}'}, got"
-                f" {value}"
-            )
+        if value is None or 1 <= value <= sys.maxsize:
+            continue
+        expected = ">= 1" if value < 1 else f"<= {sys.maxsize}"
+        raise TraceError(f"{name}: expected {expected}, got {value}")
 
 
 def _compose(
-    trace: Trace, batch: int, columns: tuple[str, ...]
+    trace: Trace,
+    batch: int,
+    columns: tuple[str, ...],
 ) -> Iterator[RoutedStep]:
     sequences = trace.sequences(columns)
     step = 0
     index = 0
+
     while group := list(islice(sequences, batch)):
-        cutter = _Group(group, trace.shape.layers, trace.shape.experts, index)
-        for routed in cutter.steps():
+        for routed in _SequenceGroup(group, trace, index).steps():
             routed.step = step
             yield routed
             step += 1
         index += 1
-        # before the next one is read: two batches at once would be the peak
+        # Before the next one is read: two batches at once would be the peak of memory.
         group.clear()
 
 
-class _Group:
+class _SequenceGroup:
     """The rows of one batch, cut into steps a bounded number of rows at a time. B
     sequences.
     """
 
     def __init__(
-        self, group: list[SequenceRows], layers: int, experts: int, index: int
+        self,
+        group: list[SequenceRows],
+        trace: Trace,
+        index: int,
     ) -> None:
-        self.group = group
-        self.layers = layers
-        self.experts = experts
-        self.index = index
-        self.prompts = [
+        self._group = group
+        self._layers = trace.shape.layers
+        self._experts = trace.shape.experts
+        self._index = index
+        self._prompt_rows = [
             int(np.count_nonzero(rows.phase == Phase.PREFILL)) for rows in group
         ]
-        decoded = [
+        decode_rows = [
             len(rows.pos) - prompt
-            for rows, prompt in zip(group, self.prompts, strict=True)
+            for rows, prompt in zip(group, self._prompt_rows, strict=True)
         ]
-        self.lengths = np.array(decoded) // layers
-        self.columns = [name for name in group[0].columns if name != "token"]
+        # Generated tokens of each sequence: each of them has all layers.
+        self._generated = np.array(decode_rows) // self._layers
+        # No policy sees token ids.
+        self._columns = [name for name in group[0].columns if name != "token"]
 
     def steps(self) -> Iterator[RoutedStep]:
-        if any(self.prompts):
+        if any(self._prompt_rows):
             yield self._prefill()
-        longest = int(self.lengths.max())
-        stride = max(
-            1, CHUNK_COUNTS // (self.layers * max(self.experts, len(self.group)))
-        )
+
+        longest = int(self._generated.max())
+        row_counts = self._layers * max(self._experts, len(self._group))
+        stride = max(1, CHUNK_COUNTS // row_counts)
         for start in range(0, longest, stride):
             yield from self._decode(start, min(start + stride, longest))
 
     def _prefill(self) -> RoutedStep:
-        rows = self._gather([slice(0, prompt) for prompt in self.prompts])
+        rows = self._gather([slice(0, prompt) for prompt in self._prompt_rows])
         layer = rows["layer"]
-        order = np.argsort(layer, kind="stable")
-        edges = np.searchsorted(layer[order], np.arange(self.layers + 1))
-        routing = rows["experts"][order]
-        active = [_active(routing[a:b], self.experts) for a, b in pairwise(edges)]
-        views = {
-            name: _cut(values[order], edges)
-            for name, values in rows.items()
-            if name in self.columns
-        }
-        layers = self._layers(
-            [a for a, _ in active], [n for _, n in active], _cut(routing, edges), views
-        )
-        present = [(r, p) for r, p in zip(self.group, self.prompts, strict=True) if p]
-        tokens = sum(len(np.unique(r.pos[:p])) for r, p in present)
-        context = 1 + max(int(r.pos[p - 1]) for r, p in present)
-        return RoutedStep(
-            0, Phase.PREFILL, self.index, tokens, context, len(present), layers
+        # Stable, so that the tokens of a layer stay in the order of their sequences.
+        by_layer = np.argsort(layer, kind="stable")
+        edges = np.searchsorted(layer[by_layer], np.arange(self._layers + 1))
+
+        routing = rows["experts"][by_layer]
+        active = [_active(routing[a:b], self._experts) for a, b in pairwise(edges)]
+        layers = self._routed_layers(
+            experts=[experts for experts, _ in active],
+            tokens=[tokens for _, tokens in active],
+            routing=_cut(routing, edges),
+            views={name: _cut(rows[name][by_layer], edges) for name in self._columns},
         )
 
-    def _decode(self, start: int, stop: int) -> Iterator[RoutedStep]:
-        """Decode steps `start` to `stop` of the group."""
-        spans = [
-            slice(p + self.layers * min(start, n), p + self.layers * min(stop, n))
-            for p, n in zip(self.prompts, self.lengths.tolist(), strict=True)
+        prompts = [
+            rows.pos[:prompt]
+            for rows, prompt in zip(self._group, self._prompt_rows, strict=True)
+            if prompt
         ]
+        return RoutedStep(
+            step=0,
+            phase=Phase.PREFILL,
+            batch=self._index,
+            tokens=sum(len(np.unique(pos)) for pos in prompts),
+            context_tokens=1 + max(int(pos[-1]) for pos in prompts),
+            sequences=len(prompts),
+            layers=layers,
+        )
+
+    def _decode(
+        self,
+        start: int,
+        stop: int,
+    ) -> Iterator[RoutedStep]:
+        """Decode steps `start` to `stop` of the group."""
+        spans = self._decode_spans(start, stop)
+        steps = np.arange(start, stop)
+        alive = np.count_nonzero(self._generated[:, None] > steps, axis=0)
         rows = self._gather(spans)
-        count = stop - start
-        places = count * self.layers
-        alive = np.count_nonzero(self.lengths[:, None] > np.arange(start, stop), axis=0)
-        context = np.zeros(count, dtype=np.int64)
-        for sequence, span in zip(self.group, spans, strict=True):
-            pos = sequence.pos[span][:: self.layers]
-            np.maximum(context[: len(pos)], pos + 1, out=context[: len(pos)])
-        routing = rows["experts"]
-        views: dict[str, list[np.ndarray]]
-        if alive[0] == 1:  # one sequence: every row is a layer step of its own
-            shape = (places, 1, -1)
-            views = {name: list(rows[name].reshape(shape)) for name in self.columns}
-            active: list[np.ndarray] = list(np.sort(routing.astype(np.int32), axis=1))
-            tokens: list[np.ndarray] = list(np.ones(routing.shape, dtype=np.int32))
-            routed = list(routing.reshape(shape))
+
+        if alive[0] == 1:
+            layers = self._of_one_sequence(rows)
         else:
-            key = np.concatenate([np.arange(span.stop - span.start) for span in spans])
-            order = np.argsort(key, kind="stable")
-            edges = np.concatenate(([0], np.cumsum(np.repeat(alive, self.layers))))
-            routing = routing[order]
-            views = {name: _cut(rows[name][order], edges) for name in self.columns}
-            flat = (key[order, None] * self.experts + routing).reshape(-1)
-            counts = np.bincount(flat, minlength=places * self.experts)
-            flat = np.flatnonzero(counts)
-            cuts = np.searchsorted(flat, np.arange(places + 1) * self.experts)
-            active = _cut((flat % self.experts).astype(np.int32), cuts)
-            tokens = _cut(counts[flat].astype(np.int32), cuts)
-            routed = _cut(routing, edges)
-        layers = self._layers(active, tokens, routed, views)
-        for place, (sequences, positions) in enumerate(
-            zip(alive.tolist(), context.tolist(), strict=True)
-        ):
-            part = layers[place * self.layers : (place + 1) * self.layers]
+            layers = self._of_sequences(rows, spans, alive)
+
+        context = self._context_tokens(spans, len(steps))
+        for place, sequences in enumerate(alive.tolist()):
+            first = place * self._layers
             yield RoutedStep(
-                0, Phase.DECODE, self.index, sequences, positions, sequences, part
+                step=0,
+                phase=Phase.DECODE,
+                batch=self._index,
+                tokens=sequences,
+                context_tokens=context[place],
+                sequences=sequences,
+                layers=layers[first : first + self._layers],
             )
+
+    def _decode_spans(
+        self,
+        start: int,
+        stop: int,
+    ) -> list[slice]:
+        """The rows of each sequence in decode steps `start` to `stop`."""
+        spans = []
+        for prompt, generated in zip(
+            self._prompt_rows, self._generated.tolist(), strict=True
+        ):
+            first = prompt + self._layers * min(start, generated)
+            last = prompt + self._layers * min(stop, generated)
+            spans.append(slice(first, last))
+
+        return spans
+
+    def _context_tokens(
+        self,
+        spans: list[slice],
+        count: int,
+    ) -> list[int]:
+        """Largest position plus one in each of `count` decode steps."""
+        context = np.zeros(count, dtype=np.int64)
+        for sequence, span in zip(self._group, spans, strict=True):
+            pos = sequence.pos[span][:: self._layers]
+            reached = context[: len(pos)]
+            np.maximum(reached, pos + 1, out=reached)
+
+        return context.tolist()
+
+    def _of_one_sequence(self, rows: dict[str, np.ndarray]) -> list[RoutedLayer]:
+        """Layer steps where one sequence runs: every row is one of its own."""
+        routing = rows["experts"]
+        one_token = (len(routing), 1, -1)
+        return self._routed_layers(
+            experts=list(np.sort(routing.astype(np.int32), axis=1)),
+            tokens=list(np.ones(routing.shape, dtype=np.int32)),
+            routing=list(routing.reshape(one_token)),
+            views={name: list(rows[name].reshape(one_token)) for name in self._columns},
+        )
+
+    def _of_sequences(
+        self,
+        rows: dict[str, np.ndarray],
+        spans: list[slice],
+        alive: np.ndarray,
+    ) -> list[RoutedLayer]:
+        """Layer steps of several sequences; `alive` [S] run in each step."""
+        # Number of each row's layer step among those of this call.
+        key = np.concatenate([np.arange(span.stop - span.start) for span in spans])
+        order = np.argsort(key, kind="stable")
+        edges = np.concatenate(([0], np.cumsum(np.repeat(alive, self._layers))))
+
+        # Workloads of all layer steps in one count.
+        routing = rows["experts"][order]
+        places = len(alive) * self._layers
+        choice = (key[order, None] * self._experts + routing).reshape(-1)
+        counts = np.bincount(choice, minlength=places * self._experts)
+        used = np.flatnonzero(counts)
+        cuts = np.searchsorted(used, np.arange(places + 1) * self._experts)
+
+        return self._routed_layers(
+            experts=_cut((used % self._experts).astype(np.int32), cuts),
+            tokens=_cut(counts[used].astype(np.int32), cuts),
+            routing=_cut(routing, edges),
+            views={name: _cut(rows[name][order], edges) for name in self._columns},
+        )
 
     def _gather(self, spans: list[slice]) -> dict[str, np.ndarray]:
         """The rows in `spans` of each sequence, in sequence order; views where there is
         only one.
         """
         parts: dict[str, list[np.ndarray]] = {
-            name: [] for name in ("experts", "layer", *self.columns)
+            name: [] for name in ("experts", "layer", *self._columns)
         }
-        for sequence, span in zip(self.group, spans, strict=True):
+        for sequence, span in zip(self._group, spans, strict=True):
             parts["experts"].append(sequence.experts[span])
             parts["layer"].append(sequence.layer[span])
-            for name in self.columns:
+            for name in self._columns:
                 parts[name].append(sequence.columns[name][span])
-        return {name: _joined(values) for name, values in parts.items()}
 
-    def _layers(
+        return {
+            name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            for name, arrays in parts.items()
+        }
+
+    def _routed_layers(
         self,
-        active: list[np.ndarray],
+        *,
+        experts: list[np.ndarray],
         tokens: list[np.ndarray],
         routing: list[np.ndarray],
         views: dict[str, list[np.ndarray]],
@@ -251,37 +327,29 @@ class _Group:
         """One `RoutedLayer` per entry; entries run through the layers again and
         again.
         """
-        numbers = list(range(self.layers)) * (len(active) // self.layers)
-        nothing = repeat(None)
+        numbers = list(range(self._layers)) * (len(experts) // self._layers)
+
         predictors = [name for name in views if name in PREDICTION_COLUMNS]
         predicted: Iterable[dict[str, np.ndarray]] = repeat({})
         if predictors:
-            reach = {name: self.layers - int(name[len("pred")]) for name in predictors}
+            # Layers from here on have no target: it lies past the last one.
+            end = {name: self._layers - int(name[len("pred")]) for name in predictors}
             predicted = [
-                {name: views[name][place] for name in predictors if layer < reach[name]}
+                {name: views[name][place] for name in predictors if layer < end[name]}
                 for place, layer in enumerate(numbers)
             ]
-        weights: Iterable[Any] = views.get("weights", nothing)
-        scores: Iterable[Any] = views.get("scores", nothing)
-        return list(
-            map(
-                RoutedLayer,
-                numbers,
-                active,
-                tokens,
-                routing,
-                weights,
-                scores,
-                predicted,
-            )
-        )
+
+        weights: Iterable[Any] = views.get("weights", repeat(None))
+        scores: Iterable[Any] = views.get("scores", repeat(None))
+        columns = (numbers, experts, tokens, routing, weights, scores, predicted)
+        # `map` ends with the shortest: the endless ones stand for what is not there.
+        return list(map(RoutedLayer, *columns))
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _active(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
+def _active(
+    routing: np.ndarray,
+    experts: int,
+) -> tuple[np.ndarray, np.ndarray]:
     """Active experts int32 [A], ascending, and the tokens of each, of routing [T,
     K].
     """
@@ -290,7 +358,9 @@ def _active(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
     return active.astype(np.int32), counts[active].astype(np.int32)
 
 
-def _cut(values: np.ndarray, edges: np.ndarray) -> list[np.ndarray]:
+def _cut(
+    values: np.ndarray,
+    edges: np.ndarray,
+) -> list[np.ndarray]:
     """Views of `values` between consecutive `edges`."""
-    bounds = edges.tolist()
-    return [values[a:b] for a, b in pairwise(bounds)]
+    return [values[a:b] for a, b in pairwise(edges.tolist())]

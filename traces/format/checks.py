@@ -20,7 +20,7 @@ def check_sequence(
     phase: np.ndarray,
     layer: np.ndarray,
     layers: int,
-    bad: Callable[..., TraceError],
+    error: Callable[..., TraceError],
 ) -> None:
     """Check that decode follows prefill and that no layer step is empty. N rows, sorted
     by pos, layer.
@@ -33,52 +33,87 @@ def check_sequence(
         phase: int [N], codes of `Phase`.
         layer: int [N].
         layers: L, MoE layers of the model.
-        bad: makes the error of (row within the sequence, column, expected, got, way
+        error: makes the error of (row within the sequence, column, expected, got, way
             out).
 
     Raises:
         TraceError: a prefill row behind a decode row, a layer without any prompt token,
             a decode token without all its layers.
     """
-    if (back := np.diff(phase) < 0).any():
+    back = np.diff(phase) < 0
+    if back.any():
         row = int(np.argmax(back)) + 1
-        raise bad(
+        expected = "decode until the sequence ends"
+        raise error(
             row,
             "phase",
-            "decode until the sequence ends",
+            expected,
             "prefill after decode",
             "sort by pos",
         )
+
+    # Prefill comes first by now, so its end can be searched for.
     prompt = int(np.searchsorted(phase, Phase.DECODE))
-    present = np.bincount(layer[:prompt], minlength=layers)
-    if prompt and not present.all():
-        missing = int(np.argmin(present))
-        raise bad(
+    prompt_rows = np.bincount(layer[:prompt], minlength=layers)
+    if prompt and not prompt_rows.all():
+        missing = int(np.argmin(prompt_rows))
+        expected = f"prompt tokens at each of {layers} layers"
+        raise error(
             0,
             "layer",
-            f"prompt tokens at each of {layers} layers",
+            expected,
             f"none at layer {missing}",
             NO_WAY,
         )
-    decode = layer[prompt:]
-    places = pos[prompt:]
-    due = np.resize(np.arange(layers, dtype=decode.dtype), len(decode))
-    wrong = decode != due
-    wrong[1:] |= (due[1:] > 0) & (places[1:] != places[:-1])
+
+    _check_decode(
+        pos[prompt:],
+        layer[prompt:],
+        prompt,
+        layers,
+        error,
+    )
+
+
+def _check_decode(
+    pos: np.ndarray,
+    layer: np.ndarray,
+    prompt: int,
+    layers: int,
+    error: Callable[..., TraceError],
+) -> None:
+    """Whether every generated token has all its layers in order; `prompt` rows stand
+    before.
+    """
+    due = np.resize(np.arange(layers, dtype=layer.dtype), len(layer))
+    wrong = layer != due
+    # The right layer, but of another token.
+    wrong[1:] |= (due[1:] > 0) & (pos[1:] != pos[:-1])
+
     if wrong.any():
         row = int(np.argmax(wrong))
-        token = places[row - 1] if due[row] else places[row]
+        token = pos[row - 1] if due[row] else pos[row]
         expected = f"layer {due[row]} of {layers} of the decode token at pos {token}"
-        raise bad(
+        actual = f"layer {layer[row]} at pos {pos[row]}"
+        raise error(
             prompt + row,
             "layer",
             expected,
-            f"layer {decode[row]} at pos {places[row]}",
+            actual,
             NO_WAY,
         )
-    if len(decode) % layers:
+
+    # All layers so far were in order, so only the last token can lack some.
+    if len(layer) % layers:
+        last = prompt + len(layer) - 1
+        token = pos[-1]
         expected = (
-            f"layer {decode[-1] + 1} of {layers} of the decode token at pos"
-            f" {places[-1]}"
+            f"layer {layer[-1] + 1} of {layers} of the decode token at pos {token}"
         )
-        raise bad(len(layer) - 1, "layer", expected, "the end of the sequence", NO_WAY)
+        raise error(
+            last,
+            "layer",
+            expected,
+            "the end of the sequence",
+            NO_WAY,
+        )

@@ -1,5 +1,5 @@
-"""A token uses an expert once: rows whose ids are not all different, found without
-sorting them.
+"""A token uses an expert once: rows whose ids are not all different, without sorting
+them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from numba import types as nb
 
 @compiled(nb.int64(nb.Array(nb.uint16, 2, "C", readonly=True)))
 def first_repeat(ids: np.ndarray) -> int:
-    """The first row of `ids` [N, K] that names one twice; -1 where none does."""
+    """Return the first row of `ids` [N, K] that names an id twice; -1 where none
+    does.
+    """
     top = np.uint16(0)
     for row in range(len(ids)):
         for place in range(ids.shape[1]):
             top = max(top, ids[row, place])
-    latest = np.full(np.int64(top) + 1, -1, np.int64)  # row that named an id last
+
+    # The row that named each id last; so nothing has to be cleared between rows.
+    last_row = np.full(np.int64(top) + 1, -1, np.int64)
     for row in range(len(ids)):
         for place in range(ids.shape[1]):
-            if latest[ids[row, place]] == row:
+            if last_row[ids[row, place]] == row:
                 return row
-            latest[ids[row, place]] = row
+            last_row[ids[row, place]] = row
+
     return -1

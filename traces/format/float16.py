@@ -1,5 +1,5 @@
-"""32-bit floats as 16-bit ones: numpy asks the processor for each, and 27 ns for each
-of the smallest.
+"""32-bit floats as 16-bit ones, faster than numpy, which asks the processor for each
+and takes 27 ns for the smallest.
 """
 
 from __future__ import annotations
@@ -9,43 +9,54 @@ from moesim.traces.compilation import compiled
 from numba import types as nb
 
 
-def halves(values: np.ndarray) -> tuple[np.ndarray, bool]:
-    """float16 of numbers of any shape, to the nearest and the even one of two; and
-    whether all are finite.
+def to_float16(values: np.ndarray) -> tuple[np.ndarray, bool]:
+    """Return numbers of any shape as float16, rounded to the nearest and to the even
+    one of two; and whether all are finite.
     """
     if values.dtype == np.float32:
-        found = np.empty(values.shape, np.float16)
+        rounded = np.empty(values.shape, np.float16)
         bits = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
-        return found, _halves(bits, found.reshape(-1).view(np.uint16))
+        return rounded, _round_to_float16(bits, rounded.reshape(-1).view(np.uint16))
+
     with np.errstate(over="ignore"):
-        found = np.asarray(values, np.float16)
-    return found, bool(np.isfinite(found).all())
+        rounded = np.asarray(values, np.float16)
+    return rounded, bool(np.isfinite(rounded).all())
 
 
 @compiled(nb.boolean(nb.Array(nb.uint32, 1, "C", readonly=True), nb.uint16[::1]))
-def _halves(bits: np.ndarray, found: np.ndarray) -> bool:
-    """Fill `found` [N] with the bits of the halves of floats with these bits [N];
-    whether all are finite.
+def _round_to_float16(
+    bits: np.ndarray,
+    rounded: np.ndarray,
+) -> bool:
+    """Fill `rounded` [N] with the bits of float16 numbers, given those of float32 ones
+    [N]; return whether all are finite.
 
-    A float has 8 bits of exponent (bias 127) over 23 digits, a half 5 (bias 15) over
-    10; below 2**-14 the digits of a half are multiples of 2**-24. Adding just under
-    half of the last place, and one more behind an odd digit, rounds. What is no number
-    becomes infinity.
+    A float32 has 8 bits of exponent (bias 127) over 23 digits, a float16 5 (bias 15)
+    over 10; below 2**-14 the digits of a float16 are multiples of 2**-24. What is no
+    number becomes infinity.
     """
-    one = np.uint32(1)
-    beyond = False
+    bit = np.uint32(1)
+    all_finite = True
+
     for at in range(len(bits)):
-        # 65,536, which becomes infinity.
+        # Without the sign, and at most 65,536, which becomes infinity.
         size = min(bits[at] & np.uint32(0x7FFFFFFF), np.uint32(143 << 23))
+
         if size >= np.uint32(113 << 23):
-            beyond |= size >= np.uint32(0x477FF000)  # 65,520, which rounds to infinity
+            # 65,520 and above rounds to infinity.
+            all_finite &= size < np.uint32(0x477FF000)
             shift = np.uint32(13)
             digits = size - np.uint32(112 << 23)
         else:
             shift = min(np.uint32(126) - (size >> np.uint32(23)), np.uint32(25))
             digits = size & np.uint32(0x7FFFFF) | np.uint32(1 << 23)
-        rounding = (one << (shift - one)) - one + (digits >> shift & one)
-        found[at] = (digits + rounding) >> shift | (
-            bits[at] >> np.uint32(16) & np.uint32(0x8000)
-        )
-    return not beyond
+
+        # Just under half of the last place that is kept, and one more behind an odd
+        # digit: adding it rounds to even.
+        is_odd = digits >> shift & bit
+        rounding = (bit << (shift - bit)) - bit + is_odd
+
+        sign = bits[at] >> np.uint32(16) & np.uint32(0x8000)
+        rounded[at] = (digits + rounding) >> shift | sign
+
+    return all_finite

@@ -1,13 +1,13 @@
 """The accesses of a trace in replay order, many layer steps per array: for loops that
 must see every one of them.
 
-`moesim.traces.format.batch.compose` says the same with one object per layer step; that
+`moesim.traces.format.batch.compose` gives the same as one object per layer step; that
 costs microseconds each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import SequenceRows, Trace
 
+# Accesses of a block, about: memory does not grow with the trace.
 BLOCK_ACCESSES = 1 << 19
-"""Accesses of a block, about; memory does not grow with the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,10 @@ class LayerSteps:
 
 
 def layer_steps(
-    trace: Trace, *, batch: int = 1, steps: int | None = None
+    trace: Trace,
+    *,
+    batch: int = 1,
+    steps: int | None = None,
 ) -> Iterator[LayerSteps]:
     """Cut a trace into blocks of layer steps, as `compose` would with this `batch` and
     so many `steps`.
@@ -57,94 +60,114 @@ def layer_steps(
     Raises:
         TraceError: `batch` or `steps` below 1, or a damaged trace.
     """
-    if batch == 1:
-        check_counts(batch, steps)
-        parts = of_sequences(trace.sequences(), trace.shape.layers, trace.shape.experts)
-        return joined(parts if steps is None else _first(parts, steps))
-    return of_steps(compose(trace, batch=batch, steps=steps))
+    if batch > 1:
+        return of_steps(compose(trace, batch=batch, steps=steps))
+
+    # One sequence after the other needs no composing, which is most of the time.
+    check_counts(batch, steps)
+    parts = of_sequences(trace.sequences(), trace.shape.layers, trace.shape.experts)
+    return joined(parts if steps is None else _first(parts, steps))
 
 
 def of_steps(steps: Iterable[RoutedStep]) -> Iterator[LayerSteps]:
-    """Forward passes that somebody composed, as blocks."""
+    """Return composed forward passes as blocks."""
     return joined(map(_of_step, steps))
 
 
-def _first(parts: Iterable[LayerSteps], steps: int) -> Iterator[LayerSteps]:
+def _first(
+    parts: Iterable[LayerSteps],
+    steps: int,
+) -> Iterator[LayerSteps]:
     """Parts until so many forward passes are over."""
     for part in parts:
         if part.step[-1] < steps:
             yield part
             continue
+
         count = int(np.searchsorted(part.step, steps))
         if count:
-            cut = slice(part.edges[count])
+            accesses = int(part.edges[count])
             yield LayerSteps(
-                part.step[:count],
-                part.batch[:count],
-                part.phase[:count],
-                part.layer[:count],
-                part.edges[: count + 1],
-                part.experts[cut],
-                part.tokens[cut],
+                step=part.step[:count],
+                batch=part.batch[:count],
+                phase=part.phase[:count],
+                layer=part.layer[:count],
+                edges=part.edges[: count + 1],
+                experts=part.experts[:accesses],
+                tokens=part.tokens[:accesses],
             )
         return
 
 
 def of_sequences(
-    sequences: Iterable[SequenceRows], layers: int, experts: int
+    sequences: Iterable[SequenceRows],
+    layers: int,
+    experts: int,
 ) -> Iterator[LayerSteps]:
-    """The layer steps of sequences that run one by one, in one to many parts per
+    """Cut sequences that run one by one into layer steps, in one to many parts per
     sequence.
     """
     step = 0
     for number, rows in enumerate(sequences):
         prompt = int(np.count_nonzero(rows.phase == Phase.PREFILL))
         if prompt:
-            keys = (
-                rows.layer[:prompt, None].astype(np.int64) * experts
-                + rows.experts[:prompt]
-            )
-            yield _prefill(
-                np.bincount(keys.reshape(-1), minlength=layers * experts),
-                layers,
-                experts,
-                step,
-                number,
-            )
+            key = rows.layer[:prompt, None].astype(np.int64) * experts
+            choice = (key + rows.experts[:prompt]).reshape(-1)
+            # One count for all layers: a prompt is one forward pass.
+            workloads = np.bincount(choice, minlength=layers * experts)
+            yield _prefill(workloads.reshape(layers, experts), step, number)
             step += 1
-        wide = rows.experts.shape[1]
-        stride = max(1, BLOCK_ACCESSES // (layers * wide)) * layers
+
+        top_k = rows.experts.shape[1]
+        stride = max(1, BLOCK_ACCESSES // (layers * top_k)) * layers
         for first in range(prompt, len(rows.pos), stride):
-            part = np.sort(rows.experts[first : first + stride], axis=1).astype(
-                np.int32
-            )
-            count = len(part)
-            steps = step + np.arange(count, dtype=np.int64) // layers
-            step += count // layers
-            yield LayerSteps(
-                steps,
-                np.full(count, number, np.int64),
-                np.full(count, Phase.DECODE, np.int8),
-                np.tile(np.arange(layers, dtype=np.int64), count // layers),
-                np.arange(count + 1, dtype=np.int64) * wide,
-                part.reshape(-1),
-                np.ones(part.size, np.int32),
-            )
+            part = rows.experts[first : first + stride]
+            yield _decode(part, layers, step, number)
+            step += len(part) // layers
 
 
 def _prefill(
-    counts: np.ndarray, layers: int, experts: int, step: int, number: int
+    workloads: np.ndarray,
+    step: int,
+    number: int,
 ) -> LayerSteps:
-    """One forward pass of workloads int64 [L * E]."""
+    """One forward pass of workloads int64 [L, E]."""
+    layers, experts = workloads.shape
+    counts = workloads.reshape(-1)
     active = np.flatnonzero(counts)
+    edges = np.searchsorted(active, np.arange(layers + 1) * experts)
+
     return LayerSteps(
-        np.full(layers, step, np.int64),
-        np.full(layers, number, np.int64),
-        np.full(layers, Phase.PREFILL, np.int8),
-        np.arange(layers, dtype=np.int64),
-        np.searchsorted(active, np.arange(layers + 1) * experts).astype(np.int64),
-        (active % experts).astype(np.int32),
-        counts[active].astype(np.int32),
+        step=np.full(layers, step, np.int64),
+        batch=np.full(layers, number, np.int64),
+        phase=np.full(layers, Phase.PREFILL, np.int8),
+        layer=np.arange(layers, dtype=np.int64),
+        edges=edges.astype(np.int64),
+        experts=(active % experts).astype(np.int32),
+        tokens=counts[active].astype(np.int32),
+    )
+
+
+def _decode(
+    routing: np.ndarray,
+    layers: int,
+    step: int,
+    number: int,
+) -> LayerSteps:
+    """Decode steps from `step` on, of routing [N, K] by token and layer."""
+    count, top_k = routing.shape
+    tokens = count // layers
+    experts = np.sort(routing, axis=1).astype(np.int32).reshape(-1)
+
+    return LayerSteps(
+        step=step + np.arange(count, dtype=np.int64) // layers,
+        batch=np.full(count, number, np.int64),
+        phase=np.full(count, Phase.DECODE, np.int8),
+        layer=np.tile(np.arange(layers, dtype=np.int64), tokens),
+        # K distinct experts per token: every layer step has as many accesses.
+        edges=np.arange(count + 1, dtype=np.int64) * top_k,
+        experts=experts,
+        tokens=np.ones(len(experts), np.int32),
     )
 
 
@@ -152,43 +175,50 @@ def _of_step(step: RoutedStep) -> LayerSteps:
     count = len(step.layers)
     edges = np.zeros(count + 1, np.int64)
     np.cumsum([len(routed.experts) for routed in step.layers], out=edges[1:])
+
     return LayerSteps(
-        np.full(count, step.step, np.int64),
-        np.full(count, step.batch, np.int64),
-        np.full(count, step.phase, np.int8),
-        np.arange(count, dtype=np.int64),
-        edges,
-        np.concatenate([routed.experts for routed in step.layers]),
-        np.concatenate([routed.tokens for routed in step.layers]),
+        step=np.full(count, step.step, np.int64),
+        batch=np.full(count, step.batch, np.int64),
+        phase=np.full(count, step.phase, np.int8),
+        layer=np.arange(count, dtype=np.int64),
+        edges=edges,
+        experts=np.concatenate([routed.experts for routed in step.layers]),
+        tokens=np.concatenate([routed.tokens for routed in step.layers]),
     )
 
 
 def joined(parts: Iterable[LayerSteps]) -> Iterator[LayerSteps]:
-    """Few large blocks instead of many small ones."""
-    held: list[LayerSteps] = []
+    """Join many small blocks into few large ones."""
+    pending: list[LayerSteps] = []
     accesses = 0
     for part in parts:
-        held.append(part)
+        pending.append(part)
         accesses += len(part.experts)
         if accesses >= BLOCK_ACCESSES:
-            yield join(held)
-            held = []
+            yield join(pending)
+            pending = []
             accesses = 0
-    if held:
-        yield join(held)
+
+    if pending:
+        yield join(pending)
 
 
 def join(parts: list[LayerSteps]) -> LayerSteps:
-    """One block of several that follow each other."""
+    """Return one block of several that follow each other."""
     if len(parts) == 1:
         return parts[0]
-    starts = np.cumsum([0, *(len(part.experts) for part in parts)])
+
+    columns = {
+        field.name: np.concatenate([getattr(part, field.name) for part in parts])
+        for field in fields(LayerSteps)
+        if field.name != "edges"
+    }
+
+    # Each part's edges count from its own first access, and the last one is the first
+    # of the next part.
+    starts = np.cumsum([0, *(len(part.experts) for part in parts)]).astype(np.int64)
     edges = [
         part.edges[:-1] + start for part, start in zip(parts, starts, strict=False)
     ]
-    edges.append(starts[-1:].astype(np.int64))
-    names = ("step", "batch", "phase", "layer", "experts", "tokens")
-    step, batch, phase, layer, experts, tokens = (
-        np.concatenate([getattr(p, name) for p in parts]) for name in names
-    )
-    return LayerSteps(step, batch, phase, layer, np.concatenate(edges), experts, tokens)
+    columns["edges"] = np.concatenate([*edges, starts[-1:]])
+    return LayerSteps(**columns)

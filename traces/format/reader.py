@@ -1,5 +1,4 @@
-"""A trace is read like a tape: forward, one sequence at a time, and only the columns
-somebody asked for.
+"""Reads traces: forward, one sequence at a time, and only the columns asked for.
 
 Everything a replay relies on is checked while it streams past, so a damaged file is
 named by file, row and column instead of surfacing later as a wrong number.
@@ -9,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,10 +28,13 @@ from moesim.traces.format.schema import (
 )
 from moesim.traces.format.sorting import joined
 from moesim.traces.format.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_width
+from moesim.traces.shipped import SHIPPED, resolve_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
+# Other writers may have used wider numbers; every part of moesim counts on these.
 _DTYPES = {
     "seq": np.int32,
     "pos": np.int32,
@@ -72,16 +73,29 @@ class SequenceRows:
 class Trace:
     """An opened trace: its header is read and its columns are checked, its rows are not
     read yet.
+
+    Attributes:
+        path: of the file.
+        name: what it was opened by: its path, or the name of a trace that ships.
     """
 
-    def __init__(self, path: Path, file: pq.ParquetFile, header: TraceHeader) -> None:
+    def __init__(
+        self,
+        path: Path,
+        file: pq.ParquetFile,
+        header: TraceHeader,
+        name: str = "",
+    ) -> None:
         self.path = path
+        # Results hold the name, so that they are the same wherever moesim is installed.
+        self.name = name or str(path)
         self.header = header
         self.shape: ModelShape = header.shape
         self.columns: frozenset[str] = frozenset(OPTIONAL_COLUMNS) & frozenset(
             file.schema_arrow.names
         )
         self.rows: int = file.metadata.num_rows
+        # For reports: how much was read from disk says more than the number of rows.
         self.size_bytes: int = path.stat().st_size
 
     def __repr__(self) -> str:
@@ -92,17 +106,21 @@ class Trace:
         """sha256 of the file, in hexadecimal."""
         return sha256(self.path)
 
-    def require(self, columns: Iterable[str], who: str) -> None:
+    def require(
+        self,
+        columns: Iterable[str],
+        user: str,
+    ) -> None:
         """Check that the optional `columns` are present.
 
         Raises:
-            TraceError: naming `who` needs which column.
+            TraceError: naming `user`, who needs the column.
         """
         for name in columns:
             if name not in self.columns:
                 has = ", ".join(sorted(self.columns)) or "no optional column"
                 raise TraceError(
-                    f"{self.path}: {who} needs column {name!r}, this trace has {has};"
+                    f"{self.path}: {user} needs column {name!r}, this trace has {has};"
                     " record a trace with it, or choose a policy that does not need it"
                 )
 
@@ -116,34 +134,41 @@ class Trace:
         Raises:
             TraceError: a column is missing, or the rows break a promise of the format.
         """
-        wanted = tuple(dict.fromkeys(columns))
-        self.require(wanted, "this replay")
+        # Two policies may ask for one column; it is read once.
+        optional = tuple(dict.fromkeys(columns))
+        self.require(optional, "this replay")
+
+        # A sequence may reach over several blocks, and a block may hold several.
         pieces: list[dict[str, np.ndarray]] = []
-        first = 0
-        for base, block in self._blocks(wanted):
+        first_row = 0
+        for base, block in self._blocks(optional):
             seq = block["seq"]
             edges = [0, *(np.flatnonzero(np.diff(seq)) + 1).tolist(), len(seq)]
             for start, stop in pairwise(edges):
                 if pieces and pieces[0]["seq"][0] != seq[start]:
-                    yield self._sequence(pieces, first)
+                    yield self._sequence(pieces, first_row)
                     pieces = []
                 if not pieces:
-                    first = base + start
+                    first_row = base + start
                 pieces.append(
                     {name: values[start:stop] for name, values in block.items()}
                 )
-        yield self._sequence(pieces, first)
+
+        yield self._sequence(pieces, first_row)
 
     def _blocks(
-        self, wanted: tuple[str, ...]
+        self, optional: tuple[str, ...]
     ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Checked blocks of rows as (number of the first row, name -> array)."""
-        names = [*REQUIRED_COLUMNS, *wanted]
+        names = [*REQUIRED_COLUMNS, *optional]
+        # As the writer sizes its row groups; files of other writers have larger ones.
         row_bytes = sum(2 * max(column_width(name, self.header), 1) for name in names)
         rows = max(1024, min(ROW_GROUP_ROWS, ROW_GROUP_BYTES // row_bytes))
+
         base = 0
         last = (-1, -1)
         with _parquet(self.path) as file:
+            # One thread: a replay keeps the other cores for what it times.
             batches = file.iter_batches(rows, columns=names, use_threads=False)
             while True:
                 try:
@@ -153,147 +178,232 @@ class Trace:
                     raise TraceError(
                         f"{self.path}: after row {base}: {reason}; {_AGAIN}"
                     ) from None
+
                 if batch is None:
                     return
-                if batch.num_rows:
-                    block = {
-                        name: self._column(name, batch.column(name), base)
-                        for name in names
-                    }
-                    last = self._check_order(block, base, last)
-                    yield base, block
-                    base += batch.num_rows
+                if not batch.num_rows:
+                    continue
 
-    def _bad(
-        self, row: int, column: str, expected: str, got: object, way_out: str = _RENEW
+                block = {
+                    name: self._column(name, batch.column(name), base) for name in names
+                }
+                last = self._check_order(block, base, last)
+                yield base, block
+                base += batch.num_rows
+
+    def _error(
+        self,
+        row: int,
+        column: str,
+        expected: str,
+        got: object,
+        way_out: str = _RENEW,
     ) -> TraceError:
-        return TraceError(
-            f"{self.path}: row {row}: {column}: expected {expected}, got {got};"
-            f" {way_out}"
-        )
+        place = f"{self.path}: row {row}: {column}"
+        return TraceError(f"{place}: expected {expected}, got {got}; {way_out}")
 
-    def _column(self, name: str, array: Any, base: int) -> np.ndarray:
+    def _column(
+        self,
+        name: str,
+        array: Any,
+        base: int,
+    ) -> np.ndarray:
         """One column of a block as numpy, with its values checked."""
         if array.null_count:
-            row = base + int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
-            raise self._bad(row, name, "a value", "null")
+            raise self._error(base + _first_null(array), name, "a value", "null")
         if name == "phase":
             return self._phases(array, base)
+
         width = column_width(name, self.header)
         if not width:
-            scalars = values(array)
-            if name == "layer":
-                self._check_range(name, scalars.reshape(-1, 1), self.shape.layers, base)
-            return scalars.astype(_DTYPES[name])
+            return self._scalars(name, array, base)
+
         matrix = self._matrix(name, array, width, base)
         if name == "experts":
-            self._check_range(name, matrix, self.shape.experts, base)
-            matrix = np.ascontiguousarray(matrix, np.uint16)
-            if (row := first_repeat(matrix)) >= 0:
-                raise self._bad(base + row, name, "distinct ids", matrix[row].tolist())
-            return matrix
-        with np.errstate(over="ignore"):
-            half = matrix.astype(np.float16)
-        if not (finite := np.isfinite(half)).all():
-            row, place = divmod(int(np.argmin(finite.reshape(-1))), width)
-            raise self._bad(
-                base + row, f"{name}[{place}]", "a finite number", matrix[row, place]
-            )
-        return half
+            return self._expert_ids(matrix, base)
+        return self._finite(name, matrix, base)
 
-    def _phases(self, array: Any, base: int) -> np.ndarray:
+    def _scalars(
+        self,
+        name: str,
+        array: Any,
+        base: int,
+    ) -> np.ndarray:
+        """[N] of one number per row."""
+        scalars = values(array)
+        if name == "layer":
+            self._check_range(name, scalars.reshape(-1, 1), self.shape.layers, base)
+
+        return scalars.astype(_DTYPES[name])
+
+    def _phases(
+        self,
+        array: Any,
+        base: int,
+    ) -> np.ndarray:
         phases = codes(array, [phase.label for phase in Phase])
         if (phases < 0).any():
             row = int(np.argmax(phases < 0))
-            raise self._bad(
-                base + row, "phase", "'prefill' or 'decode'", repr(array[row].as_py())
-            )
+            actual = repr(array[row].as_py())
+            raise self._error(base + row, "phase", "'prefill' or 'decode'", actual)
+
         return phases
 
-    def _matrix(self, name: str, array: Any, width: int, base: int) -> np.ndarray:
+    def _expert_ids(
+        self,
+        matrix: np.ndarray,
+        base: int,
+    ) -> np.ndarray:
+        """uint16 [N, K], in range and distinct."""
+        self._check_range("experts", matrix, self.shape.experts, base)
+        ids = np.ascontiguousarray(matrix, np.uint16)
+
+        row = first_repeat(ids)
+        if row >= 0:
+            actual = ids[row].tolist()
+            raise self._error(base + row, "experts", "distinct ids", actual)
+        return ids
+
+    def _finite(
+        self,
+        name: str,
+        matrix: np.ndarray,
+        base: int,
+    ) -> np.ndarray:
+        """float16 [N, width], without infinity and without what is no number."""
+        # A number too large for 16 bits becomes infinity, which is found below.
+        with np.errstate(over="ignore"):
+            rounded = matrix.astype(np.float16)
+
+        finite = np.isfinite(rounded)
+        if not finite.all():
+            width = matrix.shape[1]
+            row, place = divmod(int(np.argmin(finite.reshape(-1))), width)
+            actual = matrix[row, place]
+            column = f"{name}[{place}]"
+            raise self._error(base + row, column, "a finite number", actual)
+        return rounded
+
+    def _matrix(
+        self,
+        name: str,
+        array: Any,
+        width: int,
+        base: int,
+    ) -> np.ndarray:
         """[N, width] of a list column, without visiting rows one by one."""
+        # Offsets tell the length of every list without a look at its values.
         lengths = np.diff(values(array.offsets))
         if (lengths != width).any():
             row = int(np.argmax(lengths != width))
-            what = (
-                "top-k of the header"
-                if name in ("experts", "weights")
-                else "experts of the header"
-            )
-            raise self._bad(
-                base + row, name, f"{width} values ({what})", int(lengths[row])
-            )
+            is_choice = name in ("experts", "weights")
+            source = "top-k of the header" if is_choice else "experts of the header"
+            expected = f"{width} values ({source})"
+            raise self._error(base + row, name, expected, int(lengths[row]))
+
         inner = flat(array)
         if inner.null_count:
-            row = (
-                int(np.argmax(inner.is_null().to_numpy(zero_copy_only=False))) // width
-            )
-            raise self._bad(base + row, name, "values", "null")
+            row = _first_null(inner) // width
+            raise self._error(base + row, name, "values", "null")
         return values(inner).reshape(-1, width)
 
     def _check_range(
-        self, name: str, matrix: np.ndarray, limit: int, base: int
+        self,
+        name: str,
+        matrix: np.ndarray,
+        limit: int,
+        base: int,
     ) -> None:
-        if matrix.size and not (matrix.min() >= 0 and matrix.max() < limit):
-            outside = (matrix < 0) | (matrix >= limit)
-            row, place = divmod(int(np.argmax(outside.reshape(-1))), matrix.shape[1])
-            fit = "does the header's shape fit this trace?"
-            raise self._bad(
-                base + row, name, f"0..{limit - 1}", matrix[row, place], fit
-            )
+        if not matrix.size or (matrix.min() >= 0 and matrix.max() < limit):
+            return
+
+        outside = (matrix < 0) | (matrix >= limit)
+        row, place = divmod(int(np.argmax(outside.reshape(-1))), matrix.shape[1])
+        actual = matrix[row, place]
+        way_out = "does the header's shape fit this trace?"
+        raise self._error(
+            base + row,
+            name,
+            f"0..{limit - 1}",
+            actual,
+            way_out,
+        )
 
     def _check_order(
-        self, block: dict[str, np.ndarray], base: int, last: tuple[int, int]
+        self,
+        block: dict[str, np.ndarray],
+        base: int,
+        last: tuple[int, int],
     ) -> tuple[int, int]:
+        """Whether rows ascend from `last`, the sequence and place before them; return
+        those of the last row.
+        """
         layers = self.shape.layers
-        seq = np.concatenate(([last[0]], block["seq"]))
-        place = np.concatenate(
-            ([last[1]], block["pos"].astype(np.int64) * layers + block["layer"])
-        )
+        last_seq, last_place = last
+        seq = np.concatenate(([last_seq], block["seq"]))
+        # Position and layer in one number, so that one comparison settles both.
+        places = block["pos"].astype(np.int64) * layers + block["layer"]
+        place = np.concatenate(([last_place], places))
+
         step = np.diff(seq)
-        later = (step > 0) | ((step == 0) & (np.diff(place) > 0))
-        if not later.all():
-            row = int(np.argmin(later))
-            here = (
-                f"seq {block['seq'][row]} pos {block['pos'][row]} layer"
-                f" {block['layer'][row]}"
-            )
-            before = (
-                f"seq {seq[row]} pos {place[row] // layers} layer {place[row] % layers}"
-            )
-            got = f"{here} after {before}"
-            raise self._bad(
+        ascends = (step > 0) | ((step == 0) & (np.diff(place) > 0))
+        if not ascends.all():
+            row = int(np.argmin(ascends))
+            this = _place(seq[row + 1], place[row + 1], layers)
+            before = _place(seq[row], place[row], layers)
+            raise self._error(
                 base + row,
                 "order",
                 "rows by seq, pos, layer",
-                got,
+                f"{this} after {before}",
                 f"{_SORT} {self.path} SORTED`",
             )
+
         return int(seq[-1]), int(place[-1])
 
     def _sequence(
-        self, pieces: list[dict[str, np.ndarray]], first: int
+        self,
+        pieces: list[dict[str, np.ndarray]],
+        first_row: int,
     ) -> SequenceRows:
         """Join the pieces of one sequence and check that its steps are whole."""
         rows = joined(pieces)
-        phase = rows["phase"]
-        layer = rows["layer"]
-        pos = rows["pos"]
+
+        def error(
+            row: int,
+            *parts: Any,
+        ) -> TraceError:
+            return self._error(first_row + row, *parts)
+
         check_sequence(
-            pos,
-            phase,
-            layer,
-            self.shape.layers,
-            lambda row, *what: self._bad(first + row, *what),
+            rows["pos"], rows["phase"], rows["layer"], self.shape.layers, error
         )
         optional = {name: rows[name] for name in rows if name not in REQUIRED_COLUMNS}
         return SequenceRows(
-            int(rows["seq"][0]), pos, phase, layer, rows["experts"], optional
+            seq=int(rows["seq"][0]),
+            pos=rows["pos"],
+            phase=rows["phase"],
+            layer=rows["layer"],
+            experts=rows["experts"],
+            columns=optional,
         )
 
 
+def _place(
+    seq: int,
+    place: int,
+    layers: int,
+) -> str:
+    return f"seq {seq} pos {place // layers} layer {place % layers}"
+
+
+def _first_null(array: Any) -> int:
+    return int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
+
+
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
 
 
 def _parquet(path: Path) -> pq.ParquetFile:
@@ -301,7 +411,10 @@ def _parquet(path: Path) -> pq.ParquetFile:
         file = pq.ParquetFile(path, pre_buffer=False)
         _ = file.schema_arrow.names  # damaged names show here
     except FileNotFoundError:
-        way_out = "`moesim record` or `moesim trace import` makes a trace"
+        way_out = (
+            "`moesim record` or `moesim trace import` makes a trace;"
+            f" {' and '.join(SHIPPED)} ship with moesim"
+        )
         raise TraceError(f"{path}: no such file; {way_out}") from None
     except IsADirectoryError:
         raise TraceError(f"{path}: expected a Parquet file, found a folder") from None
@@ -309,57 +422,70 @@ def _parquet(path: Path) -> pq.ParquetFile:
         raise TraceError(
             f"{path}: not a readable Parquet file: {_first_line(error)}; {_AGAIN}"
         ) from None
+
     return file
 
 
-def _check_schema(path: Path, schema: pa.Schema) -> None:
+def _check_schema(
+    path: Path,
+    schema: pa.Schema,
+) -> None:
     """Refuse missing columns and wrong kinds; other widths of numbers are converted
     while reading.
     """
-    if missing := [name for name in REQUIRED_COLUMNS if name not in schema.names]:
+    missing = [name for name in REQUIRED_COLUMNS if name not in schema.names]
+    if missing:
         raise TraceError(
             f"{path}: column {missing[0]!r} is missing, found"
             f" {', '.join(schema.names)}; `moesim trace import` converts foreign"
             " layouts"
         )
+
     for name in schema.names:
         if name not in (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS):
             continue
-        found = schema.field(name).type
-        inner = (
-            found.value_type
-            if pa.types.is_list(found) or pa.types.is_dictionary(found)
-            else found
-        )
-        if name == "phase":
-            good = pa.types.is_string(inner)
-            expected = "dictionary of strings"
-        elif name in ("seq", "pos", "layer", "token"):
-            good = pa.types.is_integer(found)
-            expected = "integers"
-        elif name == "experts":
-            good = pa.types.is_list(found) and pa.types.is_integer(inner)
-            expected = "list<uint16>"
-        else:
-            good = pa.types.is_list(found) and pa.types.is_floating(inner)
-            expected = "list<float16>"
-        if not good:
+        kind = schema.field(name).type
+        fits, expected = _fits(name, kind)
+        if not fits:
             raise TraceError(
-                f"{path}: column {name!r}: expected {expected}, found {found}; import"
+                f"{path}: column {name!r}: expected {expected}, found {kind}; import"
                 " it again"
             )
+
+
+def _fits(
+    name: str,
+    kind: pa.DataType,
+) -> tuple[bool, str]:
+    """Whether a column may have this type, and the type it should have."""
+    # Widths are converted while reading, kinds are not: floats are no ids.
+    is_list = pa.types.is_list(kind)
+    inner = kind.value_type if is_list or pa.types.is_dictionary(kind) else kind
+
+    if name == "phase":
+        return pa.types.is_string(inner), "dictionary of strings"
+    if name in ("seq", "pos", "layer", "token"):
+        return pa.types.is_integer(kind), "integers"
+    if name == "experts":
+        return is_list and pa.types.is_integer(inner), "list<uint16>"
+    return is_list and pa.types.is_floating(inner), "list<float16>"
 
 
 def open_trace(path: Path | str) -> Trace:
     """Open a trace and check all that can be known without reading rows.
 
+    Args:
+        path: of the file, or the name of a trace that ships (`SHIPPED`).
+
     Raises:
         TraceError: no such file, not Parquet, cut off, foreign, no header, another
             schema version, or empty.
     """
-    path = Path(path)
+    name = str(path)
+    path = resolve_trace(path)
     if path.is_dir():
         raise TraceError(f"{path}: expected a Parquet file, found a folder")
+
     with _parquet(path) as file:
         metadata = file.schema_arrow.metadata or {}
         if METADATA_KEY not in metadata:
@@ -367,10 +493,11 @@ def open_trace(path: Path | str) -> Trace:
                 f"{path}: expected the header 'moesim' in the Parquet metadata, found"
                 " none; `moesim trace import` makes a trace of a foreign file"
             )
+
         header = TraceHeader.from_json(metadata[METADATA_KEY], where=str(path))
         _check_schema(path, file.schema_arrow)
         if not file.metadata.num_rows:
             raise TraceError(
                 f"{path}: expected at least one row, found an empty trace; {_AGAIN}"
             )
-        return Trace(path, file, header)
+        return Trace(path, file, header, name)

@@ -30,7 +30,9 @@ class Phase(enum.IntEnum):
         return self.name.lower()
 
 
+# In the order in which files have them.
 REQUIRED_COLUMNS = ("seq", "pos", "phase", "layer", "experts")
+# The digit is the depth: how many layers on the predicted one lies.
 PREDICTION_COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw", "pred1_res")
 OPTIONAL_COLUMNS = ("weights", "scores", *PREDICTION_COLUMNS, "token")
 
@@ -68,6 +70,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no model can have."""
+        # A header is read from a file, so this is no matter of our own bugs.
         for name in ("layers", "experts", "top_k", "hidden", "expert_intermediate"):
             if getattr(self, name) < 1:
                 raise TraceError(
@@ -98,6 +101,7 @@ class ModelShape:
     @property
     def expert_flops_per_token(self) -> int:
         """Multiply-adds count twice: gate, up and down projections, ``6 H F``."""
+        # Three matrices of H x F, two operations per weight.
         return 6 * self.hidden * self.expert_intermediate
 
 
@@ -121,7 +125,12 @@ class TraceHeader:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str | bytes, *, where: str) -> TraceHeader:
+    def from_json(
+        cls,
+        text: str | bytes,
+        *,
+        where: str,
+    ) -> TraceHeader:
         """Parse a header.
 
         Raises:
@@ -130,15 +139,19 @@ class TraceHeader:
         """
         try:
             raw = json.loads(text)
+
             version = raw["schema_version"]
             if version != SCHEMA_VERSION:
                 raise TraceError(  # noqa: TRY301 - one place for all that a header can lack
                     f"{where}: trace schema version: expected {SCHEMA_VERSION}, found"
                     f" {version}; record it again"
                 )
+
+            # JSON has lists only.
             shape = dict(raw["shape"])
             for name in ("expert_bytes", "dense_layers", "assumed"):
                 shape[name] = tuple(shape.get(name, ()))
+
             header = cls(
                 shape=ModelShape(**shape),
                 provenance=dict(raw.get("provenance", {})),

@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 
     Block = dict[str, np.ndarray]
 
+# Interleaved rows up to here are sorted in memory.
 IN_MEMORY_BYTES = 64 << 20
-"""Interleaved rows up to here are sorted in memory."""
+# What DuckDB may hold; the rest lies in files.
 MEMORY_LIMIT = "256MB"
-"""What DuckDB may hold; the rest lies in files."""
 BATCH_ROWS = 65_536
+# Rows are sorted by these, as far as a file has them; numbers below 2**31, `rank` below
+# 2**63.
 KEYS = ("seq", "pos", "layer", "rank")
-"""Rows are sorted by these, as far as a file has them; numbers below 2**31, `rank`
-below 2**63.
-"""
+# Labels of sequences below this are looked up in a table, not in a dict.
+_TABLE_LABELS = 1 << 24
 
 
 class ApartError(Exception):
@@ -57,7 +58,7 @@ class Unordered:
     finish: Callable[[Block], Block] = lambda block: block
 
     def grouped(self) -> Iterator[Block]:
-        """Sequence by sequence, each sorted in memory.
+        """Read sequence by sequence, each sorted in memory.
 
         Raises:
             ApartError: a sequence goes on behind another one.
@@ -66,9 +67,11 @@ class Unordered:
             yield self.finish(_sorted(block))
 
     def sorted(
-        self, beside: Path, progress: Callable[[int], None] | None = None
+        self,
+        beside: Path,
+        progress: Callable[[int], None] | None = None,
     ) -> Iterator[Block]:
-        """The same for interleaved sequences.
+        """Read sequence by sequence where sequences are interleaved.
 
         Args:
             beside: the file to be made; a folder for what does not fit into memory
@@ -79,17 +82,21 @@ class Unordered:
             TraceError: no room for the folder.
         """
         pieces = iter(self.pieces())
-        held: list[Block] = []
+        pending: list[Block] = []
         size = 0
+        blocks: Iterator[Block] | None = None
+
         for piece in pieces:
-            held.append(piece)
+            pending.append(piece)
             size += sum(column.nbytes for column in piece.values())
             if size > IN_MEMORY_BYTES:
-                blocks = _external(chain(held, pieces), piece, beside, progress)
-                held = []
+                blocks = _external(chain(pending, pieces), piece, beside, progress)
+                # The chain holds them now, and lets them go one by one.
+                pending = []
                 break
-        else:
-            blocks = iter([_sorted(joined(held))] if held else [])
+
+        if blocks is None:
+            blocks = iter([_sorted(joined(pending))] if pending else [])
         for block in whole_sequences(blocks):
             yield self.finish(block)
 
@@ -98,51 +105,70 @@ class Appearance:
     """Numbers sequences from 0 by their first row, whatever the file calls them."""
 
     def __init__(self) -> None:
-        self._number: dict[object, int] = {}
-        # Label -> number, for small whole numbers.
+        self._number_of: dict[object, int] = {}
+        # Label -> number, -1 for none yet; for labels that are small whole numbers.
         self._table = np.full(0, -1, np.int32)
 
-    def of_labels(self, labels: list[object], index: np.ndarray) -> np.ndarray:
-        """int32 [N] of labels [D] and which of them each row has, int [N]."""
-        order = np.full(len(labels), -1, np.int32)
-        _, first = np.unique(index, return_index=True)
-        for place in np.sort(first):
-            label = index[place]
-            order[label] = self._number.setdefault(labels[label], len(self._number))
-        return np.asarray(order[index])
+    def of_labels(
+        self,
+        labels: list[object],
+        index: np.ndarray,
+    ) -> np.ndarray:
+        """Return numbers int32 [N] of labels [D] and which of them each row has, int
+        [N].
+        """
+        number_of_label = np.full(len(labels), -1, np.int32)
+        _, first_rows = np.unique(index, return_index=True)
+
+        for row in np.sort(first_rows):
+            label = index[row]
+            number = len(self._number_of)
+            number_of_label[label] = self._number_of.setdefault(labels[label], number)
+
+        return np.asarray(number_of_label[index])
 
     def of_numbers(self, labels: np.ndarray) -> np.ndarray:
-        """int32 [N] of whole numbers [N]."""
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < 1 << 24:
+        """Return numbers int32 [N] of labels that are whole numbers [N]."""
+        lowest = int(labels.min(initial=0))
+        highest = int(labels.max(initial=-1))
+        if lowest < 0 or highest >= _TABLE_LABELS:
             known, index = np.unique(labels, return_inverse=True)
             return self.of_labels(list(known.tolist()), index.reshape(-1))
-        top = int(labels.max(initial=-1)) + 1
-        if top > len(self._table):
-            longer = np.full(max(top, 2 * len(self._table)), -1, np.int32)
+
+        if highest >= len(self._table):
+            # Doubled, so that growing costs little in all.
+            longer = np.full(max(highest + 1, 2 * len(self._table)), -1, np.int32)
             longer[: len(self._table)] = self._table
             self._table = longer
-        found = self._table[labels]
-        if (found < 0).any():
-            fresh, first = np.unique(labels[found < 0], return_index=True)
-            for label in fresh[np.argsort(first)].tolist():
-                self._table[label] = self._number.setdefault(label, len(self._number))
-            found = self._table[labels]
-        return found
+
+        numbers = self._table[labels]
+        is_new = numbers < 0
+        if is_new.any():
+            new, first_rows = np.unique(labels[is_new], return_index=True)
+            for label in new[np.argsort(first_rows)].tolist():
+                number = len(self._number_of)
+                self._table[label] = self._number_of.setdefault(label, number)
+            numbers = self._table[labels]
+
+        return numbers
 
 
 def joined(pieces: list[Block]) -> Block:
-    """Pieces with the same columns behind each other."""
+    """Return pieces with the same columns as one block."""
     if len(pieces) == 1:
         return pieces[0]
+
     return {
         name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]
     }
 
 
-def taken(block: Block, rows: np.ndarray) -> Block:
-    """Those rows of a block, in that order: `take` is five times as fast as an index
-    where rows hold several values.
-    """
+def taken(
+    block: Block,
+    rows: np.ndarray,
+) -> Block:
+    """Return those rows of a block, in that order."""
+    # Five times as fast as an index where rows hold several values.
     return {name: np.take(column, rows, axis=0) for name, column in block.items()}
 
 
@@ -153,34 +179,43 @@ def whole_sequences(pieces: Iterable[Block]) -> Iterator[Block]:
     Raises:
         ApartError: a sequence goes on behind another one.
     """
-    held: list[Block] = []
+    pending: list[Block] = []
+
     for piece in pieces:
         seq = piece["seq"]
         if not len(seq):
             continue
+
         step = np.diff(seq)
-        if (step < 0).any() or (held and seq[0] < held[0]["seq"][0]):
+        if (step < 0).any() or (pending and seq[0] < pending[0]["seq"][0]):
             raise ApartError
+
         edges = [0, *(np.flatnonzero(step) + 1).tolist(), len(seq)]
         for start, stop in pairwise(edges):
-            if held and held[0]["seq"][0] != seq[start]:
-                yield joined(held)
-                held = []
-            held.append({name: column[start:stop] for name, column in piece.items()})
-    if held:
-        yield joined(held)
+            if pending and pending[0]["seq"][0] != seq[start]:
+                yield joined(pending)
+                pending = []
+            pending.append({name: column[start:stop] for name, column in piece.items()})
+
+    if pending:
+        yield joined(pending)
 
 
 def _sorted(block: Block) -> Block:
     """Rows by the keys; as they are where they are in order."""
     keys = [block[name] for name in KEYS if name in block]
-    later = np.zeros(max(len(keys[0]) - 1, 0), bool)
+
+    # From the last key to the first: a row is later if a key is, or if that key is
+    # equal and the ones behind it are later.
+    ascends = np.zeros(max(len(keys[0]) - 1, 0), bool)
     for key in reversed(keys):
-        later = (key[1:] > key[:-1]) | ((key[1:] == key[:-1]) & later)
-    if later.all():
+        equal = key[1:] == key[:-1]
+        ascends = (key[1:] > key[:-1]) | (equal & ascends)
+    if ascends.all():
         return block
-    order = np.lexsort(keys[::-1])
-    return taken(block, order)
+
+    # lexsort takes the most significant key last.
+    return taken(block, np.lexsort(keys[::-1]))
 
 
 # -- rows that do not fit into memory --------------------------------------------------
@@ -193,16 +228,16 @@ def _external(
     progress: Callable[[int], None] | None,
 ) -> Iterator[Block]:
     """Rows by the keys, in pieces: DuckDB sorts the keys with all other columns of a
-    row packed into bytes.
+    row packed into words.
     """
     import duckdb  # noqa: PLC0415 - a tenth of a second that only large interleaved files pay
 
     keys = [name for name in KEYS if name in like]
-    packed = _Packing(like, keys)
-    failed: list[BaseException] = []
-    reader = pa.RecordBatchReader.from_batches(
-        packed.schema, _batches(pieces, packed, failed, progress)
-    )
+    packing = _RowPacking(like, keys)
+    errors: list[BaseException] = []
+    packed = _packed_batches(pieces, packing, errors, progress)
+    reader = pa.RecordBatchReader.from_batches(packing.schema, packed)
+
     beside.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         prefix=f"{beside.name}.", suffix=".sorting", dir=beside.parent
@@ -219,10 +254,11 @@ def _external(
             try:
                 ordered = connection.from_arrow(reader).order(", ".join(keys))
                 for batch in ordered.to_arrow_reader(BATCH_ROWS):
-                    yield packed.unpacked(batch)
+                    yield packing.unpacked(batch)
             except (duckdb.Error, pa.ArrowException, OSError) as error:
-                if failed:
-                    raise failed[0] from None
+                if errors:  # reading the file failed, not sorting
+                    raise errors[0] from None
+
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise TraceError(
                     f"{beside}: sorting: expected room for the rows in files beside it,"
@@ -230,71 +266,85 @@ def _external(
                 ) from None
 
 
-def _batches(
+def _packed_batches(
     pieces: Iterable[Block],
-    packed: _Packing,
-    failed: list[BaseException],
+    packing: _RowPacking,
+    errors: list[BaseException],
     progress: Callable[[int], None] | None,
 ) -> Iterator[pa.RecordBatch]:
-    """Packed rows; what goes wrong is kept, because DuckDB would only pass on its
-    text.
+    """Packed rows; what goes wrong is kept in `errors`, because DuckDB would only pass
+    on its text.
     """
     rows = 0
     try:
         for piece in pieces:
-            yield packed.packed(piece)
+            yield packing.packed(piece)
             rows += len(piece["seq"])
             if progress is not None:
                 progress(rows)
     except BaseException as error:
-        failed.append(error)
+        errors.append(error)
         raise
 
 
-class _Packing:
+class _RowPacking:
     """All columns of a row but the keys as W words of 64 bits, which DuckDB moves
     faster than lists or bytes.
     """
 
-    def __init__(self, like: Block, keys: list[str]) -> None:
-        self.keys = {
-            name: np.dtype(np.int64 if name == "rank" else np.int32) for name in keys
-        }
+    def __init__(
+        self,
+        like: Block,
+        keys: list[str],
+    ) -> None:
         fields = [
             (name, column.dtype, column.shape[1:])
             for name, column in like.items()
             if name not in keys
         ]
-        bytes_ = np.dtype(fields).itemsize
-        self.words = -(-bytes_ // 8)
-        self.row = np.dtype(
-            [*fields, ("", "V1", (8 * self.words - bytes_,))] if bytes_ % 8 else fields
-        )
-        types = [
-            (name, pa.from_numpy_dtype(dtype)) for name, dtype in self.keys.items()
+        self._names = [name for name, *_ in fields]
+
+        row_bytes = np.dtype(fields).itemsize
+        self._word_count = -(-row_bytes // 8)
+        padding = 8 * self._word_count - row_bytes
+        if padding:
+            self._row = np.dtype([*fields, ("", "V1", (padding,))])
+        else:
+            self._row = np.dtype(fields)
+
+        self._keys = {
+            name: np.dtype(np.int64 if name == "rank" else np.int32) for name in keys
+        }
+        key_types = [
+            (name, pa.from_numpy_dtype(dtype)) for name, dtype in self._keys.items()
         ]
-        self.schema = pa.schema(
-            [*types, *((f"word{word}", pa.int64()) for word in range(self.words))]
-        )
-        self.names = [name for name, *_ in fields]
+        word_types = [(f"word{word}", pa.int64()) for word in range(self._word_count)]
+        self.schema = pa.schema([*key_types, *word_types])
 
     def packed(self, piece: Block) -> pa.RecordBatch:
-        """One piece for DuckDB."""
-        rows = np.zeros(len(piece["seq"]), self.row)
-        for name in self.names:
+        """Return one piece for DuckDB."""
+        rows = np.zeros(len(piece["seq"]), self._row)
+        for name in self._names:
             rows[name] = piece[name]
-        words = rows.view(np.int64).reshape(-1, self.words) if self.words else rows
+
         columns = [
-            numbers(piece[name].astype(dtype)) for name, dtype in self.keys.items()
+            numbers(piece[name].astype(dtype)) for name, dtype in self._keys.items()
         ]
-        columns += [numbers(words[:, word]) for word in range(self.words)]
+        if self._word_count:
+            packed = rows.view(np.int64).reshape(-1, self._word_count)
+            columns += [numbers(packed[:, word]) for word in range(self._word_count)]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
     def unpacked(self, batch: pa.RecordBatch) -> Block:
         """Undo `packed`."""
-        block = {name: values(batch.column(name)) for name in self.keys}
-        words = np.empty((batch.num_rows, self.words), np.int64)
-        for word in range(self.words):
-            words[:, word] = values(batch.column(f"word{word}"))
-        rows = words.view(self.row).reshape(-1) if self.words else words
-        return block | {name: np.ascontiguousarray(rows[name]) for name in self.names}
+        block = {name: values(batch.column(name)) for name in self._keys}
+        if not self._word_count:
+            return block
+
+        packed = np.empty((batch.num_rows, self._word_count), np.int64)
+        for word in range(self._word_count):
+            packed[:, word] = values(batch.column(f"word{word}"))
+        rows = packed.view(self._row).reshape(-1)
+        for name in self._names:
+            block[name] = np.ascontiguousarray(rows[name])
+        return block

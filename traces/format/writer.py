@@ -1,4 +1,4 @@
-"""Recorders and importers pour rows in; a whole Parquet file comes out, or none.
+"""Writes traces: rows in, a complete Parquet file out, or none.
 
 Rows are checked, gathered and written in row groups small enough that a reader never
 needs more than a few tens of MiB at a time.
@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from moesim.traces.errors import TraceError
 from moesim.traces.files import part_path
 from moesim.traces.format.arrow import lists, named, numbers
-from moesim.traces.format.float16 import halves
+from moesim.traces.format.float16 import to_float16
 from moesim.traces.format.schema import (
     METADATA_KEY,
     OPTIONAL_COLUMNS,
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
+# A reader holds one row group; wide rows (scores of many experts) make it shorter.
 ROW_GROUP_ROWS = 65_536
 ROW_GROUP_BYTES = 32 << 20
+_LEAST_GROUP_ROWS = 1024
 
 _SCALARS = {
     "seq": np.int32,
@@ -41,17 +43,26 @@ _SCALARS = {
 }
 
 
-def column_width(name: str, header: TraceHeader) -> int:
-    """Values per row: K for experts and weights, E for scores and predictions, 0 for
-    columns without lists.
+def column_width(
+    name: str,
+    header: TraceHeader,
+) -> int:
+    """Return values per row: K for experts and weights, E for scores and predictions, 0
+    for columns without lists.
     """
     if name in ("experts", "weights"):
         return header.shape.top_k
+
     return 0 if name in _SCALARS else header.shape.experts
 
 
-def arrow_schema(header: TraceHeader, columns: Iterable[str]) -> pa.Schema:
-    """The Parquet schema of a trace with these optional columns, header included."""
+def arrow_schema(
+    header: TraceHeader,
+    columns: Iterable[str],
+) -> pa.Schema:
+    """Return the Parquet schema of a trace with these optional columns, header
+    included.
+    """
     types = {
         "seq": pa.int32(),
         "pos": pa.int32(),
@@ -60,8 +71,9 @@ def arrow_schema(header: TraceHeader, columns: Iterable[str]) -> pa.Schema:
         "experts": pa.list_(pa.uint16()),
         "token": pa.int32(),
     }
+    scores = pa.list_(pa.float16())
     names = (*REQUIRED_COLUMNS, *columns)
-    fields = [pa.field(name, types.get(name, pa.list_(pa.float16()))) for name in names]
+    fields = [pa.field(name, types.get(name, scores)) for name in names]
     return pa.schema(fields, metadata={METADATA_KEY: header.to_json()})
 
 
@@ -80,24 +92,34 @@ class TraceWriter:
     """
 
     def __init__(
-        self, path: Path | str, header: TraceHeader, columns: Iterable[str] = ()
+        self,
+        path: Path | str,
+        header: TraceHeader,
+        columns: Iterable[str] = (),
     ) -> None:
-        wanted = set(columns)
-        if unknown := sorted(wanted - set(OPTIONAL_COLUMNS)):
+        names = set(columns)
+        unknown = sorted(names - set(OPTIONAL_COLUMNS))
+        if unknown:
             known = ", ".join(OPTIONAL_COLUMNS)
             raise TraceError(
                 f"{path}: column {unknown[0]!r} is unknown; known: {known}"
             )
+
         self.path = Path(path)
         self.header = header
-        self.columns = tuple(name for name in OPTIONAL_COLUMNS if name in wanted)
+        self.columns = tuple(name for name in OPTIONAL_COLUMNS if name in names)
         self.rows = 0
         self._schema = arrow_schema(header, self.columns)
-        row_bytes = 16 + 2 * sum(
+
+        # 16 bytes of scalars, two of each value of a list.
+        list_values = sum(
             column_width(name, header) for name in ("experts", *self.columns)
         )
-        self._group_rows = max(1024, min(ROW_GROUP_ROWS, ROW_GROUP_BYTES // row_bytes))
-        self._group = {name: self._room(name) for name in self._schema.names}
+        fitting = ROW_GROUP_BYTES // (16 + 2 * list_values)
+        self._group_rows = max(_LEAST_GROUP_ROWS, min(ROW_GROUP_ROWS, fitting))
+
+        # One row group in memory, filled again and again.
+        self._group = {name: self._empty_column(name) for name in self._schema.names}
         self._filled = 0
         self._last = (-1, -1)
         self._writer: pq.ParquetWriter | None = None
@@ -111,8 +133,8 @@ class TraceWriter:
             compression="zstd",
             use_dictionary=list(_SCALARS),
             write_statistics=["seq", "pos", "layer"],
-            # smaller, and faster both ways; 16-bit floats would be, too, but DuckDB
-            # reads them plain only
+            # Smaller, and faster both ways; 16-bit floats would be, too, but DuckDB
+            # reads them plain only.
             column_encoding={"experts.list.element": "BYTE_STREAM_SPLIT"},
         )
         return self
@@ -127,6 +149,7 @@ class TraceWriter:
         try:
             if kind is None:
                 self._flush()
+            # Closed in any case: an open file could not be removed on Windows.
             self._parquet().close()
             if kind is None:
                 if not self.rows:
@@ -176,6 +199,7 @@ class TraceWriter:
             TraceError: a wrong shape, a missing or undeclared column, ids out of range,
                 values that are not finite, rows out of order.
         """
+        # All or none: a column that some rows lack could not be read back.
         given = {
             "weights": weights,
             "scores": scores,
@@ -188,115 +212,136 @@ class TraceWriter:
         present = tuple(name for name, value in given.items() if value is not None)
         if set(present) != set(self.columns):
             raise TraceError(
-                f"{self._place()}: optional columns: expected"
+                f"{self._next_row()}: optional columns: expected"
                 f" {', '.join(self.columns) or 'none'}, got"
                 f" {', '.join(present) or 'none'}; declare them when opening the writer"
             )
         count = len(experts)
+        scalars = {"seq": seq, "pos": pos, "layer": layer, "phase": phase}
         block = {"experts": self._matrix("experts", experts, count)}
-        for name, value in (
-            ("seq", seq),
-            ("pos", pos),
-            ("layer", layer),
-            ("phase", phase),
-        ):
+        for name, value in scalars.items():
             block[name] = self._scalar(name, value, count)
         for name in self.columns:
             check = self._scalar if name == "token" else self._matrix
             block[name] = check(name, given[name], count)
+
         self._check_order(block)
-        if not count:
-            return
-        self.rows += count
+        if count:
+            self.rows += count
+            self._append(block, count)
+
+    def _append(
+        self,
+        block: dict[str, np.ndarray],
+        count: int,
+    ) -> None:
+        """Copy checked rows into row groups."""
         start = 0
         while start < count:
-            some = min(count - start, self._group_rows - self._filled)
+            part = min(count - start, self._group_rows - self._filled)
+            place = slice(self._filled, self._filled + part)
             for name, values in block.items():
-                self._group[name][self._filled : self._filled + some] = values[
-                    start : start + some
-                ]
-            start = start + some
-            self._filled = self._filled + some
+                self._group[name][place] = values[start : start + part]
+
+            start += part
+            self._filled += part
             if self._filled == self._group_rows:
                 self._flush()
 
-    def _room(self, name: str) -> np.ndarray:
+    def _empty_column(self, name: str) -> np.ndarray:
         """A column of one row group."""
         if name in _SCALARS:
             return np.empty(self._group_rows, _SCALARS[name])
         kind = np.uint16 if name == "experts" else np.float16
         return np.empty((self._group_rows, column_width(name, self.header)), kind)
 
-    def _place(self) -> str:
+    def _next_row(self) -> str:
         return f"{self.path}: row {self.rows}"
 
-    def _scalar(self, name: str, value: Any, count: int) -> np.ndarray:
+    def _scalar(
+        self,
+        name: str,
+        value: Any,
+        count: int,
+    ) -> np.ndarray:
+        """[N] of one number per row, or of one for all rows."""
         array = np.asarray(value)
-        if (
-            array.ndim > 1
-            or array.size not in (1, count)
-            or array.dtype.kind not in "iu"
-        ):
+        fits = array.ndim <= 1 and array.size in (1, count)
+        if not fits or array.dtype.kind not in "iu":
             got = f"{array.dtype} {array.shape}"
             raise TraceError(
-                f"{self._place()}: {name}: expected {count} integers, got {got}"
+                f"{self._next_row()}: {name}: expected {count} integers, got {got}"
             )
-        limit = {"layer": self.header.shape.layers, "phase": len(Phase)}.get(
-            name, 1 << 31
-        )
-        if (
-            array.size
-            and name != "token"
-            and not (array.min() >= 0 and array.max() < limit)
-        ):
+
+        limits = {"layer": self.header.shape.layers, "phase": len(Phase)}
+        limit = limits.get(name, 1 << 31)
+        # Token ids are only passed on; no code uses them as an index.
+        checked = array.size and name != "token"
+        if checked and not (array.min() >= 0 and array.max() < limit):
             raise TraceError(
-                f"{self._place()}: {name}: expected 0..{limit - 1}, got"
+                f"{self._next_row()}: {name}: expected 0..{limit - 1}, got"
                 f" {array.min()}..{array.max()}"
             )
+
+        # A view: one number for all rows is copied only into the row group.
         return np.broadcast_to(array, (count,))
 
-    def _matrix(self, name: str, value: Any, count: int) -> np.ndarray:
+    def _matrix(
+        self,
+        name: str,
+        value: Any,
+        count: int,
+    ) -> np.ndarray:
+        """[N, width] of ids, or of float16."""
         width = column_width(name, self.header)
         array = np.asarray(value)
         if array.shape != (count, width):
             raise TraceError(
-                f"{self._place()}: {name}: expected shape ({count}, {width}), got"
+                f"{self._next_row()}: {name}: expected shape ({count}, {width}), got"
                 f" {array.shape}"
             )
+
         if name == "experts":
-            if array.size and not (
-                array.min() >= 0 and array.max() < self.header.shape.experts
-            ):
-                raise TraceError(
-                    f"{self._place()}: experts: expected ids"
-                    f" 0..{self.header.shape.experts - 1}, got"
-                    f" {array.min()}..{array.max()}"
-                )
+            self._check_ids(array)
             return array
-        half, finite = halves(array)
-        if not finite:
-            row, column = np.argwhere(~np.isfinite(half))[0]
+
+        rounded, all_finite = to_float16(array)
+        if not all_finite:
+            row, column = np.argwhere(~np.isfinite(rounded))[0]
             raise TraceError(
                 f"{self.path}: row {self.rows + row}: {name}[{column}]: expected a"
                 f" finite 16-bit float, got {array[row, column]}"
             )
-        return half
+        return rounded
+
+    def _check_ids(self, experts: np.ndarray) -> None:
+        limit = self.header.shape.experts
+        if experts.size and not (experts.min() >= 0 and experts.max() < limit):
+            raise TraceError(
+                f"{self._next_row()}: experts: expected ids 0..{limit - 1}, got"
+                f" {experts.min()}..{experts.max()}"
+            )
 
     def _check_order(self, block: dict[str, np.ndarray]) -> None:
+        """Whether rows ascend, from the last one of the call before on."""
         layers = self.header.shape.layers
-        seq = np.concatenate(([self._last[0]], block["seq"]))
-        place = np.concatenate(
-            ([self._last[1]], block["pos"].astype(np.int64) * layers + block["layer"])
-        )
-        later = (np.diff(seq) > 0) | ((np.diff(seq) == 0) & (np.diff(place) > 0))
-        if not later.all():
-            row = int(np.argmin(later))
+        last_seq, last_place = self._last
+        seq = np.concatenate(([last_seq], block["seq"]))
+        # Position and layer in one number, so that one comparison settles both.
+        places = block["pos"].astype(np.int64) * layers + block["layer"]
+        place = np.concatenate(([last_place], places))
+
+        step = np.diff(seq)
+        ascends = (step > 0) | ((step == 0) & (np.diff(place) > 0))
+        if not ascends.all():
+            row = int(np.argmin(ascends))
             raise TraceError(
                 f"{self.path}: row {self.rows + row}: order: expected rows ascending by"
                 f" seq, pos, layer, got seq {block['seq'][row]} pos {block['pos'][row]}"
                 f" layer {block['layer'][row]} after seq {seq[row]} pos"
                 f" {place[row] // layers} layer {place[row] % layers}"
             )
+
         self._last = (int(seq[-1]), int(place[-1]))
 
     def _parquet(self) -> pq.ParquetWriter:
@@ -305,19 +350,23 @@ class TraceWriter:
 
     def _flush(self) -> None:
         """Write what is gathered as one row group."""
-        if self._filled:
-            columns = [
-                self._arrow(name, self._group[name][: self._filled])
-                for name in self._schema.names
-            ]
-            self._parquet().write_table(
-                pa.Table.from_arrays(columns, schema=self._schema),
-                row_group_size=self._group_rows,
-            )
-            self._filled = 0
+        if not self._filled:
+            return
+
+        columns = [
+            self._arrow(name, self._group[name][: self._filled])
+            for name in self._schema.names
+        ]
+        table = pa.Table.from_arrays(columns, schema=self._schema)
+        self._parquet().write_table(table, row_group_size=self._group_rows)
+        self._filled = 0
 
     @staticmethod
-    def _arrow(name: str, values: np.ndarray) -> pa.Array:
+    def _arrow(
+        name: str,
+        values: np.ndarray,
+    ) -> pa.Array:
         if name == "phase":
             return named(values, [phase.label for phase in Phase])
+
         return numbers(values) if values.ndim == 1 else lists(values)

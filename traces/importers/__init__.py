@@ -1,4 +1,5 @@
-"""Foreign traces become ours: one file per layout, found by scanning this folder.
+"""Importers turn foreign traces into moesim's own: one file per layout, found by
+scanning this folder.
 
 An importer is a module with three functions (`header` takes the place of `provenance`):
 
@@ -31,7 +32,7 @@ import pkgutil
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from moesim.traces.errors import TraceError
@@ -40,11 +41,20 @@ from moesim.traces.format.distinct import first_repeat
 from moesim.traces.format.schema import OPTIONAL_COLUMNS, ModelShape, TraceHeader
 from moesim.traces.format.sorting import ApartError, Unordered, joined
 from moesim.traces.format.writer import TraceWriter
-from moesim.traces.importers.readers.foreign import decoding
-from moesim.traces.stats.quality_checks import Checker
+from moesim.traces.importers.readers.errors import decoding
+from moesim.traces.stats.quality_checks import QualityChecker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    Block = dict[str, np.ndarray]
+
+
+class Importer(NamedTuple):
+    """A module of this folder."""
+
+    name: str
+    module: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +71,7 @@ class ImportSummary:
 
 
 def importers() -> dict[str, Any]:
-    """Name -> module of every importer in this folder, sorted by name."""
+    """Return name -> module of every importer in this folder, sorted by name."""
     names = sorted(
         module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg
     )
@@ -95,97 +105,144 @@ def import_trace(
     source = Path(source)
     out = Path(out)
     if not source.is_file():
-        found = "a folder" if source.is_dir() else "no such file"
+        kind = "a folder" if source.is_dir() else "no such file"
         raise TraceError(
-            f"{source}: {found}; expected one file, a foreign trace to import"
+            f"{source}: {kind}; expected one file, a foreign trace to import"
         )
+
     given = dict(options or {})
-    name, importer = _importer_of(source, given)
-    with decoding(source, name):
-        if hasattr(importer, "header"):
-            header = importer.header(source, shape)
-        elif shape is None:
-            raise TraceError(
-                f"{source}: layout {name} does not tell the sizes of its model:"
-                " expected --shape, found none"
-            )
-        else:
-            provenance = importer.provenance(source, **given)
-            if hasattr(importer, "reshape"):
-                shape = importer.reshape(source, shape, **given)
-            header = TraceHeader(shape, provenance)
-        rows = importer.read(source, header.shape, **given)
+    # By content: people rename their dumps.
+    importer = _importer_of(source, given)
+
+    with decoding(source, importer.name):
+        header = _header(source, importer, shape, given)
+        rows = importer.module.read(source, header.shape, **given)
+
     blocks = rows.grouped() if isinstance(rows, Unordered) else rows
-    while True:  # an importer has few reasons to read again, each once
+    while True:
+        # An importer has few reasons to have its file read again, each of them once.
         try:
-            return _write(source, out, (name, importer), header, blocks, progress)
+            return _write(
+                source,
+                out,
+                importer,
+                header,
+                blocks,
+                progress,
+            )
         except ApartError:
             blocks = rows.sorted(out, progress)
+
+
+def _header(
+    source: Path,
+    importer: Importer,
+    shape: ModelShape | None,
+    options: dict[str, str],
+) -> TraceHeader:
+    """The header of the trace to be made: the file's own, or the stated shape."""
+    module = importer.module
+    if hasattr(module, "header"):
+        header: TraceHeader = module.header(source, shape)
+        return header
+
+    if shape is None:
+        raise TraceError(
+            f"{source}: layout {importer.name} does not tell the sizes of its model:"
+            " expected --shape, found none"
+        )
+
+    provenance = module.provenance(source, **options)
+    if hasattr(module, "reshape"):
+        shape = module.reshape(source, shape, **options)
+    return TraceHeader(shape, provenance)
 
 
 def _write(
     source: Path,
     out: Path,
-    by: tuple[str, Any],
+    importer: Importer,
     header: TraceHeader,
-    rows: Iterator[dict[str, np.ndarray]],
+    rows: Iterator[Block],
     progress: Callable[[int], None] | None,
 ) -> ImportSummary:
     """Write whole sequences, and judge them on the way."""
-    name, importer = by
-    shape = header.shape
+    module = importer.module
     notes = list(header.provenance.get("notes", ()))
-    blocks = _guarded(source, name, rows)
+
+    # Importers are generators: what a file lacks may show at any block.
+    blocks = _guarded(source, importer.name, rows)
     first = next(blocks, None)
     if first is None or not first["experts"].size:
         raise TraceError(f"{source}: expected at least one row, found an empty trace")
-    width = first["experts"].shape[1]
-    if width != shape.top_k:
-        notes.append(
-            f"top-k is {width} in the trace, {shape.top_k} in the model: overridden"
-            " when it was recorded"
-        )
-        shape = dataclasses.replace(shape, top_k=min(width, shape.experts))
+
+    shape = _with_top_k(header.shape, first["experts"].shape[1], notes)
+    # All blocks have the columns of the first one; the writer refuses others.
     columns = tuple(column for column in OPTIONAL_COLUMNS if column in first)
-    details = {
+    provenance = {
         **header.provenance,
         "notes": notes,
-        "importer": name,
+        "importer": importer.name,
         "file": source.name,
         "tool": "moesim trace import",
     }
-    verdict = _Sequences(source, shape)
-    beside = (
-        importer.beside(out)
-        if hasattr(importer, "beside")
-        else nullcontext(lambda block: block)
-    )
-    whole = dataclasses.replace(header, shape=shape, provenance=details)
-    with beside as kept, TraceWriter(out, whole, columns) as writer:
-        for block in map(kept, chain((first,), blocks)):
-            verdict.add(block)
+    complete = dataclasses.replace(header, shape=shape, provenance=provenance)
+
+    sequences = _SequenceChecks(source, shape)
+    beside = module.beside(out) if hasattr(module, "beside") else _nothing_beside()
+    with beside as without_extras, TraceWriter(out, complete, columns) as writer:
+        for block in map(without_extras, chain((first,), blocks)):
+            sequences.add(block)
             try:
                 writer.write(**block)
             except TraceError as error:
-                # what its sequence lacks says more than how its rows stand
-                verdict.end()
-                # the writer names the file it writes; the fault is in the one that is
-                # read
+                # What its sequence lacks says more than how its rows stand.
+                sequences.end()
+                # The writer names the file it writes; the fault is in the one that is
+                # read.
                 raise TraceError(str(error).replace(str(out), str(source), 1)) from None
             if progress is not None:
                 progress(writer.rows)
-        verdict.end()
-    notes = notes + [
-        finding.text for finding in verdict.checker.findings() if finding.grave
-    ]
+        sequences.end()
+
+    # Only what would mislead is worth a line here; `trace check` tells the rest.
+    grave = [finding.text for finding in sequences.quality.findings() if finding.grave]
     return ImportSummary(
-        out, name, writer.rows, verdict.checker.sequences, shape, columns, tuple(notes)
+        path=out,
+        importer=importer.name,
+        rows=writer.rows,
+        sequences=sequences.quality.sequences,
+        shape=shape,
+        columns=columns,
+        notes=(*notes, *grave),
     )
 
 
+def _with_top_k(
+    shape: ModelShape,
+    top_k: int,
+    notes: list[str],
+) -> ModelShape:
+    """The shape with the trace's top-k; a difference is noted."""
+    if top_k == shape.top_k:
+        return shape
+
+    notes.append(
+        f"top-k is {top_k} in the trace, {shape.top_k} in the model: overridden when it"
+        " was recorded"
+    )
+    return dataclasses.replace(shape, top_k=min(top_k, shape.experts))
+
+
+def _nothing_beside() -> Any:
+    return nullcontext(lambda block: block)
+
+
 def _guarded(
-    source: Path, name: str, blocks: Iterator[dict[str, np.ndarray]]
-) -> Iterator[dict[str, np.ndarray]]:
+    source: Path,
+    name: str,
+    blocks: Iterator[Block],
+) -> Iterator[Block]:
     """The blocks, with whatever decoding them raises turned into one line."""
     while True:
         with decoding(source, name):
@@ -195,134 +252,161 @@ def _guarded(
         yield block
 
 
-class _Sequences:
-    """Checks sequences against the model, and judges them. Of a sequence in parts its
-    ids are kept until it ends.
+class _SequenceChecks:
+    """Checks sequences against the model, and judges them.
+
+    Of a sequence that comes in parts, positions and ids are kept until it ends.
     """
 
-    def __init__(self, source: Path, shape: ModelShape) -> None:
-        self.checker = Checker(shape)
+    def __init__(
+        self,
+        source: Path,
+        shape: ModelShape,
+    ) -> None:
+        self.quality = QualityChecker(shape)
         self._source = source
         self._shape = shape
-        self._held: list[dict[str, np.ndarray]] = []
+        self._parts: list[Block] = []
 
-    def add(self, block: dict[str, np.ndarray]) -> None:
-        """One block: layers and ids in range, ids distinct."""
-        if (
-            self._held
-            and len(block["seq"])
-            and block["seq"][0] != self._held[0]["seq"][0]
-        ):
-            self.end()
-        layer = block["layer"]
+    def add(self, block: Block) -> None:
+        """Check one block: layers and ids in range, ids distinct."""
         experts = block["experts"]
-        shape = self._shape
         if not experts.size:
             raise TraceError(
                 f"{self._source}: expected at least one row in every sequence, found"
                 " none"
             )
-        if not 0 <= layer.min() <= layer.max() < shape.layers:
-            row = int(((layer < 0) | (layer >= shape.layers)).argmax())
-            raise self._bad(
-                block,
-                row,
-                "layer",
-                f"0..{shape.layers - 1}",
-                layer[row],
-                f"model {shape.name}",
-            )
-        if not 0 <= experts.min() <= experts.max() < shape.experts:
-            row = int(((experts < 0) | (experts >= shape.experts)).any(axis=1).argmax())
-            raise self._bad(
-                block,
-                row,
-                "experts",
-                f"0..{shape.experts - 1}",
-                experts[row].max(),
-                f"model {shape.name}",
-            )
+        if self._parts and block["seq"][0] != self._parts[0]["seq"][0]:
+            self.end()
+
+        layer = block["layer"]
+        self._check_range(block, "layer", layer.reshape(-1, 1), self._shape.layers)
+        self._check_range(block, "experts", experts, self._shape.experts)
+
+        # In range by now, so nothing is cut off by the narrow type.
         experts = np.ascontiguousarray(experts, np.uint16)
-        if (row := first_repeat(experts)) >= 0:
-            raise self._bad(
+        row = first_repeat(experts)
+        if row >= 0:
+            ids = experts[row].tolist()
+            way_out = "is top-k right"
+            raise self._error(
                 block,
                 row,
                 "experts",
                 "distinct ids",
-                experts[row].tolist(),
-                "is top-k right",
+                ids,
+                way_out,
             )
-        kept = {"seq": block["seq"][:1], "pos": block["pos"], "phase": block["phase"]}
-        self._held.append(
-            {**kept, "layer": layer.astype(np.int16, copy=False), "experts": experts}
-        )
+
+        part = {"seq": block["seq"][:1], "pos": block["pos"], "phase": block["phase"]}
+        part["layer"] = layer.astype(np.int16, copy=False)
+        part["experts"] = experts
+        self._parts.append(part)
 
     def end(self) -> None:
-        """The sequence is whole: its tokens must be."""
-        if not self._held:
+        """Check the sequence that is complete now: its tokens must be, too."""
+        if not self._parts:
             return
-        whole = joined(self._held)
-        self._held = []
+        sequence = joined(self._parts)
+        self._parts = []
 
-        def bad(row: int, *words: Any) -> TraceError:
-            return self._bad(whole, row, *words)
+        def error(
+            row: int,
+            *parts: Any,
+        ) -> TraceError:
+            return self._error(sequence, row, *parts)
 
+        pos = sequence["pos"]
+        phase = sequence["phase"]
+        layer = sequence["layer"]
         check_sequence(
-            whole["pos"], whole["phase"], whole["layer"], self._shape.layers, bad
+            pos,
+            phase,
+            layer,
+            self._shape.layers,
+            error,
         )
-        self.checker.add(whole["pos"], whole["phase"], whole["layer"], whole["experts"])
+        self.quality.add(pos, phase, layer, sequence["experts"])
 
-    def _bad(
+    def _check_range(
         self,
-        block: dict[str, np.ndarray],
+        block: Block,
+        name: str,
+        table: np.ndarray,
+        limit: int,
+    ) -> None:
+        """Whether all of `table` [N, M] is from 0 to below `limit`."""
+        if 0 <= table.min() <= table.max() < limit:
+            return
+
+        row = int(((table < 0) | (table >= limit)).any(axis=1).argmax())
+        expected = f"0..{limit - 1}"
+        way_out = f"model {self._shape.name}"
+        raise self._error(
+            block,
+            row,
+            name,
+            expected,
+            table[row].max(),
+            way_out,
+        )
+
+    def _error(
+        self,
+        block: Block,
         row: int,
         column: str,
         expected: str,
-        got: object,
+        actual: object,
         way_out: str,
     ) -> TraceError:
-        row += sum(len(part["pos"]) for part in self._held)
+        # Rows are counted from the beginning of the sequence.
+        row += sum(len(part["pos"]) for part in self._parts)
         place = f"{self._source}: sequence {block['seq'][0]}: row {row}: {column}"
         return TraceError(
-            f"{place}: expected {expected}, got {got}; {way_out}; is the shape right?"
+            f"{place}: expected {expected}, got {actual}; {way_out}; is the shape"
+            " right?"
         )
 
 
-def _importer_of(source: Path, options: Mapping[str, str]) -> tuple[str, Any]:
+# -- which importer --------------------------------------------------------------------
+
+
+def _importer_of(
+    source: Path,
+    options: Mapping[str, str],
+) -> Importer:
+    """The first importer that recognises the file.
+
+    Raises:
+        TraceError: none does, or the one that does lacks an option.
+    """
+    # Generic layouts include others, so they are asked last.
     known = sorted(
         importers().items(),
         key=lambda item: (getattr(item[1], "GENERIC", False), item[0]),
     )
     able = {
-        name: module
-        for name, module in known
-        if set(options) <= set(getattr(module, "OPTIONS", {}))
+        name: module for name, module in known if set(options) <= set(_options(module))
     }
     if not able:
-        offered = sorted(
-            {option for _, module in known for option in getattr(module, "OPTIONS", {})}
-        )
+        offered = sorted({option for _, module in known for option in _options(module)})
         raise TraceError(
             f"option {'+'.join(options)}: no importer knows it; known:"
             f" {', '.join(offered)}"
         )
+
     for name, module in able.items():
         if module.recognises(source):
-            return name, module
-    refused = next(
-        (
-            name
-            for name, module in known
-            if name not in able and module.recognises(source)
-        ),
-        None,
-    )
-    if refused is not None:
-        takes = ", ".join(getattr(dict(known)[refused], "OPTIONS", {})) or "none"
-        raise TraceError(
-            f"{source}: layout {refused}: option {'+'.join(options)} is unknown; known:"
-            f" {takes}"
-        )
+            return Importer(name, module)
+
+    for name, module in known:
+        if name not in able and module.recognises(source):
+            raise TraceError(
+                f"{source}: layout {name}: option {'+'.join(options)} is unknown;"
+                f" known: {', '.join(_options(module)) or 'none'}"
+            )
+
     layouts = "; ".join(
         f"{name}: {str(module.__doc__).strip().splitlines()[0]}"
         for name, module in known
@@ -331,3 +415,8 @@ def _importer_of(source: Path, options: Mapping[str, str]) -> tuple[str, Any]:
         f"{source}: no importer knows this layout (or the file is cut off); known:"
         f" {layouts}"
     )
+
+
+def _options(importer: Any) -> dict[str, str]:
+    options: dict[str, str] = getattr(importer, "OPTIONS", {})
+    return options

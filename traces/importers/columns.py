@@ -18,15 +18,15 @@ import pyarrow.parquet as pq
 from moesim.traces.format.arrow import codes, flat, values
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 from moesim.traces.format.sorting import BATCH_ROWS, Appearance, Unordered
-from moesim.traces.importers.readers.foreign import (
-    NO_PHASES,
+from moesim.traces.importers.readers.errors import decoding, layout_error
+from moesim.traces.importers.readers.options import (
     NO_WEIGHTS,
-    bad,
-    decoding,
-    finished,
-    head,
-    whole_number,
+    PROMPT_TOKENS,
+    PROMPT_TOKENS_NOTE,
+    prompt_length,
 )
+from moesim.traces.importers.readers.sequence_rows import finished
+from moesim.traces.importers.readers.text import head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,13 +35,15 @@ if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
 
     Block = dict[str, np.ndarray]
+    # Our column -> the file's columns.
+    Mapping = dict[str, list[str]]
 
 GENERIC = True
 OPTIONS = {
     "map": "our column=theirs, joined by commas",
-    "prompt_tokens": "how many of the first tokens of every sequence are prompt",
+    "prompt_tokens": PROMPT_TOKENS,
 }
-_OURS = (
+_OUR_COLUMNS = (
     "seq",
     "pos",
     "phase",
@@ -55,6 +57,9 @@ _OURS = (
     "token",
 )
 _LISTS = ("experts", "weights", "scores", *PREDICTION_COLUMNS)
+# Numbers of a column are below this; of the others below 2**31.
+_LIMITS = {"expert": 1 << 16, "rank": 1 << 63}
+_DTYPES = {"expert": np.uint16, "rank": np.int64}
 _BLOCK_BYTES = 8 << 20
 _PHASES = {
     "prefill": Phase.PREFILL,
@@ -65,6 +70,7 @@ _PHASES = {
     "1": Phase.DECODE,
 }
 _HEADER = re.compile(rb"\"?[A-Za-z_][\w .\-\"]*([,;\t][\w .\-\"]+)+\s*")
+_WRONG_MAPPING = "is the mapping right?"
 
 
 def recognises(path: Path) -> bool:
@@ -72,22 +78,28 @@ def recognises(path: Path) -> bool:
     start = head(path, 4096)
     if start.startswith(b"PAR1"):
         return True
-    line = start.split(b"\n", 1)[0].rstrip(b"\r")
-    return _HEADER.fullmatch(line) is not None
+
+    first_line = start.split(b"\n", 1)[0].rstrip(b"\r")
+    return _HEADER.fullmatch(first_line) is not None
 
 
-def provenance(path: Path, *, map: str = "", prompt_tokens: str = "") -> dict[str, Any]:  # noqa: A002
+def provenance(
+    path: Path,
+    *,
+    map: str = "",  # noqa: A002 - the option's name
+    prompt_tokens: str = "",
+) -> dict[str, Any]:
     """The mapping that was used, and remarks."""
-    found = mapping(path, map, _names(path))
+    used = mapping(path, map, _names(path))
+
     notes = []
-    if not {"weights", "weight"} & set(found):
+    if "weights" not in used and "weight" not in used:
         notes.append(NO_WEIGHTS)
-    if "phase" not in found and not prompt_tokens:
-        notes.append(
-            f"{NO_PHASES}: all are taken as generated; option prompt_tokens=N says more"
-        )
+    if "phase" not in used and not prompt_tokens:
+        notes.append(PROMPT_TOKENS_NOTE)
+
     return {
-        "columns": {ours: "+".join(theirs) for ours, theirs in found.items()},
+        "columns": {name: "+".join(sources) for name, sources in used.items()},
         "notes": notes,
     }
 
@@ -104,144 +116,170 @@ def read(
 
 
 def unordered(
-    path: Path, shape: ModelShape, found: dict[str, list[str]], prompt_tokens: str = ""
+    path: Path,
+    shape: ModelShape,
+    columns: Mapping,
+    prompt_tokens: str = "",
 ) -> Unordered:
-    """The rows of a table: our column -> the file's columns."""
-    prompt = (
-        whole_number(path, "prompt_tokens", prompt_tokens, 0) if prompt_tokens else None
-    )
+    """Return the rows of a table.
+
+    Args:
+        path: the file.
+        shape: the model.
+        columns: our column -> the file's columns.
+        prompt_tokens: how many of the first tokens of every sequence are prompt; empty
+            where the file says so, or it is not known.
+    """
+    prompt = prompt_length(path, prompt_tokens)
 
     def finish(block: Block) -> Block:
         if "expert" in block:
             block = _gathered(path, block)
         return finished(path, shape, block, ("phase", "token"))
 
-    return Unordered(lambda: _pieces(path, found, prompt), finish)
+    return Unordered(lambda: _pieces(path, columns, prompt), finish)
 
 
-def _pieces(
-    path: Path, found: dict[str, list[str]], prompt: int | None
-) -> Iterator[Block]:
-    """The file's rows, some at a time."""
-    base = 0
-    widths = dict[str, int]()
-    sequences = Appearance()
-    for batch in _batches(
-        path, list(dict.fromkeys(name for theirs in found.values() for name in theirs))
-    ):
-        if not batch.num_rows:
-            continue
-        rows: Block = {}
-        for ours, theirs in found.items():
-            columns = [batch.column(name) for name in theirs]
-            rows[ours] = (
-                _sequences(path, base, columns, sequences)
-                if ours == "seq"
-                else _column(path, base, ours, columns)
-            )
-            if ours in _LISTS and rows[ours].shape[1] != widths.setdefault(
-                ours, rows[ours].shape[1]
-            ):
-                raise bad(
-                    path,
-                    f"row {base}: {ours}",
-                    f"{widths[ours]} values as in the first row",
-                    rows[ours].shape[1],
-                )
-        rows.setdefault("seq", np.zeros(batch.num_rows, np.int32))
-        if "expert" in rows:
-            rows.setdefault("rank", np.arange(base, base + batch.num_rows))
-        if prompt is not None:
-            rows["phase"] = np.where(
-                rows["pos"] < prompt, np.int8(Phase.PREFILL), np.int8(Phase.DECODE)
-            )
-        yield rows
-        base += batch.num_rows
-    if not base:
-        raise bad(path, "rows", "at least one", "none")
+# -- mapping ---------------------------------------------------------------------------
 
 
-def mapping(path: Path, text: str, names: list[str]) -> dict[str, list[str]]:
-    """Our column -> the file's columns.
+def mapping(
+    path: Path,
+    text: str,
+    names: list[str],
+) -> Mapping:
+    """Return our column -> the file's columns.
+
+    Args:
+        path: the file, for errors.
+        text: words ``ours=theirs``, joined by commas.
+        names: the file's columns.
 
     Raises:
         TraceError: a word that is no mapping, an unknown column on either side, or a
             needed one left out.
     """
-    found = {name: [name] for name in _OURS if name in names}
+    # What has our name already needs no word; a word may still say otherwise.
+    columns = {name: [name] for name in _OUR_COLUMNS if name in names}
     for word in filter(None, text.split(",")):
-        ours, sign, theirs = (part.strip() for part in word.partition("="))
-        if not sign or ours not in _OURS:
-            raise bad(
+        name = word.partition("=")[0].strip()
+        source = word.partition("=")[2].strip()
+        if "=" not in word or name not in _OUR_COLUMNS:
+            raise layout_error(
                 path,
                 f"option map: {word!r}",
-                f"column=theirs with {', '.join(_OURS)}",
-                ours or "nothing",
+                f"column=theirs with {', '.join(_OUR_COLUMNS)}",
+                name or "nothing",
                 "",
             )
-        if theirs.endswith("*") and ours in _LISTS:
-            numbered = {
-                name: name[len(theirs) - 1 :]
-                for name in names
-                if name.startswith(theirs[:-1])
-            }
-            found[ours] = sorted(
-                (n for n, rest in numbered.items() if rest.isdecimal()),
-                key=lambda n: int(numbered[n]),
+
+        is_pattern = source.endswith("*") and name in _LISTS
+        columns[name] = _numbered(names, source[:-1]) if is_pattern else [source]
+        if not columns[name] or not set(columns[name]) <= set(names):
+            expected = f"one of {', '.join(names)}"
+            raise layout_error(
+                path,
+                f"option map: {name}",
+                expected,
+                source,
+                "",
             )
-        else:
-            found[ours] = [theirs]
-        if not found[ours] or not set(found[ours]) <= set(names):
-            raise bad(
-                path, f"option map: {ours}", f"one of {', '.join(names)}", theirs, ""
-            )
-    where = "columns" if text else "no importer knows this layout as it is: columns"
+
+    place = "columns" if text else "no importer knows this layout as it is: columns"
+    _check_complete(path, place, columns, names)
+    return columns
+
+
+def _numbered(
+    names: list[str],
+    prefix: str,
+) -> list[str]:
+    """Columns such as e0, e1, …, by their numbers."""
+    numbers = {
+        name: name.removeprefix(prefix) for name in names if name.startswith(prefix)
+    }
+    numbered = [name for name, rest in numbers.items() if rest.isdecimal()]
+    return sorted(numbered, key=lambda name: int(numbers[name]))
+
+
+def _check_complete(
+    path: Path,
+    place: str,
+    columns: Mapping,
+    names: list[str],
+) -> None:
+    actual = ", ".join(names)
     for needed in ("pos", "layer"):
-        if needed not in found:
+        if needed not in columns:
             way_out = f"name it with option map={needed}=THEIRS"
-            raise bad(path, where, f"one for {needed}", ", ".join(names), way_out)
-    if ("experts" in found) == ("expert" in found):
-        raise bad(
+            raise layout_error(
+                path,
+                place,
+                f"one for {needed}",
+                actual,
+                way_out,
+            )
+
+    # Both would contradict each other, and without either there is no routing.
+    if ("experts" in columns) == ("expert" in columns):
+        expected = "experts (all ids of a row) or expert (one)"
+        raise layout_error(
             path,
-            where,
-            "experts (all ids of a row) or expert (one)",
-            ", ".join(names),
+            place,
+            expected,
+            actual,
             "use option map=…",
         )
-    if "expert" in found and (
-        extra := [name for name in ("weights", "scores") if name in found]
-    ):
-        raise bad(
-            path,
-            f"columns: {extra[0]}",
-            "weight, one per expert row",
-            "a list",
-            "map weight=… instead",
-        )
-    return found
+
+    # A list of weights cannot be shared out to rows of one expert each.
+    if "expert" not in columns:
+        return
+    for name in ("weights", "scores"):
+        if name in columns:
+            raise layout_error(
+                path,
+                f"columns: {name}",
+                "weight, one per expert row",
+                "a list",
+                "map weight=… instead",
+            )
+
+
+# -- the file --------------------------------------------------------------------------
 
 
 def _names(path: Path) -> list[str]:
+    """The file's columns."""
     with decoding(path, "columns"):
         if head(path, 4) == b"PAR1":
             return list(pq.read_schema(path).names)
-        line = head(path, 1 << 16).decode("utf-8").splitlines()[0]
+
+        # Arrow would take the names apart too, but only while reading the rows.
+        line = _header_line(path)
         return [name.strip().strip('"') for name in line.split(_delimiter(line))]
 
 
+def _header_line(path: Path) -> str:
+    return head(path, 1 << 16).decode("utf-8").splitlines()[0]
+
+
 def _delimiter(line: str) -> str:
+    # Spreadsheets write semicolons where the comma is the decimal point.
     return max(",;\t", key=line.count)
 
 
-def _batches(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
+def _batches(
+    path: Path,
+    names: list[str],
+) -> Iterator[pa.RecordBatch]:
     """The columns `names` of the file, some rows at a time."""
     if head(path, 4) == b"PAR1":
         with pq.ParquetFile(path, pre_buffer=False) as file:
             yield from file.iter_batches(BATCH_ROWS, columns=names, use_threads=False)
         return
+
     from pyarrow import csv  # noqa: PLC0415 - not every import is of text
 
-    line = head(path, 1 << 16).decode("utf-8").splitlines()[0]
     yield from csv.open_csv(
         path,
         read_options=csv.ReadOptions(
@@ -250,173 +288,294 @@ def _batches(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
             use_threads=False,
             block_size=_BLOCK_BYTES,
         ),
-        parse_options=csv.ParseOptions(delimiter=_delimiter(line)),
+        parse_options=csv.ParseOptions(delimiter=_delimiter(_header_line(path))),
         convert_options=csv.ConvertOptions(
             include_columns=names, strings_can_be_null=True
         ),
     )
 
 
+def _pieces(
+    path: Path,
+    columns: Mapping,
+    prompt: int | None,
+) -> Iterator[Block]:
+    """The file's rows, some at a time."""
+    first_row = 0
+    widths: dict[str, int] = {}
+    sequences = Appearance()
+
+    # A column may serve two of ours, and is read once.
+    needed = dict.fromkeys(name for sources in columns.values() for name in sources)
+    for batch in _batches(path, list(needed)):
+        if not batch.num_rows:
+            continue
+
+        rows: Block = {}
+        for name, sources in columns.items():
+            arrays = [batch.column(name) for name in sources]
+            if name == "seq":
+                rows[name] = _sequences(path, first_row, arrays[0], sequences)
+            else:
+                rows[name] = _column(path, first_row, name, arrays)
+            if name in _LISTS:
+                _check_width(
+                    path,
+                    first_row,
+                    name,
+                    rows[name],
+                    widths,
+                )
+
+        rows.setdefault("seq", np.zeros(batch.num_rows, np.int32))
+        if "expert" in rows:
+            # Without a rank, the experts of a token are as the file orders them.
+            order = np.arange(first_row, first_row + batch.num_rows)
+            rows.setdefault("rank", order)
+        if prompt is not None:
+            in_prompt = rows["pos"] < prompt
+            rows["phase"] = np.where(
+                in_prompt, np.int8(Phase.PREFILL), np.int8(Phase.DECODE)
+            )
+        yield rows
+        first_row += batch.num_rows
+
+    if not first_row:
+        raise layout_error(path, "rows", "at least one", "none")
+
+
+def _check_width(
+    path: Path,
+    first_row: int,
+    name: str,
+    column: np.ndarray,
+    widths: dict[str, int],
+) -> None:
+    """Whether a list column is as wide as in the first rows, which `widths` keeps."""
+    width = widths.setdefault(name, column.shape[1])
+    if column.shape[1] != width:
+        place = f"row {first_row}: {name}"
+        expected = f"{width} values as in the first row"
+        raise layout_error(path, place, expected, column.shape[1])
+
+
+# -- columns ---------------------------------------------------------------------------
+
+
 def _sequences(
-    path: Path, base: int, columns: list[Any], sequences: Appearance
+    path: Path,
+    first_row: int,
+    column: Any,
+    sequences: Appearance,
 ) -> np.ndarray:
     """Numbers of sequences, whatever their names."""
-    array = _whole(path, base, "seq", columns[0])
+    array = _without_null(path, first_row, "seq", column)
     if pa.types.is_integer(array.type):
         return sequences.of_numbers(np.asarray(array))
-    encoded = (
-        array if isinstance(array, pa.DictionaryArray) else array.dictionary_encode()
-    )
-    return sequences.of_labels(
-        encoded.dictionary.to_pylist(), np.asarray(encoded.indices)
-    )
+
+    is_encoded = isinstance(array, pa.DictionaryArray)
+    encoded = array if is_encoded else array.dictionary_encode()
+    labels = encoded.dictionary.to_pylist()
+    return sequences.of_labels(labels, np.asarray(encoded.indices))
 
 
-def _whole(path: Path, base: int, ours: str, array: Any) -> Any:
-    """The array, which must have no null."""
+def _without_null(
+    path: Path,
+    first_row: int,
+    name: str,
+    array: Any,
+) -> Any:
+    """The array itself, which must have no null."""
     if array.null_count:
-        row = int(np.argmax(np.asarray(array.is_null())))
-        raise bad(path, f"row {base + row}: {ours}", "a value in every row", "null")
+        row = first_row + int(np.argmax(np.asarray(array.is_null())))
+        raise layout_error(path, f"row {row}: {name}", "a value in every row", "null")
+
     return array
 
 
-def _column(path: Path, base: int, ours: str, columns: list[Any]) -> np.ndarray:
+def _column(
+    path: Path,
+    first_row: int,
+    name: str,
+    columns: list[Any],
+) -> np.ndarray:
     """One of our columns as numpy: [N], or [N, K] for lists."""
-    arrays = [_whole(path, base, ours, array) for array in columns]
-    if ours == "phase":
-        return _phases(path, base, arrays[0])
-    if ours in _LISTS:
-        return _lists(path, base, ours, arrays)
-    kinds = "fiu" if ours == "weight" else "iu"
+    arrays = [_without_null(path, first_row, name, array) for array in columns]
+    if name == "phase":
+        return _phases(path, first_row, arrays[0])
+    if name in _LISTS:
+        return _lists(path, first_row, name, arrays)
+
     array = np.asarray(arrays[0])
-    if array.dtype.kind not in kinds:
-        raise bad(
+    is_weight = name == "weight"
+    if array.dtype.kind not in ("fiu" if is_weight else "iu"):
+        expected = "numbers" if is_weight else "integers"
+        raise layout_error(
             path,
-            ours,
-            "numbers" if ours == "weight" else "integers",
+            name,
+            expected,
             arrays[0].type,
-            "is the mapping right?",
+            _WRONG_MAPPING,
         )
-    if ours == "weight":
+    if is_weight:
         return array.astype(np.float32)
-    top = 1 << (16 if ours == "expert" else 63 if ours == "rank" else 31)
-    if not 0 <= int(array.min()) <= int(array.max()) < top:
-        raise bad(
+
+    limit = _LIMITS.get(name, 1 << 31)
+    if not 0 <= int(array.min()) <= int(array.max()) < limit:
+        actual = f"{array.min()}..{array.max()}"
+        raise layout_error(
             path,
-            ours,
+            name,
             "numbers from 0",
-            f"{array.min()}..{array.max()}",
-            "is the mapping right?",
+            actual,
+            _WRONG_MAPPING,
         )
-    return array.astype(
-        np.int64 if ours == "rank" else np.uint16 if ours == "expert" else np.int32
-    )
+    return array.astype(_DTYPES.get(name, np.int32))
 
 
-def _phases(path: Path, base: int, array: Any) -> np.ndarray:
+def _phases(
+    path: Path,
+    first_row: int,
+    array: Any,
+) -> np.ndarray:
+    """int8 [N] of names, or of 0 and 1."""
     if pa.types.is_integer(array.type):
         phase = np.asarray(array)
         if not 0 <= phase.min() <= phase.max() <= 1:
-            raise bad(
-                path,
-                "phase",
-                "0 (prefill) or 1 (decode)",
-                f"{phase.min()}..{phase.max()}",
-            )
+            actual = f"{phase.min()}..{phase.max()}"
+            raise layout_error(path, "phase", "0 (prefill) or 1 (decode)", actual)
         return phase.astype(np.int8)
-    phase = codes(array, list(_PHASES))
-    if (phase < 0).any():
-        row = int(np.argmax(phase < 0))
-        raise bad(
+
+    known = codes(array, list(_PHASES))
+    if (known < 0).any():
+        row = int(np.argmax(known < 0))
+        raise layout_error(
             path,
-            f"row {base + row}: phase",
+            f"row {first_row + row}: phase",
             f"one of {', '.join(_PHASES)}",
             array[row].as_py(),
         )
-    return np.array(list(_PHASES.values()), np.int8)[phase]
+    return np.array(list(_PHASES.values()), np.int8)[known]
 
 
-def _lists(path: Path, base: int, ours: str, arrays: list[Any]) -> np.ndarray:
+def _lists(
+    path: Path,
+    first_row: int,
+    name: str,
+    arrays: list[Any],
+) -> np.ndarray:
     """[N, K] of a list column, of a column of texts, or of several plain columns."""
-    first = arrays[0].type
-    if (
-        pa.types.is_list(first)
-        or pa.types.is_large_list(first)
-        or pa.types.is_fixed_size_list(first)
-    ):
-        lengths, numbers = _of_lists(
-            path, ours, arrays[0].cast(pa.list_(first.value_type))
-        )
-    elif pa.types.is_string(first) or pa.types.is_large_string(first):
-        lengths, numbers = _of_lists(
-            path, ours, _split(arrays[0], "int64" if ours == "experts" else "float32")
-        )
-    else:
-        lengths = np.full(len(arrays[0]), len(arrays))
-        numbers = np.stack([np.asarray(array) for array in arrays], axis=1).reshape(-1)
-    if lengths[0] < 1 or (lengths != lengths[0]).any():
-        row = int(np.argmax(lengths != lengths[0]))
-        expected = f"{int(lengths[0])} values as in the first row"
-        raise bad(path, f"row {base + row}: {ours}", expected, int(lengths[row]))
-    if numbers.dtype.kind not in ("iu" if ours == "experts" else "iuf"):
-        raise bad(
+    lengths, cells = _list_cells(path, name, arrays)
+
+    width = int(lengths[0])
+    if width < 1 or (lengths != width).any():
+        row = int(np.argmax(lengths != width))
+        place = f"row {first_row + row}: {name}"
+        expected = f"{width} values as in the first row"
+        raise layout_error(path, place, expected, int(lengths[row]))
+
+    is_ids = name == "experts"
+    if cells.dtype.kind not in ("iu" if is_ids else "iuf"):
+        expected = "integers" if is_ids else "numbers"
+        raise layout_error(
             path,
-            ours,
-            "integers" if ours == "experts" else "numbers",
-            numbers.dtype,
-            "is the mapping right?",
+            name,
+            expected,
+            cells.dtype,
+            _WRONG_MAPPING,
         )
-    if ours != "experts":
-        kind = np.float16 if numbers.dtype == np.float16 else np.float32
-        return numbers.astype(kind, copy=False).reshape(len(lengths), -1)
-    if not 0 <= int(numbers.min()) <= int(numbers.max()) < 1 << 16:
-        raise bad(
+
+    if not is_ids:
+        # 16-bit floats stay what they are: a way through 32 bits changes nothing.
+        kind = np.float16 if cells.dtype == np.float16 else np.float32
+        return cells.astype(kind, copy=False).reshape(len(lengths), -1)
+
+    if not 0 <= int(cells.min()) <= int(cells.max()) < 1 << 16:
+        actual = f"{cells.min()}..{cells.max()}"
+        raise layout_error(
             path,
-            ours,
+            name,
             "expert ids",
-            f"{numbers.min()}..{numbers.max()}",
-            "is the mapping right?",
+            actual,
+            _WRONG_MAPPING,
         )
-    return numbers.astype(np.uint16, copy=False).reshape(len(lengths), -1)
+    return cells.astype(np.uint16, copy=False).reshape(len(lengths), -1)
 
 
-def _of_lists(path: Path, ours: str, array: Any) -> tuple[np.ndarray, np.ndarray]:
+def _list_cells(
+    path: Path,
+    name: str,
+    arrays: list[Any],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Length of each row's list, and the values of all lists."""
+    array = arrays[0]
+    kind = array.type
+    is_list = (
+        pa.types.is_list(kind)
+        or pa.types.is_large_list(kind)
+        or pa.types.is_fixed_size_list(kind)
+    )
+    if is_list:
+        return _of_lists(path, name, array.cast(pa.list_(kind.value_type)))
+
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        numbers = "int64" if name == "experts" else "float32"
+        return _of_lists(path, name, _split(array, numbers))
+
+    columns = [np.asarray(column) for column in arrays]
+    lengths = np.full(len(array), len(arrays))
+    return lengths, np.stack(columns, axis=1).reshape(-1)
+
+
+def _of_lists(
+    path: Path,
+    name: str,
+    array: Any,
+) -> tuple[np.ndarray, np.ndarray]:
     """Lengths and all values of a list array."""
     inner = flat(array)
     if inner.null_count:
-        raise bad(path, ours, "numbers in every list", "null")
+        raise layout_error(path, name, "numbers in every list", "null")
+
     return np.diff(values(array.offsets)), np.asarray(inner)
 
 
-def _split(array: Any, kind: str) -> Any:
+def _split(
+    array: Any,
+    kind: str,
+) -> Any:
     """Texts as lists of numbers; words that are none raise as Arrow does."""
     from pyarrow import compute  # noqa: PLC0415 - not every import has lists in texts
 
-    plain = compute.utf8_trim_whitespace(
-        compute.replace_substring_regex(array, r"[\[\](){}|;\s]+", " ")
-    )
-    words = compute.split_pattern(plain.cast(pa.string()), " ")
-    return pa.ListArray.from_arrays(words.offsets, words.values.cast(kind))
+    blanks = compute.replace_substring_regex(array, r"[\[\](){}|;\s]+", " ")
+    plain = compute.utf8_trim_whitespace(blanks)
+    split = compute.split_pattern(plain.cast(pa.string()), " ")
+    return pa.ListArray.from_arrays(split.offsets, split.values.cast(kind))
 
 
-def _gathered(path: Path, rows: Block) -> Block:
+def _gathered(
+    path: Path,
+    rows: Block,
+) -> Block:
     """One row per token and layer out of one row per selected expert; rows of one
     sequence, sorted.
     """
-    count = len(rows["pos"])
-    change = (np.diff(rows["pos"]) != 0) | (np.diff(rows["layer"]) != 0)
+    pos = rows["pos"]
+    layer = rows["layer"]
+    # Sorted by rank as well, so the experts of a cell are best first.
+    change = (np.diff(pos) != 0) | (np.diff(layer) != 0)
     starts = np.flatnonzero(np.concatenate(([True], change)))
-    sizes = np.diff(np.append(starts, count))
-    if (sizes != sizes[0]).any():
-        place = starts[int(np.argmax(sizes != sizes[0]))]
-        size = int(sizes[np.searchsorted(starts, place)])
-        where = f"pos {rows['pos'][place]}, layer {rows['layer'][place]}"
-        raise bad(path, where, f"{sizes[0]} rows, one per expert", size)
-    gathered: Block = {
-        name: rows[name][starts]
-        for name in ("seq", "pos", "layer", "phase", "token")
-        if name in rows
-    }
+    sizes = np.diff(np.append(starts, len(pos)))
+
+    wrong = sizes != sizes[0]
+    if wrong.any():
+        cell = int(np.argmax(wrong))
+        place = f"pos {pos[starts[cell]]}, layer {layer[starts[cell]]}"
+        expected = f"{sizes[0]} rows, one per expert"
+        raise layout_error(path, place, expected, int(sizes[cell]))
+
+    names = ("seq", "pos", "layer", "phase", "token")
+    gathered: Block = {name: rows[name][starts] for name in names if name in rows}
     gathered["experts"] = rows["expert"].reshape(len(starts), -1)
     if "weight" in rows:
         gathered["weights"] = rows["weight"].reshape(len(starts), -1)

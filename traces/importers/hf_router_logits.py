@@ -9,17 +9,19 @@ is refused.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from moesim.traces.format.sorting import BATCH_ROWS
 from moesim.traces.importers.readers.array_stream import in_memory, streams
-from moesim.traces.importers.readers.foreign import (
-    NO_PHASES,
-    bad,
-    dense_block,
+from moesim.traces.importers.readers.errors import layout_error
+from moesim.traces.importers.readers.options import (
+    PROMPT_TOKENS,
+    PROMPT_TOKENS_NOTE,
+    prompt_length,
     whole_number,
 )
+from moesim.traces.importers.readers.sequence_rows import dense_block
 from moesim.traces.importers.readers.tensors import kind_of, load_named
 from moesim.traces.importers.readers.top_k import top_k
 
@@ -28,14 +30,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
-    from moesim.traces.importers.readers.array_stream import Stream
+    from moesim.traces.importers.readers.array_stream import ArrayStream
 
     Block = dict[str, np.ndarray]
 
 GENERIC = True
 OPTIONS = {
     "batch": "sequences in the batch (rows are sequence by sequence); default 1",
-    "prompt_tokens": "how many of the first tokens of every sequence are prompt",
+    "prompt_tokens": PROMPT_TOKENS,
 }
 _TOP_K_IS_SELECTION = (
     "softmax",
@@ -43,30 +45,44 @@ _TOP_K_IS_SELECTION = (
     "softmax_topk_renormalised",
     "topk_then_softmax",
 )
+# Rows of 16-bit probabilities add up to 1 only so nearly.
 _SUM_TOLERANCE = 0.02
-_SAMPLE = 4096
+_SAMPLE_ROWS = 4096
+
+
+class Selection(NamedTuple):
+    """What a gate decided. T tokens, L layers, E experts, K per token.
+
+    Attributes:
+        experts: int32 [T, L, K], best first.
+        weights: float32 [T, L, K], combine weights.
+        scores: float32 [T, L, E], probabilities.
+    """
+
+    experts: np.ndarray
+    weights: np.ndarray
+    scores: np.ndarray
 
 
 def recognises(path: Path) -> bool:
-    """Whether this is safetensors, npz, a torch zip, or an npy of floats: damaged
-    content is told later.
+    """Whether this is safetensors, npz, a torch zip, or an npy of floats; reading says
+    what is wrong with its content.
     """
     return kind_of(path) in ("npy", "npz", "safetensors", "torch")
 
 
 def provenance(
-    path: Path, *, batch: str = "1", prompt_tokens: str = ""
+    path: Path,
+    *,
+    batch: str = "1",
+    prompt_tokens: str = "",
 ) -> dict[str, Any]:
     """What the values are, and remarks."""
     del batch
-    notes = (
-        []
-        if prompt_tokens
-        else [
-            f"{NO_PHASES}: all are taken as generated; option prompt_tokens=N says more"
-        ]
-    )
-    probabilities = _are_probabilities(next(iter(_layers(path).values())))
+    first = next(iter(_layers(path).values()))
+    probabilities = _are_probabilities(first)
+
+    notes = [] if prompt_tokens else [PROMPT_TOKENS_NOTE]
     if probabilities:
         notes.append("the values are softmaxed already (rows sum to 1)")
     notes.append(
@@ -76,7 +92,11 @@ def provenance(
 
 
 def read(
-    path: Path, shape: ModelShape, *, batch: str = "1", prompt_tokens: str = ""
+    path: Path,
+    shape: ModelShape,
+    *,
+    batch: str = "1",
+    prompt_tokens: str = "",
 ) -> Iterator[Block]:
     """Sequences in parts: ids, combine weights and probabilities.
 
@@ -85,7 +105,7 @@ def read(
             that do not fit the shape.
     """
     if shape.scoring not in _TOP_K_IS_SELECTION:
-        raise bad(
+        raise layout_error(
             path,
             "gate",
             "a model that selects the top-k of its router logits",
@@ -93,139 +113,165 @@ def read(
             "groups, biases or another score decide its selection: record the gate's"
             " returned ids with `moesim record`",
         )
+
     layers = list(_layers(path).values())
     if len(layers) != shape.layers:
-        raise bad(
+        raise layout_error(
             path,
             "layers",
             f"{shape.layers} arrays as in {shape.name}",
             len(layers),
             "is the shape right?",
         )
+
     rows, experts = layers[0].shape
     if experts != shape.experts:
-        raise bad(
+        raise layout_error(
             path,
             "columns",
             f"{shape.experts} experts as in {shape.name}",
             experts,
             "is the shape right?",
         )
+
+    # Rows of all sequences stand in one array: only the user knows how many.
     sequences = whole_number(path, "batch", batch)
     if rows % sequences:
-        raise bad(
+        raise layout_error(
             path,
             "rows",
             f"a multiple of batch={sequences}",
             rows,
             "state option batch=N as it was run",
         )
-    prompt = (
-        whole_number(path, "prompt_tokens", prompt_tokens, 0) if prompt_tokens else 0
+
+    prompt = prompt_length(path, prompt_tokens) or 0
+    return _blocks(
+        path,
+        shape,
+        layers,
+        rows // sequences,
+        prompt,
     )
-    return _blocks(path, shape, layers, rows // sequences, prompt)
 
 
 def _blocks(
-    path: Path, shape: ModelShape, layers: list[Stream], tokens: int, prompt: int
+    path: Path,
+    shape: ModelShape,
+    layers: list[ArrayStream],
+    tokens: int,
+    prompt: int,
 ) -> Iterator[Block]:
     """Parts of sequences of `tokens` tokens: all layers are read side by side."""
     probabilities = _are_probabilities(layers[0])
+    # A token has a row in every layer.
+    part_tokens = max(1, BATCH_ROWS // len(layers))
     start = 0
-    for parts in zip(
-        *(layer.rows(max(1, BATCH_ROWS // len(layers))) for layer in layers),
-        strict=True,
-    ):
+
+    for parts in zip(*(layer.rows(part_tokens) for layer in layers), strict=True):
         values = np.stack(parts, axis=1).astype(np.float32, copy=False)  # [T, L, E]
-        if not np.isfinite(values).all():
-            token, layer, expert = np.argwhere(~np.isfinite(values))[0]
-            raise bad(
-                path,
-                f"layer {layer}, row {start + token}",
-                "finite numbers",
-                values[token, layer, expert],
-            )
-        found = selected(values, shape, probabilities=probabilities)
-        at = 0
-        while at < len(values):  # a part may hold the end of a sequence
-            number, first = divmod(start + at, tokens)
-            stop = min(len(values), at + tokens - first)
-            experts, weights, scores = (one[at:stop] for one in found)
+        _check_finite(path, start, values)
+        selection = selected(values, shape, probabilities=probabilities)
+
+        done = 0
+        while done < len(values):  # a part may hold the end of a sequence
+            number, first = divmod(start + done, tokens)
+            stop = min(len(values), done + tokens - first)
             yield dense_block(
                 number,
-                experts,
+                selection.experts[done:stop],
                 max(0, prompt - first),
                 first,
-                weights=weights,
-                scores=scores,
+                weights=selection.weights[done:stop],
+                scores=selection.scores[done:stop],
             )
-            at = stop
+            done = stop
         start += len(values)
 
 
+def _check_finite(
+    path: Path,
+    start: int,
+    values: np.ndarray,
+) -> None:
+    finite = np.isfinite(values)
+    if finite.all():
+        return
+
+    token, layer, expert = np.argwhere(~finite)[0]
+    place = f"layer {layer}, row {start + token}"
+    actual = values[token, layer, expert]
+    raise layout_error(path, place, "finite numbers", actual)
+
+
 def selected(
-    values: np.ndarray, shape: ModelShape, *, probabilities: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids [T, L, K] best first, combine weights [T, L, K] and probabilities [T, L, E]
-    of gate values [T, L, E].
+    values: np.ndarray,
+    shape: ModelShape,
+    *,
+    probabilities: bool,
+) -> Selection:
+    """Return what a gate decides by its values [T, L, E].
 
     Equal values go to the lower id. Softmax over the chosen logits only is softmax over
     all, renormalised.
     """
-    with np.errstate(over="ignore"):
-        scores = (
-            values
-            if probabilities
-            else np.exp(values - values.max(axis=2, keepdims=True))
-        )
+    scores = values
+    if not probabilities:
+        # The difference of two logits may be below any float: its power is then 0.
+        with np.errstate(over="ignore"):
+            scores = np.exp(values - values.max(axis=2, keepdims=True))
     scores = scores / scores.sum(axis=2, keepdims=True)
-    flat = np.ascontiguousarray(values.reshape(-1, values.shape[2]), np.float32)
-    experts = top_k(flat, min(shape.top_k, values.shape[2])).reshape(
-        *values.shape[:2], -1
-    )
+
+    tokens, layers, width = values.shape
+    # The values themselves decide, not the scores, which rounding may make equal.
+    flat = np.ascontiguousarray(values.reshape(-1, width), np.float32)
+    experts = top_k(flat, min(shape.top_k, width)).reshape(tokens, layers, -1)
+
     weights = np.take_along_axis(scores, experts, axis=2)
     if shape.norm_topk or shape.scoring == "topk_then_softmax":
-        weights = weights / np.maximum(
-            weights.sum(axis=2, keepdims=True), np.finfo(np.float32).tiny
-        )
-    return experts, weights, scores
+        total = weights.sum(axis=2, keepdims=True)
+        weights = weights / np.maximum(total, np.finfo(np.float32).tiny)
+
+    return Selection(experts, weights, scores)
 
 
-def _layers(path: Path) -> dict[str, Stream]:
+def _layers(path: Path) -> dict[str, ArrayStream]:
     """Name -> [rows, E] floats of every layer, in order."""
-    found = streams(path)
-    if not found:
-        raise bad(path, "content", "one array per MoE layer", "no array")
-    if len(found) == 1 and len(next(iter(found.values())).shape) == 3:
-        (name,) = found
-        found = {
-            f"{name}.{index}": layer
-            for index, layer in enumerate(map(in_memory, load_named(path)[name]))
+    arrays = streams(path)
+    if not arrays:
+        raise layout_error(path, "content", "one array per MoE layer", "no array")
+
+    # All layers stacked in one array lie layer by layer only after it is read.
+    if len(arrays) == 1 and len(next(iter(arrays.values())).shape) == 3:
+        (name,) = arrays
+        stacked = load_named(path)[name]
+        arrays = {
+            f"{name}.{index}": in_memory(layer) for index, layer in enumerate(stacked)
         }
-    rows = None
-    for name, layer in found.items():
+
+    first = next(iter(arrays.values()))
+    for name, layer in arrays.items():
         if len(layer.shape) != 2 or layer.dtype.kind != "f" or 0 in layer.shape:
-            raise bad(
+            raise layout_error(
                 path,
                 f"array {name!r}",
                 "floats [batch * seq, experts]",
                 f"{layer.dtype} {list(layer.shape)}",
                 "",
             )
-        rows = layer.shape if rows is None else rows
-        if layer.shape != rows:
-            raise bad(
+        if layer.shape != first.shape:
+            raise layout_error(
                 path,
                 f"array {name!r}",
-                f"shape {list(rows)} as in the other layers",
+                f"shape {list(first.shape)} as in the other layers",
                 list(layer.shape),
             )
-    return found
+
+    return arrays
 
 
-def _are_probabilities(layer: Stream) -> bool:
+def _are_probabilities(layer: ArrayStream) -> bool:
     """Whether values are >= 0 and every row sums to one, as far as 16-bit floats do."""
-    some = next(layer.rows(min(_SAMPLE, layer.shape[0]))).astype(np.float32)
-    return bool(
-        (some >= 0).all() and (np.abs(some.sum(axis=1) - 1) < _SUM_TOLERANCE).all()
-    )
+    sample = next(layer.rows(min(_SAMPLE_ROWS, layer.shape[0]))).astype(np.float32)
+    sums_to_one = np.abs(sample.sum(axis=1) - 1) < _SUM_TOLERANCE
+    return bool((sample >= 0).all() and sums_to_one.all())

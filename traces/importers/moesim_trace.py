@@ -16,7 +16,7 @@ from moesim.traces.format.schema import (
     TraceHeader,
 )
 from moesim.traces.importers import columns
-from moesim.traces.importers.readers.foreign import bad
+from moesim.traces.importers.readers.errors import layout_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,42 +27,50 @@ if TYPE_CHECKING:
 def recognises(path: Path) -> bool:
     """Whether this is Parquet with our header and columns."""
     try:
-        found = pq.read_schema(path)
+        schema = pq.read_schema(path)
     except (pa.ArrowException, OSError, ValueError):
         return False
-    return METADATA_KEY in (found.metadata or {}) and set(REQUIRED_COLUMNS) <= set(
-        found.names
-    )
+
+    has_header = METADATA_KEY in (schema.metadata or {})
+    return has_header and set(REQUIRED_COLUMNS) <= set(schema.names)
 
 
-def header(path: Path, shape: ModelShape | None) -> TraceHeader:
+def header(
+    path: Path,
+    shape: ModelShape | None,
+) -> TraceHeader:
     """The trace's own.
 
     Raises:
         TraceError: damaged, or `shape` is another model.
     """
-    found = TraceHeader.from_json(
-        pq.read_schema(path).metadata[METADATA_KEY], where=str(path)
-    )
-    for name in ("layers", "experts") if shape is not None else ():
-        if getattr(shape, name) != getattr(found.shape, name):
-            words = (
-                f"{getattr(found.shape, name)} as in the header ({found.shape.name})"
-            )
-            raise bad(
+    metadata = pq.read_schema(path).metadata
+    header = TraceHeader.from_json(metadata[METADATA_KEY], where=str(path))
+    # A stated shape may only say what the header says.
+    if shape is None:
+        return header
+
+    for name in ("layers", "experts"):
+        expected = getattr(header.shape, name)
+        if getattr(shape, name) != expected:
+            raise layout_error(
                 path,
                 f"shape: {name}",
-                words,
+                f"{expected} as in the header ({header.shape.name})",
                 getattr(shape, name),
                 "leave the shape out: the trace has its own",
             )
-    return found
+
+    return header
 
 
-def read(path: Path, shape: ModelShape) -> Unordered:
+def read(
+    path: Path,
+    shape: ModelShape,
+) -> Unordered:
     """All columns that a trace may have."""
     names = pq.read_schema(path).names
-    found = {
-        name: [name] for name in (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS) if name in names
-    }
-    return columns.unordered(path, shape, found)
+    known = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)
+    # Columns of other tools beside ours are left out.
+    mapping = {name: [name] for name in known if name in names}
+    return columns.unordered(path, shape, mapping)

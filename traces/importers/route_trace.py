@@ -23,15 +23,14 @@ import pyarrow.parquet as pq
 from moesim.traces.files import written_beside
 from moesim.traces.format.arrow import numbers
 from moesim.traces.format.sorting import BATCH_ROWS, ApartError, Unordered
-from moesim.traces.importers.readers.csv_numbers import number_columns
-from moesim.traces.importers.readers.foreign import (
-    NO_WEIGHTS,
-    bad,
-    decoding,
+from moesim.traces.importers.readers.csv_columns import csv_columns
+from moesim.traces.importers.readers.errors import decoding, layout_error
+from moesim.traces.importers.readers.options import NO_WEIGHTS
+from moesim.traces.importers.readers.sequence_rows import (
     finished,
-    head,
     layer_numbers,
 )
+from moesim.traces.importers.readers.text import head
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,7 +54,8 @@ _TYPES = {
     "expert_bytes": "int64",
     "dropped": "int8",
 }
-_OURS = {
+# The file's columns -> a trace's, or those of the table beside it.
+_RENAMED = {
     "turn": "seq",
     "step": "pos",
     "slot": "rank",
@@ -63,8 +63,10 @@ _OURS = {
     "weight": "weights",
     "expert_bytes": "read_bytes",
 }
-_OF_CELL = ("turn", "phase", "step", "layer")
-_BESIDE = ("residency", "dropped", "read_bytes")
+# The K lines of a cell agree in these, and differ in all others.
+_CELL = ("turn", "phase", "step", "layer")
+_LIMITS = {"phase": 1, "residency": 2, "dropped": 1}
+_RESIDENCY_COLUMNS = ("residency", "dropped", "read_bytes")
 _RESIDENCY = pa.schema(
     [
         ("seq", pa.int32()),
@@ -78,12 +80,19 @@ _RESIDENCY = pa.schema(
     ]
 )
 _PREAMBLE_BYTES = 1 << 20
+# A preamble that claims more must not make the dense layers fill the memory.
 _MOST_LAYERS = 4096
 
 
 class Preamble(NamedTuple):
-    """What the file says before its rows: the words of the model line, expert and dense
-    bytes by layer, columns.
+    """What the file says before its rows.
+
+    Attributes:
+        facts: words of the model line, such as ``n_expert``.
+        expert_bytes: layer -> bytes of one expert; 0 for a layer without.
+        dense_bytes: bytes of everything else, all layers.
+        columns: names of the columns.
+        lines: lines before the first row.
     """
 
     facts: dict[str, str]
@@ -100,133 +109,149 @@ def recognises(path: Path) -> bool:
 
 def provenance(path: Path) -> dict[str, Any]:
     """Model and architecture from the preamble, and remarks."""
-    told = preamble(path)
-    notes = []
-    if "weight" not in told.columns:
-        notes.append(NO_WEIGHTS)
-    return {
-        name: told.facts[name] for name in ("model", "arch") if name in told.facts
-    } | {"notes": notes}
+    opening = preamble(path)
+    notes = [] if "weight" in opening.columns else [NO_WEIGHTS]
+    known = {
+        name: opening.facts[name] for name in ("model", "arch") if name in opening.facts
+    }
+    return known | {"notes": notes}
 
 
-def reshape(path: Path, shape: ModelShape) -> ModelShape:
+def reshape(
+    path: Path,
+    shape: ModelShape,
+) -> ModelShape:
     """Take layers, experts, top-k, dense layers and the bytes of each layer's experts
     from the preamble.
 
     Raises:
         TraceError: the preamble describes another model than the shape.
     """
-    told = preamble(path)
-    sparse = [layer for layer, size in sorted(told.expert_bytes.items()) if size]
+    opening = preamble(path)
+    expert_bytes = opening.expert_bytes
+    sparse = [layer for layer, size in sorted(expert_bytes.items()) if size]
+
     with decoding(path, "preamble"):
-        experts, used, total = (
-            int(told.facts.get(name, default))
-            for name, default in (
-                ("n_expert", shape.experts),
-                ("n_expert_used", shape.top_k),
-                ("n_layer", 0),
-            )
-        )
-    total = total or len(told.expert_bytes)
-    if not max(told.expert_bytes, default=0) < max(total, 1) <= _MOST_LAYERS:
-        raise bad(
-            path, "preamble: n_layer", f"1..{_MOST_LAYERS}, and a line for each", total
-        )
-    for name, found in (("layers", len(sparse)), ("experts", experts)):
-        if found and found != getattr(shape, name):
-            raise bad(
+        experts = int(opening.facts.get("n_expert", shape.experts))
+        top_k = int(opening.facts.get("n_expert_used", shape.top_k))
+        total = int(opening.facts.get("n_layer", 0)) or len(expert_bytes)
+
+    if not max(expert_bytes, default=0) < max(total, 1) <= _MOST_LAYERS:
+        expected = f"1..{_MOST_LAYERS}, and a line for each"
+        raise layout_error(path, "preamble: n_layer", expected, total)
+
+    for name, count in (("layers", len(sparse)), ("experts", experts)):
+        if count and count != getattr(shape, name):
+            raise layout_error(
                 path,
                 f"preamble: {name}",
                 f"{getattr(shape, name)} as in {shape.name}",
-                found,
+                count,
                 "is the shape right?",
             )
+
     if not sparse:
         return shape
+
+    # What the preamble says is no assumption any longer.
+    still_assumed = [
+        name for name in shape.assumed if name not in ("expert_bytes", "other_bytes")
+    ]
     return dataclasses.replace(
         shape,
-        top_k=used if 1 <= used <= shape.experts else shape.top_k,
-        expert_bytes=tuple(told.expert_bytes[layer] for layer in sparse),
-        other_bytes=told.dense_bytes or shape.other_bytes,
+        top_k=top_k if 1 <= top_k <= shape.experts else shape.top_k,
+        expert_bytes=tuple(expert_bytes[layer] for layer in sparse),
+        other_bytes=opening.dense_bytes or shape.other_bytes,
         dense_layers=tuple(layer for layer in range(total) if layer not in sparse),
-        assumed=tuple(
-            name
-            for name in shape.assumed
-            if name not in ("expert_bytes", "other_bytes")
-        ),
+        assumed=tuple(still_assumed),
     )
 
 
-def read(path: Path, shape: ModelShape) -> Unordered:
+def read(
+    path: Path,
+    shape: ModelShape,
+) -> Unordered:
     """The file's rows, a turn of the session being a sequence."""
     rows = _Rows(path, shape)
     return Unordered(rows.pieces, rows.finished)
 
 
+# -- residency, beside the trace -------------------------------------------------------
+
+
+def residency_path(trace: Path) -> Path:
+    """Return where the residency beside a trace lies."""
+    return trace.with_name(trace.name + ".residency.parquet")
+
+
 @contextmanager
 def beside(out: Path) -> Iterator[Callable[[Block], Block]]:
-    """Write ``OUT.residency.parquet`` where blocks tell it, a row per access; blocks
-    lose those columns.
+    """Write ``OUT.residency.parquet`` where blocks have residency, a row per access;
+    blocks lose those columns.
     """
     writer: pq.ParquetWriter | None = None
+
     with ExitStack() as stack:
 
-        def kept(block: Block) -> Block:
+        def without_residency(block: Block) -> Block:
             nonlocal writer
-            told = {name: block.pop(name) for name in _BESIDE if name in block}
-            if "residency" in told:
-                if writer is None:
-                    part = stack.enter_context(written_beside(residency_path(out)))
-                    writer = stack.enter_context(
-                        pq.ParquetWriter(
-                            part,
-                            _RESIDENCY,
-                            compression="zstd",
-                            use_dictionary=[
-                                name for name in _RESIDENCY.names if name != "expert"
-                            ],
-                            column_encoding={"expert": "BYTE_STREAM_SPLIT"},
-                            write_statistics=False,
-                        )
-                    )
-                for start in range(0, len(block["pos"]), BATCH_ROWS):
-                    part_of = slice(start, start + BATCH_ROWS)
-                    writer.write_table(
-                        _accesses(
-                            *(
-                                {n: c[part_of] for n, c in one.items()}
-                                for one in (block, told)
-                            )
-                        )
-                    )
+            residency = {
+                name: block.pop(name) for name in _RESIDENCY_COLUMNS if name in block
+            }
+            if "residency" not in residency:
+                return block
+
+            # Opened at the first need: most files tell no residency.
+            if writer is None:
+                part = stack.enter_context(written_beside(residency_path(out)))
+                writer = stack.enter_context(_residency_writer(part))
+
+            for start in range(0, len(block["pos"]), BATCH_ROWS):
+                rows = slice(start, start + BATCH_ROWS)
+                writer.write_table(_accesses(block, residency, rows))
             return block
 
-        yield kept
+        yield without_residency
 
 
-def _accesses(block: Block, told: Block) -> pa.Table:
-    """A row per access of rows [N, K]."""
-    count, top_k = block["experts"].shape
+def _residency_writer(path: Path) -> pq.ParquetWriter:
+    return pq.ParquetWriter(
+        path,
+        _RESIDENCY,
+        compression="zstd",
+        use_dictionary=[name for name in _RESIDENCY.names if name != "expert"],
+        column_encoding={"expert": "BYTE_STREAM_SPLIT"},
+        write_statistics=False,
+    )
+
+
+def _accesses(
+    block: Block,
+    residency: Block,
+    rows: slice,
+) -> pa.Table:
+    """A row per access of some rows [N, K] of a block."""
+    experts = block["experts"][rows]
+    count, top_k = experts.shape
+
     columns = {
-        **{name: np.repeat(block[name], top_k) for name in ("seq", "pos", "layer")},
-        "slot": np.tile(np.arange(top_k), count),
-        "expert": block["experts"].reshape(-1),
-        **{
-            name: told[name].reshape(-1) if name in told else np.zeros(count * top_k)
-            for name in _BESIDE
-        },
+        name: np.repeat(block[name][rows], top_k) for name in ("seq", "pos", "layer")
     }
-    types = [field.type.to_pandas_dtype() for field in _RESIDENCY]
+    columns["slot"] = np.tile(np.arange(top_k), count)
+    columns["expert"] = experts.reshape(-1)
+    for name in _RESIDENCY_COLUMNS:
+        known = name in residency
+        column = residency[name][rows].reshape(-1) if known else None
+        columns[name] = np.zeros(count * top_k) if column is None else column
+
     arrays = [
-        numbers(column.astype(dtype))
-        for column, dtype in zip(columns.values(), types, strict=True)
+        numbers(columns[field.name].astype(field.type.to_pandas_dtype()))
+        for field in _RESIDENCY
     ]
     return pa.Table.from_arrays(arrays, schema=_RESIDENCY)
 
 
-def residency_path(trace: Path) -> Path:
-    """Where the residency beside a trace lies."""
-    return trace.with_name(trace.name + ".residency.parquet")
+# -- preamble --------------------------------------------------------------------------
 
 
 def preamble(path: Path) -> Preamble:
@@ -236,41 +261,46 @@ def preamble(path: Path) -> Preamble:
         TraceError: another version, or no header line.
     """
     facts: dict[str, str] = {}
-    experts: dict[int, int] = {}
-    dense = 0
+    expert_bytes: dict[int, int] = {}
+    dense_bytes = 0
+
+    # Comments may hold anything; only what is looked for must be readable.
     lines = head(path, _PREAMBLE_BYTES).decode("utf-8", "replace").splitlines()
     if not lines or lines[0].strip() != "# route_trace v1":
-        raise bad(
+        raise layout_error(
             path,
             "line 1",
             "# route_trace v1",
             lines[0][:40] if lines else "nothing",
             "is there a newer moesim?",
         )
-    for number, line in enumerate(lines):
+
+    for number, line in enumerate(lines, start=1):
         if not line.startswith("#"):
-            columns = [name.strip() for name in line.split(",")]
-            if missing := [name for name in _NEEDED if name not in columns]:
-                raise bad(
-                    path, f"line {number + 1}", f"a column {missing[0]!r}", line[:80]
-                )
-            if len(set(columns)) != len(columns):
-                raise bad(path, f"line {number + 1}", "every column once", line[:80])
-            return Preamble(facts, experts, dense, columns, number + 1)
-        with decoding(path, f"line {number + 1}"):
-            words = dict(re.findall(r"(\w+)=(\S+)", line))
-            if "expert_bytes" in words:
-                layer, size, beside = (
-                    int(words[name])
-                    for name in ("layer", "expert_bytes", "dense_bytes")
-                )
-                if min(layer, size, beside) < 0:
-                    raise bad(path, f"line {number + 1}", "numbers from 0", line[:80])
-                experts[layer] = size
-                dense += beside
-            else:
-                facts |= words
-    raise bad(
+            columns = _header_columns(path, number, line)
+            return Preamble(
+                facts,
+                expert_bytes,
+                dense_bytes,
+                columns,
+                number,
+            )
+
+        with decoding(path, f"line {number}"):
+            facts_of_line = dict(re.findall(r"(\w+)=(\S+)", line))
+            if "expert_bytes" not in facts_of_line:
+                facts |= facts_of_line
+                continue
+
+            layer = int(facts_of_line["layer"])
+            expert_bytes[layer] = int(facts_of_line["expert_bytes"])
+            of_layer = int(facts_of_line["dense_bytes"])
+            dense_bytes += of_layer
+
+        if min(layer, expert_bytes[layer], of_layer) < 0:
+            raise layout_error(path, f"line {number}", "numbers from 0", line[:80])
+
+    raise layout_error(
         path,
         f"line {len(lines)}",
         "a header line behind the preamble",
@@ -278,175 +308,248 @@ def preamble(path: Path) -> Preamble:
     )
 
 
+def _header_columns(
+    path: Path,
+    number: int,
+    line: str,
+) -> list[str]:
+    columns = [name.strip() for name in line.split(",")]
+
+    missing = [name for name in _NEEDED if name not in columns]
+    if missing:
+        raise layout_error(
+            path, f"line {number}", f"a column {missing[0]!r}", line[:80]
+        )
+    if len(set(columns)) != len(columns):
+        raise layout_error(path, f"line {number}", "every column once", line[:80])
+
+    return columns
+
+
+# -- rows ------------------------------------------------------------------------------
+
+
 class _Rows:
     """The rows of the file, K lines each.
 
-    An engine writes the K lines of a cell (turn, phase, step, layer) behind each other.
-    Where some stand apart, the file is read again with a row per line, which then are
-    sorted; and again without weights where one is not finite.
+    An engine writes the K lines of a cell (turn, phase, step, layer) one after the
+    other. Where some stand apart, the file is read again with a row per line, which
+    then are sorted; and again without weights where one is not finite.
     """
 
-    def __init__(self, path: Path, shape: ModelShape) -> None:
-        self._path, self._shape, self._told = path, shape, preamble(path)
+    def __init__(
+        self,
+        path: Path,
+        shape: ModelShape,
+    ) -> None:
+        self._path = path
+        self._shape = shape
+        self._preamble = preamble(path)
         self._types = {
-            name: _TYPES[name] for name in self._told.columns if name in _TYPES
+            name: _TYPES[name] for name in self._preamble.columns if name in _TYPES
         }
         self._apart = False
-        self._top_k = self._sequences = 0
+        self._top_k = 0
+        self._sequences = 0
 
     def pieces(self) -> Iterator[Block]:
         """Rows in the order of the file; `seq` is the turn, `layer` as the engine
         counts.
         """
-        self._top_k = self._sequences = 0
-        held: Block = {}
-        last = -1
-        for base, found in number_columns(
-            self._path, self._told.columns, self._types, self._told.lines
+        self._top_k = 0
+        self._sequences = 0
+        pending: Block = {}
+        any_row = False
+
+        for first_row, lines in csv_columns(
+            self._path, self._preamble.columns, self._types, self._preamble.lines
         ):
-            self._check(base, found)
-            if "weight" in found and not np.isfinite(found["weight"]).all():
+            any_row = True
+            self._check(first_row, lines)
+
+            if "weight" in lines and not np.isfinite(lines["weight"]).all():
+                # One unknown weight makes all unknown: read again without them.
                 del self._types["weight"]
                 raise ApartError
-            last = base
+
             if self._apart:
-                yield _renamed(found)
+                yield _renamed(lines)
                 continue
-            rows = (
-                {
-                    name: np.concatenate((held[name], column))
-                    for name, column in found.items()
-                }
-                if held
-                else found
-            )
+
+            rows = _behind(pending, lines)
             if not self._top_k:
                 starts = np.flatnonzero(rows["slot"][1:] == 0)
                 self._top_k = int(starts[0]) + 1 if len(starts) else len(rows["slot"])
-            whole = len(rows["slot"]) // self._top_k * self._top_k
-            yield self._cells({name: column[:whole] for name, column in rows.items()})
-            held = {name: column[whole:] for name, column in rows.items()}
-        if last < 0:
-            raise bad(self._path, "rows", "values in every column", "no row")
-        if held and len(held["slot"]):
-            self._stand_apart()
+
+            # The last cell may go on in what is not read yet.
+            end = len(rows["slot"]) // self._top_k * self._top_k
+            yield self._cells({name: column[:end] for name, column in rows.items()})
+            pending = {name: column[end:] for name, column in rows.items()}
+
+        if not any_row:
+            raise layout_error(self._path, "rows", "values in every column", "no row")
+        if pending and len(pending["slot"]):
+            self._read_apart()
 
     def finished(self, block: Block) -> Block:
         """A whole, sorted sequence as the writer takes it."""
         if "rank" in block:
             block = self._gathered(block)
+
         block = finished(self._path, self._shape, block)
+        # Turns need not be counted from 0.
         block["seq"] = np.full(len(block["pos"]), self._sequences, np.int32)
         self._sequences += 1
         return block
 
-    def _check(self, base: int, rows: Block) -> None:
-        for name, least, most in (
-            ("phase", 0, 1),
-            ("residency", 0, 2),
-            ("dropped", 0, 1),
-        ):
-            if (
-                name in rows
-                and not least <= rows[name].min() <= rows[name].max() <= most
-            ):
-                row = int(((rows[name] < least) | (rows[name] > most)).argmax())
-                raise bad(
-                    self._path,
-                    f"row {base + row}: {name}",
-                    f"{least}..{most}",
-                    rows[name][row],
+    def _check(
+        self,
+        first_row: int,
+        lines: Block,
+    ) -> None:
+        for name, most in _LIMITS.items():
+            if name in lines:
+                self._check_range(
+                    first_row,
+                    lines,
+                    name,
+                    f"0..{most}",
+                    most + 1,
                 )
-        step = rows["step"]
-        expert = rows["expert"]
-        if step.min() < 0 or step.max() >= 1 << 31:
-            row = int(((step < 0) | (step >= 1 << 31)).argmax())
-            way_out = "a row that belongs to no token"
-            raise bad(
-                self._path,
-                f"row {base + row}: step",
-                "an absolute position",
-                step[row],
-                way_out,
-            )
-        if not 0 <= expert.min() <= expert.max() < self._shape.experts:
-            row = int(((expert < 0) | (expert >= self._shape.experts)).argmax())
-            expected = f"0..{self._shape.experts - 1}"
-            raise bad(
-                self._path,
-                f"row {base + row}: expert",
-                expected,
-                expert[row],
-                "is the shape right?",
-            )
 
-    def _stand_apart(self) -> NoReturn:
+        self._check_range(
+            first_row,
+            lines,
+            "step",
+            "an absolute position",
+            1 << 31,
+            "a row that belongs to no token",
+        )
+        self._check_range(
+            first_row,
+            lines,
+            "expert",
+            f"0..{self._shape.experts - 1}",
+            self._shape.experts,
+            "is the shape right?",
+        )
+
+    def _check_range(
+        self,
+        first_row: int,
+        lines: Block,
+        name: str,
+        expected: str,
+        limit: int,
+        way_out: str = "dump it again",
+    ) -> None:
+        column = lines[name]
+        if 0 <= column.min() <= column.max() < limit:
+            return
+
+        row = int(((column < 0) | (column >= limit)).argmax())
+        place = f"row {first_row + row}: {name}"
+        raise layout_error(
+            self._path,
+            place,
+            expected,
+            column[row],
+            way_out,
+        )
+
+    def _read_apart(self) -> NoReturn:
+        """Have the file read again, with a row per line."""
         self._apart = True
         raise ApartError
 
-    def _cells(self, rows: Block) -> Block:
+    def _cells(self, lines: Block) -> Block:
         """A row for every K lines."""
-        cells = {name: column.reshape(-1, self._top_k) for name, column in rows.items()}
-        same = (cells[name] for name in ("turn", "phase", "step", "layer"))
-        if not (cells["slot"] == np.arange(self._top_k)).all() or any(
-            (one[:, 1:] != one[:, :1]).any() for one in same
-        ):
-            self._stand_apart()
-        return _renamed(
-            {
-                name: cells[name][:, 0] if name in _OF_CELL else cells[name]
-                for name in cells
-            }
-        )
+        cells = {
+            name: column.reshape(-1, self._top_k) for name, column in lines.items()
+        }
+        in_order = (cells["slot"] == np.arange(self._top_k)).all()
+        if not in_order or any(_differs(cells[name]) for name in _CELL):
+            self._read_apart()
+
+        return _renamed(_first_of(cells, _CELL))
 
     def _gathered(self, block: Block) -> Block:
-        """A row for every K lines that stood anywhere in the file."""
-        top_k = int(block["rank"].max()) + 1
+        """A row for every K lines that stood anywhere in the file, sorted by now."""
+        rank = block["rank"]
+        top_k = int(rank.max()) + 1
         self._top_k = self._top_k or top_k
-        cell = np.stack([block[name] for name in ("pos", "layer", "phase")])
-        whole = (
-            len(block["rank"]) % top_k == 0
-            and (block["rank"].reshape(-1, top_k) == np.arange(top_k)).all()
+
+        names = ("pos", "layer", "phase")
+        is_complete = top_k == self._top_k and len(rank) % top_k == 0
+        if is_complete:
+            cells = {
+                name: column.reshape(-1, top_k)
+                for name, column in block.items()
+                if name != "rank"
+            }
+            is_complete = (rank.reshape(-1, top_k) == np.arange(top_k)).all()
+            is_complete = is_complete and not any(
+                _differs(cells[name]) for name in names
+            )
+
+        if not is_complete:
+            raise self._incomplete(block)
+        return _first_of(cells, ("seq", *names))
+
+    def _incomplete(self, block: Block) -> Exception:
+        """The error of the first line whose slot is not the one that is due."""
+        rank = block["rank"]
+        due = np.resize(np.arange(self._top_k), len(rank))
+        row = int((rank != due).argmax())
+
+        # Layers as moesim counts them, which is how other errors name them.
+        used = np.unique(block["layer"]).tolist()
+        number_of = layer_numbers(self._path, used, self._shape)
+        engine_layer = int(block["layer"][row])
+        layer = number_of.get(engine_layer, engine_layer)
+
+        where = (
+            f"turn {block['seq'][row]}, step {int(block['pos'][row])}, layer {layer}"
         )
-        if (
-            top_k != self._top_k
-            or not whole
-            or (
-                cell.reshape(3, -1, top_k) != cell.reshape(3, -1, top_k)[:, :, :1]
-            ).any()
-        ):
-            row = int(
-                (
-                    block["rank"]
-                    != np.resize(np.arange(self._top_k), len(block["rank"]))
-                ).argmax()
-            )
-            step, layer, _ = cell[:, row].tolist()
-            layer = layer_numbers(
-                self._path, np.unique(block["layer"]).tolist(), self._shape
-            ).get(layer, layer)
-            place = f"turn {block['seq'][row]}, step {step}, layer {layer}"
-            raise bad(
-                self._path, place, f"slots 0..{self._top_k - 1}, once each", "others"
-            )
-        cells = {
-            name: column.reshape(-1, top_k)
-            for name, column in block.items()
-            if name != "rank"
-        }
-        return {
-            name: cells[name][:, 0]
-            if name in ("seq", *_OF_CELL, "pos")
-            else cells[name]
-            for name in cells
-        }
+        expected = f"slots 0..{self._top_k - 1}, once each"
+        return layout_error(self._path, where, expected, "others")
 
 
-def _renamed(rows: Block) -> Block:
-    """The file's columns under our names."""
-    renamed = {_OURS.get(name, name): column for name, column in rows.items()}
-    if rows["slot"].ndim == 2:
+def _behind(
+    pending: Block,
+    lines: Block,
+) -> Block:
+    """Lines behind those that wait for the rest of their cell."""
+    if not pending:
+        return lines
+
+    return {
+        name: np.concatenate((pending[name], column)) for name, column in lines.items()
+    }
+
+
+def _differs(cell: np.ndarray) -> bool:
+    """Whether the K lines of a cell disagree, of any cell of [N, K]."""
+    return bool((cell[:, 1:] != cell[:, :1]).any())
+
+
+def _first_of(
+    cells: Block,
+    names: tuple[str, ...],
+) -> Block:
+    """Cells [N, K] with one value [N] in those columns in which their lines agree."""
+    return {
+        name: column[:, 0] if name in names else column
+        for name, column in cells.items()
+    }
+
+
+def _renamed(lines: Block) -> Block:
+    """The file's columns under a trace's names."""
+    renamed = {_RENAMED.get(name, name): column for name, column in lines.items()}
+    if lines["slot"].ndim == 2:  # gathered already: the rank is the place in the row
         del renamed["rank"]
+
     renamed["pos"] = renamed["pos"].astype(np.int32)
     renamed["experts"] = renamed["experts"].astype(np.uint16)
     return renamed

@@ -8,7 +8,7 @@ no token id and is left out.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,8 @@ from moesim.traces.errors import TraceError
 from moesim.traces.format.arrow import codes, flat, values
 from moesim.traces.format.schema import Phase
 from moesim.traces.format.sorting import BATCH_ROWS, Unordered
-from moesim.traces.importers.readers.foreign import NO_WEIGHTS, Once
+from moesim.traces.importers.readers.options import NO_WEIGHTS
+from moesim.traces.importers.readers.parse_cache import ParseCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +30,14 @@ if TYPE_CHECKING:
 
 COLUMNS = ("seq_id", "phase", "layer", "token", "expert_ids")
 _PHASES = [phase.label for phase in Phase]
+_METADATA = ("source", "licence", "license", "model", "note")
+
+
+class _Overview(NamedTuple):
+    """Sequence names by first appearance, and whether all rows have scores."""
+
+    names: list[str]
+    has_scores: bool
 
 
 def recognises(path: Path) -> bool:
@@ -37,6 +46,7 @@ def recognises(path: Path) -> bool:
         names = pq.read_schema(path).names
     except (pa.ArrowException, OSError, ValueError):
         return False
+
     return set(COLUMNS) <= set(names)
 
 
@@ -48,27 +58,22 @@ def provenance(path: Path) -> dict[str, Any]:
         key.decode(): value.decode()
         for key, value in (pq.read_schema(path).metadata or {}).items()
     }
-    known = {
-        key: metadata[key]
-        for key in ("source", "licence", "license", "model", "note")
-        if key in metadata
-    }
-    names, scored = _surveyed.kept(path)
-    notes = [] if scored else [NO_WEIGHTS]
+    overview: _Overview = _overview.get(path)
+
+    names = overview.names
+    notes = [] if overview.has_scores else [NO_WEIGHTS]
     if "ascending" in metadata.get("note", ""):
         notes.append("experts are ordered by id, their rank is lost")
-    try:
-        sequences = json.loads(metadata.get("sequences", "[]"))
-        degenerate = [entry["seq_id"] for entry in sequences if entry.get("repetition")]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        degenerate = []
+
+    degenerate = _degenerate(metadata)
     if degenerate:
         notes.append(
             f"{len(degenerate)} of {len(names)} sequences are degenerate repetition,"
             " kept"
         )
+
     return {
-        **known,
+        **{key: metadata[key] for key in _METADATA if key in metadata},
         "sequences": names,
         "degenerate": [
             number for number, name in enumerate(names) if name in set(degenerate)
@@ -77,20 +82,39 @@ def provenance(path: Path) -> dict[str, Any]:
     }
 
 
-def read(path: Path, shape: ModelShape) -> Unordered:
+def _degenerate(metadata: dict[str, str]) -> list[str]:
+    """Names of the sequences that the file's metadata calls repetition."""
+    try:
+        sequences = json.loads(metadata.get("sequences", "[]"))
+        return [entry["seq_id"] for entry in sequences if entry.get("repetition")]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        # Metadata of another shape says nothing about repetition.
+        return []
+
+
+def read(
+    path: Path,
+    shape: ModelShape,
+) -> Unordered:
     """The file's rows; runtimes write them step by step and layer by layer."""
     del shape
 
     def pieces() -> Iterator[Block]:
-        names, scored = _surveyed.kept(path)
-        return _blocks(path, {name: index for index, name in enumerate(names)}, scored)
+        overview: _Overview = _overview.get(path)
+        # Numbered by first appearance, which the overview has found out.
+        number_of = {name: index for index, name in enumerate(overview.names)}
+        return _blocks(path, number_of, overview.has_scores)
 
     return Unordered(pieces)
 
 
-def _batches(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
+def _batches(
+    path: Path,
+    columns: list[str],
+) -> Iterator[tuple[int, Any]]:
     """Record batches with the number of their first row."""
-    base = 0
+    first_row = 0
+
     with pq.ParquetFile(path, pre_buffer=False) as file:
         batches = file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
         while True:
@@ -99,99 +123,136 @@ def _batches(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
             except (pa.ArrowException, OSError) as error:
                 reason = (str(error).splitlines() or ["unreadable"])[0]
                 raise TraceError(
-                    f"{path}: after row {base}: {reason}; was it cut off while copying?"
+                    f"{path}: after row {first_row}: {reason}; was it cut off while"
+                    " copying?"
                 ) from None
+
             if batch is None:
                 return
-            yield base, batch
-            base += batch.num_rows
+            yield first_row, batch
+            first_row += batch.num_rows
 
 
-def _survey(path: Path) -> tuple[list[str], bool]:
-    """Sequence names by first appearance, and whether all rows have scores."""
+def _read_overview(path: Path) -> _Overview:
     names: dict[str, None] = {}
-    scored = "scores" in pq.read_schema(path).names
-    for base, batch in _batches(path, ["seq_id", *(["scores"] if scored else [])]):
-        column = batch.column("seq_id")
+    has_scores = "scores" in pq.read_schema(path).names
+
+    for first_row, batch in _batches(path, _with_scores("seq_id", has_scores)):
+        column = _dictionary(batch.column("seq_id"))
         if column.null_count:
             raise TraceError(
-                f"{path}: after row {base}: seq_id: expected a name, got null"
+                f"{path}: after row {first_row}: seq_id: expected a name, got null"
             )
-        if not isinstance(column, pa.DictionaryArray):
-            column = column.dictionary_encode()
+
         labels = [str(label) for label in column.dictionary.to_pylist()]
         index = values(column.indices)
-        changes = np.flatnonzero(np.concatenate(([True], np.diff(index) != 0)))[
-            : len(index)
-        ]
-        names |= dict.fromkeys(
-            labels[label] for label in dict.fromkeys(index[changes].tolist())
-        )
-        scored = scored and not batch.column("scores").null_count
-    return list(names), scored
+        # Rows of a sequence stand together: only where the name changes is it looked
+        # up.
+        change = np.concatenate(([True], np.diff(index) != 0))[: len(index)]
+        for label in index[change].tolist():
+            names.setdefault(labels[label])
+
+        has_scores = has_scores and not batch.column("scores").null_count
+
+    return _Overview(list(names), has_scores)
 
 
-_surveyed = Once(_survey)
+_overview = ParseCache(_read_overview)
 
 
-def _blocks(path: Path, number: dict[str, int], scored: bool) -> Iterator[Block]:
-    """The file's rows as arrays, in file order."""
+def _with_scores(
+    name: str,
+    has_scores: bool,
+) -> list[str]:
+    return [name, "scores"] if has_scores else [name]
+
+
+def _dictionary(column: Any) -> Any:
+    is_encoded = isinstance(column, pa.DictionaryArray)
+    return column if is_encoded else column.dictionary_encode()
+
+
+def _blocks(
+    path: Path,
+    number_of: dict[str, int],
+    has_scores: bool,
+) -> Iterator[Block]:
+    """The file's rows as arrays, in file order; sequences by `number_of` their name."""
     width = 0
-    for base, batch in _batches(path, [*COLUMNS, *(["scores"] if scored else [])]):
+    names = [*COLUMNS, "scores"] if has_scores else list(COLUMNS)
+
+    for first_row, batch in _batches(path, names):
         for name in batch.schema.names:
             if batch.column(name).null_count:
                 raise TraceError(
-                    f"{path}: after row {base}: {name}: expected a value in every row,"
-                    " got null"
+                    f"{path}: after row {first_row}: {name}: expected a value in every"
+                    " row, got null"
                 )
-        ids = batch.column("seq_id")
-        if not isinstance(ids, pa.DictionaryArray):
-            ids = ids.dictionary_encode()
-        order = np.array(
-            [number[str(label)] for label in ids.dictionary.to_pylist()], dtype=np.int32
-        )
+
         phase = codes(batch.column("phase"), _PHASES)
         if (phase < 0).any():
             raise TraceError(
-                f"{path}: row {base + int(np.argmin(phase))}: phase: expected prefill"
-                " or decode"
+                f"{path}: row {first_row + int(np.argmin(phase))}: phase: expected"
+                " prefill or decode"
             )
+
+        experts = _matrix(path, first_row, "expert_ids", batch.column("expert_ids"))
+        # Arrow knows no lists of one length, so each batch is compared.
+        width = width or experts.shape[1]
+        if experts.shape[1] != width:
+            actual = sorted((width, experts.shape[1]))
+            raise TraceError(
+                f"{path}: expert_ids: expected the same top-k in all rows, got {actual}"
+            )
+
         block = {
-            "seq": order[values(ids.indices)],
+            "seq": _sequences(batch.column("seq_id"), number_of),
             "pos": values(batch.column("token")),
             "phase": phase,
             "layer": values(batch.column("layer")),
-            "experts": _matrix(path, base, "expert_ids", batch.column("expert_ids")),
+            "experts": experts,
         }
-        width = width or block["experts"].shape[1]
-        if block["experts"].shape[1] != width:
-            found = sorted((width, block["experts"].shape[1]))
-            raise TraceError(
-                f"{path}: expert_ids: expected the same top-k in all rows, got {found}"
-            )
-        if scored:
-            scores = _matrix(path, base, "scores", batch.column("scores"))
-            block[
-                "weights" if scores.shape[1] == block["experts"].shape[1] else "scores"
-            ] = scores
+        if has_scores:
+            scores = _matrix(path, first_row, "scores", batch.column("scores"))
+            # One value per chosen expert, or one for each of the model.
+            per_choice = scores.shape[1] == width
+            block["weights" if per_choice else "scores"] = scores
         yield block
 
 
-def _matrix(path: Path, base: int, name: str, array: Any) -> np.ndarray:
+def _sequences(
+    column: Any,
+    number_of: dict[str, int],
+) -> np.ndarray:
+    """int32 [N]: the number of each row's sequence."""
+    encoded = _dictionary(column)
+    labels = encoded.dictionary.to_pylist()
+    numbers = np.array([number_of[str(label)] for label in labels], dtype=np.int32)
+    sequences: np.ndarray = numbers[values(encoded.indices)]
+    return sequences
+
+
+def _matrix(
+    path: Path,
+    first_row: int,
+    name: str,
+    array: Any,
+) -> np.ndarray:
     """[N, K] of a list column with equally long, complete rows."""
     lengths = np.diff(values(array.offsets))
     if len(lengths) and (lengths != lengths[0]).any():
         row = int(np.argmax(lengths != lengths[0]))
         raise TraceError(
-            f"{path}: row {base + row}: {name}: expected {lengths[0]} values, got"
+            f"{path}: row {first_row + row}: {name}: expected {lengths[0]} values, got"
             f" {lengths[row]}"
         )
+
     inner = flat(array)
     if inner.null_count:
-        row = int(np.argmax(inner.is_null().to_numpy(zero_copy_only=False))) // int(
-            lengths[0]
-        )
+        is_null = inner.is_null().to_numpy(zero_copy_only=False)
+        row = int(np.argmax(is_null)) // int(lengths[0])
         raise TraceError(
-            f"{path}: row {base + row}: {name}: expected numbers, got null"
+            f"{path}: row {first_row + row}: {name}: expected numbers, got null"
         )
+
     return values(inner).reshape(len(lengths), -1)

@@ -19,15 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from moesim.traces.format.schema import Phase
 from moesim.traces.format.sorting import BATCH_ROWS, Appearance, Unordered
-from moesim.traces.importers.readers import torch_file as torchfile
-from moesim.traces.importers.readers.foreign import (
-    NO_WEIGHTS,
-    Once,
-    Passes,
-    bad,
-    decoding,
-    layer_numbers,
-)
+from moesim.traces.importers.readers import torch_file
+from moesim.traces.importers.readers.errors import decoding, layout_error
+from moesim.traces.importers.readers.forward_passes import ForwardPasses
+from moesim.traces.importers.readers.options import NO_WEIGHTS
+from moesim.traces.importers.readers.parse_cache import ParseCache
+from moesim.traces.importers.readers.sequence_rows import layer_numbers
 from moesim.traces.importers.readers.tensors import integers
 
 if TYPE_CHECKING:
@@ -38,33 +35,40 @@ if TYPE_CHECKING:
 
     Block = dict[str, np.ndarray]
 
+# SGLang's ForwardMode.
 _EXTEND = 1
 _DECODE = 2
 _MIXED = 3
-# asked for at every token: an enumeration is slow
+
+# Compared at every token, where looking up a member of an enumeration is slow.
 _PROMPT = int(Phase.PREFILL)
 _GENERATED = int(Phase.DECODE)
+
 _RECORD_WITH = "record with --expert-distribution-recorder-mode per_token"
+_NO_REQUESTS = "were requests sent while recording?"
 _KEYS = ({"records", "last_physical_to_logical_map"}, {"logical_count"})
+_TOP_K_IDS = "topk_ids_of_layer"
+_COUNTS = "global_physical_count"
 
 
 def recognises(path: Path) -> bool:
     """Whether this is a torch zip that names the keys of a dump, or a bare pickle,
     which only gets a refusal.
     """
-    if torchfile.is_bare_pickle(path):
+    if torch_file.is_bare_pickle(path):
         return True
-    if not torchfile.is_torch_file(path):
+    if not torch_file.is_torch_file(path):
         return False
-    words = torchfile.words(path)
-    return any(keys <= words for keys in _KEYS)
+
+    strings = torch_file.pickled_strings(path)
+    return any(keys <= strings for keys in _KEYS)
 
 
 def provenance(path: Path) -> dict[str, Any]:
     """Mode, rank, number of passes, and remarks."""
-    found = _parsed.kept(path)
-    records = found["records"]
-    per_token = "topk_ids_of_layer" in records[0]
+    records = _dump.get(path)["records"]
+    per_token = _TOP_K_IDS in records[0]
+
     notes = [NO_WEIGHTS]
     if per_token:
         notes.append("requests are told apart by position: SGLang does not name them")
@@ -73,6 +77,7 @@ def provenance(path: Path) -> dict[str, Any]:
             "per_pass holds workloads, not tokens: experts are ordered by id, several"
             " tokens of a pass are dealt"
         )
+
     return {
         "mode": "per_token" if per_token else "per_pass",
         "rank": int(records[0]["rank"]),
@@ -81,99 +86,103 @@ def provenance(path: Path) -> dict[str, Any]:
     }
 
 
-def read(path: Path, shape: ModelShape) -> Unordered:
+def read(
+    path: Path,
+    shape: ModelShape,
+) -> Unordered:
     """The file's passes. Their list is in memory, their ids are read as they are
     needed.
     """
-    found = _parsed.taken(path)
-    logical = _integers(
-        path, "last_physical_to_logical_map", found["last_physical_to_logical_map"], 2
-    )
+    dump = _dump.pop(path)
+    name = "last_physical_to_logical_map"
+    logical = _integers(path, name, dump[name], 2)
     if logical.size and not 0 <= logical.min() <= logical.max() < 1 << 16:
-        raise bad(
-            path,
-            "last_physical_to_logical_map",
-            "expert ids",
-            f"{logical.min()}..{logical.max()}",
-        )
-    records = found["records"]
-    if "topk_ids_of_layer" in records[0]:
+        actual = f"{logical.min()}..{logical.max()}"
+        raise layout_error(path, name, "expert ids", actual)
+
+    records = dump["records"]
+    if _TOP_K_IDS in records[0]:
         return Unordered(lambda: _per_token(path, records, logical, shape))
     return Unordered(lambda: _per_pass(path, records, logical, shape))
 
 
 def _load(path: Path) -> dict[str, Any]:
-    if torchfile.is_bare_pickle(path):
-        raise torchfile.refuse_pickle(path)
-    found = torchfile.load(path, stored=True)
-    if isinstance(found, dict) and "logical_count" in found:
-        raise bad(
+    """A dump whose tensors are still in the file."""
+    if torch_file.is_bare_pickle(path):
+        raise torch_file.refuse_pickle(path)
+
+    dump = torch_file.load(path, stored=True)
+    if isinstance(dump, dict) and "logical_count" in dump:
+        raise layout_error(
             path,
             "mode",
             "per_token or per_pass",
             "stat, which holds sums only",
             _RECORD_WITH,
         )
+
     with decoding(path, "dump"):
-        records = found["records"]
+        records = dump["records"]
         if not isinstance(records, list) or not records:
-            raise bad(
+            raise layout_error(
                 path,
                 "records",
                 "at least one pass",
                 "none",
                 "was recording started before the requests?",
             )
-        kinds = {
-            ("topk_ids_of_layer" in one, "global_physical_count" in one)
-            for one in records
-        }
-        if len(kinds) > 1 or kinds == {(False, False)}:
-            raise bad(
+
+        modes = {(_TOP_K_IDS in record, _COUNTS in record) for record in records}
+        if len(modes) > 1 or modes == {(False, False)}:
+            raise layout_error(
                 path,
                 "records",
-                "topk_ids_of_layer or global_physical_count in all",
+                f"{_TOP_K_IDS} or {_COUNTS} in all",
                 "neither, or a mixture",
             )
-        return dict(found)
+
+        return dict(dump)
 
 
-_parsed = Once(_load)
+_dump = ParseCache(_load)
 
 
-def _integers(path: Path, place: str, value: Any, dimensions: int) -> np.ndarray:
-    """A tensor's numbers, out of the file."""
-    return integers(
-        path,
-        place,
-        value.array() if isinstance(value, torchfile.Stored) else value,
-        dimensions,
-    )
+def _integers(
+    path: Path,
+    place: str,
+    value: Any,
+    dimensions: int,
+) -> np.ndarray:
+    """The numbers of a tensor, which may still be in the file."""
+    array = value.array() if isinstance(value, torch_file.StoredTensor) else value
+    return integers(path, place, array, dimensions)
 
 
 def _to_logical(
-    path: Path, place: str, physical: np.ndarray, logical: np.ndarray
+    path: Path,
+    place: str,
+    physical: np.ndarray,
+    logical: np.ndarray,
 ) -> np.ndarray:
     """Logical ids of physical ids [L, ...]; -1 stays -1."""
-    if physical.size and (physical.max() >= logical.shape[1] or physical.min() < -1):
-        outside = int(
-            physical.max() if physical.max() >= logical.shape[1] else physical.min()
-        )
-        raise bad(path, place, f"physical ids 0..{logical.shape[1] - 1} or -1", outside)
-    # -1 is the last.
-    known = np.concatenate((logical, np.full((len(logical), 1), -1)), axis=1).astype(
-        np.int32
-    )
-    return np.stack(
-        [np.take(of_layer, ids) for of_layer, ids in zip(known, physical, strict=True)]
-    )
+    copies = logical.shape[1]
+    if physical.size and (physical.max() >= copies or physical.min() < -1):
+        outside = physical.max() if physical.max() >= copies else physical.min()
+        expected = f"physical ids 0..{copies - 1} or -1"
+        raise layout_error(path, place, expected, int(outside))
+
+    # An index of -1 takes the last entry, which therefore is -1.
+    padding = np.full((len(logical), 1), -1)
+    table = np.concatenate((logical, padding), axis=1).astype(np.int32)
+    by_layer = zip(table, physical, strict=True)
+    return np.stack([np.take(of_layer, ids) for of_layer, ids in by_layer])
 
 
 # -- per_token -------------------------------------------------------------------------
 
 
-class _Running:
-    """All requests so far, found by the position that would continue them.
+class _RunningRequests:
+    """All requests so far, by the position that would continue them.
 
     A decode pass keeps the order of the running batch, so of several candidates the
     first behind the previous match is taken. Only prompts are continued by an extend
@@ -181,273 +190,364 @@ class _Running:
     """
 
     def __init__(self) -> None:
-        self._phases: list[int] = []  # of the last token of each request
-        self._due: dict[
-            int, list[int]
-        ] = {}  # next position -> ascending request numbers
+        # Phase of the last token of each request.
+        self._phases: list[int] = []
+        # Next position -> numbers of the requests that wait for it, ascending.
+        self._due: dict[int, list[int]] = {}
 
     def add(
-        self, path: Path, where: str, record: dict[str, Any]
+        self,
+        path: Path,
+        where: str,
+        record: dict[str, Any],
     ) -> tuple[list[int], list[int]]:
         """Give the tokens of one pass to requests: number of the request and phase of
         each token.
         """
         positions = record["positions"]
         mode = record["forward_mode"]
-        if mode == _DECODE:
-            lengths = [1] * len(positions)
-        elif mode in (_EXTEND, _MIXED):
-            lengths = record["extend_seq_lens"]
-            if sum(lengths) != len(positions) or min(lengths, default=1) < 1:
-                raise bad(
-                    path,
-                    where,
-                    f"extend_seq_lens that add up to {len(positions)}",
-                    lengths,
-                )
-        else:
-            raise bad(
-                path,
-                where,
-                "forward_mode 1 (extend), 2 (decode) or 3 (mixed)",
-                mode,
-                "record without speculation",
-            )
-        start = taken = 0
+        lengths = _request_lengths(path, where, record)
+
+        start = 0
+        after = 0  # requests of a pass ascend, as they do in the running batch
         numbers: list[int] = []
         phases: list[int] = []
+
         for length in lengths:
             part = positions[start : start + length]
-            if (length > 1 and part != list(range(part[0], part[0] + length))) or part[
-                0
-            ] < 0:
-                raise bad(path, where, "consecutive positions of a request", part[:8])
+            first = part[0]
+            if first < 0 or (length > 1 and part != list(range(first, first + length))):
+                expected = "consecutive positions of a request"
+                raise layout_error(path, where, expected, part[:8])
+
             generated = mode == _DECODE or (mode == _MIXED and length == 1)
-            number = self._continued(part[0], taken, any_phase=generated)
+            number = self._continued(first, after, any_phase=generated)
             if number < 0:
                 number = len(self._phases)
                 self._phases.append(_PROMPT)
+                # A request may have begun before recording did; only a decode pass
+                # says that its first token here was generated.
                 generated = mode == _DECODE
-            taken = max(taken, number + 1)
+
+            after = max(after, number + 1)
             self._phases[number] = _GENERATED if generated else _PROMPT
             numbers += [number] * length
             phases += [self._phases[number]] * length
             insort(self._due.setdefault(part[-1] + 1, []), number)
             start += length
+
         return numbers, phases
 
-    def _continued(self, position: int, taken: int, *, any_phase: bool) -> int:
+    def _continued(
+        self,
+        position: int,
+        after: int,
+        *,
+        any_phase: bool,
+    ) -> int:
         """The request that waits for `position`, -1 if none; it waits no longer."""
         due = self._due.get(position, [])
-        behind = bisect_left(due, taken)
+        behind = bisect_left(due, after)
+
         for index in chain(range(behind, len(due)), range(behind)):
             if any_phase or self._phases[due[index]] == _PROMPT:
                 if len(due) == 1:
+                    # Positions grow without end; empty lists must not pile up.
                     del self._due[position]
                 return due.pop(index)
+
         return -1
 
 
+def _request_lengths(
+    path: Path,
+    where: str,
+    record: dict[str, Any],
+) -> list[int]:
+    """How many tokens each request has in a pass."""
+    tokens = len(record["positions"])
+    mode = record["forward_mode"]
+
+    if mode == _DECODE:
+        return [1] * tokens
+    if mode not in (_EXTEND, _MIXED):
+        raise layout_error(
+            path,
+            where,
+            "forward_mode 1 (extend), 2 (decode) or 3 (mixed)",
+            mode,
+            "record without speculation",
+        )
+
+    lengths: list[int] = record["extend_seq_lens"]
+    if sum(lengths) != tokens or min(lengths, default=1) < 1:
+        expected = f"extend_seq_lens that add up to {tokens}"
+        raise layout_error(path, where, expected, lengths)
+    return lengths
+
+
 def _per_token(
-    path: Path, records: list[Any], logical: np.ndarray, shape: ModelShape
+    path: Path,
+    records: list[Any],
+    logical: np.ndarray,
+    shape: ModelShape,
 ) -> Iterator[Block]:
     """Rows of some passes at a time, in the order of the file."""
-    running = _Running()
+    requests = _RunningRequests()
     sequences = Appearance()
-    widths = _Widths(path, shape)
-    held: tuple[list[int], ...] = [], [], [], []  # request, phase, position, token id
+    layout = _TokenLayout(path, shape)
+
+    # Of each token not yet written: request, phase, position, token id; and the ids.
+    columns: tuple[list[int], ...] = ([], [], [], [])
     ids: list[np.ndarray] = []
+
     for number, record in enumerate(records):
         where = f"record {number}"
-        physical = _integers(
-            path, f"{where}: topk_ids_of_layer", record["topk_ids_of_layer"], 3
-        )
-        positions = record["positions"]
-        inputs = record["input_ids"]
-        if not len(positions) == len(inputs) == physical.shape[1]:
-            found = (
-                f"{len(positions)} positions, {len(inputs)} input_ids,"
-                f" {physical.shape[1]} columns of ids"
-            )
-            raise bad(path, where, "as many positions and input_ids as tokens", found)
-        if len(physical) != len(logical):
-            raise bad(
-                path, where, f"{len(logical)} layers as in the map", len(physical)
-            )
-        for column, more in zip(
-            held, (*running.add(path, where, record), positions, inputs), strict=True
-        ):
-            column.extend(more)
+        physical = _physical_ids(path, where, record, len(logical))
+        request, phase = requests.add(path, where, record)
+        added = (request, phase, record["positions"], record["input_ids"])
+        for column, values in zip(columns, added, strict=True):
+            column.extend(values)
         ids.append(physical)
-        if len(held[0]) * len(logical) >= BATCH_ROWS or number + 1 == len(records):
-            whole = np.concatenate(ids, axis=1)  # [layers, tokens, 8]
-            place = (
-                f"records {number + 1 - len(ids)}..{number}" if len(ids) > 1 else where
-            )
-            columns = [np.array(column, np.int64) for column in held]
-            block = widths.rows(_to_logical(path, place, whole, logical), *columns)
+
+        # A pass of one token is far too small a piece to be checked by itself.
+        last = number + 1 == len(records)
+        if len(columns[0]) * len(logical) >= BATCH_ROWS or last:
+            first = number + 1 - len(ids)
+            place = f"records {first}..{number}" if first < number else where
+            joined = np.concatenate(ids, axis=1)  # [layers, tokens, 8]
+            arrays = [np.array(column, np.int64) for column in columns]
+
+            block = layout.rows(_to_logical(path, place, joined, logical), *arrays)
             if block is not None:
                 yield block | {"seq": sequences.of_numbers(block["seq"])}
-            held = ([], [], [], [])
+            columns = ([], [], [], [])
             ids = []
-    if not widths.top_k:
-        raise bad(
+
+    if not layout.top_k:
+        raise layout_error(
             path,
-            "topk_ids_of_layer",
+            _TOP_K_IDS,
             "ids",
             "-1 everywhere",
-            "were requests sent while recording?",
+            _NO_REQUESTS,
         )
 
 
-class _Widths:
+def _physical_ids(
+    path: Path,
+    where: str,
+    record: dict[str, Any],
+    layers: int,
+) -> np.ndarray:
+    """Int [layers, T, 8] of a pass of T tokens."""
+    ids = _integers(path, f"{where}: {_TOP_K_IDS}", record[_TOP_K_IDS], 3)
+    positions = record["positions"]
+    inputs = record["input_ids"]
+
+    if not len(positions) == len(inputs) == ids.shape[1]:
+        actual = (
+            f"{len(positions)} positions, {len(inputs)} input_ids, {ids.shape[1]}"
+            " columns of ids"
+        )
+        expected = "as many positions and input_ids as tokens"
+        raise layout_error(path, where, expected, actual)
+
+    if len(ids) != layers:
+        raise layout_error(path, where, f"{layers} layers as in the map", len(ids))
+    return ids
+
+
+class _TokenLayout:
     """Which layers route, and how many experts each: as in the first tokens that any
     layer routed.
     """
 
-    def __init__(self, path: Path, shape: ModelShape) -> None:
+    def __init__(
+        self,
+        path: Path,
+        shape: ModelShape,
+    ) -> None:
         self._path = path
         self._shape = shape
         self._sparse = np.empty(0, np.int64)
-        self._order = np.empty(0, np.int16)
+        self._moe_layers = np.empty(0, np.int16)
         self._tokens = 0
         self.top_k = 0
 
     def rows(
         self,
-        whole: np.ndarray,
+        ids: np.ndarray,
         number: np.ndarray,
         phase: np.ndarray,
         pos: np.ndarray,
         token: np.ndarray,
     ) -> Block | None:
-        """Rows of T tokens with ids [layers, T, 8], by token and layer; None where all
-        are padding.
+        """Return rows by token and layer; None where all are padding.
+
+        Args:
+            ids: int [layers, T, 8], logical.
+            number: int64 [T], request of each token.
+            phase: int64 [T].
+            pos: int64 [T].
+            token: int64 [T], token ids.
         """
-        path = self._path
-        used = whole >= 0
-        counts = used.sum(axis=2)
+        counts = (ids >= 0).sum(axis=2)
         routed = counts.any(axis=0)  # a token that no layer routed is padding
         if not routed.any():
             return None
         if not self.top_k:
-            self._sparse = np.flatnonzero(counts.any(axis=1))
-            number_of = layer_numbers(path, self._sparse.tolist(), self._shape)
-            self._order = np.array(
-                [number_of[layer] for layer in self._sparse.tolist()], np.int16
-            )
-            self.top_k = int(counts.max())
-        top_k = self.top_k
-        due = np.zeros(len(whole), np.int64)
-        due[self._sparse] = top_k
-        if (odd := (counts != due[:, None]) & routed).any():
-            layer, at = np.argwhere(odd)[0]
-            place = f"token {self._tokens + at}, layer {layer}"
-            raise bad(path, place, f"{due[layer]} experts", int(counts[layer, at]))
+            self._learn(counts)
+        self._check_counts(counts, routed)
         self._tokens += len(routed)
-        experts = whole if len(self._sparse) == len(whole) else whole[self._sparse]
+
+        # Indexing copies; most passes have neither dense layers nor padding.
+        experts = ids if len(self._sparse) == len(ids) else ids[self._sparse]
         experts = experts if routed.all() else experts[:, routed]
+        top_k = self.top_k
         if (experts[:, :, :top_k] < 0).any():
-            raise bad(
-                path, "topk_ids_of_layer", "-1 only behind the ids", "-1 between them"
+            raise layout_error(
+                self._path, _TOP_K_IDS, "-1 only behind the ids", "-1 between them"
             )
+
         for name, column in (("input_ids: token ids", token), ("positions", pos)):
             if not 0 <= column.min() <= column.max() < 1 << 31:
-                raise bad(
-                    path, name, "numbers from 0", f"{column.min()}..{column.max()}"
-                )
-        layers = len(self._order)
-        rows = {"seq": number, "pos": pos, "phase": phase, "token": token}
+                actual = f"{column.min()}..{column.max()}"
+                raise layout_error(self._path, name, "numbers from 0", actual)
+
+        layers = len(self._moe_layers)
+        by_token = experts[:, :, :top_k].transpose(1, 0, 2)
         block: Block = {
             name: np.repeat(column[routed].astype(np.int32), layers)
-            for name, column in rows.items()
+            for name, column in (
+                ("seq", number),
+                ("pos", pos),
+                ("phase", phase),
+                ("token", token),
+            )
         }
-        block["layer"] = np.tile(self._order, int(routed.sum()))
-        block["experts"] = (
-            experts[:, :, :top_k]
-            .transpose(1, 0, 2)
-            .reshape(-1, top_k)
-            .astype(np.uint16)
-        )
-        return block | {"phase": block["phase"].astype(np.int8)}
+        block["phase"] = block["phase"].astype(np.int8)
+        block["layer"] = np.tile(self._moe_layers, int(routed.sum()))
+        block["experts"] = by_token.reshape(-1, top_k).astype(np.uint16)
+        return block
+
+    def _learn(self, counts: np.ndarray) -> None:
+        """Take layers and top-k from the experts per layer and token, [layers, T]."""
+        self._sparse = np.flatnonzero(counts.any(axis=1))
+        number_of = layer_numbers(self._path, self._sparse.tolist(), self._shape)
+        moe_layers = [number_of[layer] for layer in self._sparse.tolist()]
+        self._moe_layers = np.array(moe_layers, np.int16)
+        self.top_k = int(counts.max())
+
+    def _check_counts(
+        self,
+        counts: np.ndarray,
+        routed: np.ndarray,
+    ) -> None:
+        due = np.zeros(len(counts), np.int64)
+        due[self._sparse] = self.top_k
+
+        wrong = (counts != due[:, None]) & routed
+        if wrong.any():
+            layer, token = np.argwhere(wrong)[0]
+            raise layout_error(
+                self._path,
+                f"token {self._tokens + token}, layer {layer}",
+                f"{due[layer]} experts",
+                int(counts[layer, token]),
+            )
 
 
 # -- per_pass --------------------------------------------------------------------------
 
 
 def _per_pass(
-    path: Path, records: list[Any], logical: np.ndarray, shape: ModelShape
+    path: Path,
+    records: list[Any],
+    logical: np.ndarray,
+    shape: ModelShape,
 ) -> Iterator[Block]:
-    experts = int(logical.max()) + 1
-    busy = np.zeros(len(logical), bool)
-    counts = []
-    for number, record in enumerate(records):
-        physical = _integers(
+    """All rows at once: workloads of all passes are held."""
+    loads = [
+        _logical_load(path, number, record, logical)
+        for number, record in enumerate(records)
+    ]
+    busy = np.any([load.any(axis=1) for load in loads], axis=0)
+    sparse = np.flatnonzero(busy).tolist()
+    number_of = layer_numbers(path, sparse, shape)
+
+    passes: list[int] = []
+    layers: list[int] = []
+    dealt: list[np.ndarray] = []
+    for number, load in enumerate(loads):
+        if not load.any():  # a rank may idle
+            continue
+        for layer in sparse:
+            place = f"record {number}, layer {layer}"
+            dealt.append(deal(path, place, load[layer], shape.top_k))
+            passes.append(number)
+            layers.append(number_of[layer])
+
+    if not dealt:
+        raise layout_error(
             path,
-            f"record {number}: global_physical_count",
-            record["global_physical_count"],
-            2,
-        )
-        if physical.shape != logical.shape or physical.min() < 0:
-            raise bad(
-                path,
-                f"record {number}",
-                f"counts of shape {list(logical.shape)}",
-                list(physical.shape),
-            )
-        flat = np.arange(len(logical))[:, None] * experts + logical
-        load = np.bincount(
-            flat.reshape(-1), physical.reshape(-1), len(logical) * experts
-        ).astype(np.int64)
-        counts.append(load.reshape(-1, experts))
-        busy |= counts[-1].any(axis=1)
-    sparse = np.flatnonzero(busy)
-    number_of = layer_numbers(path, sparse.tolist(), shape)
-    runs: list[tuple[int, int]] = []
-    dealt = []
-    for number, load in enumerate(counts):
-        if load.any():  # a rank may idle
-            for layer in sparse.tolist():
-                dealt.append(
-                    deal(
-                        path,
-                        f"record {number}, layer {layer}",
-                        load[layer],
-                        shape.top_k,
-                    )
-                )
-                runs.append((number, number_of[layer]))
-    if not runs:
-        raise bad(
-            path,
-            "global_physical_count",
+            _COUNTS,
             "counts",
             "0 everywhere",
-            "were requests sent while recording?",
+            _NO_REQUESTS,
         )
-    tokens = np.array([len(one) for one in dealt])
-    numbers, layers = np.array(runs).T
-    yield Passes(chunked=False).rows(numbers, layers, tokens, np.concatenate(dealt))
+
+    yield ForwardPasses(chunked=False).rows(
+        number=np.array(passes),
+        layer=np.array(layers),
+        tokens=np.array([len(tokens) for tokens in dealt]),
+        experts=np.concatenate(dealt),
+    )
 
 
-def deal(path: Path, place: str, load: np.ndarray, top_k: int) -> np.ndarray:
-    """Tokens [T, K] with exactly these workloads: copies of each expert lie behind each
-    other and are dealt in turn.
+def _logical_load(
+    path: Path,
+    number: int,
+    record: dict[str, Any],
+    logical: np.ndarray,
+) -> np.ndarray:
+    """int64 [layers, E]: tokens of each expert in a pass, all its copies together."""
+    where = f"record {number}"
+    physical = _integers(path, f"{where}: {_COUNTS}", record[_COUNTS], 2)
+    if physical.shape != logical.shape or physical.min() < 0:
+        expected = f"counts of shape {list(logical.shape)}"
+        raise layout_error(path, where, expected, list(physical.shape))
 
-    An expert has at most T copies, so no token gets it twice.
+    layers = len(logical)
+    experts = int(logical.max()) + 1
+    key = np.arange(layers)[:, None] * experts + logical
+    load = np.bincount(key.reshape(-1), physical.reshape(-1), layers * experts)
+    return load.astype(np.int64).reshape(layers, experts)
+
+
+def deal(
+    path: Path,
+    place: str,
+    load: np.ndarray,
+    top_k: int,
+) -> np.ndarray:
+    """Return tokens [T, K] with exactly these workloads.
+
+    The copies of each expert stand in one row and are dealt to the tokens in turn. An
+    expert has at most T copies, so no token gets it twice.
     """
-    tokens, rest = divmod(int(load.sum()), top_k)
-    if rest or int(load.max(initial=0)) > tokens:
-        found = (
-            f"{int(load.sum())} choices, at most {int(load.max(initial=0))} of one"
-            " expert"
-        )
-        raise bad(
+    choices = int(load.sum())
+    busiest = int(load.max(initial=0))
+    tokens, rest = divmod(choices, top_k)
+
+    if rest or busiest > tokens:
+        raise layout_error(
             path,
             place,
             f"whole tokens of {top_k} experts",
-            found,
+            f"{choices} choices, at most {busiest} of one expert",
             "is the shape's top-k right?",
         )
+
     copies = np.repeat(np.arange(len(load)), load)
     return np.sort(copies.reshape(top_k, tokens).T, axis=1)

@@ -13,21 +13,22 @@ import base64
 import io
 import json
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from moesim.traces.format.sorting import BATCH_ROWS
 from moesim.traces.importers.readers.array_stream import in_memory, streams
-from moesim.traces.importers.readers.foreign import (
-    DAMAGE,
-    NO_PHASES,
-    NO_WEIGHTS,
-    bad,
+from moesim.traces.importers.readers.errors import (
+    DECODING_ERRORS,
     decoding,
-    dense_block,
-    head,
-    whole_number,
+    layout_error,
 )
+from moesim.traces.importers.readers.options import (
+    NO_WEIGHTS,
+    PROMPT_TOKENS_NOTE,
+    prompt_length,
+)
+from moesim.traces.importers.readers.sequence_rows import dense_block
 from moesim.traces.importers.readers.tensors import (
     NPY,
     array,
@@ -35,13 +36,14 @@ from moesim.traces.importers.readers.tensors import (
     kind_of,
     npy_header,
 )
+from moesim.traces.importers.readers.text import head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
-    from moesim.traces.importers.readers.array_stream import Stream
+    from moesim.traces.importers.readers.array_stream import ArrayStream
 
     Block = dict[str, np.ndarray]
 
@@ -53,10 +55,24 @@ OPTIONS = {
 }
 _PROMPT = "prompt_routed_experts"
 _GENERATED = "routed_experts"
-_HOLE = (
+_PREFIX_CACHE = (
     "tokens served from the prefix cache are not routed again: record with"
     " --no-enable-prefix-caching"
 )
+
+
+class _Completion(NamedTuple):
+    """One completion of a request. P prompt tokens, G generated tokens.
+
+    Attributes:
+        prompt: ids [P, L, K]; None where the prompt is not told apart.
+        generated: ids [G, L, K].
+        model: its name, where the response has it.
+    """
+
+    prompt: ArrayStream | None
+    generated: ArrayStream
+    model: str = ""
 
 
 def recognises(path: Path) -> bool:
@@ -68,197 +84,274 @@ def recognises(path: Path) -> bool:
         try:
             with path.open("rb") as file:
                 shape, _, dtype = npy_header(file)
-        except DAMAGE:
-            return True  # an array that is cut off: say so
+        except DECODING_ERRORS:
+            return True  # an array that is cut off: reading it says so
         return len(shape) == 3 and dtype.kind in "iu"
+
+    start = head(path, 1 << 20)
     if kind == "npz":
-        return _GENERATED.encode() in head(path, 1 << 20)
-    start = head(path, 1 << 20).lstrip()
-    return (
-        start[:1] in (b"{", b"[") and f'"{_GENERATED}"'.encode() in start
-    ) or f'"{_PROMPT}"'.encode() in start
+        return _GENERATED.encode() in start
+
+    is_json = start.lstrip()[:1] in (b"{", b"[")
+    if is_json and f'"{_GENERATED}"'.encode() in start:
+        return True
+    return f'"{_PROMPT}"'.encode() in start
 
 
-def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
+def provenance(
+    path: Path,
+    *,
+    prompt_tokens: str = "",
+) -> dict[str, Any]:
     """Model where the response names it, and remarks."""
-    notes = [NO_WEIGHTS]
     model: dict[str, str] = {}
-    phases = False
-    for prompt, _, told in _completions(path):
-        phases |= prompt is not None
-        if told:
-            model = {"model": told}
-    if not phases and not prompt_tokens:
-        notes.append(
-            f"{NO_PHASES}: all are taken as generated; option prompt_tokens=N says more"
-        )
+    has_prompts = False
+    for completion in _completions(path):
+        has_prompts |= completion.prompt is not None
+        if completion.model:
+            model = {"model": completion.model}
+
+    notes = [NO_WEIGHTS]
+    if not has_prompts and not prompt_tokens:
+        notes.append(PROMPT_TOKENS_NOTE)
     return {**model, "notes": notes}
 
 
-def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Iterator[Block]:
+def read(
+    path: Path,
+    shape: ModelShape,
+    *,
+    prompt_tokens: str = "",
+) -> Iterator[Block]:
     """Completions in parts: the prompt, then what was generated."""
     del shape
+    # Refused before any row is read.
+    stated = prompt_length(path, prompt_tokens)
+
     number = 0
-    for prompt, generated, _ in _completions(path):
-        split = prompt.shape[0] if prompt is not None else 0
-        if prompt is None and prompt_tokens:
-            split = whole_number(path, "prompt_tokens", prompt_tokens, 0)
-        told = [one for one in (prompt, generated) if one is not None and one.shape[0]]
-        first = 0
-        tokens = sum(one.shape[0] for one in told)
-        for part in chain.from_iterable(
-            one.rows(max(1, BATCH_ROWS // max(1, one.shape[1]))) for one in told
-        ):
-            ids = integers(path, f"completion {number}", part, 3)
-            same = (
-                (ids == ids[:, :, :1]).all(axis=(1, 2))
-                if ids.shape[2] > 1
-                else np.zeros(len(ids), bool)
+    for completion in _completions(path):
+        prompt = completion.prompt
+        split = (stated or 0) if prompt is None else prompt.shape[0]
+
+        any_token = False
+        for block in _completion_blocks(path, number, completion, split):
+            any_token = True
+            yield block
+        number += any_token
+
+
+def _completion_blocks(
+    path: Path,
+    number: int,
+    completion: _Completion,
+    split: int,
+) -> Iterator[Block]:
+    """The rows of one completion in parts; the first `split` tokens are prompt."""
+    arrays = [
+        stream
+        for stream in (completion.prompt, completion.generated)
+        if stream is not None and stream.shape[0]
+    ]
+    # Only the very last token may be one that was not computed.
+    tokens = sum(stream.shape[0] for stream in arrays)
+    parts = chain.from_iterable(
+        stream.rows(max(1, BATCH_ROWS // max(1, stream.shape[1]))) for stream in arrays
+    )
+
+    first = 0
+    for part in parts:
+        ids = integers(path, f"completion {number}", part, 3)
+        # K equal ids are no choice: such a row was filled, not computed.
+        unrouted = _unrouted(ids)
+
+        is_last = first + len(ids) == tokens
+        if is_last and unrouted[-1] and tokens > split:
+            ids = ids[:-1]
+            unrouted = unrouted[:-1]
+
+        if unrouted.any():
+            token = int(unrouted.argmax())
+            raise layout_error(
+                path,
+                f"completion {number}: token {first + token}",
+                "distinct experts",
+                f"{ids[token, 0, 0]} at every layer",
+                _PREFIX_CACHE,
             )
-            if first + len(ids) == tokens and same[-1] and tokens > split:
-                ids = ids[:-1]
-                same = same[:-1]
-            if same.any():
-                place = f"completion {number}: token {first + int(same.argmax())}"
-                raise bad(
-                    path,
-                    place,
-                    "distinct experts",
-                    f"{ids[same.argmax(), 0, 0]} at every layer",
-                    _HOLE,
-                )
-            if len(ids):
-                yield dense_block(number, ids, max(0, split - first), first)
-            first += len(ids)
-        number += first > 0
+
+        if len(ids):
+            yield dense_block(number, ids, max(0, split - first), first)
+        first += len(ids)
 
 
-def _completions(path: Path) -> Iterator[tuple[Stream | None, Stream, str]]:
-    """(prompt or None, generated, model) of every completion."""
-    kind = kind_of(path)
-    if kind in ("npy", "npz"):
-        found = streams(path)
-        if kind == "npz":
-            found = {
-                name: values
-                for name, values in found.items()
-                if name.endswith(_GENERATED)
-            }
-        for name, values in found.items():
-            if (
-                len(values.shape) != 3
-                or values.dtype.kind not in "iu"
-                or 0 in values.shape[1:]
-            ):
-                told = f"{values.dtype} {list(values.shape)}"
-                raise bad(path, name or "array", "integers with 3 dimensions", told)
-        prompts = [name for name in found if name.endswith(_PROMPT)]
-        for name, values in found.items():
-            if not name.endswith(_PROMPT):
-                prompt = found.get(
-                    name.removesuffix(_GENERATED) + _PROMPT,
-                    found[prompts[0]] if prompts else None,
-                )
-                yield _checked(path, name, prompt, values), values, ""
-        if len(prompts) == len(found):
-            for name in prompts:
-                yield (
-                    found[name],
-                    in_memory(np.empty((0, *found[name].shape[1:]), np.int32)),
-                    "",
-                )
+def _unrouted(ids: np.ndarray) -> np.ndarray:
+    """Bool [T]: tokens that have one id everywhere, in ids [T, L, K]."""
+    if ids.shape[2] < 2:
+        return np.zeros(len(ids), bool)
+
+    same: np.ndarray = (ids == ids[:, :, :1]).all(axis=(1, 2))
+    return same
+
+
+def _completions(path: Path) -> Iterator[_Completion]:
+    """Every completion of the file."""
+    if kind_of(path) in ("npy", "npz"):
+        yield from _of_arrays(path)
         return
+
     for index, response in enumerate(_responses(path)):
         with decoding(path, f"response {index}"):
             yield from _of_response(path, f"response {index}", response)
 
 
+def _of_arrays(path: Path) -> Iterator[_Completion]:
+    """Completions of named arrays; one prompt may belong to several completions."""
+    arrays = streams(path)
+    if kind_of(path) == "npz":
+        arrays = {
+            name: ids for name, ids in arrays.items() if name.endswith(_GENERATED)
+        }
+
+    for name, ids in arrays.items():
+        is_routing = len(ids.shape) == 3 and ids.dtype.kind in "iu"
+        if not is_routing or 0 in ids.shape[1:]:
+            actual = f"{ids.dtype} {list(ids.shape)}"
+            expected = "integers with 3 dimensions"
+            raise layout_error(path, name or "array", expected, actual)
+
+    # Names may have prefixes, such as a request number.
+    prompts = [name for name in arrays if name.endswith(_PROMPT)]
+    only_prompt = arrays[prompts[0]] if prompts else None
+
+    for name, ids in arrays.items():
+        if name in prompts:
+            continue
+        own_prompt = name.removesuffix(_GENERATED) + _PROMPT
+        prompt = arrays.get(own_prompt, only_prompt)
+        _check_shapes(path, name, prompt, ids)
+        yield _Completion(prompt, ids)
+
+    if len(prompts) == len(arrays):
+        for name in prompts:
+            nothing = np.empty((0, *arrays[name].shape[1:]), np.int32)
+            yield _Completion(arrays[name], in_memory(nothing))
+
+
 def _responses(path: Path) -> Iterator[Any]:
-    """One in all, a list of them, or one per line."""
+    """The responses of a server: one in all, a list of them, or one per line."""
     with decoding(path, "JSON"), path.open(encoding="utf-8") as file:
         try:
             first = json.loads(next(line for line in file if line.strip()))
         except (ValueError, StopIteration):
+            # No line is a value by itself: the text is one over many lines.
             file.seek(0)
             first = json.load(file)
+
         if isinstance(first, list):
             yield from first
         else:
             yield first
+
         for line in file:
             if line.strip():
                 yield json.loads(line)
 
 
 def _of_response(
-    path: Path, where: str, response: dict[str, Any]
-) -> Iterator[tuple[Stream | None, Stream, str]]:
+    path: Path,
+    where: str,
+    response: dict[str, Any],
+) -> Iterator[_Completion]:
+    """The completions of one response: its choices, or itself."""
     common = _ids(path, f"{where}: {_PROMPT}", response.get(_PROMPT))
-    choices = response.get("choices") or [response]
-    for index, choice in enumerate(choices):
+
+    for index, choice in enumerate(response.get("choices") or [response]):
         place = f"{where}: choice {index}"
         generated = _ids(path, f"{place}: {_GENERATED}", choice.get(_GENERATED))
-        prompt = (
-            common
-            if common is not None
-            else _ids(path, f"{place}: {_PROMPT}", choice.get(_PROMPT))
-        )
+        prompt = common
+        if prompt is None:
+            prompt = _ids(path, f"{place}: {_PROMPT}", choice.get(_PROMPT))
+
         if generated is None and prompt is None:
             way_out = "serve with --enable-return-routed-experts"
-            raise bad(path, place, f"{_GENERATED} or {_PROMPT}", "neither", way_out)
+            expected = f"{_GENERATED} or {_PROMPT}"
+            raise layout_error(
+                path,
+                place,
+                expected,
+                "neither",
+                way_out,
+            )
+
         if generated is None:
             assert prompt is not None
             generated = prompt[:0]
-        asked = response.get("prompt_token_ids")
-        told = choice.get("token_ids")
-        if (
-            prompt is None
-            and asked
-            and told
-            and len(generated) in (len(asked) + len(told) - 1, len(asked) + len(told))
-        ):
-            prompt = generated[: len(asked)]
-            generated = generated[len(asked) :]
-        whole = None if prompt is None else in_memory(prompt)
-        yield (
-            _checked(path, place, whole, in_memory(generated)),
-            in_memory(generated),
-            str(response.get("model", "")),
-        )
+        if prompt is None:
+            prompt, generated = _split(response, choice, generated)
+
+        prompt_stream = None if prompt is None else in_memory(prompt)
+        generated_stream = in_memory(generated)
+        _check_shapes(path, place, prompt_stream, generated_stream)
+        model = str(response.get("model", ""))
+        yield _Completion(prompt_stream, generated_stream, model)
 
 
-def _checked(
-    path: Path, place: str, prompt: Stream | None, generated: Stream
-) -> Stream | None:
-    if (
-        prompt is not None
-        and generated.shape[0]
-        and prompt.shape[1:] != generated.shape[1:]
-    ):
-        raise bad(
-            path,
-            place,
-            f"[tokens, {prompt.shape[1]}, {prompt.shape[2]}] as in the prompt",
-            list(generated.shape),
-        )
-    return prompt
+def _split(
+    response: dict[str, Any],
+    choice: dict[str, Any],
+    ids: np.ndarray,
+) -> tuple[np.ndarray | None, np.ndarray]:
+    """Prompt and generated tokens of one array, where the numbers of token ids say how
+    many are which; otherwise no prompt.
+    """
+    prompt_ids = response.get("prompt_token_ids")
+    generated_ids = choice.get("token_ids")
+    if not prompt_ids or not generated_ids:
+        return None, ids
+
+    # The last generated token is not computed, so it may or may not have a row.
+    tokens = len(prompt_ids) + len(generated_ids)
+    if len(ids) not in (tokens - 1, tokens):
+        return None, ids
+    return ids[: len(prompt_ids)], ids[len(prompt_ids) :]
 
 
-def _ids(path: Path, place: str, value: Any) -> np.ndarray | None:
+def _check_shapes(
+    path: Path,
+    place: str,
+    prompt: ArrayStream | None,
+    generated: ArrayStream,
+) -> None:
+    if prompt is None or not generated.shape[0]:
+        return
+
+    if prompt.shape[1:] != generated.shape[1:]:
+        expected = f"[tokens, {prompt.shape[1]}, {prompt.shape[2]}] as in the prompt"
+        raise layout_error(path, place, expected, list(generated.shape))
+
+
+def _ids(
+    path: Path,
+    place: str,
+    value: Any,
+) -> np.ndarray | None:
     """An array of nested lists, or of a base64 npy; None for null."""
     if value is None:
         return None
+
     if isinstance(value, str):
         data = base64.b64decode(value, validate=True)
         if not data.startswith(NPY):
-            raise bad(
+            raise layout_error(
                 path,
                 place,
                 "nested lists or a base64 npy",
                 "other base64 bytes",
                 "save the array with numpy.save",
             )
-        return integers(path, place, array(path, place, io.BytesIO(data), len(data)), 3)
+        ids = array(path, place, io.BytesIO(data), len(data))
+        return integers(path, place, ids, 3)
+
     if value == []:
         return np.empty((0, 1, 1), np.int32)
     return integers(path, place, np.array(value), 3)

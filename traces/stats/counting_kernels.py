@@ -10,12 +10,22 @@ import numpy as np
 from moesim.traces.compilation import compiled
 from numba import types as nb
 
-_I64 = nb.Array(nb.int64, 1, "C", readonly=True)
-_I32 = nb.Array(nb.int32, 1, "C", readonly=True)
+_I64 = nb.Array(
+    nb.int64,
+    1,
+    "C",
+    readonly=True,
+)
+_I32 = nb.Array(
+    nb.int32,
+    1,
+    "C",
+    readonly=True,
+)
 _TABLE = nb.int64[:, ::1]
 
+# Windows of 1, 2, 4, … 1024 steps.
 WINDOWS = 11
-"""Windows of 1, 2, 4, … 1024 steps."""
 
 
 @compiled(
@@ -52,7 +62,7 @@ def count_decode(
     windows: np.ndarray,
     pairs: np.ndarray,
 ) -> None:
-    """Fold decode layer steps; `step` counts decode steps only.
+    """Count decode layer steps into tables; `step` counts decode steps only.
 
     Tables: `load` [L, E] tokens; `last_use` [L, E], ``step * E + expert`` or -1;
     `distances` [L, E + 1] experts used later than an access's own last use (E: none);
@@ -61,38 +71,52 @@ def count_decode(
     ``2 ** w`` steps; `windows` [L, W] the same in windows that are over.
     """
     width = load.shape[1]
+
     for i in range(len(layer)):
         at = layer[i]
         now = step[i]
-        count = edges[i + 1] - edges[i]
+        first = edges[i]
+        last = edges[i + 1]
         uses = last_use[at]
         again = 0
-        for j in range(edges[i], edges[i + 1]):
+
+        for j in range(first, last):
             expert = experts[j]
             load[at, expert] += tokens[j]
-            mine = uses[expert]
-            later = width
+            latest = uses[expert]
+            distance = width
             spans = fresh.shape[1]
-            if mine >= 0:
-                later = 0
+
+            if latest >= 0:
+                # Distinct experts used later: those with a larger stamp.
+                distance = 0
                 for other in range(width):
-                    later += uses[other] > mine
-                before = mine // width
+                    distance += uses[other] > latest
+                before = latest // width
                 again += before == now - 1
-                differs = before ^ now
+
+                # Two steps lie in one aligned window of 2 ** w steps where they differ
+                # only in their lowest w bits.
+                differing = before ^ now
                 spans = 0
-                while differs > 0 and spans < fresh.shape[1]:
-                    differs >>= 1
+                while differing > 0 and spans < fresh.shape[1]:
+                    differing >>= 1
                     spans += 1
-            distances[at, later] += 1
+
+            distances[at, distance] += 1
             for w in range(spans):
                 fresh[at, w] += 1
-        for j in range(edges[i], edges[i + 1]):
+
+        # Only now: accesses of one layer step are not later than each other.
+        for j in range(first, last):
             uses[experts[j]] = now * width + experts[j]
-        if now > 0 and last_batch[at] == batch[i] and count > 0:
-            overlap[at] += again / count
+
+        if now > 0 and last_batch[at] == batch[i] and last > first:
+            overlap[at] += again / (last - first)
             pairs[at] += 1
         last_batch[at] = batch[i]
+
+        # The windows that end with this step.
         w = 0
         while w < fresh.shape[1] and (now + 1) % (1 << w) == 0:
             windows[at, w] += fresh[at, w]
@@ -100,15 +124,25 @@ def count_decode(
             w += 1
 
 
-_ROUTING = nb.Array(nb.uint16, 3, "C", readonly=True)
+_ROUTING = nb.Array(
+    nb.uint16,
+    3,
+    "C",
+    readonly=True,
+)
 
 
 @compiled(nb.void(_ROUTING, nb.int64[:, :, ::1]))
-def count_pairs(routing: np.ndarray, joint: np.ndarray) -> None:
+def count_pairs(
+    routing: np.ndarray,
+    joint: np.ndarray,
+) -> None:
     """Count which experts a token uses in consecutive layers: `routing` [T, L, K] into
     `joint` [L - 1, E, E].
     """
     tokens, layers, top_k = routing.shape
+
+    # Layer by layer: one table at a time stays in the processor's cache.
     for layer in range(layers - 1):
         table = joint[layer]
         for token in range(tokens):
@@ -128,38 +162,48 @@ def count_segments(  # noqa: C901 - one loop, compiled
     covered: np.ndarray,
     segments: np.ndarray,
 ) -> None:
-    """Cut `routing` [T, L, K] into whole segments of each of `lengths` [S] tokens:
-    choices that the best group covers.
+    """Cut `routing` [T, L, K] into whole segments of each of `lengths` [S] tokens, and
+    count the choices that the best group of experts covers.
 
     `covered` [S, L, K]: choices served by the ``g + 1`` experts most used in the
     segment, by g; `segments` [S, L]: how many segments there were.
     """
     tokens, layers, top_k = routing.shape
-    counts = np.zeros(width, np.int64)
+    uses = np.zeros(width, np.int64)
+
     for s in range(len(lengths)):
         length = lengths[s]
-        # Experts by how often the segment used them.
-        many = np.zeros(length + 1, np.int64)
+        # How many experts the segment used so often, by that number.
+        experts_with = np.zeros(length + 1, np.int64)
+
         for segment in range(tokens // length):
+            first = segment * length
             for layer in range(layers):
-                for token in range(segment * length, (segment + 1) * length):
+                for token in range(first, first + length):
                     for k in range(top_k):
-                        counts[routing[token, layer, k]] += 1
-                for token in range(segment * length, (segment + 1) * length):
+                        uses[routing[token, layer, k]] += 1
+
+                # Cleared on the way: a second visit counts among the experts that were
+                # never used.
+                for token in range(first, first + length):
                     for k in range(top_k):
                         expert = routing[token, layer, k]
-                        many[counts[expert]] += 1
-                        counts[expert] = 0
-                many[0] = 0
+                        experts_with[uses[expert]] += 1
+                        uses[expert] = 0
+                experts_with[0] = 0
+
+                # The most used first, until the group has K experts.
                 group = 0
                 total = 0
                 for times in range(length, 0, -1):
-                    while many[times] > 0 and group < top_k:
+                    while experts_with[times] > 0 and group < top_k:
                         total += times
                         covered[s, layer, group] += total
                         group += 1
-                        many[times] -= 1
-                    many[times] = 0
+                        experts_with[times] -= 1
+                    experts_with[times] = 0
+
+                # A segment may have used fewer experts than that.
                 while group < top_k:
                     covered[s, layer, group] += total
                     group += 1

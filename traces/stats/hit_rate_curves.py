@@ -9,19 +9,19 @@ step rebuilds the stack from the top: at depth C stands what C slots keep and C 
 slots do not,
 
 - the old entry, if it is active (it is held), else
-- the best of the *bag*: active experts that C slots did not hold, and old entries
+- the best of the *displaced*: active experts that C slots did not hold, and old entries
   pushed out above.
 
 LRU prefers active experts (lower id first), then later use, then higher id. Belady
 prefers the earlier next use, then active experts (lower id first), then the higher id;
 it may decline. While slots are still empty, misses enter: LRU's by id, Belady's by next
-use. So both curves of every layer equal `moesim.policies.cache_only` at every size,
+use. So both curves of every layer equal `moesim.policies.cache_replay` at every size,
 oversized prefills included.
 
 Over all layers together (global), Belady has one stack of all experts, whose untouched
 parts are passed over; it too equals the replay at every size. LRU counts the later-used
-experts instead (`recency`): equal to the replay in every cache that holds at least the
-largest layer step, the sizes below being plain sequential LRU by (step, id).
+experts instead (`reuse_distance`): equal to the replay in every cache that holds at
+least the largest layer step, the sizes below being plain sequential LRU by (step, id).
 
 Belady looks at least `BLOCK_ACCESSES` accesses ahead; later uses count as never.
 Shorter traces are exact.
@@ -48,12 +48,26 @@ if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
     from moesim.traces.format.schema import ModelShape
 
-CURVES = ("lru", "belady", "lru_global", "belady_global")
-BLOCK_ACCESSES = 1 << 22
-"""Belady's least horizon in accesses."""
+    # What a kernel carries from call to call: so many arrays.
+    Arrays4 = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+    Arrays5 = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
-_I64 = nb.Array(nb.int64, 1, "C", readonly=True)
-_I32 = nb.Array(nb.int32, 1, "C", readonly=True)
+CURVES = ("lru", "belady", "lru_global", "belady_global")
+# Belady's least horizon in accesses.
+BLOCK_ACCESSES = 1 << 22
+
+_I64 = nb.Array(
+    nb.int64,
+    1,
+    "C",
+    readonly=True,
+)
+_I32 = nb.Array(
+    nb.int32,
+    1,
+    "C",
+    readonly=True,
+)
 
 
 @dataclass(slots=True)
@@ -74,47 +88,72 @@ class Curves:
     lru_global: np.ndarray
     belady_global: np.ndarray
 
-    def hits(self, name: str, phase: int | None = None) -> np.ndarray:
-        """int64 [..., size]: hits at every size from 0 slots; `phase` None adds both
-        up.
+    def hits(
+        self,
+        name: str,
+        phase: int | None = None,
+    ) -> np.ndarray:
+        """Return hits at every size from 0 slots: int64 [..., size]; `phase` None adds
+        both up.
         """
-        depths = getattr(self, name)
-        chosen = depths.sum(axis=0) if phase is None else depths[phase]
-        found = np.cumsum(chosen[..., :-1], axis=-1)
-        return np.concatenate(
-            (np.zeros((*found.shape[:-1], 1), np.int64), found), axis=-1
-        )
+        depths = self._depths(name, phase)
+        # A cache of d slots hits what stood above depth d; one of none hits nothing.
+        hits = np.cumsum(depths[..., :-1], axis=-1)
+        none = np.zeros((*hits.shape[:-1], 1), np.int64)
+        return np.concatenate((none, hits), axis=-1)
 
-    def accesses(self, name: str, phase: int | None = None) -> np.ndarray:
-        """int64 [...]: how many there were."""
-        depths = getattr(self, name)
-        return (depths.sum(axis=0) if phase is None else depths[phase]).sum(axis=-1)
+    def accesses(
+        self,
+        name: str,
+        phase: int | None = None,
+    ) -> np.ndarray:
+        """Return how many there were: int64 [...]."""
+        return self._depths(name, phase).sum(axis=-1)
 
-    def rates(self, name: str, phase: int | None = None) -> np.ndarray:
-        """float64 [size]: hit rate over all layers at every size (per layer, or in all
-        for global); nan without any.
+    def rates(
+        self,
+        name: str,
+        phase: int | None = None,
+    ) -> np.ndarray:
+        """Return the hit rate over all layers at every size (per layer, or in all for
+        global): float64 [size], nan without any access.
         """
         hits = self.hits(name, phase)
+        by_size = hits.reshape(-1, hits.shape[-1]).sum(axis=0)
         total = self.accesses(name, phase).sum()
         with np.errstate(invalid="ignore"):
-            return np.asarray(hits.reshape(-1, hits.shape[-1]).sum(axis=0) / total)
+            return np.asarray(by_size / total)
+
+    def _depths(
+        self,
+        name: str,
+        phase: int | None,
+    ) -> np.ndarray:
+        depths: np.ndarray = getattr(self, name)
+        chosen: np.ndarray = depths.sum(axis=0) if phase is None else depths[phase]
+        return chosen
 
 
-def curves(trace: Trace, *, batch: int = 1) -> Curves:
-    """Hit-rate curves of a trace, in one pass over it.
+def curves(
+    trace: Trace,
+    *,
+    batch: int = 1,
+) -> Curves:
+    """Return the hit-rate curves of a trace, in one pass over it.
 
     Raises:
         TraceError: `batch` below 1, or a damaged trace.
     """
-    fold = CurveFold(trace.shape)
+    aggregator = CurveAggregator(trace.shape)
     for block in layer_steps(trace, batch=batch):
-        fold.add(block)
-    return fold.end()
+        aggregator.add(block)
+
+    return aggregator.end()
 
 
-class CurveFold:
-    """State between blocks; memory is that of two Belady blocks, whatever the length of
-    the trace.
+class CurveAggregator:
+    """Makes hit-rate curves block by block; memory is that of two Belady blocks,
+    whatever the length of the trace.
 
     Args:
         shape: the model.
@@ -134,42 +173,34 @@ class CurveFold:
         self.layers = layers
         self.experts = experts
         self._horizon = horizon
+        # Each curve costs a pass of its own, so those not wanted are left out.
         self._names = frozenset(names)
-        self.found = Curves(
-            np.zeros((2, layers, experts + 1), np.int64),
-            np.zeros((2, layers, experts + 1), np.int64),
-            np.zeros((2, keys + 1), np.int64),
-            np.zeros((2, keys + 1), np.int64),
+
+        self.curves = Curves(
+            lru=np.zeros((2, layers, experts + 1), np.int64),
+            belady=np.zeros((2, layers, experts + 1), np.int64),
+            lru_global=np.zeros((2, keys + 1), np.int64),
+            belady_global=np.zeros((2, keys + 1), np.int64),
         )
+
+        # What the kernels carry from call to call, in the order of their arguments.
         self._lru = (
             np.zeros((layers, experts), np.int64),
             np.zeros((layers, experts), np.bool_),
             np.zeros(layers, np.int64),
             np.zeros(1, np.int64),
         )
-        self._belady, self._belady_global = (
-            (
-                np.zeros((pools, -(-width // BLOCK) * BLOCK), np.int64),
-                np.full((pools, width), -1, np.int32),
-                np.zeros(pools, np.int64),
-                np.zeros((pools, -(-width // BLOCK)), np.int64),
-            )
-            for pools, width in ((layers, experts), (1, keys))
-        )
-        words = max(PLACES * keys // 64, 2) + 1
-        self._recency = (
-            np.zeros(words, np.uint64),
-            np.zeros(words, np.int32),
-            np.full(keys, -1, np.int64),
-            np.zeros(64 * words, np.int64),
-            np.zeros(2, np.int64),
-        )
-        self._waiting: LayerSteps | None = None
+        self._belady = _belady_state(pools=layers, width=experts)
+        self._belady_global = _belady_state(pools=1, width=keys)
+        self._lru_global = _later_used_state(keys)
+
+        # Belady settles a block once it knows the first uses behind it.
+        self._unsettled: LayerSteps | None = None
         self._pending: list[LayerSteps] = []
-        self._count = 0
+        self._pending_accesses = 0
 
     def add(self, block: LayerSteps) -> None:
-        """Fold the next block."""
+        """Take the next block."""
         if "lru" in self._names:
             lru_stack(
                 block.phase,
@@ -177,45 +208,54 @@ class CurveFold:
                 block.edges,
                 block.experts,
                 *self._lru,
-                self.found.lru,
+                self.curves.lru,
             )
         if "lru_global" in self._names:
             later_used(
                 block.phase,
                 block.edges,
                 self._keys(block),
-                *self._recency,
-                self.found.lru_global,
+                *self._lru_global,
+                self.curves.lru_global,
             )
         if self._names.isdisjoint(("belady", "belady_global")):
             return
+
         self._pending.append(block)
-        self._count += len(block.experts)
-        if self._count >= self._horizon:
+        self._pending_accesses += len(block.experts)
+        if self._pending_accesses >= self._horizon:
             self._advance()
 
     def end(self) -> Curves:
-        """Nothing follows; return the curves."""
+        """Return the curves: nothing follows."""
         if self._pending:
             self._advance()
-        if self._waiting is not None:
-            self._settle(self._waiting, self._never())
-            self._waiting = None
-        return self.found
+        if self._unsettled is not None:
+            self._settle(self._unsettled, self._no_use())
+            self._unsettled = None
+
+        return self.curves
 
     def _advance(self) -> None:
-        fresh = join(self._pending)
+        """Settle the block before the one that is complete now."""
+        block = join(self._pending)
         self._pending = []
-        self._count = 0
-        if self._waiting is not None:
-            first = self._never()
-            _next_places(*self._places(fresh), first)
-            self._settle(self._waiting, first)
-        self._waiting = fresh
+        self._pending_accesses = 0
 
-    def _settle(self, block: LayerSteps, first: np.ndarray) -> None:
-        """Belady over one block, given the places of the first uses after it."""
-        following = _next_places(*self._places(block), first)
+        if self._unsettled is not None:
+            first_use = self._no_use()
+            self._next_places(block, first_use)
+            self._settle(self._unsettled, first_use)
+        self._unsettled = block
+
+    def _settle(
+        self,
+        block: LayerSteps,
+        first_use: np.ndarray,
+    ) -> None:
+        """Run Belady over one block, given the places of the first uses behind it."""
+        following = self._next_places(block, first_use)
+
         if "belady" in self._names:
             belady_stack(
                 block.phase,
@@ -224,39 +264,71 @@ class CurveFold:
                 block.experts,
                 following,
                 *self._belady,
-                self.found.belady,
+                self.curves.belady,
             )
         if "belady_global" in self._names:
-            depths = self.found.belady_global.reshape(2, 1, -1)
-            one = np.zeros(len(block.layer), np.int64)
             belady_stack(
                 block.phase,
-                one,
+                np.zeros(len(block.layer), np.int64),  # one pool
                 block.edges,
                 self._keys(block),
                 following,
                 *self._belady_global,
-                depths,
+                self.curves.belady_global.reshape(2, 1, -1),
             )
 
-    def _never(self) -> np.ndarray:
+    def _no_use(self) -> np.ndarray:
         return np.full(self.layers * self.experts, NEVER, np.int64)
 
-    def _places(
-        self, block: LayerSteps
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, int]:
-        return (
+    def _next_places(
+        self,
+        block: LayerSteps,
+        first_use: np.ndarray,
+    ) -> np.ndarray:
+        """The place of each access's next use; `first_use` then says those of the
+        block's own first uses.
+        """
+        return _next_places(
             block.step * self.layers + block.layer,
             block.edges,
             block.experts,
             self.layers,
             self.experts,
+            first_use,
         )
 
     def _keys(self, block: LayerSteps) -> np.ndarray:
         """int32 [A]: accesses of all layers told apart."""
+        # 32 bits hold any model, and halve what the kernels read.
         base = (block.layer * self.experts).astype(np.int32)
         return np.repeat(base, np.diff(block.edges)) + block.experts
+
+
+def _belady_state(
+    pools: int,
+    width: int,
+) -> Arrays4:
+    """Empty stacks of some pools of `width` keys, as `belady_stack` carries them."""
+    # Rounded up: the last block of depths may be part empty.
+    blocks = -(-width // BLOCK)
+    return (
+        np.zeros((pools, blocks * BLOCK), np.int64),
+        np.full((pools, width), -1, np.int32),
+        np.zeros(pools, np.int64),
+        np.zeros((pools, blocks), np.int64),
+    )
+
+
+def _later_used_state(keys: int) -> Arrays5:
+    """An empty row of marks, as `later_used` carries it."""
+    word_count = max(PLACES * keys // 64, 2) + 1
+    return (
+        np.zeros(word_count, np.uint64),
+        np.zeros(word_count, np.int32),
+        np.full(keys, -1, np.int64),
+        np.zeros(64 * word_count, np.int64),
+        np.zeros(2, np.int64),
+    )
 
 
 @compiled(nb.int64[::1](_I64, _I64, _I32, nb.int64, nb.int64, nb.int64[::1]))
@@ -266,15 +338,18 @@ def _next_places(
     experts: np.ndarray,
     layers: int,
     width: int,
-    first: np.ndarray,
+    first_use: np.ndarray,
 ) -> np.ndarray:
-    """The place, step * L + layer, of each access's next use, int64 [A]; `first`, by
-    key, ends at the block's begin.
+    """The place, step * L + layer, of each access's next use, int64 [A]; `first_use`,
+    by key, goes from the end of the block to its begin.
     """
     following = np.empty(len(experts), np.int64)
+
+    # Backwards: what was met last is what comes next.
     for i in range(len(place) - 1, -1, -1):
         base = place[i] % layers * width
         for j in range(edges[i], edges[i + 1]):
-            following[j] = first[base + experts[j]]
-            first[base + experts[j]] = place[i]
+            following[j] = first_use[base + experts[j]]
+            first_use[base + experts[j]] = place[i]
+
     return following

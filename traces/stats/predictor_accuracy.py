@@ -4,7 +4,7 @@ layer, by rank of the workload.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from moesim.traces.compilation import compiled
@@ -16,37 +16,36 @@ if TYPE_CHECKING:
     from moesim.traces.format.batch import RoutedLayer
     from moesim.traces.format.reader import Trace
 
+# Workload ranks that are told apart.
 RANKS = 16
-"""Workload ranks that are told apart."""
 
-_RANKING = nb.Array(nb.int64, 1, "C", readonly=True)
-
-
-@compiled(nb.int64[::1](nb.Array(nb.float32, 2, "C", readonly=True), nb.int64))
-def _wanted(scores: np.ndarray, top_k: int) -> np.ndarray:
-    """Votes int64 [E] of T tokens: ``T * K + 1`` per token that has the expert among
-    its K best, plus K - rank.
-    """
-    tokens, experts = scores.shape
-    votes = np.zeros(experts, np.int64)
-    best = np.empty(top_k + 1, np.int64)
-    for t in range(tokens):
-        kept = 0
-        for expert in range(experts):
-            at = kept
-            while at > 0 and scores[t, expert] > scores[t, best[at - 1]]:
-                best[at] = best[at - 1]
-                at -= 1
-            if at < top_k:
-                best[at] = expert
-                kept = min(kept + 1, top_k)
-        for rank in range(kept):
-            votes[best[rank]] += tokens * top_k + 1 + top_k - rank
-    return votes
+_RANKING = nb.Array(
+    nb.int64,
+    1,
+    "C",
+    readonly=True,
+)
 
 
-def prediction(trace: Trace, *, batch: int = 1) -> dict[str, Any] | None:
-    """Accuracy of every predictor of a trace in decode; None without predictions.
+class _Overlaps(NamedTuple):
+    """Sums of overlaps and how many they are: float64 [2, L] and [2, R]."""
+
+    by_layer: np.ndarray
+    by_rank: np.ndarray
+
+
+def predictor_depth(name: str) -> int:
+    """Return how many layers ahead a predictor looks: 2 of ``pred2_raw``."""
+    return int(name[len("pred")])
+
+
+def prediction(
+    trace: Trace,
+    *,
+    batch: int = 1,
+) -> dict[str, Any] | None:
+    """Return the accuracy of every predictor of a trace in decode; None without
+    predictions.
 
     A predictor's workload is the number of tokens that have the expert among their K
     best scores. Ties in a workload, predicted or true, go to the better mean rank, then
@@ -62,73 +61,123 @@ def prediction(trace: Trace, *, batch: int = 1) -> dict[str, Any] | None:
     Source: DALI's prefetch accuracy, top-k of the predicted against top-k of the true
     workload.
     """
-    columns = [name for name in PREDICTION_COLUMNS if name in trace.columns]
-    if not columns:
+    names = [name for name in PREDICTION_COLUMNS if name in trace.columns]
+    if not names:
         return None
+
     layers = trace.shape.layers
-    top_k = trace.shape.top_k
-    ranks = min(RANKS, trace.shape.experts)
-    folds = {name: (np.zeros((2, layers)), np.zeros((2, ranks))) for name in columns}
-    for step in compose(trace, batch=batch, columns=columns):
+    experts = trace.shape.experts
+    ranks = min(RANKS, experts)
+    overlaps = {
+        name: _Overlaps(np.zeros((2, layers)), np.zeros((2, ranks))) for name in names
+    }
+
+    for step in compose(trace, batch=batch, columns=names):
         if step.phase != Phase.DECODE:
             continue
-        truth = [_ranked(routed, trace.shape.experts) for routed in step.layers]
+
+        # A prediction made at one layer is about a later one.
+        truth = [_by_workload(routed, experts) for routed in step.layers]
         for routed in step.layers:
             for name, scores in routed.predicted.items():
-                target = routed.layer + int(name[len("pred")])
-                votes = _wanted(np.ascontiguousarray(scores, dtype=np.float32), top_k)
-                _score(
-                    np.argsort(-votes, kind="stable"),
+                target = routed.layer + predictor_depth(name)
+                predicted = _votes(
+                    np.ascontiguousarray(scores, dtype=np.float32), trace.shape.top_k
+                )
+                _add_overlaps(
+                    np.argsort(-predicted, kind="stable"),
                     truth[target],
                     target,
-                    *folds[name],
+                    *overlaps[name],
                 )
+
+    return {name: _figures(name, sums) for name, sums in overlaps.items()}
+
+
+def _figures(
+    name: str,
+    sums: _Overlaps,
+) -> dict[str, Any]:
+    total = sums.by_layer[0].sum()
+    count = sums.by_layer[1].sum()
     return {
-        name: {
-            "depth": int(name[len("pred")]),
-            "accuracy": float(by_layer[0].sum() / by_layer[1].sum())
-            if by_layer[1].any()
-            else None,
-            "by_layer": _shares(by_layer),
-            "by_rank": _shares(by_rank),
-        }
-        for name, (by_layer, by_rank) in folds.items()
+        "depth": predictor_depth(name),
+        "accuracy": float(total / count) if count else None,
+        "by_layer": _shares(sums.by_layer),
+        "by_rank": _shares(sums.by_rank),
     }
 
 
-def _ranked(routed: RoutedLayer, experts: int) -> np.ndarray:
+def _shares(table: np.ndarray) -> list[float | None]:
+    return [float(total / count) if count else None for total, count in table.T]
+
+
+def _by_workload(
+    routed: RoutedLayer,
+    experts: int,
+) -> np.ndarray:
     """Active experts, largest workload first."""
     tokens, top_k = routed.routing.shape
+    # A token's vote outweighs any sum of ranks, which only break ties.
     worth = tokens * top_k + 1 + top_k - np.arange(top_k)
     votes = np.bincount(routed.routing.reshape(-1), np.tile(worth, tokens), experts)
     return np.argsort(-votes, kind="stable")[: len(routed.experts)]
 
 
+@compiled(nb.int64[::1](nb.Array(nb.float32, 2, "C", readonly=True), nb.int64))
+def _votes(
+    scores: np.ndarray,
+    top_k: int,
+) -> np.ndarray:
+    """Votes int64 [E] of T tokens: ``T * K + 1`` per token that has the expert among
+    its K best, plus K - rank.
+    """
+    tokens, experts = scores.shape
+    votes = np.zeros(experts, np.int64)
+    best = np.empty(top_k + 1, np.int64)
+
+    for t in range(tokens):
+        kept = 0
+        # Insertion into the K best; equal scores stay in the order of their ids.
+        for expert in range(experts):
+            at = kept
+            while at > 0 and scores[t, expert] > scores[t, best[at - 1]]:
+                best[at] = best[at - 1]
+                at -= 1
+            if at < top_k:
+                best[at] = expert
+                kept = min(kept + 1, top_k)
+
+        for rank in range(kept):
+            votes[best[rank]] += tokens * top_k + 1 + top_k - rank
+
+    return votes
+
+
 @compiled(nb.void(_RANKING, _RANKING, nb.int64, nb.float64[:, ::1], nb.float64[:, ::1]))
-def _score(
-    guess: np.ndarray,
+def _add_overlaps(
+    predicted: np.ndarray,
     truth: np.ndarray,
     layer: int,
     by_layer: np.ndarray,
     by_rank: np.ndarray,
 ) -> None:
-    """Add the overlaps of two rankings to `by_layer` [2, L] and `by_rank` [2, R]: sums
-    and numbers.
+    """Add the overlaps of the first r of two rankings, for every r, to `by_rank` [2,
+    R], and that of all of `truth` to `by_layer` [2, L].
     """
-    place = np.full(len(guess), len(guess), np.int64)
+    true_rank = np.full(len(predicted), len(predicted), np.int64)
     for rank in range(len(truth)):
-        place[truth[rank]] = rank
+        true_rank[truth[rank]] = rank
+
     common = 0
     for rank in range(len(truth)):
-        common += place[guess[rank]] <= rank  # guessed now, true by now
+        # With each rank two experts come in: one predicted, one true.
+        common += true_rank[predicted[rank]] <= rank
         for earlier in range(rank):
-            common += place[guess[earlier]] == rank  # guessed before, true now
+            common += true_rank[predicted[earlier]] == rank
         if rank < by_rank.shape[1]:
             by_rank[0, rank] += common / (rank + 1)
             by_rank[1, rank] += 1
+
     by_layer[0, layer] += common / len(truth)
     by_layer[1, layer] += 1
-
-
-def _shares(table: np.ndarray) -> list[float | None]:
-    return [float(total / count) if count else None for total, count in table.T]

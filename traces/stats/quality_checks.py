@@ -4,11 +4,10 @@ and importers make.
 Nothing here refuses a trace. A grave finding says that results would mislead; the
 others are worth a remark.
 
-The uneven-ness of a layer is Pearson's chi-square of its loads against equal loads,
-over its expectation for routing drawn at random: K distinct experts per token, all
-equally likely, give ``E - K`` (multinomial ``E - 1``, thinned by drawing without
-replacement). Random routing scores 1; the medians of the real traces at hand lie
-between 24 and 2085.
+The unevenness of a layer is Pearson's chi-square of its loads against equal loads, over
+its expectation for routing drawn at random: K distinct experts per token, all equally
+likely, give ``E - K`` (multinomial ``E - 1``, thinned by drawing without replacement).
+Random routing scores 1; the medians of the real traces at hand lie between 24 and 2085.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
     from moesim.traces.format.schema import ModelShape
 
+# Median chi-square over its random expectation below which routing looks drawn at
+# random.
 UNEVEN_LEAST = 2.0
-"""Median chi-square over its random expectation below which routing looks drawn at
-random.
-"""
+# Expected choices per expert and layer that the chi-square needs (Cochran's rule).
 LOAD_LEAST = 5.0
-"""Expected choices per expert and layer that the chi-square needs (Cochran's rule)."""
+# Share of first choices that equal those a fixed number of tokens before: above it, a
+# sequence repeats itself.
 LOOP_LEAST = 0.8
-"""Share of first choices that equal those a fixed number of tokens before: above it, a
-sequence repeats itself.
-"""
+# Generated tokens below which a sequence is not judged; longest period looked for.
 LOOP_TOKENS = 64
-"""Generated tokens below which a sequence is not judged; longest period looked for."""
+# A finding names no more sequences or layers than this.
+_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,119 +49,108 @@ class Finding:
     grave: bool = False
 
 
-class Checker:
-    """Folds sequences one by one. L layers, E experts, K per token."""
+class QualityChecker:
+    """Looks at sequences one by one. L layers, E experts, K per token.
+
+    Attributes:
+        shape: the model.
+        load: int64 [L, E], choices so far.
+        sequences: how many there were.
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
         self.load = np.zeros((shape.layers, shape.experts), np.int64)
         self.sequences = 0
-        self.holes: list[tuple[int, int]] = []
-        self.late: list[int] = []
-        self.ragged: dict[int, int] = {}
-        self.loops: list[int] = []
-        self.copies: list[tuple[int, int]] = []
-        self.prompts = 0
-        self._seen: dict[int, int] = {}
+        self._prompts = 0
+        # Sequence and first missing position.
+        self._gaps: list[tuple[int, int]] = []
+        self._without_start: list[int] = []
+        self._repeating: list[int] = []
+        # Layer -> sequences in which it holds only part of the prompt.
+        self._ragged: dict[int, int] = {}
+        # Sequence and the one it equals; digest -> the first sequence with it.
+        self._copies: list[tuple[int, int]] = []
+        self._digests: dict[int, int] = {}
 
     def add(
-        self, pos: np.ndarray, phase: np.ndarray, layer: np.ndarray, experts: np.ndarray
+        self,
+        pos: np.ndarray,
+        phase: np.ndarray,
+        layer: np.ndarray,
+        experts: np.ndarray,
     ) -> None:
-        """Fold the rows of one sequence, sorted by pos, layer, all in range: int [N],
-        [N], [N] and [N, K].
+        """Look at one sequence. N rows, sorted by pos and layer, all in range.
+
+        Args:
+            pos: int [N].
+            phase: int [N], codes of `Phase`.
+            layer: int [N].
+            experts: int [N, K].
         """
         number = self.sequences
-        self.sequences = self.sequences + 1
-        _count(
-            layer.astype(np.int16, copy=False),
-            np.ascontiguousarray(experts, np.uint16),
-            self.load,
-        )
+        self.sequences += 1
+        ids = np.ascontiguousarray(experts, np.uint16)
+        _count(layer.astype(np.int16, copy=False), ids, self.load)
+
         if pos[0] != 0 and phase[0] == Phase.PREFILL:
-            self.late.append(number)
-        if (jump := np.diff(pos) > 1).any():
-            self.holes.append((number, int(pos[int(jump.argmax())]) + 1))
+            self._without_start.append(number)
+        jump = np.diff(pos) > 1
+        if jump.any():
+            self._gaps.append((number, int(pos[int(jump.argmax())]) + 1))
+
         prompt = int(np.searchsorted(phase, Phase.DECODE))
-        self.prompts += prompt > 0
-        held = np.bincount(layer[:prompt], minlength=self.shape.layers)
-        for short in np.flatnonzero(held < held.max(initial=0)).tolist():
-            self.ragged[short] = self.ragged.get(short, 0) + 1
-        mark = hash((len(pos), experts.tobytes()))
-        if len(pos) > self.shape.layers and mark in self._seen:
-            self.copies.append((number, self._seen[mark]))
-        self._seen.setdefault(mark, number)
-        first = np.ascontiguousarray(experts[prompt:, 0], np.uint16)
-        if _repeats(first.reshape(-1, self.shape.layers)):
-            self.loops.append(number)
+        self._prompts += prompt > 0
+        prompt_rows = np.bincount(layer[:prompt], minlength=self.shape.layers)
+        short = np.flatnonzero(prompt_rows < prompt_rows.max(initial=0))
+        for short_layer in short.tolist():
+            self._ragged[short_layer] = self._ragged.get(short_layer, 0) + 1
+
+        digest = hash((len(pos), experts.tobytes()))
+        # A single token may well be routed as another was.
+        if len(pos) > self.shape.layers and digest in self._digests:
+            self._copies.append((number, self._digests[digest]))
+        self._digests.setdefault(digest, number)
+
+        first_choice = np.ascontiguousarray(experts[prompt:, 0], np.uint16)
+        if _repeats(first_choice.reshape(-1, self.shape.layers)):
+            self._repeating.append(number)
 
     def findings(self) -> list[Finding]:
-        """What the sequences so far deserve, grave ones first."""
-        found = [*self._uneven(), *self._positions()]
-        if self.loops:
-            text = (
-                f"{len(self.loops)} of {self.sequences} sequences repeat themselves"
-                f" ({_few(self.loops)}): a greedy loop"
-            )
-            found.append(
-                Finding("loop", f"{text}; caches look better on them than they are")
-            )
-        if self.copies:
-            pairs = ", ".join(f"{copy} = {first}" for copy, first in self.copies[:4])
-            found.append(
-                Finding(
-                    "copy",
-                    f"{len(self.copies)} sequences are copies of others ({pairs})",
-                    grave=True,
-                )
-            )
-        if self.ragged:
-            layers = sorted(self.ragged)
-            where = (
-                "the last layer"
-                if layers == [self.shape.layers - 1]
-                else f"layers {_few(layers)}"
-            )
-            many = max(self.ragged.values())
-            text = (
-                f"{where} holds only part of the prompt in {many} sequences (ragged"
-                " prefill, legal)"
-            )
-            found.append(
-                Finding("ragged", text, grave=layers != [self.shape.layers - 1])
-            )
-        untouched = int((self.load.sum(axis=1) == 0).sum())
-        if untouched:
-            found.append(
-                Finding(
-                    "layers",
-                    f"{untouched} of {self.shape.layers} layers never appear",
-                    grave=True,
-                )
-            )
-        if not self.prompts:
-            found.append(
-                Finding("prefill", "no prompt tokens: everything replays as decode")
-            )
-        return sorted(found, key=lambda finding: not finding.grave)
+        """Return what the sequences so far deserve, grave findings first."""
+        findings = [
+            *self._of_load(),
+            *self._of_positions(),
+            *self._of_repetition(),
+            *self._of_layers(),
+        ]
+        if not self._prompts:
+            text = "no prompt tokens: everything replays as decode"
+            findings.append(Finding("prefill", text))
+
+        return sorted(findings, key=lambda finding: not finding.grave)
 
     def uneven(self) -> np.ndarray:
-        """Float [L]: chi-square of each layer's loads over its expectation for random
-        routing; nan without load.
+        """Return the chi-square of each layer's loads over its expectation for random
+        routing: float [L], nan without load.
         """
         expected = self.load.sum(axis=1, keepdims=True) / self.shape.experts
         with np.errstate(invalid="ignore", divide="ignore"):
             square = ((self.load - expected) ** 2 / expected).sum(axis=1)
+
         return square / max(1, self.shape.experts - self.shape.top_k)
 
-    def _uneven(self) -> list[Finding]:
-        if (
-            self.shape.experts <= self.shape.top_k
-            or self.load.sum(axis=1).min() < LOAD_LEAST * self.shape.experts
-        ):
+    def _of_load(self) -> list[Finding]:
+        least_load = self.load.sum(axis=1).min()
+        too_few = least_load < LOAD_LEAST * self.shape.experts
+        # Where every expert is always chosen, loads are even by nature.
+        if self.shape.experts <= self.shape.top_k or too_few:
             return []
+
         score = float(np.median(self.uneven()))
         if score >= UNEVEN_LEAST:
             return []
+
         text = (
             f"routing looks drawn at random: chi-square {score:.2f} of its random"
             f" expectation, below {UNEVEN_LEAST:g}; was a non-contiguous tensor copied"
@@ -170,29 +158,88 @@ class Checker:
         )
         return [Finding("uniform", text, grave=True)]
 
-    def _positions(self) -> list[Finding]:
-        found = []
-        if self.late:
-            which = f"{len(self.late)} of {self.sequences} sequences"
-            text = f"{which} begin their prompt behind position 0 ({_few(self.late)})"
-            found.append(
-                Finding(
-                    "late",
-                    f"{text}: a reused prefix is missing; record without prefix"
-                    " caching",
-                    grave=True,
-                )
-            )
-        if self.holes:
-            first, place = self.holes[0]
+    def _of_positions(self) -> list[Finding]:
+        findings = []
+
+        if self._without_start:
+            named = _listed(self._without_start)
             text = (
-                f"positions are missing in {len(self.holes)} sequences, first in"
-                f" sequence {first} at {place}"
+                f"{len(self._without_start)} of {self.sequences} sequences begin their"
+                f" prompt behind position 0 ({named}): a reused prefix is missing;"
+                " record without prefix caching"
             )
-            found.append(
-                Finding("hole", f"{text}; record without prefix caching", grave=True)
+            findings.append(Finding("late", text, grave=True))
+
+        if self._gaps:
+            sequence, place = self._gaps[0]
+            text = (
+                f"positions are missing in {len(self._gaps)} sequences, first in"
+                f" sequence {sequence} at {place}; record without prefix caching"
             )
-        return found
+            findings.append(Finding("hole", text, grave=True))
+
+        return findings
+
+    def _of_repetition(self) -> list[Finding]:
+        findings = []
+
+        if self._repeating:
+            text = (
+                f"{len(self._repeating)} of {self.sequences} sequences repeat"
+                f" themselves ({_listed(self._repeating)}): a greedy loop; caches look"
+                " better on them than they are"
+            )
+            findings.append(Finding("loop", text))
+
+        if self._copies:
+            pairs = ", ".join(
+                f"{copy} = {first}" for copy, first in self._copies[:_NAMED]
+            )
+            text = f"{len(self._copies)} sequences are copies of others ({pairs})"
+            findings.append(Finding("copy", text, grave=True))
+
+        return findings
+
+    def _of_layers(self) -> list[Finding]:
+        findings = []
+
+        if self._ragged:
+            layers = sorted(self._ragged)
+            # Some engines compute the last layer only where logits are wanted.
+            only_last = layers == [self.shape.layers - 1]
+            where = "the last layer" if only_last else f"layers {_listed(layers)}"
+            text = (
+                f"{where} holds only part of the prompt in"
+                f" {max(self._ragged.values())} sequences (ragged prefill, legal)"
+            )
+            findings.append(Finding("ragged", text, grave=not only_last))
+
+        untouched = int((self.load.sum(axis=1) == 0).sum())
+        if untouched:
+            text = f"{untouched} of {self.shape.layers} layers never appear"
+            findings.append(Finding("layers", text, grave=True))
+
+        return findings
+
+
+def check_quality(trace: Trace) -> list[Finding]:
+    """Read a trace once and return what deserves a remark, grave findings first; an
+    empty list means that nothing does.
+
+    Raises:
+        TraceError: the trace is damaged (ids out of range, k not constant, decode
+            tokens without all layers).
+    """
+    checker = QualityChecker(trace.shape)
+    for rows in trace.sequences():
+        checker.add(rows.pos, rows.phase, rows.layer, rows.experts)
+
+    return checker.findings()
+
+
+def _listed(numbers: list[int]) -> str:
+    listed = ", ".join(map(str, numbers[:_NAMED]))
+    return f"{listed}, …" if len(numbers) > _NAMED else listed
 
 
 @compiled(
@@ -202,45 +249,34 @@ class Checker:
         nb.int64[:, ::1],
     )
 )
-def _count(layer: np.ndarray, experts: np.ndarray, load: np.ndarray) -> None:
+def _count(
+    layer: np.ndarray,
+    experts: np.ndarray,
+    load: np.ndarray,
+) -> None:
     """Add the choices [N, K] of rows at layers [N] to `load` [L, E]."""
     for row in range(len(layer)):
-        for place in range(experts.shape[1]):
-            load[layer[row], experts[row, place]] += 1
-
-
-def verdict(trace: Trace) -> list[Finding]:
-    """Read a trace once and say what deserves a remark, grave findings first; an empty
-    list is a clean bill.
-
-    Raises:
-        TraceError: the trace is damaged (ids out of range, k not constant, decode
-            tokens without all layers).
-    """
-    checker = Checker(trace.shape)
-    for rows in trace.sequences():
-        checker.add(rows.pos, rows.phase, rows.layer, rows.experts)
-    return checker.findings()
+        for rank in range(experts.shape[1]):
+            load[layer[row], experts[row, rank]] += 1
 
 
 @compiled(nb.boolean(nb.Array(nb.uint16, 2, "C", readonly=True)))
-def _repeats(first: np.ndarray) -> bool:
+def _repeats(first_choice: np.ndarray) -> bool:
     """Whether first choices [T, L] equal those of some fixed number of tokens before,
-    in the second half.
+    in the second half: a greedy loop sets in late and never ends.
     """
-    late = first[len(first) // 2 :]
-    if len(late) < LOOP_TOKENS // 2:
+    second_half = first_choice[len(first_choice) // 2 :]
+    tokens, layers = second_half.shape
+    if tokens < LOOP_TOKENS // 2:
         return False
-    flat = late.reshape(-1)
-    for lag in range(1, min(LOOP_TOKENS, len(late) // 2) + 1):
-        back = lag * late.shape[1]
+
+    flat = second_half.reshape(-1)
+    for period in range(1, min(LOOP_TOKENS, tokens // 2) + 1):
+        lag = period * layers
         equal = 0
-        for place in range(back, len(flat)):
-            equal += flat[place] == flat[place - back]
-        if equal >= LOOP_LEAST * (len(flat) - back):
+        for place in range(lag, len(flat)):
+            equal += flat[place] == flat[place - lag]
+        if equal >= LOOP_LEAST * (len(flat) - lag):
             return True
+
     return False
-
-
-def _few(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:4])) + (", …" if len(numbers) > 4 else "")

@@ -17,20 +17,36 @@ import numpy as np
 from moesim.traces.compilation import compiled
 from numba import types as nb
 
-_I64 = nb.Array(nb.int64, 1, "C", readonly=True)
-_I32 = nb.Array(nb.int32, 1, "C", readonly=True)
-_I8 = nb.Array(nb.int8, 1, "C", readonly=True)
+_I64 = nb.Array(
+    nb.int64,
+    1,
+    "C",
+    readonly=True,
+)
+_I32 = nb.Array(
+    nb.int32,
+    1,
+    "C",
+    readonly=True,
+)
+_I8 = nb.Array(
+    nb.int8,
+    1,
+    "C",
+    readonly=True,
+)
+# Places per key; when they are used up, those without a mark are removed.
 PLACES = 3
-"""Places per key; when they are used up, outdated ones are squeezed out."""
 
 
 @compiled(nb.int64(nb.uint64))
-def _ones(word: Any) -> Any:
+def _bits_set(word: Any) -> Any:
     """Bits that are set. Source: Warren, Hacker's Delight (2002), 5-1."""
+    # Sums of two, of four, of eight bits; then of all eight bytes in the highest one.
     word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
-    word = (word & np.uint64(0x3333333333333333)) + (
-        (word >> np.uint64(2)) & np.uint64(0x3333333333333333)
-    )
+    low = word & np.uint64(0x3333333333333333)
+    high = (word >> np.uint64(2)) & np.uint64(0x3333333333333333)
+    word = low + high
     word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
     return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
@@ -55,7 +71,7 @@ def later_used(
     marks: np.ndarray,
     sums: np.ndarray,
     last: np.ndarray,
-    held: np.ndarray,
+    used: np.ndarray,
     clock: np.ndarray,
     depths: np.ndarray,
 ) -> None:
@@ -68,44 +84,53 @@ def later_used(
         marks: [places / 64], carried from call to call, as are
         sums: [places / 64], the marks in each word,
         last: [W], the place of each key's last use, -1 before it, and
-        held: [places], the key used at each place;
+        used: [places], the key used at each place;
         clock: [2], the next place, and the keys seen.
         depths: [2, W + 1], counted up; W: never before seen.
     """
-    one = np.uint64(1)
+    bit = np.uint64(1)
+
     for i in range(len(phase)):
-        if clock[0] + edges[i + 1] - edges[i] > len(held):
+        # The places are used up: move the marks together.
+        if clock[0] + edges[i + 1] - edges[i] > len(used):
             end = 0
             marks[:] = np.uint64(0)
             sums[:] = 0
             for place in range(clock[0]):
-                key = held[place]
+                key = used[place]
                 if last[key] == place:
-                    held[end] = key
+                    used[end] = key
                     last[key] = end
-                    marks[end >> 6] |= one << np.uint64(end & 63)
+                    marks[end >> 6] |= bit << np.uint64(end & 63)
                     sums[end >> 6] += 1
                     end += 1
             clock[0] = end
-        words = ((clock[0] - 1) >> 6) + 1
+
+        # Look up all before any use is noted: a layer step is one moment.
+        word_count = ((clock[0] - 1) >> 6) + 1
         for j in range(edges[i], edges[i + 1]):
             place = last[keys[j]]
             depth = len(last)
             if place >= 0:
                 word = place >> 6
-                depth = _ones(marks[word] >> np.uint64(place & 63)) - 1
-                for other in range(word + 1, words):
+                # Its own mark is among them.
+                depth = _bits_set(marks[word] >> np.uint64(place & 63)) - 1
+                for other in range(word + 1, word_count):
                     depth += sums[other]
             depths[phase[i], depth] += 1
+
         for j in range(edges[i], edges[i + 1]):
-            place = last[keys[j]]
+            key = keys[j]
+            place = last[key]
             if place >= 0:
-                marks[place >> 6] ^= one << np.uint64(place & 63)
+                marks[place >> 6] ^= bit << np.uint64(place & 63)
                 sums[place >> 6] -= 1
             else:
                 clock[1] += 1
+
             place = clock[0]
-            last[keys[j]], held[place] = place, keys[j]
-            marks[place >> 6] |= one << np.uint64(place & 63)
+            last[key] = place
+            used[place] = key
+            marks[place >> 6] |= bit << np.uint64(place & 63)
             sums[place >> 6] += 1
             clock[0] += 1

@@ -17,16 +17,30 @@ import numpy as np
 from moesim.traces.compilation import compiled
 from numba import types as nb
 
-_I64 = nb.Array(nb.int64, 1, "C", readonly=True)
-_I32 = nb.Array(nb.int32, 1, "C", readonly=True)
-_I8 = nb.Array(nb.int8, 1, "C", readonly=True)
+_I64 = nb.Array(
+    nb.int64,
+    1,
+    "C",
+    readonly=True,
+)
+_I32 = nb.Array(
+    nb.int32,
+    1,
+    "C",
+    readonly=True,
+)
+_I8 = nb.Array(
+    nb.int8,
+    1,
+    "C",
+    readonly=True,
+)
 _STACKS = nb.int64[:, ::1]
+
+# The place of a use that does not come: later than all others.
 NEVER = 1 << 40
-"""The place of a use that does not come: later than all others."""
+# Depths of Belady's stack that are passed over together where nothing in them changes.
 BLOCK = 16
-"""Depths of Belady's stack that are passed over together where nothing in them
-changes.
-"""
 
 
 @compiled(
@@ -47,7 +61,7 @@ def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
     pool: np.ndarray,
     edges: np.ndarray,
     keys: np.ndarray,
-    stacks: np.ndarray,
+    ranked: np.ndarray,
     known: np.ndarray,
     filled: np.ndarray,
     clock: np.ndarray,
@@ -64,27 +78,31 @@ def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
         pool: int64 [N].
         edges: int64 [N + 1]; layer step i accesses ``keys[edges[i]:edges[i + 1]]``.
         keys: int32 [A], below W.
-        stacks: [P, W], carried from call to call, as are
+        ranked: [P, W], the stacks, carried from call to call, as are
         known: [P, W], whether a key was ever used,
         filled: [P], how many keys there are, and
         clock: [1], the number of the next layer step.
         depths: [2, P, W + 1], counted up.
     """
-    width = stacks.shape[1]
+    width = ranked.shape[1]
     bits = 1
     while (1 << bits) < width:
         bits += 1
     mask = (1 << bits) - 1
-    state = np.zeros(1 << bits, np.int8)  # 1: active, 2: active and in its place
-    # What lost its place and waits for another, best first.
+
+    # State of each key in the step at hand: 1 active, 2 active and in its place.
+    state = np.zeros(1 << bits, np.int8)
+    # What lost its place and waits for another, best first: sunk[begin:end].
     sunk = np.empty(width, np.int64)
+
     for i in range(len(pool)):
         at = pool[i]
-        stack = stacks[at]
+        stack = ranked[at]
         where = depths[phase[i], at]
         first = edges[i]
         last = edges[i + 1]
         seen = filled[at]
+
         for j in range(first, last):
             key = keys[j]
             state[key] = 1
@@ -93,8 +111,9 @@ def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
                 known[at, key] = True
                 stack[filled[at]] = key
                 filled[at] += 1
-        left = last - first
-        due = first
+
+        left = last - first  # active keys not met yet
+        due = first  # the first access whose key may not have its place
         begin = 0
         end = 0
         depth = 0
@@ -105,12 +124,14 @@ def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
                 where[depth if depth < seen else width] += 1
                 left -= 1
             else:
+                # Insertion: what sinks is nearly in order.
                 spot = end
                 while spot > begin and sunk[spot - 1] < old:
                     sunk[spot] = sunk[spot - 1]
                     spot -= 1
                 sunk[spot] = old
                 end += 1
+
             if depth < last - first:  # the top belongs to the active ones
                 if state[key] != 1:
                     while state[keys[due]] == 2:
@@ -122,6 +143,8 @@ def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
                 stack[depth] = sunk[begin]
                 begin += 1
             depth += 1
+
+        # Cleared one by one: there are far more keys than active ones.
         for j in range(first, last):
             state[keys[j]] = 0
         clock[0] += 1
@@ -147,18 +170,18 @@ def belady_stack(  # noqa: C901, PLR0912 - one loop, compiled
     edges: np.ndarray,
     keys: np.ndarray,
     following: np.ndarray,
-    stacks: np.ndarray,
+    ranked: np.ndarray,
     places: np.ndarray,
     filled: np.ndarray,
     latest: np.ndarray,
     depths: np.ndarray,
 ) -> None:
     """Rebuild the stack of each layer step: from the top, the sooner used of what stood
-    there and what is in hand.
+    there and what is displaced.
 
-    In hand are the active keys and those that lost their place above; an active one
+    Displaced are the active keys and those that lost their place above; an active one
     stays where it is met. A block of depths in which everything is used sooner than all
-    in hand stays as it is: that is what makes large pools fast.
+    displaced ones stays as it is: that is what makes large pools fast.
 
     Args:
         phase: as in `lru_stack`, as are
@@ -167,7 +190,8 @@ def belady_stack(  # noqa: C901, PLR0912 - one loop, compiled
         keys: .
         following: int64 [A], place of each access's next use, at most `NEVER`; larger
             is later.
-        stacks: [P, blocks * BLOCK], zeros at first, carried from call to call, as are
+        ranked: [P, blocks * BLOCK], the stacks, zeros at first; carried from call to
+            call, as are
         places: [P, W], the depth of each key, -1 where it never was,
         filled: [P], how many keys there are, and
         latest: [P, blocks], no less than the largest number in each block of the stack.
@@ -180,73 +204,87 @@ def belady_stack(  # noqa: C901, PLR0912 - one loop, compiled
     while (1 << bits) < tags:
         bits += 1
     mask = (1 << bits) - 1
-    hot = np.zeros(blocks, np.int64)  # active keys in a block of the old stack
-    hand = np.empty(width + 1, np.int64)  # worst first
+
+    # Active keys in each block of the old stack.
+    active = np.zeros(blocks, np.int64)
+    # Worst first, so that the best is taken off the end: displaced[:count].
+    displaced = np.empty(width + 1, np.int64)
+
     for i in range(len(pool)):
         at = pool[i]
-        stack = stacks[at]
+        stack = ranked[at]
         place = places[at]
         bound = latest[at]
         where = depths[phase[i], at]
-        kept = 0
+        count = 0
+
         for j in range(edges[i], edges[i + 1]):
             worth = following[j] << bits | keys[j]
-            spot = kept
-            while spot > 0 and hand[spot - 1] < worth:
-                hand[spot] = hand[spot - 1]
+            spot = count
+            while spot > 0 and displaced[spot - 1] < worth:
+                displaced[spot] = displaced[spot - 1]
                 spot -= 1
-            hand[spot] = worth
-            kept += 1
-        for n in range(kept - 1, -1, -1):
-            key = hand[n] & mask
+            displaced[spot] = worth
+            count += 1
+
+        for n in range(count - 1, -1, -1):
+            key = displaced[n] & mask
             depth = place[key]
             where[depth if depth >= 0 else width] += 1
             if depth < 0:  # below all others, sooner used ones first
                 depth = filled[at]
                 place[key] = depth
                 filled[at] += 1
+            # A negative number marks the place of an active key.
             stack[depth] = -1 - key
-            hot[depth // BLOCK] += 1
+            active[depth // BLOCK] += 1
+
         block = 0
-        while kept > 0:
-            if hot[block] == 0 and bound[block] < hand[kept - 1]:
+        while count > 0:
+            if active[block] == 0 and bound[block] < displaced[count - 1]:
                 block += 1
                 continue
-            hot[block] = 0
+
+            active[block] = 0
             begin = block * BLOCK
-            end = block * BLOCK + BLOCK
+            end = begin + BLOCK
             for depth in range(begin, end):
-                if kept == 0:
+                if count == 0:
                     break
                 old = stack[depth]
-                best = hand[kept - 1]
+                best = displaced[count - 1]
+
                 if old < 0:
                     key = -1 - old
                     if place[key] == depth:  # held: it was not placed above
-                        spot = kept - 1
-                        while hand[spot] & mask != key:
+                        spot = count - 1
+                        while displaced[spot] & mask != key:
                             spot -= 1
-                        best = hand[spot]
-                        for n in range(spot, kept - 1):
-                            hand[n] = hand[n + 1]
-                    kept -= 1
+                        best = displaced[spot]
+                        for n in range(spot, count - 1):
+                            displaced[n] = displaced[n + 1]
+                    count -= 1
                 elif old > best:
-                    spot = kept - 1
-                    while spot > 0 and hand[spot - 1] < old:
-                        hand[spot] = hand[spot - 1]
+                    # The best has left the end to the others.
+                    spot = count - 1
+                    while spot > 0 and displaced[spot - 1] < old:
+                        displaced[spot] = displaced[spot - 1]
                         spot -= 1
-                    hand[spot] = (
-                        old  # the best has left the end of the hand to the others
-                    )
+                    displaced[spot] = old
                 else:
                     continue
+
                 stack[depth] = best
                 tag = best & mask
                 place[tag if tag < width else tags - 1 - tag] = depth
+
             worst = np.int64(0)
             for depth in range(begin, end):
                 worst = max(worst, stack[depth])
-            bound[block] = worst | mask  # whatever the tags become
+            # Whatever the tags become, the bound holds.
+            bound[block] = worst | mask
             block += 1
+
+        # From now on these keys are not active: they lose a tie.
         for j in range(edges[i], edges[i + 1]):
             stack[place[keys[j]]] += tags - 1 - 2 * np.int64(keys[j])

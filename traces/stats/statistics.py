@@ -1,5 +1,5 @@
 """What a trace is like before any machine is involved: how many experts work, how
-evenly, how faithfully.
+evenly, and how long they stay in use.
 
 All figures are per layer and about decode, one sequence at a time, unless they say
 otherwise.
@@ -24,7 +24,7 @@ WINDOW_STEPS = 32
 
 
 def info(trace: Trace) -> dict[str, Any]:
-    """Read all rows once and say what the file holds.
+    """Read all rows once and return what the file holds.
 
     Returns:
         path, size_bytes, rows, columns, split, provenance, shape (as words), sequences,
@@ -38,11 +38,13 @@ def info(trace: Trace) -> dict[str, Any]:
     sequences = 0
     for rows in trace.sequences():
         sequences += 1
-        starts = np.concatenate(([True], np.diff(rows.pos) != 0))
+        # A ragged prefill has fewer rows than tokens times layers.
+        begins = np.concatenate(([True], np.diff(rows.pos) != 0))
         for phase in Phase:
-            tokens[phase.label] += int(np.count_nonzero(starts & (rows.phase == phase)))
+            tokens[phase.label] += int(np.count_nonzero(begins & (rows.phase == phase)))
+
     return {
-        "path": str(trace.path),
+        "path": trace.name,
         "size_bytes": trace.size_bytes,
         "rows": trace.rows,
         "columns": sorted(trace.columns),
@@ -60,7 +62,11 @@ def info(trace: Trace) -> dict[str, Any]:
     }
 
 
-def stats(trace: Trace, *, batch: int = 1) -> dict[str, Any]:
+def stats(
+    trace: Trace,
+    *,
+    batch: int = 1,
+) -> dict[str, Any]:
     """Characterise the routing. L layers, E experts, K experts per token.
 
     Args:
@@ -84,28 +90,36 @@ def stats(trace: Trace, *, batch: int = 1) -> dict[str, Any]:
         - ``lru``: cache ratio -> hit rate of an LRU cache of ``round(ratio * E)``
             slots, looked up before the step.
     """
-    shape = trace.shape
-    fold = LayerFold(shape.layers, shape.experts, shape.top_k)
+    aggregator = LayerAggregator(trace.shape)
     for block in layer_steps(trace, batch=batch):
-        fold.add(block)
-    return summary(fold, shape, batch)
+        aggregator.add(block)
+
+    return summary(aggregator, trace.shape, batch)
 
 
-def summary(fold: LayerFold, shape: ModelShape, batch: int) -> dict[str, Any]:
-    """What `stats` returns, of a fold that has seen the whole trace."""
+def summary(
+    aggregator: LayerAggregator,
+    shape: ModelShape,
+    batch: int,
+) -> dict[str, Any]:
+    """Return the figures of `stats`, of an aggregator that has seen the whole trace."""
     return {
         "batch": batch,
-        "prefill_tokens": fold.tokens[Phase.PREFILL],
-        "decode_tokens": fold.tokens[Phase.DECODE],
-        "decode_steps": fold.steps[Phase.DECODE],
+        "prefill_tokens": aggregator.tokens[Phase.PREFILL],
+        "decode_tokens": aggregator.tokens[Phase.DECODE],
+        "decode_steps": aggregator.steps[Phase.DECODE],
         "overlap_chance": shape.top_k / shape.experts,
-        **fold.figures(),
+        **aggregator.figures(),
     }
 
 
-def stats_frame(trace: Trace, *, batch: int = 1) -> pd.DataFrame:
-    """The per-layer lists of `stats` as columns, one row per layer; LRU ratios as
-    ``lru_0.25``.
+def stats_frame(
+    trace: Trace,
+    *,
+    batch: int = 1,
+) -> pd.DataFrame:
+    """Return the per-layer lists of `stats` as columns, one row per layer; LRU ratios
+    as ``lru_0.25``.
     """
     import pandas as pd  # noqa: PLC0415 - a quarter of a second that only notebooks pay
 
@@ -113,63 +127,92 @@ def stats_frame(trace: Trace, *, batch: int = 1) -> pd.DataFrame:
     columns = {
         name: values for name, values in figures.items() if isinstance(values, list)
     }
-    columns |= {f"lru_{ratio}": values for ratio, values in figures["lru"].items()}
+    for ratio, values in figures["lru"].items():
+        columns[f"lru_{ratio}"] = values
+
     return pd.DataFrame(columns).rename_axis("layer")
 
 
-class LayerFold:
-    """Tables over steps, all layers at once; memory is that of the tables."""
+class LayerAggregator:
+    """Counts layer steps into tables; memory is that of the tables.
 
-    def __init__(self, layers: int, experts: int, top_k: int) -> None:
+    Attributes:
+        steps: forward passes so far, by phase.
+        active: phase -> sums of active experts, [L].
+        load: int64 [L, E], tokens routed to each expert in decode.
+        distances: int64 [L, E + 1], accesses by the number of other experts used since;
+            the last: first uses.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
         from moesim.traces.stats.counting_kernels import WINDOWS, count_decode  # noqa: PLC0415 - compiled: `info` need not wait for it
 
-        self.layers = layers
-        self.experts = experts
-        self.top_k = top_k
-        self._count = count_decode
+        layers = shape.layers
+        experts = shape.experts
         self.steps = {Phase.PREFILL: 0, Phase.DECODE: 0}
-        self._routed = {phase: np.zeros(layers, np.int64) for phase in Phase}  # choices
-        self.active = {Phase.PREFILL: np.zeros(layers), Phase.DECODE: np.zeros(layers)}
+        self.active = {phase: np.zeros(layers) for phase in Phase}
         self.load = np.zeros((layers, experts), np.int64)
         self.distances = np.zeros((layers, experts + 1), np.int64)
+        self._layers = layers
+        self._experts = experts
+        self._top_k = shape.top_k
+        self._choices = {phase: np.zeros(layers, np.int64) for phase in Phase}
+
+        # What the kernel carries from block to block.
+        self._count_decode = count_decode
         self._last_use = np.full((layers, experts), -1, np.int64)
         self._last_batch = np.full(layers, -1, np.int64)
         self._overlap = np.zeros(layers)
         self._pairs = np.zeros(layers, np.int64)
-        self._fresh, self._windows = (
-            np.zeros((layers, WINDOWS), np.int64) for _ in range(2)
-        )
+        self._fresh = np.zeros((layers, WINDOWS), np.int64)
+        self._windows = np.zeros((layers, WINDOWS), np.int64)
 
     def add(self, block: LayerSteps) -> None:
-        """Fold a block of layer steps."""
+        """Take a block of layer steps."""
         sizes = np.diff(block.edges)
         owner = np.repeat(np.arange(len(sizes)), sizes)
         for phase in Phase:
-            mine = block.phase == phase
+            of_phase = block.phase == phase
             self.active[phase] += np.bincount(
-                block.layer[mine], sizes[mine], self.layers
+                block.layer[of_phase], sizes[of_phase], self._layers
             )
-            routed = np.bincount(
-                block.layer[owner[mine[owner]]], block.tokens[mine[owner]], self.layers
+            # Tokens routed, where the line above counts experts.
+            accesses = of_phase[owner]
+            choices = np.bincount(
+                block.layer[owner[accesses]], block.tokens[accesses], self._layers
             )
-            self._routed[phase] += routed.astype(np.int64)
-        decode = block.phase == Phase.DECODE
-        if not decode.any():
-            self.steps[Phase.PREFILL] += int((block.layer == 0).sum())
-            return
+            self._choices[phase] += choices.astype(np.int64)
+
+        is_decode = block.phase == Phase.DECODE
+        begins_step = block.layer == 0
+        if is_decode.any():
+            self._add_decode(block, is_decode, sizes)
+        self.steps[Phase.DECODE] += int((begins_step & is_decode).sum())
+        self.steps[Phase.PREFILL] += int((begins_step & ~is_decode).sum())
+
+    def _add_decode(
+        self,
+        block: LayerSteps,
+        is_decode: np.ndarray,
+        sizes: np.ndarray,
+    ) -> None:
+        """Count the decode steps of a block; `sizes` [N] are accesses per step."""
         experts = block.experts
         tokens = block.tokens
         edges = block.edges
-        if not decode.all():
-            kept = np.repeat(decode, sizes)
+        if not is_decode.all():
+            kept = np.repeat(is_decode, sizes)
             experts = experts[kept]
             tokens = tokens[kept]
-            edges = np.concatenate(([0], np.cumsum(sizes[decode]))).astype(np.int64)
-        layer = block.layer[decode]
+            ends = np.cumsum(sizes[is_decode])
+            edges = np.concatenate(([0], ends)).astype(np.int64)
+
+        layer = block.layer[is_decode]
+        # Decode steps alone: a prompt between them is no step of a window.
         step = self.steps[Phase.DECODE] + np.cumsum(layer == 0) - 1
-        self._count(
+        self._count_decode(
             step.astype(np.int64),
-            block.batch[decode],
+            block.batch[is_decode],
             layer,
             edges,
             experts,
@@ -183,8 +226,6 @@ class LayerFold:
             self._windows,
             self._pairs,
         )
-        self.steps[Phase.DECODE] += int((layer == 0).sum())
-        self.steps[Phase.PREFILL] += int(((block.layer == 0) & ~decode).sum())
 
     @property
     def tokens(self) -> dict[Phase, int]:
@@ -192,55 +233,65 @@ class LayerFold:
         with fewer).
         """
         return {
-            phase: int(routed.max()) // self.top_k
-            for phase, routed in self._routed.items()
+            phase: int(choices.max()) // self._top_k
+            for phase, choices in self._choices.items()
         }
 
     def figures(self) -> dict[str, Any]:
-        """The per-layer lists of `stats`."""
+        """Return the per-layer lists of `stats`."""
         steps = self.steps[Phase.DECODE]
         prefills = self.steps[Phase.PREFILL]
-        decode = steps > 0
+        has_decode = steps > 0
+
         share = self.load / np.maximum(self.load.sum(axis=1, keepdims=True), 1)
-        entropy = -(share * np.log2(np.where(share > 0, share, 1.0))).sum(axis=1)
-        found = np.cumsum(self.distances, axis=1)
-        accesses = np.maximum(found[:, -1], 1)
-        slots = {ratio: round(ratio * self.experts) for ratio in CACHE_RATIOS}
-        hits = {
-            ratio: found[:, count - 1] if count else np.zeros(self.layers)
-            for ratio, count in slots.items()
-        }
-        working_set = self.working_sets().get(WINDOW_STEPS)
+        # The logarithm of 1 stands for that of an expert without load: it adds nothing.
+        logarithm = np.log2(np.where(share > 0, share, 1.0))
+        entropy = -(share * logarithm).sum(axis=1)
+
+        active = self.active[Phase.DECODE] / max(steps, 1)
+        active_prefill = self.active[Phase.PREFILL] / max(prefills, 1)
+        # Without a second step in every layer there is nothing to compare.
+        has_overlap = self._pairs.all()
+        overlap = self._overlap / np.maximum(self._pairs, 1)
+        touched = (self.load > 0).sum(axis=1)
+
         return {
-            "active": _list(
-                self.active[Phase.DECODE] / max(steps, 1) if decode else None
-            ),
-            "active_prefill": _list(
-                self.active[Phase.PREFILL] / prefills if prefills else None
-            ),
-            "entropy_bits": _list(entropy if decode else None),
-            "max_share": _list(share.max(axis=1) if decode else None),
-            "overlap": _list(
-                self._overlap / self._pairs if self._pairs.all() else None
-            ),
-            "working_set": _list(working_set),
-            "touched": _list((self.load > 0).sum(axis=1) if decode else None),
-            "lru": {
-                ratio: _list(values / accesses if decode else None)
-                for ratio, values in hits.items()
-            },
+            "active": active.tolist() if has_decode else None,
+            "active_prefill": active_prefill.tolist() if prefills else None,
+            "entropy_bits": entropy.tolist() if has_decode else None,
+            "max_share": share.max(axis=1).tolist() if has_decode else None,
+            "overlap": overlap.tolist() if has_overlap else None,
+            "working_set": self._working_set(),
+            "touched": touched.tolist() if has_decode else None,
+            "lru": self._lru_hit_rates(),
         }
 
+    def _lru_hit_rates(self) -> dict[float, list[float] | None]:
+        """Cache ratio -> hit rate of each layer, [L]."""
+        if not self.steps[Phase.DECODE]:
+            return dict.fromkeys(CACHE_RATIOS)
+
+        # An LRU cache of C slots hits what fewer than C others were used since.
+        hits = np.cumsum(self.distances, axis=1)
+        accesses = np.maximum(hits[:, -1], 1)
+        rates: dict[float, list[float] | None] = {}
+        for ratio in CACHE_RATIOS:
+            slots = round(ratio * self._experts)
+            of_ratio = hits[:, slots - 1] if slots else np.zeros(self._layers)
+            rates[ratio] = (of_ratio / accesses).tolist()
+
+        return rates
+
+    def _working_set(self) -> list[float] | None:
+        sets = self.working_sets().get(WINDOW_STEPS)
+        return None if sets is None else sets.tolist()
+
     def working_sets(self) -> dict[int, np.ndarray]:
-        """Window in decode steps -> float64 [L], mean distinct experts over the whole
-        windows that there were.
+        """Return window in decode steps -> mean distinct experts over the whole windows
+        that there were, float64 [L].
         """
         steps = self.steps[Phase.DECODE]
         sizes = [1 << w for w in range(self._windows.shape[1]) if steps >> w]
         return {
             size: self._windows[:, w] / (steps // size) for w, size in enumerate(sizes)
         }
-
-
-def _list(values: np.ndarray | None) -> list[float] | None:
-    return None if values is None else values.tolist()

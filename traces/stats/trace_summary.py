@@ -1,8 +1,8 @@
 """All that a trace says about itself, and what follows for offloading, in one pass; in
 a second one where sequences run together, and for recorded predictions.
 
-Statistics are about decode unless they say otherwise; the definitions stand with the
-folds that make them: `stats`, `curves`, `similarity`, `foresight`.
+Statistics are about decode unless they say otherwise; the definitions stand with what
+computes them: `statistics`, `hit_rate_curves`, `similarity`, `predictor_accuracy`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 from moesim.traces.format.layer_steps import joined, layer_steps, of_sequences
 from moesim.traces.format.schema import Phase
 from moesim.traces.sizes import format_bytes
-from moesim.traces.stats.hit_rate_curves import CurveFold
+from moesim.traces.stats.hit_rate_curves import CURVES, CurveAggregator
 from moesim.traces.stats.predictor_accuracy import prediction
-from moesim.traces.stats.similarity import Resemblance
-from moesim.traces.stats.statistics import LayerFold, summary
+from moesim.traces.stats.similarity import SimilarityAggregator
+from moesim.traces.stats.statistics import LayerAggregator, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,29 +26,27 @@ if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
     from moesim.traces.stats.hit_rate_curves import Curves
 
+# Share of a layer's experts that one step uses, from which on offloading moves most of
+# the model at every token.
 DENSE = 0.25
-"""Share of a layer's experts that one step uses, from which on offloading moves most of
-the model at every token.
-"""
+# Hit rate of LRU above the share that is cached, at the knee: locality worth caching
+# for; hardly any.
 LOCAL = 0.15
 SLIGHT = 0.05
-"""Hit rate of LRU above the share that is cached, at the knee: locality worth caching
-for; hardly any.
-"""
+# For a rough idea only: what a PCIe 4.0 x16 link copies; profiles hold measurements.
 COPY_BYTES_PER_S = 25e9
-"""For a feeling only: what a PCIe 4.0 x16 link copies; profiles hold measured
-figures.
-"""
+# Hit rates whose cache sizes are of interest, beside the knee.
+_GOALS = (0.8, 0.9, 0.95)
 
 
 @dataclass(slots=True)
-class Survey:
-    """What `survey` found.
+class TraceSummary:
+    """What `summarise_trace` found.
 
     Attributes:
         shape: the model.
         figures: JSON-ready; the keys of `moesim.traces.stats.statistics.stats`, and
-            those listed at `survey`.
+            those listed at `summarise_trace`.
         curves: hit counts at every size.
         load: int64 [L, E] tokens routed to each expert in decode.
     """
@@ -59,15 +57,18 @@ class Survey:
     load: np.ndarray
 
 
-def survey(
-    trace: Trace, *, batch: int = 1, progress: Callable[[int], None] | None = None
-) -> Survey:
+def summarise_trace(
+    trace: Trace,
+    *,
+    batch: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> TraceSummary:
     """Characterise a trace. L layers, E experts, K per token.
 
     Args:
         trace: an opened trace.
         batch: sequences that run together; changes loads, reuse and curves.
-        progress: told the rows read so far, after each sequence.
+        progress: called with the rows read so far, after each sequence.
 
     Returns:
         figures with the keys of `stats` and
@@ -85,72 +86,80 @@ def survey(
             experts tell about the next one's;
         - ``consistency``: segment tokens -> [L], share of choices served by the K
             experts most used in the segment;
-        - ``prediction``: see `foresight.prediction`;
-        - ``verdict``: see `verdict`.
+        - ``prediction``: see `predictor_accuracy.prediction`;
+        - ``verdict``: see `offloading_verdict`.
 
     Raises:
         TraceError: `batch` below 1, or a damaged trace.
     """
     shape = trace.shape
-    fold = LayerFold(shape.layers, shape.experts, shape.top_k)
-    curve = CurveFold(shape)
-    alike = Resemblance(shape)
+    layers = LayerAggregator(shape)
+    curve = CurveAggregator(shape)
+    similarity = SimilarityAggregator(shape)
 
     def read() -> Iterator[SequenceRows]:
         rows = 0
         for sequence in trace.sequences():
-            alike.add(sequence)
+            similarity.add(sequence)
             yield sequence
             rows += len(sequence.pos)
             if progress is not None:
                 progress(rows)
 
-    blocks = (
-        joined(of_sequences(read(), shape.layers, shape.experts))
-        if batch == 1
-        else layer_steps(trace, batch=batch)
-    )
+    if batch == 1:
+        blocks = joined(of_sequences(read(), shape.layers, shape.experts))
+    else:
+        blocks = layer_steps(trace, batch=batch)
     for block in blocks:
-        fold.add(block)
+        layers.add(block)
         curve.add(block)
     if batch > 1:
+        # Similarity is about single sequences, which batches have mixed.
         for _ in read():
             pass
+
     curves = curve.end()
-    figures = summary(fold, shape, batch)
+    working_sets = layers.working_sets()
+    figures = summary(layers, shape, batch)
     figures |= {
-        "reuse": fold.distances.sum(axis=0).tolist(),
+        "reuse": layers.distances.sum(axis=0).tolist(),
         "working_set_by_window": {
-            str(size): float(sets.mean()) for size, sets in fold.working_sets().items()
+            str(size): float(sets.mean()) for size, sets in working_sets.items()
         },
         "curve_decode": _rates(curves, Phase.DECODE),
         "curve_all": _rates(curves, None),
-        **alike.figures(),
+        **similarity.figures(),
         "prediction": prediction(trace, batch=batch),
     }
-    figures["verdict"] = verdict(shape, figures)
-    return Survey(shape, figures, curves, fold.load)
+    figures["verdict"] = offloading_verdict(shape, figures)
+    return TraceSummary(shape, figures, curves, layers.load)
 
 
-def _rates(curves: Curves, phase: Phase | None) -> dict[str, list[float]] | None:
+def _rates(
+    curves: Curves,
+    phase: Phase | None,
+) -> dict[str, list[float]] | None:
+    """Hit rates at every size; None without any access."""
     if not curves.accesses("lru", phase).sum():
         return None
-    return {
-        name: curves.rates(name, phase).tolist()
-        for name in ("lru", "belady", "lru_global", "belady_global")
-    }
+
+    return {name: curves.rates(name, phase).tolist() for name in CURVES}
 
 
 def knee(rates: np.ndarray) -> int:
-    """Slots at which a curve [E + 1] stands farthest above the straight line from
-    nothing to everything cached.
+    """Return the slots at which a curve [E + 1] stands farthest above the straight line
+    from nothing to everything cached.
 
     Source: Satopaa et al. (2011), the knee of a normalised concave curve.
     """
-    return int(np.argmax(rates - np.linspace(0.0, rates[-1], len(rates))))
+    line = np.linspace(0.0, rates[-1], len(rates))
+    return int(np.argmax(rates - line))
 
 
-def verdict(shape: ModelShape, figures: dict[str, Any]) -> dict[str, Any]:
+def offloading_verdict(
+    shape: ModelShape,
+    figures: dict[str, Any],
+) -> dict[str, Any]:
     """Is this model worth offloading, and with how much memory?
 
     Returns:
@@ -169,51 +178,76 @@ def verdict(shape: ModelShape, figures: dict[str, Any]) -> dict[str, Any]:
             )
         ]
         return {"answer": "unknown", "why": why, "sizes": [], "experts_bytes": total}
+
+    # A step that uses much of a layer leaves a cache little to save.
     lru = np.array(curve["lru"])
-    belady = np.array(curve["belady"])
     share = float(np.mean(figures["active"])) / shape.experts
-    bend = knee(lru)
-    marks = {"knee": bend} | {
-        f"{goal:.0%}": int(np.argmax(lru >= goal))
-        for goal in (0.8, 0.9, 0.95)
-        if lru[-1] >= goal
-    }
-    step_bytes = sum(shape.expert_bytes) * share * shape.experts
-    sizes = [
-        {
-            "at": name,
-            "slots": slots,
-            "bytes": slots * sum(shape.expert_bytes),
-            "lru": float(lru[slots]),
-            "belady": float(belady[slots]),
-            "copied_bytes_per_step": float((1 - lru[slots]) * step_bytes),
-        }
-        for name, slots in marks.items()
-    ]
-    gain = float(lru[bend] - bend / shape.experts)
-    answer = (
-        "no"
-        if share > DENSE
-        else "yes"
-        if gain >= LOCAL
-        else "hardly"
-        if gain >= SLIGHT
-        else "no"
-    )
+    sizes = _cache_sizes(shape, curve, share)
+
+    best = sizes[0]
+    # What caching gains beyond holding that share of evenly used experts.
+    gain = float(lru[best["slots"]] - best["slots"] / shape.experts)
     return {
-        "answer": answer,
-        "why": _why(shape, sizes[0], share, gain, total),
+        "answer": _answer(share, gain),
+        "why": _why(shape, best, share, gain, total),
         "sizes": sizes,
         "experts_bytes": total,
     }
 
 
+def _answer(
+    share: float,
+    gain: float,
+) -> str:
+    if share > DENSE or gain < SLIGHT:
+        return "no"
+
+    return "yes" if gain >= LOCAL else "hardly"
+
+
+def _cache_sizes(
+    shape: ModelShape,
+    curve: dict[str, list[float]],
+    share: float,
+) -> list[dict[str, Any]]:
+    """The ``sizes`` of `offloading_verdict`; `share` of all experts is what a decode
+    step uses.
+    """
+    lru = np.array(curve["lru"])
+    belady = np.array(curve["belady"])
+
+    slots_at = {"knee": knee(lru)}
+    for goal in _GOALS:
+        if lru[-1] >= goal:
+            slots_at[f"{goal:.0%}"] = int(np.argmax(lru >= goal))
+
+    slot_bytes = sum(shape.expert_bytes)  # one slot in every layer
+    step_bytes = slot_bytes * share * shape.experts
+    return [
+        {
+            "at": name,
+            "slots": slots,
+            "bytes": slots * slot_bytes,
+            "lru": float(lru[slots]),
+            "belady": float(belady[slots]),
+            "copied_bytes_per_step": float((1 - lru[slots]) * step_bytes),
+        }
+        for name, slots in slots_at.items()
+    ]
+
+
 def _why(
-    shape: ModelShape, best: dict[str, Any], share: float, gain: float, total: int
+    shape: ModelShape,
+    best: dict[str, Any],
+    share: float,
+    gain: float,
+    total: int,
 ) -> list[str]:
     """Sentences."""
     copied = best["copied_bytes_per_step"]
-    words = [
+    copy_ms = copied / COPY_BYTES_PER_S * 1e3
+
+    sentences = [
         (
             f"All {shape.layers} x {shape.experts} experts weigh {format_bytes(total)};"
             f" a decode step uses {share:.1%}."
@@ -226,30 +260,38 @@ def _why(
         ),
         (
             f"What is missing there is {format_bytes(round(copied))} per decode step:"
-            f" {copied / COPY_BYTES_PER_S * 1e3:.1f} ms if all of it were copied at"
+            f" {copy_ms:.1f} ms if all of it were copied at"
             f" {COPY_BYTES_PER_S / 1e9:.0f} GB/s, computing and overlap left out."
         ),
+        _locality(share, gain),
     ]
+    if shape.assumed:
+        fields = ", ".join(shape.assumed)
+        sentences.append(f"The sizes rest on assumed fields: {fields}.")
+    return sentences
+
+
+def _locality(
+    share: float,
+    gain: float,
+) -> str:
+    """The sentence that gives the answer's reason."""
     if share > DENSE:
-        words.append(
+        return (
             "Too dense: every step needs more than a quarter of the experts, so most of"
             " the model moves."
         )
-    elif gain < SLIGHT:
-        words.append(
+    if gain < SLIGHT:
+        return (
             "Hardly any locality: a cache hits little more than the share of experts"
             " that it holds."
         )
-    elif gain < LOCAL:
-        words.append(
+    if gain < LOCAL:
+        return (
             "Little locality: bandwidth or the CPU, not the cache, will decide the"
             " speed."
         )
-    else:
-        words.append(
-            "A part of the experts serves most accesses; `moesim replay` tells the time"
-            " that a machine needs."
-        )
-    if shape.assumed:
-        words.append(f"The sizes rest on assumed fields: {', '.join(shape.assumed)}.")
-    return words
+    return (
+        "A part of the experts serves most accesses; `moesim replay` tells the time"
+        " that a machine needs."
+    )

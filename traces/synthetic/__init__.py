@@ -1,3 +1,1 @@
-"""Routing that nobody recorded, drawn with the statistics of a real trace or stated
-ones.
-"""
+"""Synthetic routing: drawn with the statistics of a real trace, or with stated ones."""

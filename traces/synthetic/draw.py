@@ -1,5 +1,5 @@
-"""How routing that nobody recorded is drawn: habits, added as log-weights, and K
-experts by systematic sampling.
+"""How synthetic routing is drawn: habits, added as log-weights, and K experts by
+systematic sampling.
 
 At every layer a token chooses K distinct experts. How likely each is follows from five
 habits:
@@ -34,35 +34,39 @@ import numpy as np
 if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
 
+# A run of kinds begins at most so far from the place of its first token in the
+# sequence, and is so long, in the mean.
 NEAR_TOKENS = 32
-"""A run of kinds begins at most so far from the place of its first token in the
-sequence,
-"""
 RUN_TOKENS = 8
-"""and is so long, in the mean."""
+
+# Lower ends of the classes of age in tokens; one more class holds what a sequence never
+# used.
 AGE_EDGES = np.array([1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 257, 513])
-"""Lower ends of the classes of age in tokens; one more class holds what a sequence
-never used.
-"""
 NEVER = len(AGE_EDGES)
 CLASSES = NEVER + 1
-_AGE_OF = np.concatenate(
-    [np.repeat(np.arange(NEVER), np.diff(np.append(AGE_EDGES, 514))), [NEVER]]
-).astype(np.uint8)
+# Ages are counted up to here; `UNUSED` stands for "not yet".
 OLDEST = 513
-"""Ages are counted up to here; `UNUSED` stands for "not yet"."""
 UNUSED = OLDEST + 1
-AGE_CLASS = np.concatenate([[0], _AGE_OF[:OLDEST], [NEVER]]).astype(np.uint8)
+
+
+def _age_classes() -> np.ndarray:
+    """uint8 [UNUSED + 1]: the class of each age, from 0 on."""
+    widths = np.diff(np.append(AGE_EDGES, OLDEST + 1))
+    by_age = np.repeat(np.arange(NEVER), widths)
+    return np.concatenate([[0], by_age, [NEVER]]).astype(np.uint8)
+
+
+AGE_CLASS = _age_classes()
 
 
 @dataclass(frozen=True, slots=True)
-class Kinds:
+class TokenKinds:
     """Kinds of tokens, and how they follow each other.
 
     Attributes:
         weights: float32 [Z, L, E] log-weights added for tokens of a kind.
         character: float32 [L], the factor of `weights`.
-        course: int64 [X], the kinds of real tokens in their order, topic behind topic.
+        course: int64 [X], the kinds of real tokens in their order, topic after topic.
         first: int64 [Q + 1], where those of each topic begin.
     """
 
@@ -90,20 +94,20 @@ class SynthModel:
             log-weight.
         drift_tokens: after so many tokens it has forgotten 63 % of where it was.
         lengths: (prompt, generated) tokens of sequences; drawn with equal chance.
-        told: where the model comes from, for the trace's provenance.
+        provenance: where the model comes from, for the trace's header.
     """
 
     shape: ModelShape
     popularity: np.ndarray
     reuse: np.ndarray
     topics: np.ndarray
-    kinds: Kinds | None = None
+    kinds: TokenKinds | None = None
     lift: np.ndarray | None = None
     dependence: np.ndarray | None = None
     drift: float = 0.0
     drift_tokens: float = 256.0
     lengths: tuple[tuple[int, int], ...] = ((0, 512),)
-    told: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
 
 
 def draw(
@@ -113,128 +117,214 @@ def draw(
     rng: np.random.Generator,
     topics: np.ndarray | None = None,
 ) -> np.ndarray:
-    """uint16 [B, T, L, K]: this many sequences of this many tokens, experts by
-    descending weight.
-
-    `topics` int [B] says which topic each sequence has; None draws them.
+    """Draw the routing of some sequences, side by side.
 
     A layer waits for the layer below and for its own last token, so layers work like a
     pipeline: in wave w, layer l is at token w - l, and all layers are drawn at once.
+
+    Args:
+        model: what to draw from.
+        tokens: of each sequence.
+        sequences: B.
+        rng: where chance comes from.
+        topics: int [B], the topic of each sequence; None draws them.
+
+    Returns:
+        Experts by descending weight: uint16 [B, T, L, K].
     """
     shape = model.shape
     layers = shape.layers
     experts = shape.experts
     top_k = shape.top_k
+
     if topics is None:
         topics = rng.integers(len(model.topics), size=sequences)
     base = model.popularity + model.topics[topics]
     kinds = model.kinds
-    kind = None if kinds is None else _kinds_of(kinds, topics, tokens, rng)
+    kind = None if kinds is None else _draw_kinds(kinds, topics, tokens, rng)
+    drift = _Drift(model, base, rng) if model.drift else None
+
     age = np.full((sequences, layers, experts), UNUSED, np.int16)
     drawn = np.empty((sequences, tokens, layers, top_k), np.uint16)
-    wander = np.zeros_like(base) if model.drift else None
-    keep = math.exp(-1 / model.drift_tokens)
-    push = model.drift * math.sqrt(1 - keep * keep)
-    before = np.zeros((sequences, layers, top_k), np.intp)
+    # The experts of each layer's last token, which the layer above depends on.
+    last = np.zeros((sequences, layers, top_k), np.intp)
+
     for wave in range(tokens + layers - 1):
-        at = np.arange(max(0, wave - tokens + 1), min(layers, wave + 1))
+        # The layers that are at some token in this wave, and which token that is.
+        first = max(0, wave - tokens + 1)
+        at = np.arange(first, min(layers, wave + 1))
         now = slice(at[0], at[-1] + 1)
+        token = wave - at
+
+        # The order of these sums decides the last bit of each weight.
         logits = base[:, now] + model.reuse[at[:, None], AGE_CLASS[age[:, now]]]
-        if wander is not None:
-            wander[:, now] *= np.float32(keep)
-            wander[:, now] += np.float32(push) * rng.standard_normal(
-                logits.shape, np.float32
-            )
-            logits += wander[:, now]
+        if drift is not None:
+            logits += drift.step(now, logits.shape)
         if kinds is not None and kind is not None:
-            logits += kinds.character[at, None] * kinds.weights[kind[:, wave - at], at]
+            logits += kinds.character[at, None] * kinds.weights[kind[:, token], at]
         if model.lift is not None and model.dependence is not None:
-            # Layer 0 has a factor of zero.
-            spoken = model.lift[at, before[:, at - 1, 0]]
-            for place in range(1, top_k):
-                spoken += model.lift[at, before[:, at - 1, place]]
-            logits += model.dependence[at, None] * spoken
-        chosen = choose(
-            inclusion(logits.reshape(-1, experts), top_k), top_k, rng
-        ).reshape(sequences, len(at), top_k)
-        best = np.take_along_axis(logits, chosen, axis=2)
-        chosen = np.take_along_axis(
-            chosen, np.argsort(-best, axis=2, kind="stable"), axis=2
+            below = last[:, at - 1]  # layer 0 has a factor of zero
+            logits += model.dependence[at, None] * _spoken(model.lift, at, below)
+
+        odds = inclusion(logits.reshape(-1, experts), top_k)
+        chosen = choose(odds, top_k, rng).reshape(sequences, len(at), top_k)
+        chosen = _by_weight(chosen, logits)
+        drawn[:, token, at] = chosen
+        last[:, now] = chosen
+
+        current = age[:, now]
+        current += current < OLDEST
+        np.put_along_axis(
+            current,
+            chosen,
+            1,
+            axis=2,
         )
-        drawn[:, wave - at, at] = chosen
-        before[:, now] = chosen
-        grown = age[:, now]
-        grown += grown < OLDEST
-        np.put_along_axis(grown, chosen, 1, axis=2)
+
     return drawn
 
 
-def _kinds_of(
-    kinds: Kinds, topics: np.ndarray, tokens: int, rng: np.random.Generator
+class _Drift:
+    """Popularity's wandering: an Ornstein-Uhlenbeck walk of every weight."""
+
+    def __init__(
+        self,
+        model: SynthModel,
+        base: np.ndarray,
+        rng: np.random.Generator,
+    ) -> None:
+        keep = math.exp(-1 / model.drift_tokens)
+        self._keep = np.float32(keep)
+        # So large that the walk's variance stays at that of `drift`.
+        self._push = np.float32(model.drift * math.sqrt(1 - keep * keep))
+        self._offset = np.zeros_like(base)
+        self._rng = rng
+
+    def step(
+        self,
+        layers: slice,
+        shape: tuple[int, ...],
+    ) -> np.ndarray:
+        """Move the weights of some layers on, and return them."""
+        offset = self._offset[:, layers]
+        offset *= self._keep
+        offset += self._push * self._rng.standard_normal(shape, np.float32)
+        return offset
+
+
+def _spoken(
+    lift: np.ndarray,
+    at: np.ndarray,
+    below: np.ndarray,
+) -> np.ndarray:
+    """What the experts [B, L', K] chosen one layer below add at layers `at`."""
+    spoken: np.ndarray = lift[at, below[:, :, 0]]
+    for place in range(1, below.shape[2]):
+        spoken += lift[at, below[:, :, place]]
+
+    return spoken
+
+
+def _by_weight(
+    chosen: np.ndarray,
+    logits: np.ndarray,
+) -> np.ndarray:
+    """Experts [B, L', K] by descending weight."""
+    weights = np.take_along_axis(logits, chosen, axis=2)
+    order = np.argsort(-weights, axis=2, kind="stable")
+    return np.take_along_axis(chosen, order, axis=2)
+
+
+def _draw_kinds(
+    kinds: TokenKinds,
+    topics: np.ndarray,
+    tokens: int,
+    rng: np.random.Generator,
 ) -> np.ndarray:
     """Int [B, T]: each token's kind: runs of those that the topic's real tokens had at
     about the same place.
     """
     first = kinds.first[topics][:, None]
     count = kinds.first[topics + 1][:, None] - first
-    at = np.arange(tokens) % count
-    low = np.maximum(at - NEAR_TOKENS, 0)
-    high = np.minimum(at + NEAR_TOKENS, count - 1)
-    start = low + (rng.random(at.shape) * (high - low + 1)).astype(np.int64)
-    begins = rng.random(at.shape) * RUN_TOKENS < 1
+
+    # Where a run that begins at each token would begin among the real ones.
+    place = np.arange(tokens) % count
+    low = np.maximum(place - NEAR_TOKENS, 0)
+    high = np.minimum(place + NEAR_TOKENS, count - 1)
+    start = low + (rng.random(place.shape) * (high - low + 1)).astype(np.int64)
+
+    begins = rng.random(place.shape) * RUN_TOKENS < 1
     begins[:, 0] = True
-    begun = np.maximum.accumulate(np.where(begins, np.arange(tokens), 0), axis=1)
-    along = np.take_along_axis(start, begun, axis=1) + np.arange(tokens) - begun
+    token = np.arange(tokens)
+    run_begin = np.maximum.accumulate(np.where(begins, token, 0), axis=1)
+    along = np.take_along_axis(start, run_begin, axis=1) + token - run_begin
     return np.asarray(kinds.course[first + along % count])
 
 
-def inclusion(logits: np.ndarray, top_k: int) -> np.ndarray:
-    """Probabilities ``min(1, λ exp(logits))`` [N, E] that add up to K in each row."""
+def inclusion(
+    logits: np.ndarray,
+    top_k: int,
+) -> np.ndarray:
+    """Return probabilities ``min(1, λ exp(logits))`` [N, E] that add up to K in each
+    row.
+    """
+    # The largest logit becomes 0, so that no power overflows.
     weight = np.exp(logits - logits.max(axis=1, keepdims=True))
     if top_k >= weight.shape[1]:
         return np.ones_like(weight)
+
     weight *= top_k / weight.sum(axis=1, keepdims=True)
+    tiny = np.finfo(np.float32).tiny
+
+    # Rows with a probability above 1: cut it, share the rest among the others, again.
     rows = np.flatnonzero(weight.max(axis=1) > 1)
-    sure = np.zeros((len(rows), weight.shape[1]), bool)
+    certain = np.zeros((len(rows), weight.shape[1]), bool)
     while len(rows):
         part = weight[rows]
-        sure |= part > 1
-        part[sure] = 0
-        left = top_k - sure.sum(axis=1, keepdims=True)
-        part *= left / np.maximum(
-            part.sum(axis=1, keepdims=True), np.finfo(np.float32).tiny
-        )
-        weight[rows] = np.where(sure, 1, part)
+        certain |= part > 1
+        part[certain] = 0
+        left = top_k - certain.sum(axis=1, keepdims=True)
+        part *= left / np.maximum(part.sum(axis=1, keepdims=True), tiny)
+        weight[rows] = np.where(certain, 1, part)
+
         again = part.max(axis=1) > 1
         rows = rows[again]
-        sure = sure[again]
+        certain = certain[again]
+
     return weight
 
 
-def choose(inclusion: np.ndarray, top_k: int, rng: np.random.Generator) -> np.ndarray:
-    """Int [N, K] distinct experts, each with its probability [N, E]: systematic
-    sampling in one random order.
+def choose(
+    inclusion: np.ndarray,
+    top_k: int,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Draw distinct experts, each with its probability [N, E], by systematic sampling
+    in one random order: int [N, K].
     """
     count, experts = inclusion.shape
     order = rng.permutation(experts)
+
+    # The probabilities of a row, laid end to end, reach K. Behind one random offset
+    # there is a mark at every whole number; an expert is drawn if its part holds one.
     reached = np.cumsum(inclusion[:, order], axis=1)
     reached *= top_k / reached[:, -1:]
     reached += rng.random((count, 1), np.float32)
-    steps = np.minimum(reached, top_k).astype(np.int16)
-    steps[:, -1] = top_k
-    hit = np.empty(steps.shape, bool)
-    hit[:, 0] = steps[:, 0] > 0
-    np.not_equal(steps[:, 1:], steps[:, :-1], out=hit[:, 1:])
-    short = np.flatnonzero(hit.sum(axis=1) != top_k)
-    if len(
-        short
-        # a rounding error let one probability of 1 span two steps: take the most likely
-        # ones
-    ):
-        hit[short] = False
-        hit[
-            short[:, None],
-            np.argsort(-inclusion[short][:, order], axis=1, kind="stable")[:, :top_k],
-        ] = True
-    chosen: np.ndarray = order[np.nonzero(hit)[1].reshape(count, top_k)]
+    marks = np.minimum(reached, top_k).astype(np.int16)
+    marks[:, -1] = top_k
+
+    drawn = np.empty(marks.shape, bool)
+    drawn[:, 0] = marks[:, 0] > 0
+    np.not_equal(marks[:, 1:], marks[:, :-1], out=drawn[:, 1:])
+
+    # A rounding error may let a probability of 1 hold two marks: then the most likely
+    # experts are taken.
+    short = np.flatnonzero(drawn.sum(axis=1) != top_k)
+    if len(short):
+        by_odds = np.argsort(-inclusion[short][:, order], axis=1, kind="stable")
+        drawn[short] = False
+        drawn[short[:, None], by_odds[:, :top_k]] = True
+
+    places = np.nonzero(drawn)[1].reshape(count, top_k)
+    chosen: np.ndarray = order[places]
     return chosen

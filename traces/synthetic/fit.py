@@ -1,5 +1,5 @@
-"""What a real trace teaches a synthetic one: habits, raised or lowered until they do
-what the real tokens did.
+"""Fits a synthetic model to a real trace: habits, raised or lowered until they do what
+the real tokens did.
 
 First popularity and reuse, with the real past at hand, by iterative scaling; then all
 habits at once, with a past that the model itself draws, by comparing counts, ages and
@@ -12,7 +12,7 @@ Source: Darroch and Ratcliff (1972) for iterative scaling. Letters as in
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from moesim.traces.errors import TraceError
@@ -24,8 +24,8 @@ from moesim.traces.synthetic.draw import (
     CLASSES,
     OLDEST,
     UNUSED,
-    Kinds,
     SynthModel,
+    TokenKinds,
     draw,
     inclusion,
 )
@@ -34,26 +34,38 @@ if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
     from moesim.traces.format.schema import ModelShape
 
+# Tokens of a real trace that are looked at, whole sequences spread over it.
 FIT_TOKENS = 8192
-"""Tokens of a real trace that are looked at, whole sequences spread over it."""
 _SWEEPS = 8
+# Topics kept, spread over the sequences that were looked at.
 _TOPICS = 48
+
+# Pseudo-counts of an expert's choices: by all tokens, by one sequence, by one kind.
+# Without them an expert that was not seen could never be drawn.
 _PRIOR = 0.25
 _TOPIC_PRIOR = 32.0
+_KIND_PRIOR = 4.0
+
+# Rounds of drawing and comparing, and what is drawn in each.
 _FREE_ROUNDS = 11
 _FREE_SEQUENCES = 12
 _FREE_TOKENS = 512
 _FREE_DRAWN = 1536
+# Added to shares and to bits before their ratio is taken.
 _FLOOR = 1e-4
 _FLOOR_BITS = 0.02
+
 _KIND_TOKENS = 8
 _MOST_KINDS = 128
-_KIND_PRIOR = 4.0
 _PROJECTED = 256
 _MOST_CHARACTER = 6.0
 
 
-def fit(trace: Trace, *, tokens: int = FIT_TOKENS) -> SynthModel:
+def fit(
+    trace: Trace,
+    *,
+    tokens: int = FIT_TOKENS,
+) -> SynthModel:
     """Learn popularity, reuse, topics and kinds of tokens from a real trace.
 
     Args:
@@ -64,58 +76,187 @@ def fit(trace: Trace, *, tokens: int = FIT_TOKENS) -> SynthModel:
         TraceError: the trace is damaged, or no sequence has every layer for every token
             of its decode.
     """
-    chosen, lengths = _sample(trace, tokens)
     shape = trace.shape
-    seen = np.stack(
-        [
-            np.bincount(_flat(one, shape), minlength=shape.layers * shape.experts)
-            for one in chosen
-        ]
-    )
-    seen = seen.reshape(len(chosen), shape.layers, shape.experts)
-    count = seen.sum(axis=0)
-    share = (count + _PRIOR) / (count + _PRIOR).sum(axis=1, keepdims=True)
-    own = (seen + _TOPIC_PRIOR * share) / (
-        seen.sum(axis=2, keepdims=True) + _TOPIC_PRIOR
-    )
-    topics = np.log(own / share) if len(chosen) > 1 else np.zeros((1, *share.shape))
+    sequences, lengths = _sample(trace, tokens)
+    share, topics = _popularity(sequences, shape)
     model = SynthModel(
-        shape,
-        np.log(share).astype(np.float32),
-        np.zeros((shape.layers, CLASSES), np.float32),
-        topics.astype(np.float32),
+        shape=shape,
+        popularity=np.log(share).astype(np.float32),
+        reuse=np.zeros((shape.layers, CLASSES), np.float32),
+        topics=topics.astype(np.float32),
         lengths=tuple(lengths),
-        told={
+        provenance={
             "like": trace.path.name,
             "model": shape.name,
-            "fitted_tokens": sum(len(one) for one in chosen),
+            "fitted_tokens": sum(len(routing) for routing in sequences),
         },
     )
-    kinds = _kinds(chosen, shape, share)
-    model, kinds = _freed(_scaled(model, chosen), kinds, chosen)
-    keep = (
-        np.linspace(0, len(model.topics) - 1, min(_TOPICS, len(model.topics)))
-        .round()
-        .astype(int)
-    )
-    courses = [
-        kinds.course[kinds.first[index] : kinds.first[index + 1]] for index in keep
-    ]
-    return replace(
-        model,
-        topics=model.topics[keep],
-        kinds=replace(kinds, course=np.concatenate(courses), first=_begins(courses)),
-    )
+
+    kinds = _cluster_kinds(sequences, shape, share)
+    model = _scaled(model, sequences)
+    return _with_topics(_freed(model, kinds, sequences), min(_TOPICS, len(sequences)))
 
 
-def _begins(parts: list[np.ndarray]) -> np.ndarray:
-    """int64 [P + 1]: where each part begins when they lie behind each other, and the
-    end.
+def _with_topics(
+    model: SynthModel,
+    count: int,
+) -> SynthModel:
+    """The model with `count` of its topics, spread evenly, and their courses of
+    kinds.
     """
+    kinds = model.kinds
+    assert kinds is not None
+    kept = np.linspace(0, len(model.topics) - 1, count).round().astype(int)
+    courses = [
+        kinds.course[kinds.first[index] : kinds.first[index + 1]] for index in kept
+    ]
+    kinds = replace(kinds, course=np.concatenate(courses), first=_edges(courses))
+    return replace(model, topics=model.topics[kept], kinds=kinds)
+
+
+def _edges(parts: list[np.ndarray]) -> np.ndarray:
+    """int64 [P + 1]: where each part begins when they are joined, and the end."""
     return np.cumsum([0, *(len(part) for part in parts)])
 
 
-def _kinds(chosen: list[np.ndarray], shape: ModelShape, share: np.ndarray) -> Kinds:
+# -- what real tokens did --------------------------------------------------------------
+
+
+def _sample(
+    trace: Trace,
+    tokens: int,
+) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
+    """Routing [T, L, K] of some whole sequences, and (prompt, generated) of all."""
+    layers = trace.shape.layers
+    lengths: list[tuple[int, int]] = []
+    for rows in trace.sequences():
+        prompt = len(np.unique(rows.pos[rows.phase == Phase.PREFILL]))
+        generated = int(np.count_nonzero(rows.phase == Phase.DECODE)) // layers
+        lengths.append((prompt, generated))
+
+    share = min(1.0, tokens / max(1, sum(map(sum, lengths))))
+    count = max(1, round(share * len(lengths)))
+    spread = np.linspace(0, len(lengths) - 1, count).round()
+    numbers = set(np.unique(spread).astype(int).tolist())
+
+    sequences = []
+    for number, rows in enumerate(trace.sequences()):
+        if number not in numbers:
+            continue
+        # A ragged prefill leaves tokens without their last layer.
+        _, token, layers_of = np.unique(
+            rows.pos, return_inverse=True, return_counts=True
+        )
+        complete = (layers_of == layers)[token.reshape(-1)]
+        if complete.any():
+            routing = rows.experts[complete].reshape(-1, layers, trace.shape.top_k)
+            sequences.append(routing[: max(tokens, 1)])
+
+    if not sequences:
+        raise TraceError(
+            f"{trace.path}: expected tokens with all {layers} layers to fit to, found"
+            " none"
+        )
+    return sequences, lengths
+
+
+def _popularity(
+    sequences: list[np.ndarray],
+    shape: ModelShape,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Shares of all choices by expert, float64 [L, E], and the log-weights that single
+    sequences add, [Q, L, E].
+    """
+    width = shape.layers * shape.experts
+    counts = np.stack(
+        [np.bincount(_flat(routing, shape), minlength=width) for routing in sequences]
+    )
+    counts = counts.reshape(len(sequences), shape.layers, shape.experts)
+
+    total = counts.sum(axis=0) + _PRIOR
+    share = total / total.sum(axis=1, keepdims=True)
+    if len(sequences) == 1:
+        return share, np.zeros((1, *share.shape))
+
+    # A sequence's own shares, drawn towards those of all by the prior.
+    weighted = counts + _TOPIC_PRIOR * share
+    of_sequence = weighted / (counts.sum(axis=2, keepdims=True) + _TOPIC_PRIOR)
+    return share, np.log(of_sequence / share)
+
+
+def _flat(
+    routing: np.ndarray,
+    shape: ModelShape,
+) -> np.ndarray:
+    return (routing + np.arange(shape.layers)[:, None] * shape.experts).reshape(-1)
+
+
+def shared_bits(
+    routing: list[np.ndarray],
+    shape: ModelShape,
+) -> np.ndarray:
+    """Return the plug-in mutual information of adjacent layers, from the routing [T, L,
+    K] of sequences: float64 [L - 1].
+    """
+    joint = np.zeros((shape.layers - 1, shape.experts, shape.experts), np.int64)
+    for sequence in routing:
+        count_pairs(np.ascontiguousarray(sequence), joint)
+
+    return np.array([mutual_information_bits(table) for table in joint])
+
+
+def _counts(
+    routing: list[np.ndarray],
+    shape: ModelShape,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Shares of all choices by expert [L, E] and by class of age [L, A]."""
+    by_expert = np.zeros((shape.layers, shape.experts))
+    by_age = np.zeros((shape.layers, CLASSES))
+
+    for layer in range(shape.layers):
+        for sequence in routing:
+            classes, chosen = _past(sequence[:, layer], shape.experts)
+            by_expert[layer] += chosen.sum(axis=0)
+            by_age[layer] += np.bincount(classes[chosen], minlength=CLASSES)
+
+    by_expert /= by_expert.sum(axis=1, keepdims=True)
+    by_age /= by_age.sum(axis=1, keepdims=True)
+    return by_expert, by_age
+
+
+def _past(
+    routing: np.ndarray,
+    experts: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Class of age of every expert before each token, uint8 [T, E], and whether the
+    token chose it, bool [T, E].
+    """
+    tokens = len(routing)
+    token = np.arange(tokens)[:, None]
+    chosen = np.zeros((tokens, experts), bool)
+    np.put_along_axis(
+        chosen,
+        routing.astype(np.intp),
+        values=True,
+        axis=1,
+    )
+
+    # A token far before the first stands for "never".
+    never = -UNUSED * 4
+    last = np.maximum.accumulate(np.where(chosen, token, never), axis=0)
+    before = np.concatenate([np.full((1, experts), never), last[:-1]])
+    age = np.where(before < 0, UNUSED, np.minimum(token - before, OLDEST))
+    return AGE_CLASS[age], chosen
+
+
+# -- kinds of tokens -------------------------------------------------------------------
+
+
+def _cluster_kinds(
+    sequences: list[np.ndarray],
+    shape: ModelShape,
+    share: np.ndarray,
+) -> TokenKinds:
     """Kinds of tokens, by log-lifts over `share`: those of a kind use similar experts
     at all layers.
 
@@ -124,90 +265,62 @@ def _kinds(chosen: list[np.ndarray], shape: ModelShape, share: np.ndarray) -> Ki
     Source: Lloyd (1957); Johnson and Lindenstrauss (1984) for projections that keep
     distances.
     """
+    # Fixed, so that a fit depends on the trace alone.
     rng = np.random.default_rng(0)
-    whole = (
-        np.concatenate(chosen).astype(np.intp)
-        + np.arange(shape.layers)[:, None] * shape.experts
-    )
-    places = np.zeros((len(whole), _PROJECTED), np.float32)
-    directions = rng.standard_normal((shape.layers * shape.experts, _PROJECTED)).astype(
-        np.float32
-    )
+    width = shape.layers * shape.experts
+    offsets = np.arange(shape.layers)[:, None] * shape.experts
+    choices = np.concatenate(sequences).astype(np.intp) + offsets
+
+    projected = np.zeros((len(choices), _PROJECTED), np.float32)
+    directions = rng.standard_normal((width, _PROJECTED)).astype(np.float32)
     for layer in range(shape.layers):
         for place in range(shape.top_k):
-            places += directions[whole[:, layer, place]]
-    count = int(np.clip(len(whole) // _KIND_TOKENS, 1, _MOST_KINDS))
-    centres = places[rng.choice(len(whole), count, replace=False)]
-    for _ in range(_SWEEPS):
-        kind = np.argmax(places @ centres.T - (centres**2).sum(axis=1) / 2, axis=1)
-        sizes = np.bincount(kind, minlength=count)
-        sums = (kind == np.arange(count)[:, None]).astype(np.float32) @ places
-        centres = np.where(
-            sizes[:, None] > 0, sums / np.maximum(sizes, 1)[:, None], centres
-        )
-    width = shape.layers * shape.experts
-    used = np.bincount(
-        (kind[:, None, None] * width + whole).reshape(-1), minlength=count * width
-    )
+            projected += directions[choices[:, layer, place]]
+
+    count = int(np.clip(len(choices) // _KIND_TOKENS, 1, _MOST_KINDS))
+    kind = _clustered(projected, count, rng)
+
+    key = kind[:, None, None] * width + choices
+    used = np.bincount(key.reshape(-1), minlength=count * width)
     used = used.reshape(count, shape.layers, shape.experts)
-    own = (used + _KIND_PRIOR * share) / (used.sum(axis=2, keepdims=True) + _KIND_PRIOR)
-    return Kinds(
-        np.log(own / share).astype(np.float32),
-        np.ones(shape.layers, np.float32),
-        kind,
-        _begins(chosen),
+    weighted = used + _KIND_PRIOR * share
+    of_kind = weighted / (used.sum(axis=2, keepdims=True) + _KIND_PRIOR)
+    return TokenKinds(
+        weights=np.log(of_kind / share).astype(np.float32),
+        character=np.ones(shape.layers, np.float32),
+        course=kind,
+        first=_edges(sequences),
     )
 
 
-def _sample(
-    trace: Trace, tokens: int
-) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
-    """Routing [T, L, K] of some whole sequences, and (prompt, generated) of all."""
-    layers = trace.shape.layers
-    lengths: list[tuple[int, int]] = []
-    rows_of: list[int] = []
-    for rows in trace.sequences():
-        prompt = len(np.unique(rows.pos[rows.phase == Phase.PREFILL]))
-        lengths.append(
-            (prompt, int(np.count_nonzero(rows.phase == Phase.DECODE)) // layers)
-        )
-        rows_of.append(sum(lengths[-1]))
-    share = min(1.0, tokens / max(1, sum(rows_of)))
-    wanted = set(
-        np.unique(
-            np.linspace(
-                0, len(lengths) - 1, max(1, round(share * len(lengths)))
-            ).round()
-        )
-        .astype(int)
-        .tolist()
-    )
-    chosen = []
-    for number, rows in enumerate(trace.sequences()):
-        if number in wanted:
-            _, token, held = np.unique(
-                rows.pos, return_inverse=True, return_counts=True
-            )
-            kept = (held == layers)[token.reshape(-1)]
-            if kept.any():
-                chosen.append(
-                    rows.experts[kept].reshape(-1, layers, trace.shape.top_k)[
-                        : max(tokens, 1)
-                    ]
-                )
-    if not chosen:
-        raise TraceError(
-            f"{trace.path}: expected tokens with all {layers} layers to fit to, found"
-            " none"
-        )
-    return chosen, lengths
+def _clustered(
+    points: np.ndarray,
+    count: int,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """The cluster of each point [N, D], int64 [N]."""
+    centres = points[rng.choice(len(points), count, replace=False)]
+
+    for _ in range(_SWEEPS):
+        # The nearest centre: the square of the point itself is the same for all.
+        closeness = points @ centres.T - (centres**2).sum(axis=1) / 2
+        cluster = np.argmax(closeness, axis=1)
+        sizes = np.bincount(cluster, minlength=count)
+        members = (cluster == np.arange(count)[:, None]).astype(np.float32)
+        means = members @ points / np.maximum(sizes, 1)[:, None]
+        # A cluster without a member stays where it is.
+        centres = np.where(sizes[:, None] > 0, means, centres)
+
+    return cluster
 
 
-def _flat(routing: np.ndarray, shape: ModelShape) -> np.ndarray:
-    return (routing + np.arange(shape.layers)[:, None] * shape.experts).reshape(-1)
+# -- habits ----------------------------------------------------------------------------
 
 
-def _scaled(model: SynthModel, chosen: list[np.ndarray]) -> SynthModel:
+def _scaled(
+    model: SynthModel,
+    sequences: list[np.ndarray],
+) -> SynthModel:
     """Move popularity and reuse until the real tokens' probabilities add up to what
     they did.
 
@@ -217,28 +330,46 @@ def _scaled(model: SynthModel, chosen: list[np.ndarray]) -> SynthModel:
     shape = model.shape
     popularity = model.popularity.copy()
     reuse = model.reuse.copy()
-    topic = np.repeat(np.arange(len(chosen)), [len(one) for one in chosen])
+    lengths = [len(routing) for routing in sequences]
+    topic = np.repeat(np.arange(len(sequences)), lengths)
+
     for layer in range(shape.layers):
-        past = [_past(one[:, layer], shape.experts) for one in chosen]
-        classes, made = (np.concatenate(parts) for parts in zip(*past, strict=True))
-        own = model.topics[topic, layer]
-        real = made.sum(axis=0)
-        real_age = np.bincount(classes[made], minlength=CLASSES)
+        past = [_past(routing[:, layer], shape.experts) for routing in sequences]
+        classes, chosen = (np.concatenate(parts) for parts in zip(*past, strict=True))
+        of_topic = model.topics[topic, layer]
+        real = chosen.sum(axis=0)
+        real_age = np.bincount(classes[chosen], minlength=CLASSES)
+
         for _ in range(_SWEEPS):
-            odds = inclusion(
-                popularity[layer] + own + reuse[layer][classes], shape.top_k
-            )
-            due_age = np.bincount(classes.reshape(-1), odds.reshape(-1), CLASSES)
-            popularity[layer] += 0.5 * np.log(
-                (real + _PRIOR) / (odds.sum(axis=0) + _PRIOR)
-            )
-            reuse[layer] += 0.8 * np.log((real_age + _PRIOR) / (due_age + _PRIOR))
+            logits = popularity[layer] + of_topic + reuse[layer][classes]
+            odds = inclusion(logits, shape.top_k)
+            expected = odds.sum(axis=0)
+            expected_age = np.bincount(classes.reshape(-1), odds.reshape(-1), CLASSES)
+
+            # Less than the whole step: the two habits explain the same choices.
+            ratio = (real + _PRIOR) / (expected + _PRIOR)
+            popularity[layer] += 0.5 * np.log(ratio)
+            ratio = (real_age + _PRIOR) / (expected_age + _PRIOR)
+            reuse[layer] += 0.8 * np.log(ratio)
+
     return replace(model, popularity=popularity, reuse=reuse)
 
 
+class _Habits(NamedTuple):
+    """What tokens did: shares by expert [L, E] and by age [L, A], and the bits
+    that adjacent layers share [L - 1].
+    """
+
+    share: np.ndarray
+    age: np.ndarray
+    bits: np.ndarray
+
+
 def _freed(
-    model: SynthModel, kinds: Kinds, chosen: list[np.ndarray]
-) -> tuple[SynthModel, Kinds]:
+    model: SynthModel,
+    kinds: TokenKinds,
+    sequences: list[np.ndarray],
+) -> SynthModel:
     """Correct what changes when the past is the model's own: draw, compare with the
     real tokens, move, again.
 
@@ -247,14 +378,19 @@ def _freed(
     topics and lengths, so the bias of the estimate is the same.
     """
     shape = model.shape
-    some = np.unique(np.linspace(0, len(chosen) - 1, _FREE_SEQUENCES).astype(int))
-    tokens = min(_FREE_TOKENS, max(len(one) for one in chosen))
-    real, real_age = _counts([one[:tokens] for one in chosen], shape)
-    parts = [chosen[index][:tokens] for index in some]
-    real_bits = shared_bits(parts, shape)
-    copies = max(1, round(_FREE_DRAWN / sum(len(one) for one in parts)))
-    topics = np.tile(some, copies)
-    best = (model, kinds)
+    spread = np.linspace(0, len(sequences) - 1, _FREE_SEQUENCES).astype(int)
+    chosen = np.unique(spread)
+    tokens = min(_FREE_TOKENS, max(len(routing) for routing in sequences))
+    real = [sequences[index][:tokens] for index in chosen]
+    lengths = [len(routing) for routing in real]
+
+    share, age = _counts([routing[:tokens] for routing in sequences], shape)
+    target = _Habits(share, age, shared_bits(real, shape))
+    # Short sequences are drawn several times, so that the estimates are as sure.
+    copies = max(1, round(_FREE_DRAWN / sum(lengths)))
+    topics = np.tile(chosen, copies)
+
+    best = replace(model, kinds=kinds)
     least = np.inf
     for round_ in range(_FREE_ROUNDS + 1):
         drawn = draw(
@@ -264,76 +400,83 @@ def _freed(
             np.random.default_rng(round_),
             topics,
         )
-        made = [drawn[n, : len(parts[n % len(parts)])] for n in range(len(topics))]
-        bits = np.mean(
-            [
-                shared_bits(made[n * len(some) :][: len(some)], shape)
-                for n in range(copies)
-            ],
-            axis=0,
-        )
-        share, age = _counts(made, shape)
-        off = np.log((real_bits + _FLOOR_BITS) / (bits + _FLOOR_BITS))
-        error = float(np.abs(age - real_age).sum(axis=1).mean()) + float(
-            np.abs(off).sum()
-        ) / max(len(off), 1)
+        made = [drawn[n, : lengths[n % len(lengths)]] for n in range(len(topics))]
+        current = _measured(made, len(lengths), shape)
+
+        error = _distance(current, target)
         if error < least:
-            best = (model, kinds)
+            best = replace(model, kinds=kinds)
             least = error
+
+        # Smaller and smaller steps: what is drawn is uncertain.
         pull = 0.7 / (1 + 0.25 * round_)
-        popularity = model.popularity + 0.5 * pull * np.log(
-            (real + _FLOOR) / (share + _FLOOR)
-        )
-        reuse = model.reuse + pull * np.log((real_age + _FLOOR) / (age + _FLOOR))
-        model = replace(
-            model,
-            popularity=popularity.astype(np.float32),
-            reuse=reuse.astype(np.float32),
-        )
-        if len(off):
-            # Of the pairs below and above.
-            around = np.concatenate((off[:1], off)) + np.concatenate((off, off[-1:]))
-            character = np.clip(kinds.character + pull * around, 0, _MOST_CHARACTER)
-            kinds = replace(kinds, character=character.astype(np.float32))
+        model = _moved(model, current, target, pull)
+        kinds = _moved_kinds(kinds, current, target, pull)
+
     return best
 
 
-def shared_bits(routing: list[np.ndarray], shape: ModelShape) -> np.ndarray:
-    """float64 [L - 1]: plug-in mutual information of adjacent layers, from the routing
-    [T, L, K] of sequences.
-    """
-    joint = np.zeros((shape.layers - 1, shape.experts, shape.experts), np.int64)
-    for one in routing:
-        count_pairs(np.ascontiguousarray(one), joint)
-    return np.array([mutual_information_bits(table) for table in joint])
+def _measured(
+    made: list[np.ndarray],
+    group: int,
+    shape: ModelShape,
+) -> _Habits:
+    """What drawn sequences do; the bits are means over groups of so many."""
+    groups = [made[start : start + group] for start in range(0, len(made), group)]
+    bits = np.mean([shared_bits(part, shape) for part in groups], axis=0)
+    share, age = _counts(made, shape)
+    return _Habits(share, age, bits)
 
 
-def _counts(
-    routing: list[np.ndarray], shape: ModelShape
-) -> tuple[np.ndarray, np.ndarray]:
-    """Shares of all choices by expert [L, E] and by class of age [L, A]."""
-    by_expert = np.zeros((shape.layers, shape.experts))
-    by_age = np.zeros((shape.layers, CLASSES))
-    for layer in range(shape.layers):
-        for one in routing:
-            classes, made = _past(one[:, layer], shape.experts)
-            by_expert[layer] += made.sum(axis=0)
-            by_age[layer] += np.bincount(classes[made], minlength=CLASSES)
-    return by_expert / by_expert.sum(axis=1, keepdims=True), by_age / by_age.sum(
-        axis=1, keepdims=True
+def _missing_bits(
+    current: _Habits,
+    target: _Habits,
+) -> np.ndarray:
+    """Float64 [L - 1]: logarithm of the bits wanted over those there are."""
+    return np.log((target.bits + _FLOOR_BITS) / (current.bits + _FLOOR_BITS))
+
+
+def _distance(
+    current: _Habits,
+    target: _Habits,
+) -> float:
+    missing = _missing_bits(current, target)
+    of_age = float(np.abs(current.age - target.age).sum(axis=1).mean())
+    return of_age + float(np.abs(missing).sum()) / max(len(missing), 1)
+
+
+def _moved(
+    model: SynthModel,
+    current: _Habits,
+    target: _Habits,
+    pull: float,
+) -> SynthModel:
+    """The model with popularity and reuse nearer to the target."""
+    by_expert = np.log((target.share + _FLOOR) / (current.share + _FLOOR))
+    by_age = np.log((target.age + _FLOOR) / (current.age + _FLOOR))
+    popularity = model.popularity + 0.5 * pull * by_expert
+    reuse = model.reuse + pull * by_age
+    return replace(
+        model,
+        popularity=popularity.astype(np.float32),
+        reuse=reuse.astype(np.float32),
     )
 
 
-def _past(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Class of age of every expert before each token, uint8 [T, E], and whether the
-    token chose it, bool [T, E].
-    """
-    tokens = len(routing)
-    made = np.zeros((tokens, experts), bool)
-    np.put_along_axis(made, routing.astype(np.intp), values=True, axis=1)
-    stamp = np.where(made, np.arange(tokens)[:, None], -UNUSED * 4)
-    last = np.maximum.accumulate(stamp, axis=0)
-    before = np.concatenate([np.full((1, experts), -UNUSED * 4), last[:-1]])
-    age = np.arange(tokens)[:, None] - before
-    age = np.where(before < 0, UNUSED, np.minimum(age, OLDEST))
-    return AGE_CLASS[age], made
+def _moved_kinds(
+    kinds: TokenKinds,
+    current: _Habits,
+    target: _Habits,
+    pull: float,
+) -> TokenKinds:
+    """Kinds whose character is nearer to the target."""
+    missing = _missing_bits(current, target)
+    if not len(missing):  # a single layer shares nothing
+        return kinds
+
+    # A layer shares bits with the one below and with the one above.
+    below = np.concatenate((missing[:1], missing))
+    above = np.concatenate((missing, missing[-1:]))
+    character = kinds.character + pull * (below + above)
+    character = np.clip(character, 0, _MOST_CHARACTER).astype(np.float32)
+    return replace(kinds, character=character)

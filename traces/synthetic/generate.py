@@ -1,5 +1,5 @@
-"""Routing that nobody recorded: traces of any length with the statistics of a real one,
-or with stated ones.
+"""Writes synthetic traces of any length, drawn from a fitted model or from stated
+statistics.
 
 `moesim.traces.synthetic.draw` says which habits make up such routing,
 `moesim.traces.synthetic.fit` learns them from a real trace; here they are stated, and
@@ -22,12 +22,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+# What is drawn side by side: sequences, weights at a time, bytes of their routing.
 _SIDE_BY_SIDE = 512
 _WEIGHTS = 1 << 17
 _DRAWN_BYTES = 64 << 20
-"""Of the sequences drawn side by side: weights at a time, and bytes of their
-routing.
-"""
+
+# Bounds of what can be stated.
+_LIMITS = {
+    "skew": (0, 5),
+    "reuse": (0, 0.99),
+    "dependence": (0, 1),
+    "drift": (0, 5),
+    "drift_tokens": (1, math.inf),
+    "prompt": (0, 1 << 24),
+    "generated": (0, 1 << 24),
+}
 
 
 def stated(
@@ -42,7 +51,7 @@ def stated(
     generated: int = 512,
     seed: int = 0,
 ) -> SynthModel:
-    """A model of stated statistics, for architectures whose traces nobody has.
+    """A model of stated statistics, for architectures that no trace is known of.
 
     Args:
         shape: the model.
@@ -62,54 +71,56 @@ def stated(
     Raises:
         TraceError: a number out of range.
     """
-    for name, value, least, most in (
-        ("skew", skew, 0, 5),
-        ("reuse", reuse, 0, 0.99),
-        ("dependence", dependence, 0, 1),
-        ("drift", drift, 0, 5),
-        ("drift_tokens", drift_tokens, 1, math.inf),
-        ("prompt", prompt, 0, 1 << 24),
-        ("generated", generated, 0, 1 << 24),
-    ):
-        if not least <= value <= most:
-            raise TraceError(
-                f"synthetic trace: {name}: expected {least}..{most}, got {value}"
-            )
+    habits = {
+        "skew": skew,
+        "reuse": reuse,
+        "dependence": dependence,
+        "drift": drift,
+        "drift_tokens": drift_tokens,
+    }
+    _check_limits(habits | {"prompt": prompt, "generated": generated})
     if prompt + generated < 1:
         raise TraceError(
             "synthetic trace: expected at least one token per sequence, got prompt 0"
             " and generated 0"
         )
+
+    # Which expert is popular is chance; how much more is Zipf's law.
     rng = np.random.default_rng(seed)
     ranks = np.argsort(rng.random((shape.layers, shape.experts)), axis=1)
     popularity = (-skew * np.log1p(ranks)).astype(np.float32)
+
     lift = None
+    dependence_by_layer = None
     if dependence:
-        favourites = rng.normal(
-            size=(shape.layers, shape.experts, shape.experts)
-        ).astype(np.float32)
+        pairs = (shape.layers, shape.experts, shape.experts)
+        favourites = rng.normal(size=pairs).astype(np.float32)
+        # K experts speak at a time: their sum keeps the variance of one.
         lift = favourites * np.float32(1 / math.sqrt(shape.top_k))
+        dependence_by_layer = np.full(shape.layers, 3 * dependence, np.float32)
+
     model = SynthModel(
-        shape,
-        popularity,
-        np.zeros((shape.layers, CLASSES), np.float32),
-        np.zeros((1, *popularity.shape), np.float32),
+        shape=shape,
+        popularity=popularity,
+        reuse=np.zeros((shape.layers, CLASSES), np.float32),
+        topics=np.zeros((1, *popularity.shape), np.float32),
         lift=lift,
-        dependence=(
-            np.full(shape.layers, 3 * dependence, np.float32) if dependence else None
-        ),
+        dependence=dependence_by_layer,
         drift=drift,
         drift_tokens=drift_tokens,
         lengths=((prompt, generated),),
-        told={
-            "skew": skew,
-            "reuse": reuse,
-            "dependence": dependence,
-            "drift": drift,
-            "drift_tokens": drift_tokens,
-        },
+        provenance=dict(habits),
     )
     return _with_reuse(model, reuse)
+
+
+def _check_limits(values: dict[str, float]) -> None:
+    for name, value in values.items():
+        least, most = _LIMITS[name]
+        if not least <= value <= most:
+            raise TraceError(
+                f"synthetic trace: {name}: expected {least}..{most}, got {value}"
+            )
 
 
 def synthesise(
@@ -138,72 +149,90 @@ def synthesise(
     """
     if tokens < 1:
         raise TraceError(f"synthetic trace: tokens: expected >= 1, got {tokens}")
-    told = {
+    provenance = {
         "tool": "moesim trace synth",
         "synthetic": True,
         "seed": seed,
         "tokens": tokens,
-        **model.told,
+        **model.provenance,
     }
-    with TraceWriter(out, TraceHeader(model.shape, told)) as writer:
-        for number, (prompt, experts) in enumerate(_sequences(model, tokens, seed)):
-            count, layers = experts.shape[:2]
+
+    with TraceWriter(out, TraceHeader(model.shape, provenance)) as writer:
+        for number, (prompt, routing) in enumerate(_sequences(model, tokens, seed)):
+            count, layers = routing.shape[:2]
             pos = np.repeat(np.arange(count), layers)
-            phase = np.where(
-                pos < prompt, np.int8(Phase.PREFILL), np.int8(Phase.DECODE)
-            )
+            in_prompt = pos < prompt
+            phase = np.where(in_prompt, np.int8(Phase.PREFILL), np.int8(Phase.DECODE))
             writer.write(
-                number,
-                pos,
-                phase,
-                np.tile(np.arange(layers), count),
-                experts.reshape(count * layers, -1),
+                seq=number,
+                pos=pos,
+                phase=phase,
+                layer=np.tile(np.arange(layers), count),
+                experts=routing.reshape(count * layers, -1),
             )
             if progress is not None:
                 progress(writer.rows)
+
     return writer.rows
 
 
 def _sequences(
-    model: SynthModel, tokens: int, seed: int
+    model: SynthModel,
+    tokens: int,
+    seed: int,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(prompt, uint16 [T, L, K]) of sequence after sequence, until `tokens` tokens."""
     rng = np.random.default_rng(seed)
-    longest = max(map(sum, model.lengths))
-    row_bytes = 2 * model.shape.layers * model.shape.top_k
-    weights = model.shape.layers * model.shape.experts
-    side_by_side = max(
-        1,
-        min(_DRAWN_BYTES // (row_bytes * longest), _WEIGHTS // weights, _SIDE_BY_SIDE),
-    )
+    side_by_side = _side_by_side(model)
+
     left = tokens
     while left > 0:
         group: list[tuple[int, int]] = []
-        due = left
-        while due > 0 and len(group) < side_by_side:
+        # What is left once the group is drawn.
+        after = left
+        while after > 0 and len(group) < side_by_side:
             prompt, generated = model.lengths[int(rng.integers(len(model.lengths)))]
-            length = min(prompt + generated, due)
+            length = min(prompt + generated, after)
             group.append((min(prompt, length), length))
-            due -= length
-        drawn = draw(model, max(length for _, length in group), len(group), rng)
+            after -= length
+
+        # All are drawn as long as the longest; the rest is cut off.
+        longest = max(length for _, length in group)
+        drawn = draw(model, longest, len(group), rng)
         for index, (prompt, length) in enumerate(group):
             yield prompt, drawn[index, :length]
-        left = due
+        left = after
 
 
-def _with_reuse(model: SynthModel, wanted: float) -> SynthModel:
-    """Raise the weight of the experts just used until their share is as wanted."""
+def _side_by_side(model: SynthModel) -> int:
+    """How many sequences are drawn side by side, so that memory stays bounded."""
+    shape = model.shape
+    longest = max(map(sum, model.lengths))
+    sequence_bytes = 2 * shape.layers * shape.top_k * longest
+    weights = shape.layers * shape.experts
+    fitting = min(_DRAWN_BYTES // sequence_bytes, _WEIGHTS // weights, _SIDE_BY_SIDE)
+    return max(1, fitting)
+
+
+def _with_reuse(
+    model: SynthModel,
+    reuse: float,
+) -> SynthModel:
+    """Raise the weight of the experts just used until their share is `reuse`."""
     low = 0.0
     high = 12.0
+
+    # Bisection: the share grows with the weight, and has no closed form.
     for _ in range(12):
         middle = (low + high) / 2
-        reuse = model.reuse.copy()
-        reuse[:, 0] = middle
-        tried = replace(model, reuse=reuse)
-        if _overlap(tried) < wanted:
+        weights = model.reuse.copy()
+        weights[:, 0] = middle
+        tried = replace(model, reuse=weights)
+        if _overlap(tried) < reuse:
             low = middle
         else:
             high = middle
+
     return tried
 
 
@@ -211,18 +240,23 @@ def _overlap(model: SynthModel) -> float:
     """Mean share of a token's experts that the token before used, over a short draw of
     some layers.
     """
-    few = min(model.shape.layers, 4)
+    layers = min(model.shape.layers, 4)
+    shape = replace(
+        model.shape, layers=layers, expert_bytes=model.shape.expert_bytes[:layers]
+    )
     part = replace(
         model,
-        shape=replace(
-            model.shape, layers=few, expert_bytes=model.shape.expert_bytes[:few]
-        ),
-        popularity=model.popularity[:few],
-        reuse=model.reuse[:few],
-        topics=model.topics[:, :few],
-        lift=None if model.lift is None else model.lift[:few],
-        dependence=None if model.dependence is None else model.dependence[:few],
+        shape=shape,
+        popularity=model.popularity[:layers],
+        reuse=model.reuse[:layers],
+        topics=model.topics[:, :layers],
+        lift=None if model.lift is None else model.lift[:layers],
+        dependence=None if model.dependence is None else model.dependence[:layers],
     )
+
     drawn = draw(part, 48, 16, np.random.default_rng(0)).astype(np.int32)
-    same = (drawn[:, 1:, :, :, None] == drawn[:, :-1, :, None, :]).any(axis=4)
-    return float(same[:, 8:].mean())
+    now = drawn[:, 1:, :, :, None]
+    before = drawn[:, :-1, :, None, :]
+    again = (now == before).any(axis=4)
+    # The first tokens have hardly any past.
+    return float(again[:, 8:].mean())

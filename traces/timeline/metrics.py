@@ -1,8 +1,8 @@
-"""What a run was worth: every figure a report may print, computed from the three tables
-of a timeline.
+"""Metrics of a run: every figure a report may print, computed from the three tables of
+a timeline.
 
-The folds of `moesim.traces.timeline.aggregators` go over the tables once; here their
-numbers become metrics, and `METRICS` is the one place that defines them.
+`aggregators`, `stalls` and `copies` go over the tables once; here their numbers become
+metrics, and `METRICS` is the one place that defines them.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.aggregators import (
-    Accesses,
-    Copies,
-    Lanes,
-    LayerSteps,
-    Steps,
+    AccessAggregator,
+    LaneAggregator,
+    StepAggregator,
 )
+from moesim.traces.timeline.copies import CopyAggregator
 from moesim.traces.timeline.spans import DELAYED, HIT, MISS
+from moesim.traces.timeline.stalls import StallAggregator
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from moesim.traces.timeline.spans import Chunk, Timeline
 
+# Every key of `summarise`: its unit or what is divided by what.
 METRICS: dict[str, str] = {
     "steps": "forward passes",
     "layer_steps": "MoE layers of forward passes in which anything was computed",
@@ -94,14 +95,13 @@ METRICS: dict[str, str] = {
         "generated tokens per kilojoule; null without power figures or without decode"
     ),
 }
-"""Every key of `summarise`: its unit or what is divided by what."""
 
+# Key of the power table for watts drawn whatever happens.
 PLATFORM = "platform"
-"""Key of the power table for watts drawn whatever happens."""
 
 
 class Summary:
-    """All `METRICS` of a run, folded from chunks of its tables as they come.
+    """Computes all `METRICS` of a run from chunks of its tables as they come.
 
     Memory does not depend on the length of the run, except for eight bytes per decode
     step.
@@ -113,20 +113,25 @@ class Summary:
 
     def __init__(self, lanes: Sequence[str]) -> None:
         self._names = tuple(lanes)
-        self._lanes = Lanes(lanes)
-        self._layer_steps = LayerSteps(lanes)
-        self._copies = Copies(lanes)
-        self._accesses = Accesses(lanes)
-        self._steps = Steps()
-        self.seen = self.reached = -1
+        self._lanes = LaneAggregator(lanes)
+        self._stalls = StallAggregator(lanes)
+        self._copies = CopyAggregator(lanes)
+        self._accesses = AccessAggregator(lanes)
+        self._steps = StepAggregator()
+        self.seen = -1
+        self.reached = -1
 
-    def add(self, table: str, chunk: Chunk) -> None:
-        """Fold a chunk of `timeline`, `accesses` or `steps`: each in order, and none of
+    def add(
+        self,
+        table: str,
+        chunk: Chunk,
+    ) -> None:
+        """Take a chunk of `timeline`, `accesses` or `steps`: each in order, and none of
         the first two far ahead.
         """
         if table == "timeline":
             self._lanes.add(chunk)
-            self._layer_steps.add(chunk)
+            self._stalls.add(chunk)
             self.seen = max(self.seen, self._copies.add_spans(chunk))
         elif table == "accesses":
             self._accesses.add(chunk)
@@ -140,45 +145,57 @@ class Summary:
     def figures(
         self, power: Mapping[str, tuple[float, float]] | None = None
     ) -> dict[str, Any]:
-        """Every one of `METRICS`, once all chunks have come.
+        """Return every one of `METRICS`, once all chunks have come.
 
         Args:
             power: lane -> (idle watts, busy watts), and optionally ``platform`` ->
                 (idle watts, ignored).
         """
-        lanes = self._lanes
-        layer_steps = self._layer_steps
-        copies = self._copies
-        steps = self._steps
-        layer_steps.add(None)
-        copies.settle()
-        start_s = min(lanes.start_s, steps.start_s)
-        end_s = max(lanes.end_s, steps.end_s)
+        self._stalls.add(None)
+        self._copies.settle()
+
+        # Steps may begin before the first span, and end behind the last.
+        start_s = min(self._lanes.start_s, self._steps.start_s)
+        end_s = max(self._lanes.end_s, self._steps.end_s)
         makespan_s = float(end_s - start_s) if end_s >= start_s else 0.0
+
         figures: dict[str, Any] = {
             **_access_figures(self._accesses),
-            **_step_figures(steps),
-            **_lane_figures(self._names, lanes, makespan_s),
-            **_copy_figures(copies, int(self._accesses.states[MISS])),
-            **_energy_figures(
-                self._names, lanes, makespan_s, power, steps.tokens[Phase.DECODE]
-            ),
-            "layer_steps": layer_steps.layer_steps,
-            "stall_s": {
-                lane: stall_s
-                for lane, stall_s in zip(
-                    self._names, layer_steps.stall_s.tolist(), strict=True
-                )
-                if lane.startswith(("cpu", "gpu"))
-            },
-            "imbalance": _ratio(layer_steps.imbalance, layer_steps.layer_steps),
+            **_step_figures(self._steps),
+            **_lane_figures(self._names, self._lanes, makespan_s),
+            **_copy_figures(self._copies, int(self._accesses.states[MISS])),
+            **_stall_figures(self._names, self._stalls),
+            **self._energy_figures(makespan_s, power),
             "makespan_s": makespan_s,
         }
+        # In the order of the definitions, whatever computed them.
         return {name: figures[name] for name in METRICS}
+
+    def _energy_figures(
+        self,
+        makespan_s: float,
+        power: Mapping[str, tuple[float, float]] | None,
+    ) -> dict[str, Any]:
+        if power is None:
+            return {"energy_j": None, "tokens_per_kj": None}
+
+        busy_s = dict(zip(self._names, self._lanes.busy_s.tolist(), strict=True))
+        energy_j = 0.0
+        for lane, (idle_w, busy_w) in power.items():
+            energy_j += idle_w * makespan_s
+            if lane != PLATFORM:
+                # What a lane draws beyond being idle, while it works.
+                energy_j += (busy_w - idle_w) * busy_s.get(lane, 0.0)
+
+        tokens = self._steps.tokens[Phase.DECODE]
+        per_kj = _ratio(tokens, energy_j / 1000) if tokens else None
+        return {"energy_j": energy_j, "tokens_per_kj": per_kj}
 
 
 def summarise(
-    timeline: Timeline, *, power: Mapping[str, tuple[float, float]] | None = None
+    timeline: Timeline,
+    *,
+    power: Mapping[str, tuple[float, float]] | None = None,
 ) -> dict[str, Any]:
     """Compute all `METRICS` of a recorded run in one pass: `Summary` over its tables.
 
@@ -187,26 +204,32 @@ def summarise(
         power: as `Summary.figures` takes it.
     """
     summary = Summary(timeline.lanes)
-    waiting = timeline.access_chunks()
+    accesses = timeline.access_chunks()
+
     for spans in timeline.chunks():
         summary.add("timeline", spans)
-        while (
-            summary.reached < summary.seen
-            and (chunk := next(waiting, None)) is not None
-        ):
+        # Accesses follow the spans, so that little has to wait for its counterpart.
+        while summary.reached < summary.seen:
+            chunk = next(accesses, None)
+            if chunk is None:
+                break
             summary.add("accesses", chunk)
-    for chunk in waiting:
+
+    for chunk in accesses:
         summary.add("accesses", chunk)
     for chunk in timeline.step_chunks():
         summary.add("steps", chunk)
     return summary.figures(power)
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return float(part / whole) if whole else None
+def _ratio(
+    part: float,
+    total: float,
+) -> float | None:
+    return float(part / total) if total else None
 
 
-def _access_figures(accesses: Accesses) -> dict[str, Any]:
+def _access_figures(accesses: AccessAggregator) -> dict[str, Any]:
     states = accesses.states
     gpu = accesses.gpu_states
     tokens = accesses.token_states
@@ -221,25 +244,30 @@ def _access_figures(accesses: Accesses) -> dict[str, Any]:
     }
 
 
-def _step_figures(steps: Steps) -> dict[str, Any]:
+def _step_figures(steps: StepAggregator) -> dict[str, Any]:
     figures: dict[str, Any] = {"steps": steps.steps, "batches": steps.batches}
+
     for phase in Phase:
         tokens = steps.tokens[phase]
-        figures[f"{phase.label}_tokens"] = tokens
-        figures[f"{phase.label}_tokens_per_s"] = _ratio(tokens, steps.seconds[phase])
-        figures[f"{phase.label}_tokens_per_s_seq"] = steps.per_sequence(phase)
+        name = f"{phase.label}_tokens"
+        figures[name] = tokens
+        figures[f"{name}_per_s"] = _ratio(tokens, steps.seconds[phase])
+        figures[f"{name}_per_s_seq"] = steps.per_sequence(phase)
+
+    # A view of the array: one number per decode step may be many.
     gaps_s = np.frombuffer(steps.gaps_s)
     figures["ttft_s"] = _ratio(sum(steps.ttft_s), len(steps.ttft_s))
     figures["tpot_s"] = _ratio(float(gaps_s.sum()), len(gaps_s))
     for percent in (50, 95):
-        figures[f"tpot_p{percent}_s"] = (
-            float(np.percentile(gaps_s, percent)) if len(gaps_s) else None
-        )
+        percentile = float(np.percentile(gaps_s, percent)) if len(gaps_s) else None
+        figures[f"tpot_p{percent}_s"] = percentile
     return figures
 
 
 def _lane_figures(
-    names: tuple[str, ...], lanes: Lanes, makespan_s: float
+    names: tuple[str, ...],
+    lanes: LaneAggregator,
+    makespan_s: float,
 ) -> dict[str, Any]:
     links = [
         i for i, name in enumerate(names) if name.startswith(("h2d", "d2h", "ssd"))
@@ -253,35 +281,33 @@ def _lane_figures(
     }
 
 
-def _copy_figures(copies: Copies, misses: int) -> dict[str, Any]:
-    some = copies.prefetched > 0
+def _stall_figures(
+    names: tuple[str, ...],
+    stalls: StallAggregator,
+) -> dict[str, Any]:
+    by_lane = zip(names, stalls.stall_s.tolist(), strict=True)
     return {
-        "prefetched": copies.prefetched,
-        "prefetch_accuracy": _ratio(copies.used, copies.prefetched),
-        "prefetch_coverage": (
-            _ratio(copies.used, copies.used + misses) if some else None
-        ),
-        "prefetch_timeliness": _ratio(copies.timely, copies.used),
-        "refetch_rate_5": _ratio(copies.refetched, copies.copies),
+        "layer_steps": stalls.layer_steps,
+        # Only compute lanes wait for a copy.
+        "stall_s": {
+            lane: stall_s
+            for lane, stall_s in by_lane
+            if lane.startswith(("cpu", "gpu"))
+        },
+        "imbalance": _ratio(stalls.imbalance, stalls.layer_steps),
     }
 
 
-def _energy_figures(
-    names: tuple[str, ...],
-    lanes: Lanes,
-    makespan_s: float,
-    power: Mapping[str, tuple[float, float]] | None,
-    tokens: int,
+def _copy_figures(
+    copies: CopyAggregator,
+    misses: int,
 ) -> dict[str, Any]:
-    if power is None:
-        return {"energy_j": None, "tokens_per_kj": None}
-    busy_s = dict(zip(names, lanes.busy_s.tolist(), strict=True))
-    energy_j = 0.0
-    for lane, (idle_w, busy_w) in power.items():
-        energy_j += idle_w * makespan_s
-        if lane != PLATFORM:
-            energy_j += (busy_w - idle_w) * busy_s.get(lane, 0.0)
+    # Without any prefetch, coverage would be 0 although nothing was tried.
+    coverage = _ratio(copies.used, copies.used + misses) if copies.prefetched else None
     return {
-        "energy_j": energy_j,
-        "tokens_per_kj": _ratio(tokens, energy_j / 1000) if tokens else None,
+        "prefetched": copies.prefetched,
+        "prefetch_accuracy": _ratio(copies.used, copies.prefetched),
+        "prefetch_coverage": coverage,
+        "prefetch_timeliness": _ratio(copies.timely, copies.used),
+        "refetch_rate_5": _ratio(copies.refetched, copies.copies),
     }

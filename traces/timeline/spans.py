@@ -1,9 +1,9 @@
-"""What happened, when, on which lane: the one record that both worlds write and every
-metric reads.
+"""The timeline of a run: what happened, when, on which lane. Simulated and real runs
+write it, and every metric reads it.
 
-Picture a Gantt chart. Each operation is a *span*; beside the spans stand two tables,
-one row per active expert of a layer step (*accesses*) and one row per forward pass
-(*steps*). A stranger can audit a run from these tables and the trace alone.
+It is the data of a Gantt chart. Each operation is a *span*; beside the spans stand two
+tables, one row per active expert of a layer step (*accesses*) and one row per forward
+pass (*steps*). A run can be audited from these tables and the trace alone.
 
 Writing must cost next to nothing while a run is timed: spans are packed bytes, accesses
 are kept as the arrays they came in, and both become Parquet a chunk at a time.
@@ -31,7 +31,16 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-DENSE, PLAN, COMPUTE, FETCH, PREFETCH, REPLACE, READ, ACTIVATION, JOIN = range(9)
+# Kinds of spans; the numbers are the places of their names.
+DENSE = 0
+PLAN = 1
+COMPUTE = 2
+FETCH = 3
+PREFETCH = 4
+REPLACE = 5
+READ = 6
+ACTIVATION = 7
+JOIN = 8
 KIND_NAMES = (
     "dense",
     "plan",
@@ -43,16 +52,16 @@ KIND_NAMES = (
     "activation",
     "join",
 )
+# States of an access; the numbers equal the planner's absent, in flight, resident.
 MISS = 0
 DELAYED = 1
 HIT = 2
-"""States of an access; the numbers equal the planner's absent, in flight, resident."""
 STATE_NAMES = ("miss", "delayed", "hit")
 PHASE_NAMES = tuple(phase.label for phase in Phase)
 
 CHUNK_SPANS = 65_536
+# Layer steps whose accesses are held before they become one chunk.
 CHUNK_ACCESSES = 4_096
-"""Layer steps whose accesses are held before they become one chunk."""
 CHUNK_STEPS = 65_536
 
 METADATA_KEY = b"moesim.timeline"
@@ -87,8 +96,8 @@ _STEPS = {
     "end_s": np.float64,
 }
 _SPAN = np.dtype(list(_SPANS.items()))
+# Eight numbers as the bytes of one span, in the order of `Timeline.span`.
 pack_span = struct.Struct("=bbihiddq").pack
-"""Eight numbers as the bytes of one span, in the order of `Timeline.span`."""
 TABLES: dict[str, dict[str, Any]] = {
     "timeline": _SPANS,
     "accesses": _ACCESSES,
@@ -124,6 +133,7 @@ class Timeline:
         self.lanes = tuple(lanes)
         self.out_dir = None if out_dir is None else Path(out_dir)
         self.spans = bytearray()
+        # Step, layer, and the four arrays of each layer step.
         self._accesses: list[
             tuple[int, int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
         ] = []
@@ -131,7 +141,7 @@ class Timeline:
         self._chunks: dict[str, list[Chunk]] = {name: [] for name in TABLES}
         self._writers: dict[str, pq.ParquetWriter] = {}
         self._names = _names(self.lanes)
-        self._whole = False
+        self._is_closed = False
         self._sink = sink
         if self.out_dir is not None:
             self.out_dir.mkdir(parents=True, exist_ok=True)
@@ -212,12 +222,13 @@ class Timeline:
             self._flush_spans()
         if len(self._accesses) >= CHUNK_ACCESSES:
             self._flush_accesses()
-        if len(self._steps) >= 7 * CHUNK_STEPS:
+        if len(self._steps) >= len(_STEPS) * CHUNK_STEPS:
             self._flush_steps()
 
     # Chunks.
 
     def _flush_spans(self) -> None:
+        # A copy: recording goes on extending the same bytes.
         rows = np.frombuffer(bytes(self.spans), _SPAN)
         self.spans.clear()
         self._keep("timeline", {name: rows[name].copy() for name in _SPANS})
@@ -225,6 +236,8 @@ class Timeline:
     def _flush_accesses(self) -> None:
         if not self._accesses:
             return
+
+        # Joined only now: a list takes arrays as they come, without a copy.
         step, layer, *arrays = zip(*self._accesses, strict=True)
         self._accesses.clear()
         sizes = [len(experts) for experts in arrays[0]]
@@ -233,57 +246,57 @@ class Timeline:
             np.repeat(layer, sizes),
             *(np.concatenate(part) for part in arrays),
         ]
-        self._keep(
-            "accesses",
-            {
-                name: values.astype(dtype)
-                for values, (name, dtype) in zip(
-                    columns, _ACCESSES.items(), strict=True
-                )
-            },
-        )
+        chunk = {
+            name: values.astype(dtype)
+            for values, (name, dtype) in zip(columns, _ACCESSES.items(), strict=True)
+        }
+        self._keep("accesses", chunk)
 
     def _flush_steps(self) -> None:
-        rows = np.array(self._steps, dtype=np.float64).reshape(-1, 7)
+        rows = np.array(self._steps, dtype=np.float64).reshape(-1, len(_STEPS))
         self._steps.clear()
-        self._keep(
-            "steps",
-            {
-                name: rows[:, i].astype(dtype)
-                for i, (name, dtype) in enumerate(_STEPS.items())
-            },
-        )
+        chunk = {
+            name: rows[:, i].astype(dtype)
+            for i, (name, dtype) in enumerate(_STEPS.items())
+        }
+        self._keep("steps", chunk)
 
     def _flush(self) -> None:
         self._flush_spans()
         self._flush_accesses()
         self._flush_steps()
 
-    def _keep(self, table: str, chunk: Chunk) -> None:
+    def _keep(
+        self,
+        table: str,
+        chunk: Chunk,
+    ) -> None:
         if not len(chunk["step"]):
             return
+
         if self._sink is not None:
             self._sink(table, chunk)
         elif self.out_dir is None:
             self._chunks[table].append(chunk)
         else:
-            self._writers[table].write_table(
-                _table(table, chunk, self._names), row_group_size=CHUNK_SPANS
-            )
+            rows = _table(table, chunk, self._names)
+            self._writers[table].write_table(rows, row_group_size=CHUNK_SPANS)
 
     def close(self) -> None:
         """Finish: with `out_dir` the three files now stand under their names. Closing
         twice is harmless.
         """
-        if self._whole:
+        if self._is_closed:
             return
+
         try:
             self._flush()
             for writer in self._writers.values():
                 writer.close()
+            # All three are complete before the first gets its name.
             for name in self._writers:
-                os.replace(part_path(self._path(name)), self._path(name))  # noqa: PTH105
-            self._whole = True
+                os.replace(part_path(self._path(name)), self._path(name))  # noqa: PTH105 - named as the promise is
+            self._is_closed = True
         finally:
             self._writers = {}
 
@@ -303,6 +316,7 @@ class Timeline:
         """
         folder = Path(folder)
         lanes: tuple[str, ...] = ()
+
         for table, columns in TABLES.items():
             path = folder / f"{table}.parquet"
             try:
@@ -313,6 +327,7 @@ class Timeline:
                     f"{path}: not a readable table of a run: {reason}; replay again"
                     " with --out"
                 ) from None
+
             raw = (schema.metadata or {}).get(METADATA_KEY)
             if raw is None or not set(columns) <= set(schema.names):
                 raise TraceError(
@@ -321,9 +336,10 @@ class Timeline:
                     " again with --out"
                 )
             lanes = tuple(json.loads(raw)["lanes"])
+
         timeline = cls(lanes)
         timeline.out_dir = folder
-        timeline._whole = True
+        timeline._is_closed = True
         return timeline
 
     # Reading.
@@ -347,6 +363,8 @@ class Timeline:
             self._flush()
             yield from self._chunks[table]
             return
+
+        # The files appear on `close`, and what is read is in them.
         self.close()
         with pq.ParquetFile(self._path(table), pre_buffer=False) as file:
             for batch in file.iter_batches(CHUNK_SPANS, use_threads=False):
@@ -368,11 +386,10 @@ class Timeline:
         return self._frame("steps")
 
     def _frame(self, table: str) -> pd.DataFrame:
-        schema = _schema(table, self.lanes)
+        # The empty table gives a run without a single row its columns.
+        empty = _schema(table, self.lanes).empty_table()
         parts = [_table(table, chunk, self._names) for chunk in self._read(table)]
-        frame: pd.DataFrame = pa.concat_tables(
-            [schema.empty_table(), *parts]
-        ).to_pandas()
+        frame: pd.DataFrame = pa.concat_tables([empty, *parts]).to_pandas()
         return frame
 
     def _path(self, table: str) -> Path:
@@ -391,46 +408,54 @@ def _names(lanes: Sequence[str]) -> dict[tuple[str, str], tuple[str, ...]]:
     }
 
 
-def _schema(table: str, lanes: Sequence[str]) -> pa.Schema:
+def _schema(
+    table: str,
+    lanes: Sequence[str],
+) -> pa.Schema:
     coded = _names(lanes)
-    fields = [
-        pa.field(
-            name,
-            _NAMES if (table, name) in coded else pa.from_numpy_dtype(dtype),
-            nullable=False,
-        )
-        for name, dtype in TABLES[table].items()
-    ]
-    return pa.schema(
-        fields, metadata={METADATA_KEY: json.dumps({"lanes": list(lanes)})}
-    )
+    fields = []
+    for name, dtype in TABLES[table].items():
+        kind = _NAMES if (table, name) in coded else pa.from_numpy_dtype(dtype)
+        fields.append(pa.field(name, kind, nullable=False))
+
+    metadata = {METADATA_KEY: json.dumps({"lanes": list(lanes)})}
+    return pa.schema(fields, metadata=metadata)
 
 
-def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+def _writer(
+    path: Path,
+    schema: pa.Schema,
+) -> pq.ParquetWriter:
     coded = [field.name for field in schema if pa.types.is_dictionary(field.type)]
+    # A low level: a run that is timed must not wait for its own record.
     return pq.ParquetWriter(
         path, schema, compression="zstd", compression_level=1, use_dictionary=coded
     )
 
 
 def _table(
-    table: str, chunk: Chunk, names: dict[tuple[str, str], tuple[str, ...]]
+    table: str,
+    chunk: Chunk,
+    names: dict[tuple[str, str], tuple[str, ...]],
 ) -> pa.Table:
     """A chunk as Arrow, codes turned into dictionary strings."""
-    columns = [
-        named(column, names[table, name]) if (table, name) in names else numbers(column)
-        for name, column in chunk.items()
-    ]
+    columns = []
+    for name, column in chunk.items():
+        labels = names.get((table, name))
+        columns.append(numbers(column) if labels is None else named(column, labels))
+
     lanes = names["timeline", "lane"]
     return pa.Table.from_arrays(columns, schema=_schema(table, lanes))
 
 
 def _codes(
-    table: str, name: str, column: Any, names: dict[tuple[str, str], tuple[str, ...]]
+    table: str,
+    name: str,
+    column: Any,
+    names: dict[tuple[str, str], tuple[str, ...]],
 ) -> np.ndarray:
     """A column read from Parquet as numpy, dictionary strings turned back into
     codes.
     """
-    if (table, name) not in names:
-        return values(column)
-    return codes(column, names[table, name])
+    labels = names.get((table, name))
+    return values(column) if labels is None else codes(column, labels)

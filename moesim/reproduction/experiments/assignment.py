@@ -1,5 +1,6 @@
-"""Assignment against its optimum, and what deciding costs. Costs come from a datasheet
-profile of DALI's machine.
+"""Assignment against its optimum, and what decisions cost.
+
+Costs of operations come from a datasheet profile of DALI's machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from moesim.hwprofiles.profile import load_profile
 from moesim.policies.base import AssignmentPolicy
 from moesim.policies.registry import resolve
 from moesim.policies.systems import System
-from moesim.reproduction.experiments.base import Experiment, Workload, percent
+from moesim.reproduction.experiments.base import Excerpt, Experiment, percent
 from moesim.runs.memory import MemoryOptions
 from moesim.traces.format.future import RecordedFuture
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from moesim.policies.base import Assignment, LayerWork, MachineView
-    from moesim.reproduction.experiments.base import Found, Setting
+    from moesim.reproduction.experiments.base import Figures, Setting
     from moesim.traces.format.batch import RoutedStep
 
 MACHINE = "rtx3090-epyc7532"
@@ -33,67 +34,74 @@ DALI = System(assignment="greedy", cache="workload-window:window=4,swaps=8")
 DECODED = 32
 """Decode steps behind DALI's table 4."""
 SLOW_EVERY = 97
-"""Of so many layer steps one is put to the slow solvers too; prime, so that all layers
-have their turn.
+"""One of so many layer steps is put to the slow solvers too; a prime, so that all
+layers have their turn.
 """
 
 
-def _bench(load: Workload, batch: int, steps: int) -> MixReplays:
+def _bench(excerpt: Excerpt, batch: int, steps: int) -> MixReplays:
     """DALI's greedy and window cache at half of the experts (its figure 12) over the
     first `steps` decode steps.
     """
     profile = load_profile(MACHINE)
-    memory = MemoryOptions(cache_ratio=0.5).plan(load.shape, profile, DALI)
+    memory = MemoryOptions(cache_ratio=0.5).plan(excerpt.shape, profile, DALI)
 
     def passes() -> Iterable[RoutedStep]:
-        for number, step in zip(range(steps), load.decode(batch=batch), strict=False):
+        decode = excerpt.decode(batch=batch)
+        for number, step in zip(range(steps), decode, strict=False):
+            # Prefill steps are left out, so steps are numbered anew.
             yield replace(step, step=number)
 
     return MixReplays(
-        load.shape,
-        profile,
-        Costs(profile, load.shape),
-        memory,
-        DALI,
-        passes,
-        RecordedFuture(()),
-        seed=load.seed,
+        shape=excerpt.shape,
+        profile=profile,
+        costs=Costs(profile, excerpt.shape),
+        memory=memory,
+        system=DALI,
+        passes=passes,
+        # Neither policy looks ahead.
+        future=RecordedFuture(()),
+        seed=excerpt.seed,
     )
 
 
-def dali_greedy_loss(load: Workload) -> Found:
+def dali_greedy_loss(excerpt: Excerpt) -> Figures:
     """Modelled time that greedy loses to the exact optimum, for the same states of the
     machine.
     """
-    batches, lacks = load.batches([16, 32])
-    found: Found = {
-        f"loss at batch {size}, %": reason for size, reason in lacks.items()
-    }
-    best = 0.0
+    batches, lacks = excerpt.batches([16, 32])
+    figures: Figures = {_loss_label(size): reason for size, reason in lacks.items()}
+    best_quality = 0.0
+    # A trace of one sequence is judged at batch 1, in a row of its own.
     for batch in batches or [1]:
+        # Both costs are for one and the same state of the machine.
         grades = Grades()
-        _bench(load, batch, DECODED).replay_s({}, grades)
+        _bench(excerpt, batch, DECODED).replay_s({}, grades)
         if not grades.least_s:
-            found[f"loss at batch {batch}, %"] = (
-                f"lacks decode steps of {batch} sequences"
-            )
+            figures[_loss_label(batch)] = f"lacks decode steps of {batch} sequences"
             continue
-        found[f"loss at batch {batch}, %"] = percent(
-            grades.chosen_s - grades.least_s, grades.chosen_s
-        )
-        found[f"largest loss of one layer step at batch {batch}, %"] = 100 * (
-            1 - 1 / max(grades.modelled)
-        )
-        best = max(best, percent(grades.least_s, grades.chosen_s))
-    if best:
-        found["best quality against the optimum, %"] = best
-    return found
+        lost_s = grades.chosen_s - grades.least_s
+        figures[_loss_label(batch)] = percent(lost_s, grades.chosen_s)
+        # Grades are ratios to the optimum: 1.25 means that a fifth is lost.
+        largest = 100 * (1 - 1 / max(grades.modelled))
+        figures[f"largest loss of one layer step at batch {batch}, %"] = largest
+        best_quality = max(best_quality, percent(grades.least_s, grades.chosen_s))
+    if best_quality:
+        figures[BEST_QUALITY] = best_quality
+    return figures
+
+
+BEST_QUALITY = "best quality against the optimum, %"
+
+
+def _loss_label(batch: int) -> str:
+    return f"loss at batch {batch}, %"
 
 
 def _loss_row(metric: str, setting: Setting) -> str:
     if metric == "greedy_quality_vs_optimal_max":
-        return "best quality against the optimum, %"
-    return f"loss at batch {setting['batch_size']}, %"
+        return BEST_QUALITY
+    return _loss_label(setting["batch_size"])
 
 
 @dataclass(slots=True)
@@ -109,12 +117,14 @@ class Stopwatch(AssignmentPolicy):
     policies: dict[str, AssignmentPolicy]
     seldom: frozenset[str]
     seconds: dict[str, list[float]]
+    # Every decision counts, also those that the slow solvers are not asked for.
     layer_steps: int = 0
 
     def assign(self, work: LayerWork, view: MachineView) -> Assignment:
         """Time all, answer with the first."""
         answers = []
         for name, policy in self.policies.items():
+            # Slow solvers are asked seldom, or they would take most of the time.
             if name in self.seldom and self.layer_steps % SLOW_EVERY:
                 continue
             begin_s = time.perf_counter()
@@ -132,10 +142,9 @@ _DECIDERS = {
 }
 
 
-def dali_planning_share(load: Workload) -> Found:
+def dali_planning_share(excerpt: Excerpt) -> Figures:
     """Decision time measured here over (virtual time without decisions + that)."""
-    batches, _ = load.batches([8])
-    batch = batches[0] if batches else 1
+    batch = excerpt.batch_near(8)
     policies = {
         name: cast("AssignmentPolicy", resolve(spec, "assignment"))
         for name, spec in _DECIDERS.items()
@@ -143,24 +152,26 @@ def dali_planning_share(load: Workload) -> Found:
     watch = Stopwatch(
         policies, frozenset({"optimal plan (ILP)"}), {name: [] for name in policies}
     )
-    bench = _bench(load, batch, DECODED)
-    working_s = bench.replay_s(
-        {"planning": bench.substitutes()["planning"][0]}, observer=watch
-    )
-    found: Found = {}
+    bench = _bench(excerpt, batch, DECODED)
+    # Planning that costs nothing, so that the measured decisions can be added.
+    free_planning = bench.substitutes()["planning"][0]
+    working_s = bench.replay_s({"planning": free_planning}, observer=watch)
+    figures: Figures = {}
     for name, seconds in watch.seconds.items():
         if not seconds:
-            found[name] = f"lacks decode steps of {batch} sequences"
+            figures[name] = f"lacks decode steps of {batch} sequences"
             continue
+        # The median, because a decision may be interrupted by other programs.
         planning_s = float(np.median(seconds)) * watch.layer_steps
-        found[name] = percent(planning_s, working_s + planning_s)
-    return found
+        figures[name] = percent(planning_s, working_s + planning_s)
+    return figures
 
 
 def _planning_row(metric: str, setting: Setting) -> str | None:
     method = setting["method"]
     if metric == "solve_overhead_share":
         return {"greedy": "DALI (greedy)", "opt_plan": "optimal plan (ILP)"}[method]
+    # Table 6 also has single sequence lengths, which a trace mixes.
     names = {"DALI": "DALI (greedy)", "HybriMoE": "HybriMoE (schedule)"}
     return names[method] if setting["seq_len"] == "Average" else None
 

@@ -1,4 +1,4 @@
-"""What an experiment is, and what it may look at."""
+"""What an experiment is, and the part of a trace that it sees."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
 
     Setting = Mapping[str, Any]
-    Found = dict[str, float | str]
+    # Row -> its value, or what the trace lacks in one line that begins with "lacks".
+    Figures = dict[str, float | str]
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """A trace as experiments see it: at most its first so many forward passes.
+class Excerpt:
+    """The first forward passes of a trace, which is what an experiment sees.
 
     Attributes:
         trace: opened.
-        most_steps: forward passes looked at; None for all.
+        most_steps: forward passes seen; None for all.
         seed: for policies that draw.
     """
 
@@ -49,7 +50,7 @@ class Workload:
         return set(columns) <= self.trace.columns
 
     def lacking(self, *columns: str) -> str:
-        """One line that names what is missing."""
+        """One line that names the columns that are missing."""
         missing = [name for name in columns if name not in self.trace.columns]
         return f"lacks column {', '.join(missing)}"
 
@@ -60,6 +61,7 @@ class Workload:
     def decode(self, *columns: str, batch: int = 1) -> Iterator[RoutedStep]:
         """Decode steps in which all `batch` sequences take part."""
         for step in self.passes(*columns, batch=batch):
+            # Sequences end one after another; a step of fewer is another batch size.
             if step.phase == Phase.DECODE and step.sequences == batch:
                 yield step
 
@@ -67,29 +69,35 @@ class Workload:
         """What oracles see of the same forward passes."""
         return RecordedFuture.of(self.trace, batch=batch, steps=self.most_steps)
 
-    def batches(self, wanted: Iterable[int]) -> tuple[list[int], dict[int, str]]:
+    def batches(self, sizes: Iterable[int]) -> tuple[list[int], dict[int, str]]:
         """Which batch sizes the trace has sequences for; for the others, what it lacks
         in one line.
 
         Where none fits, the whole trace is one batch, if that is two sequences at
         least.
         """
-        have = self.sequences()
-        sizes = list(wanted)
-        fit = [size for size in sizes if size <= have]
-        if not fit and have > 1:
-            fit = [have]
+        # A trace is recorded per sequence; batches are composed when it is replayed.
+        available = self.sequences()
+        published = list(sizes)
+        fitting = [size for size in published if size <= available]
+        if not fitting and available > 1:
+            fitting = [available]
         lacks = {
-            size: f"lacks sequences: {size} wanted, {have} there"
-            for size in sizes
-            if size > have
+            size: f"lacks sequences: {size} wanted, {available} there"
+            for size in published
+            if size > available
         }
-        return fit, lacks
+        return fitting, lacks
+
+    def batch_near(self, size: int) -> int:
+        """That batch size, or the largest that the trace has sequences for."""
+        fitting, _ = self.batches([size])
+        return fitting[0] if fitting else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Published figures and the function that computes the same on a trace.
+    """Published figures, and the function that computes the same on a trace.
 
     Attributes:
         name: on the command line.
@@ -113,21 +121,22 @@ class Experiment:
     computes: str
     caveats: tuple[str, ...]
     row: Callable[[str, Setting], str | None]
-    run: Callable[[Workload], Found]
+    run: Callable[[Excerpt], Figures]
+    # Most sources state a model with every figure.
     column: Callable[[Setting], str] = lambda setting: str(
         setting.get("model", "as stated")
     )
 
 
-def percent(part: float, whole: float) -> float:
-    """Part of whole in %.
+def percent(part: float, total: float) -> float:
+    """Part of total in %.
 
     Raises:
-        TraceError: there is no whole: the trace holds nothing of what is counted.
+        TraceError: total is 0: the trace holds nothing of what is counted.
     """
-    if not whole:
+    if not total:
         raise TraceError(
             "nothing to count in the forward passes looked at; look at more with"
             " --steps"
         )
-    return 100.0 * part / whole
+    return 100.0 * part / total

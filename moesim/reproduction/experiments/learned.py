@@ -1,5 +1,6 @@
-"""What FlashMoE's learned cache gains: trained on the first part of a trace, judged on
-the last.
+"""What FlashMoE's learned cache gains.
+
+It is trained on the first part of a trace and judged on the last.
 """
 
 from __future__ import annotations
@@ -8,65 +9,77 @@ from typing import TYPE_CHECKING
 
 from moesim.analysis import learned_cache as learned
 from moesim.analysis.trace_split import split
-from moesim.reproduction.experiments.base import Experiment, Workload
+from moesim.reproduction.experiments.base import Excerpt, Experiment
 from moesim.traces.errors import TraceError
 
 if TYPE_CHECKING:
-    from moesim.reproduction.experiments.base import Found, Setting
+    from moesim.reproduction.experiments.base import Figures, Setting
 
-RIVALS = ("lru", "lfu", "arc", "lecar")
-_NAMES = {"lru": "LRU", "lfu": "LFU", "arc": "ARC", "lecar": "LeCaR"}
+RIVALS = {"lru": "LRU", "lfu": "LFU", "arc": "ARC", "lecar": "LeCaR"}
+"""Policy -> label."""
+COPY_RIVALS = ("lru", "lfu")
+"""Copies saved are published against these only."""
 RATIO = 0.25
 
 
-def flashmoe_gain(load: Workload) -> Found:
+def flashmoe_gain(excerpt: Excerpt) -> Figures:
     """Hit rate of the learned cache above its rivals', and copies below theirs, in % of
     the rival's.
     """
-    rows = [_gain(_NAMES[rival]) for rival in RIVALS] + [
-        _saved(_NAMES[rival]) for rival in RIVALS[:2]
-    ]
+    rows = [_gain(label) for label in RIVALS.values()]
+    rows += [_saved(RIVALS[rival]) for rival in COPY_RIVALS]
     try:
-        from moesim.runtime.models.train_cache import train  # noqa: PLC0415 - torch
+        from moesim.runtime.train.cache_network import train  # noqa: PLC0415 - needs torch, which may be missing
     except ImportError:
         return dict.fromkeys(
             rows,
             "lacks PyTorch, which trains the network: pip install 'moesim[runtime]'",
         )
-    slots = round(RATIO * load.shape.experts)
-    if slots <= load.shape.top_k:
+    slots = round(RATIO * excerpt.shape.experts)
+    # The experts of one token fill such a cache, so no policy has a choice.
+    if slots <= excerpt.shape.top_k:
         return dict.fromkeys(
             rows,
-            f"lacks experts: a quarter of {load.shape.experts} leaves a cache nothing"
-            " to choose",
+            f"lacks experts: a quarter of {excerpt.shape.experts} leaves a cache"
+            " nothing to choose",
         )
     try:
-        training, held_out = split(load.trace, steps=load.most_steps)
-        network = train(training, load.shape, seed=load.seed).network
+        # Judged on later forward passes only, which the network has not seen.
+        training, held_out = split(excerpt.trace, steps=excerpt.most_steps)
+        network = train(training, excerpt.shape, seed=excerpt.seed).network
     except TraceError as error:
         return dict.fromkeys(rows, f"lacks forward passes to train on: {error}")
     judged = learned.evaluate(
         (learned.LEARNED, *RIVALS),
         held_out,
-        load.shape,
+        excerpt.shape,
         slots,
         {learned.LEARNED: network._asdict()},
     )
+    # No accesses at all count as no hits, and give no gain below.
     rates = {row.policy: row.hit_rate or 0.0 for row in judged}
-    own = rates.pop(learned.LEARNED)
-    found: Found = {}
-    for rival, rate in rates.items():
-        found[_gain(_NAMES[rival])] = (
-            100.0 * (own / rate - 1.0) if rate else "lacks hits of the rival"
-        )
-    for rival in RIVALS[:2]:
-        missed = 1.0 - rates[rival]
-        found[_saved(_NAMES[rival])] = (
-            100.0 * (1.0 - (1.0 - own) / missed)
-            if missed
-            else "lacks misses of the rival"
-        )
-    return found
+    return _figures(rates)
+
+
+def _figures(rates: dict[str, float]) -> Figures:
+    """Hit rates by policy, as gains of the learned one."""
+    figures: Figures = {}
+    learned_rate = rates[learned.LEARNED]
+    for rival, label in RIVALS.items():
+        gain: float | str = "lacks hits of the rival"
+        if rates[rival]:
+            gain = 100.0 * (learned_rate / rates[rival] - 1.0)
+        figures[_gain(label)] = gain
+
+    # Every miss is one copy.
+    learned_misses = 1.0 - learned_rate
+    for rival in COPY_RIVALS:
+        misses = 1.0 - rates[rival]
+        saved: float | str = "lacks misses of the rival"
+        if misses:
+            saved = 100.0 * (1.0 - learned_misses / misses)
+        figures[_saved(RIVALS[rival])] = saved
+    return figures
 
 
 def _gain(rival: str) -> str:
@@ -109,7 +122,7 @@ EXPERIMENTS = (
             ),
             (
                 "labels and features are reconstructed, as the paper's formulas are"
-                " lost (docs/learned-cache.md)"
+                " lost (docs/how-to/learned-cache.md)"
             ),
         ),
         row=_row,

@@ -1,4 +1,4 @@
-"""How well a layer's experts are known one layer ahead."""
+"""How well predictors know a layer's experts one layer early."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.policies.kernels import predicted_workload
+from moesim.policies.prefetch._kernels import predicted_workload
 from moesim.policies.prefetch._transitions import Transitions
-from moesim.reproduction.experiments.base import Experiment, Workload, percent
+from moesim.reproduction.experiments.base import Excerpt, Experiment, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from moesim.reproduction.experiments.base import Found, Setting
+    from moesim.reproduction.experiments.base import Figures, Setting
     from moesim.traces.format.batch import RoutedLayer, RoutedStep
 
 BATCHES = (8, 16, 32, 64)
@@ -35,19 +35,21 @@ def top(scores: np.ndarray, count: int) -> set[int]:
 
 def _pairs(step: RoutedStep) -> Iterator[tuple[RoutedLayer, RoutedLayer]]:
     """Neighbouring layers that hold the same tokens."""
-    for here, there in zip(step.layers, step.layers[1:], strict=False):
-        if len(here.routing) == len(there.routing) and len(here.routing):
-            yield here, there
+    for layer, following in zip(step.layers, step.layers[1:], strict=False):
+        # The last layer may hold only part of a prompt (ragged prefill).
+        if len(layer.routing) == len(following.routing) and len(layer.routing):
+            yield layer, following
 
 
 def _workload(layer: RoutedLayer, experts: int) -> np.ndarray:
+    """Tokens routed to each expert, float64 [E]."""
     tokens = np.zeros(experts)
     tokens[layer.experts] = layer.tokens
     return tokens
 
 
 def accuracy(
-    load: Workload, method: str, counts: tuple[int, ...], batch: int
+    excerpt: Excerpt, method: str, counts: tuple[int, ...], batch: int
 ) -> dict[int, float] | None:
     """Share in % of the top k by predicted workload that are top k by true workload.
 
@@ -58,83 +60,101 @@ def accuracy(
 
     Source: DALI's definition, reference algorithms, section 1.6.
     """
-    experts = load.shape.experts
-    layers = load.shape.layers
+    experts = excerpt.shape.experts
     column = _COLUMN.get(method)
     columns = () if column is None else (column,)
-    half = sum(1 for _ in load.decode(batch=batch)) // 2
-    table = Transitions(layers, experts)
-    right = dict.fromkeys(counts, 0)
-    asked = 0
-    for number, step in enumerate(load.decode(*columns, batch=batch)):
-        for here, there in _pairs(step):
+    # Counting first costs a second reading, and holds one step at a time.
+    half = sum(1 for _ in excerpt.decode(batch=batch)) // 2
+    table = Transitions(excerpt.shape.layers, experts)
+    matches = dict.fromkeys(counts, 0)
+    judged = 0
+    for number, step in enumerate(excerpt.decode(*columns, batch=batch)):
+        for layer, following in _pairs(step):
             if number < half:
-                table.observe(here.layer, here.routing, there.routing)
+                table.observe(layer.layer, layer.routing, following.routing)
                 continue
+            # EdgeMoE has no gate to ask: its table says which experts follow which.
             if column is None:
-                wanted = here.tokens @ table.rows(here.layer, here.experts)
+                predicted = layer.tokens @ table.rows(layer.layer, layer.experts)
             else:
-                scores = here.predicted[column].astype(np.float32)
-                wanted = predicted_workload(scores, there.routing.shape[1]).astype(
-                    np.float64
-                )
-            true = _workload(there, experts)
+                predicted = _predicted_workload(layer, column, following)
+            true = _workload(following, experts)
             for count in counts:
-                right[count] += len(top(wanted, count) & top(true, count))
-            asked += 1
-    return (
-        {count: percent(right[count], count * asked) for count in counts}
-        if asked
-        else None
-    )
+                matches[count] += len(top(predicted, count) & top(true, count))
+            judged += 1
+    if not judged:
+        return None
+    return {count: percent(matches[count], count * judged) for count in counts}
 
 
-def dali_prefetch_workload(load: Workload) -> Found:
+def _predicted_workload(
+    layer: RoutedLayer, column: str, following: RoutedLayer
+) -> np.ndarray:
+    """Workload of the following layer as the gate predicts it, float64 [E]."""
+    # Ranks must not depend on the float16 in which traces hold scores.
+    scores = layer.predicted[column].astype(np.float32)
+    top_k = following.routing.shape[1]
+    return predicted_workload(scores, top_k).astype(np.float64)
+
+
+def dali_prefetch_workload(excerpt: Excerpt) -> Figures:
     """Top-1 and top-2 accuracy of the table and of the next gate, by batch."""
-    batches, lacks = load.batches(BATCHES)
-    found: Found = {}
+    batches, lacks = excerpt.batches(BATCHES)
+    figures: Figures = {}
     for method in (EDGEMOE, NEXT_GATE):
+        # Published batches that the trace has no sequences for keep their rows.
         for size, reason in lacks.items():
-            found |= {_workload_words(method, count, size): reason for count in (1, 2)}
+            figures |= dict.fromkeys(_workload_rows(method, size), reason)
+        columns = (_COLUMN[method],) if method in _COLUMN else ()
         for batch in batches:
-            rows = [_workload_words(method, count, batch) for count in (1, 2)]
-            columns = (_COLUMN[method],) if method in _COLUMN else ()
-            if not load.has(*columns):
-                found |= dict.fromkeys(rows, load.lacking(*columns))
+            rows = _workload_rows(method, batch)
+            if not excerpt.has(*columns):
+                figures |= dict.fromkeys(rows, excerpt.lacking(*columns))
                 continue
-            rates = accuracy(load, method, (1, 2), batch)
-            found |= (
-                dict.fromkeys(rows, f"lacks decode steps of {batch} sequences")
-                if rates is None
-                else dict(zip(rows, rates.values(), strict=True))
-            )
-    return found
+            rates = accuracy(excerpt, method, TOP, batch)
+            if rates is None:
+                lack = f"lacks decode steps of {batch} sequences"
+                figures |= dict.fromkeys(rows, lack)
+            else:
+                figures |= dict(zip(rows, rates.values(), strict=True))
+    return figures
 
 
-def _workload_words(method: str, count: int, batch: int) -> str:
+TOP = (1, 2)
+"""Numbers of experts that table 2 compares."""
+
+
+def _workload_rows(method: str, batch: int) -> list[str]:
+    return [_workload_row(method, count, batch) for count in TOP]
+
+
+def _workload_row(method: str, count: int, batch: int) -> str:
     return f"{method}, top {count}, batch {batch}"
 
 
-def dali_prefetch_residual(load: Workload) -> Found:
+def dali_prefetch_residual(excerpt: Excerpt) -> Figures:
     """Top-4 accuracy of the next gate on raw and on corrected input, and their
     per-token overlap with the truth.
     """
-    batches, _ = load.batches([8])
-    batch = batches[0] if batches else 1
-    found: Found = {}
+    # The batch behind the table is not published.
+    batch = excerpt.batch_near(8)
+    figures: Figures = {}
     for method, column in _COLUMN.items():
-        if not load.has(column):
-            found[f"{method}, by workload"] = load.lacking(column)
+        row = f"{method}, by workload"
+        if not excerpt.has(column):
+            figures[row] = excerpt.lacking(column)
             continue
-        rates = accuracy(load, method, (PREFETCHED,), batch)
-        empty = f"lacks decode steps of {batch} sequences"
-        found[f"{method}, by workload"] = empty if rates is None else rates[PREFETCHED]
-        found[f"{method}, per token"] = next_layer(load, column)[0]
-    return found
+        rates = accuracy(excerpt, method, (PREFETCHED,), batch)
+        if rates is None:
+            figures[row] = f"lacks decode steps of {batch} sequences"
+        else:
+            figures[row] = rates[PREFETCHED]
+        figures[f"{method}, per token"] = next_layer(excerpt, column)[0]
+    return figures
 
 
-def next_layer(load: Workload, column: str) -> tuple[float, float, float]:
-    """How a token's predicted experts meet its true ones in decode, in %.
+def next_layer(excerpt: Excerpt, column: str) -> tuple[float, float, float]:
+    """Compare a token's predicted experts with its true ones in decode, in %.
 
     Returns:
         Share of true experts that are among as many predicted ones; share of tokens
@@ -142,42 +162,45 @@ def next_layer(load: Workload, column: str) -> tuple[float, float, float]:
         its experts.
     """
     shared = best = active = tokens = chosen = 0
-    for step in load.decode(column):
-        for here, there in _pairs(step):
-            scores = here.predicted[column].astype(np.float32)
-            true = there.routing.astype(np.int64)
-            ranked = np.argsort(-scores, axis=1, kind="stable")[:, : true.shape[1]]
-            meets = ranked[:, :, None] == true[:, None, :]
-            shared += int(meets.any(axis=2).sum())
-            best += int(meets[:, 0, 0].sum())
-            active += int(meets[:, 0, :].any(axis=1).sum())
+    for step in excerpt.decode(column):
+        for layer, following in _pairs(step):
+            scores = layer.predicted[column].astype(np.float32)
+            true = following.routing.astype(np.int64)
+            top_k = true.shape[1]
+            ranked = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
+            # [T, K predicted, K true]: which predicted expert is which true one.
+            equal = ranked[:, :, None] == true[:, None, :]
+            shared += int(equal.any(axis=2).sum())
+            best += int(equal[:, 0, 0].sum())
+            active += int(equal[:, 0, :].any(axis=1).sum())
             tokens += len(true)
             chosen += true.size
     return percent(shared, chosen), percent(best, tokens), percent(active, tokens)
 
 
-def daop_next_layer(load: Workload) -> Found:
+def daop_next_layer(excerpt: Excerpt) -> Figures:
     """Share of a token's experts that the next gate names one layer early, in
     decode.
     """
     column = _COLUMN[NEXT_GATE]
-    return {
-        "decode": (
-            next_layer(load, column)[0] if load.has(column) else load.lacking(column)
-        )
-    }
+    if not excerpt.has(column):
+        return {"decode": excerpt.lacking(column)}
+    return {"decode": next_layer(excerpt, column)[0]}
 
 
-def smoe_prefetch(load: Workload) -> Found:
+def smoe_prefetch(excerpt: Excerpt) -> Figures:
     """Whether the best predicted expert is the best one, or at least active."""
-    rows = ("best expert foreseen", "foreseen expert active")
-    if not load.has(_COLUMN[NEXT_GATE]):
-        return dict.fromkeys(rows, load.lacking(_COLUMN[NEXT_GATE]))
-    return dict(zip(rows, next_layer(load, _COLUMN[NEXT_GATE])[1:], strict=True))
+    column = _COLUMN[NEXT_GATE]
+    rows = list(_SMOE_ROWS.values())
+    if not excerpt.has(column):
+        return dict.fromkeys(rows, excerpt.lacking(column))
+    _, best, active = next_layer(excerpt, column)
+    return dict(zip(rows, (best, active), strict=True))
 
 
 def _residual_row(metric: str, setting: Setting) -> str | None:
     del metric
+    # Tasks differ by a few points; the average is what the text discusses.
     return f"{setting['method']}, by workload" if setting["task"] == "Average" else None
 
 
@@ -211,7 +234,7 @@ EXPERIMENTS = (
                 " own row"
             ),
         ),
-        row=lambda _, setting: _workload_words(
+        row=lambda _, setting: _workload_row(
             setting["method"], setting["topk"], setting["batch_size"]
         ),
         run=dali_prefetch_workload,

@@ -1,5 +1,5 @@
-"""What the gates do, before any policy: how alike prompt and answer are, how soon all
-experts are touched.
+"""Routing before any policy: similarity of prompt and answer, and how soon all experts
+are used.
 """
 
 from __future__ import annotations
@@ -8,60 +8,66 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.reproduction.experiments.base import Experiment, Workload
+from moesim.reproduction.experiments.base import Excerpt, Experiment
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from moesim.reproduction.experiments.base import Found
+    from moesim.reproduction.experiments.base import Figures
 
 TOKENS = (32, 64, 128, 256)
 
 
-def daop_similarity(load: Workload) -> Found:
+def daop_similarity(excerpt: Excerpt) -> Figures:
     """Cosine of the share of tokens routed to each expert in prefill and in decode,
     mean over layers and sequences.
     """
-    layers = load.shape.layers
-    experts = load.shape.experts
+    layers = excerpt.shape.layers
+    experts = excerpt.shape.experts
     cosines: list[float] = []
-    for rows in load.trace.sequences():
+    for rows in excerpt.trace.sequences():
+        # Counts, not shares: the cosine does not depend on their scale.
         counts = np.zeros((len(Phase), layers, experts))
         for phase in Phase:
-            mine = rows.phase == phase
-            layer = np.broadcast_to(rows.layer[mine][:, None], rows.experts[mine].shape)
-            np.add.at(counts[phase], (layer, rows.experts[mine].astype(np.int64)), 1.0)
-        length = np.linalg.norm(counts, axis=2)
-        both = length.all(axis=0)
-        if both.any():
-            product = (counts[Phase.PREFILL] * counts[Phase.DECODE]).sum(axis=1)[both]
-            cosines.append(float((product / length[:, both].prod(axis=0)).mean()))
-    return {
-        "prefill against decode": (
-            100.0 * float(np.mean(cosines)) if cosines else "lacks prefill or decode"
-        )
-    }
+            in_phase = rows.phase == phase
+            chosen = rows.experts[in_phase].astype(np.int64)
+            layer = np.broadcast_to(rows.layer[in_phase][:, None], chosen.shape)
+            # Ids repeat within a phase, so plain indexing would count them once.
+            np.add.at(counts[phase], (layer, chosen), 1.0)
+        norms = np.linalg.norm(counts, axis=2)
+        # A layer without tokens in one phase has no direction to compare.
+        in_both = norms.all(axis=0)
+        if in_both.any():
+            products = (counts[Phase.PREFILL] * counts[Phase.DECODE]).sum(axis=1)
+            scale = norms[:, in_both].prod(axis=0)
+            cosines.append(float((products[in_both] / scale).mean()))
+    similarity: float | str = "lacks prefill or decode"
+    if cosines:
+        similarity = 100.0 * float(np.mean(cosines))
+    return {"prefill against decode": similarity}
 
 
-def flashmoe_prefill(load: Workload) -> Found:
-    """Share of a layer's experts that the first so many tokens of a sequence touch,
-    mean over layers and sequences.
+def flashmoe_prefill(excerpt: Excerpt) -> Figures:
+    """Share of a layer's experts that the first so many tokens of a sequence use, mean
+    over layers and sequences.
     """
-    layers = load.shape.layers
-    experts = load.shape.experts
+    layers = excerpt.shape.layers
+    experts = excerpt.shape.experts
     shares: dict[int, list[float]] = {count: [] for count in TOKENS}
-    for rows in load.trace.sequences():
+    for rows in excerpt.trace.sequences():
         for layer in range(layers):
             chosen = rows.experts[rows.layer == layer]
             for count in TOKENS:
+                # Shorter sequences would count as if they stopped using experts.
                 if len(chosen) >= count:
-                    shares[count].append(len(np.unique(chosen[:count])) / experts)
+                    distinct = len(np.unique(chosen[:count]))
+                    shares[count].append(distinct / experts)
     return {
         f"{count} tokens": (
-            100.0 * float(np.mean(found))
-            if found
+            100.0 * float(np.mean(of_layers))
+            if of_layers
             else f"lacks sequences of {count} tokens"
         )
-        for count, found in shares.items()
+        for count, of_layers in shares.items()
     }
 
 

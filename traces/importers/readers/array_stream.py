@@ -2,7 +2,7 @@
 walked through side by side.
 
 An array streams if its numbers lie in order: npy, npz (packed or not), safetensors, and
-torch tensors with a storage of their own. Any other (turned, or a part of something
+torch tensors with a storage of their own. Any other (transposed, or a part of something
 larger) is read as a whole.
 """
 
@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from moesim.traces.importers.readers import tensors
-from moesim.traces.importers.readers import torch_file as torchfile
-from moesim.traces.importers.readers.foreign import decoding
+from moesim.traces.importers.readers import tensors, torch_file
+from moesim.traces.importers.readers.bfloat16 import (
+    from_bf16,
+    raw_dtype,
+    row_dtype,
+)
+from moesim.traces.importers.readers.errors import decoding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,14 +28,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class ArrayStream:
     """An array in a file.
 
     Attributes:
         shape: as numpy has it.
         dtype: of its rows.
-        raw: of the file, ``<u2`` where floats are kept by their upper half.
-        begin: begins to read; the function it gives returns the next so many bytes, and
+        raw: of the file, ``<u2`` for bfloat16, whose bits are the upper half of a
+            float.
+        begin: starts reading; the function it returns gives the next so many bytes, and
             raises at the end, if not before, what is damaged.
     """
 
@@ -41,21 +46,29 @@ class Stream:
     begin: Callable[[], Callable[[int], bytes]]
 
     def rows(self, count: int) -> Iterator[np.ndarray]:
-        """Parts of `count` rows, the last one perhaps of fewer."""
+        """Read parts of `count` rows, the last one perhaps of fewer.
+
+        Raises:
+            ValueError: fewer rows in the file than its header says.
+        """
         row_bytes = math.prod(self.shape[1:]) * self.raw.itemsize
         read = self.begin()
+
         for start in range(0, self.shape[0], count):
             due = min(count, self.shape[0] - start)
             data = read(due * row_bytes)
             if len(data) < due * row_bytes:
                 raise ValueError(f"{self.shape[0]} rows promised, fewer found")
+
             part = np.frombuffer(data, self.raw).reshape(due, *self.shape[1:])
-            yield part if self.raw == self.dtype else torchfile.from_bf16(part)
-        read(1)  # a zip says only behind the last byte whether its sum is right
+            yield part if self.raw == self.dtype else from_bf16(part)
+
+        # A zip says only behind the last byte whether its checksum is right.
+        read(1)
 
 
-def streams(path: Path) -> dict[str, Stream]:
-    """Name -> array, as `tensors.load_named` has them.
+def streams(path: Path) -> dict[str, ArrayStream]:
+    """Return name -> array, as `tensors.load_named` has them.
 
     Raises:
         TraceError: none of the kinds, damaged, or not made of plain tensors.
@@ -63,49 +76,48 @@ def streams(path: Path) -> dict[str, Stream]:
     kind = tensors.kind_of(path)
     with decoding(path, kind or "tensors"):
         if kind == "npz":
-            with zipfile.ZipFile(path) as archive:
-                found = {
-                    entry.filename.removesuffix(".npy"): _npz(path, archive, entry)
-                    for entry in archive.infolist()
-                }
+            arrays = _npz_members(path)
         elif kind == "npy":
-            found = {"": _npy(path)}
+            arrays = {"": _npy(path)}
         elif kind == "safetensors":
-            found = {
-                name: _of_file(path, *place)
-                for name, place in tensors.places(path).items()
-            }
+            places = tensors.safetensors_places(path)
+            arrays = {name: _in_file(path, *place) for name, place in places.items()}
         elif kind == "torch":
-            leaves = tensors.flat("", torchfile.load(path, stored=True))
-            found = {name: _torch(tensor) for name, tensor in leaves.items()}
+            leaves = tensors.leaves("", torch_file.load(path, stored=True))
+            arrays = {name: _torch(tensor) for name, tensor in leaves.items()}
         else:
-            found = {
-                name: in_memory(values)
-                for name, values in tensors.load_named(path).items()
-            }
-    return dict(sorted(found.items(), key=lambda item: tensors.natural(item[0])))
+            named = tensors.load_named(path)
+            arrays = {name: in_memory(array) for name, array in named.items()}
+
+    return dict(sorted(arrays.items(), key=lambda item: tensors.natural(item[0])))
 
 
-def in_memory(values: np.ndarray) -> Stream:
-    """An array that has been read."""
+def in_memory(values: np.ndarray) -> ArrayStream:
+    """Return a stream of an array that has been read."""
 
     def begin() -> Callable[[int], bytes]:
         flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        at = 0
+        done = 0
 
         def read(count: int) -> bytes:
-            nonlocal at
-            at += count
-            return flat[at - count : at].tobytes()
+            nonlocal done
+            start = done
+            done += count
+            return flat[start:done].tobytes()
 
         return read
 
-    return Stream(values.shape, values.dtype, values.dtype, begin)
+    return ArrayStream(values.shape, values.dtype, values.dtype, begin)
 
 
-def _of_file(path: Path, dtype: str, shape: tuple[int, ...], start: int) -> Stream:
-    """Numbers that lie in a file from byte `start` on."""
-    raw = np.dtype("<u2" if dtype == "bf16" else dtype)
+def _in_file(
+    path: Path,
+    dtype: str,
+    shape: tuple[int, ...],
+    start: int,
+) -> ArrayStream:
+    """Numbers that lie in a file from byte `start` on; `dtype` may be ``bf16``."""
+    raw = raw_dtype(dtype)
     stop = start + math.prod(shape) * raw.itemsize
 
     def begin() -> Callable[[int], bytes]:
@@ -113,6 +125,7 @@ def _of_file(path: Path, dtype: str, shape: tuple[int, ...], start: int) -> Stre
 
         def read(count: int) -> bytes:
             nonlocal at
+            # Opened for each part: a model has more layers than a process has files.
             with path.open("rb") as file:
                 file.seek(at)
                 data = file.read(min(count, stop - at))
@@ -121,44 +134,71 @@ def _of_file(path: Path, dtype: str, shape: tuple[int, ...], start: int) -> Stre
 
         return read
 
-    return Stream(shape, np.dtype("<f4") if dtype == "bf16" else raw, raw, begin)
+    return ArrayStream(shape, row_dtype(dtype), raw, begin)
 
 
-def _npy(path: Path) -> Stream:
+def _npy(path: Path) -> ArrayStream:
+    # A header is believed only as far as the file is long.
+    size_bytes = path.stat().st_size
     with path.open("rb") as file:
         shape, fortran, dtype = tensors.npy_header(file)
         start = file.tell()
-        tensors.believable(path, "array", shape, dtype, path.stat().st_size - start)
-        if fortran and len(shape) > 1:
+        tensors.check_header(
+            path,
+            "array",
+            shape,
+            dtype,
+            size_bytes - start,
+        )
+
+        if fortran and len(shape) > 1:  # its rows do not lie in order
             file.seek(0)
-            return in_memory(tensors.array(path, "array", file, path.stat().st_size))
-    return _of_file(path, dtype.str, shape, start)
+            return in_memory(tensors.array(path, "array", file, size_bytes))
+
+    return _in_file(path, dtype.str, shape, start)
 
 
-def _npz(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Stream:
-    with archive.open(entry) as file:
+def _npz_members(path: Path) -> dict[str, ArrayStream]:
+    with zipfile.ZipFile(path) as archive:
+        return {
+            member.filename.removesuffix(".npy"): _npz(path, archive, member)
+            for member in archive.infolist()
+        }
+
+
+def _npz(
+    path: Path,
+    archive: zipfile.ZipFile,
+    member: zipfile.ZipInfo,
+) -> ArrayStream:
+    name = member.filename
+    with archive.open(member) as file:
         shape, fortran, dtype = tensors.npy_header(file)
-        tensors.believable(path, entry.filename, shape, dtype, entry.file_size)
+        tensors.check_header(
+            path,
+            name,
+            shape,
+            dtype,
+            member.file_size,
+        )
+
     if fortran and len(shape) > 1:
-        with archive.open(entry) as file:
-            return in_memory(tensors.array(path, entry.filename, file, entry.file_size))
+        with archive.open(member) as file:
+            return in_memory(tensors.array(path, name, file, member.file_size))
 
+    # Each reader unpacks for itself: a packed member cannot be entered midway.
     def begin() -> Callable[[int], bytes]:
-        member = zipfile.ZipFile(path).open(entry.filename)  # noqa: SIM115 - open as long as it is read
-        tensors.npy_header(member)
-        return member.read
+        opened = zipfile.ZipFile(path).open(name)  # noqa: SIM115 - open as long as it is read
+        tensors.npy_header(opened)
+        return opened.read
 
-    return Stream(shape, dtype, dtype, begin)
+    return ArrayStream(shape, dtype, dtype, begin)
 
 
-def _torch(tensor: torchfile.Stored) -> Stream:
+def _torch(tensor: torch_file.StoredTensor) -> ArrayStream:
     begin = tensor.in_order()
     if begin is None:
         return in_memory(tensor.array())
-    raw = tensor.storage.raw
-    return Stream(
-        tensor.shape,
-        np.dtype("<f4") if tensor.storage.dtype == "bf16" else raw,
-        raw,
-        begin,
-    )
+
+    dtype = tensor.storage.dtype
+    return ArrayStream(tensor.shape, row_dtype(dtype), tensor.storage.raw, begin)

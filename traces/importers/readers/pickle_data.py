@@ -1,10 +1,11 @@
 """Pickles read as data: the standard library's machine builds lists, dicts, numbers and
-strings, and nothing of ours.
+strings, and nothing else.
 
-Its instructions are looked through before it starts, and one that does more than hold
-data is refused, or that holds it too deep: Python looks into a key of a dict to the
+Its instructions are looked through before it starts. One that does more than hold data
+is refused, and so are containers nested too deep: Python hashes a key of a dict to the
 bottom, tuple in tuple, until its stack is used up. A name is never imported: it becomes
-a `Name`, and calling one does what the reader of the file has said, or is refused.
+a `GlobalName`, and calling one does what the reader of the file has said, or is
+refused.
 
 Source: the standard library's pickle protocol 2 to 5, as `pickletools` describes it.
 """
@@ -30,6 +31,12 @@ WAY_OUT = (
     "open it with torch.load(..., weights_only=True) and save plain tensors with numpy"
     " or safetensors"
 )
+
+# Containers in each other; what engines write has some five.
+DEEPEST = 100
+
+# Instructions that hold data. GLOBAL, BINPERSID and REDUCE only name and call what the
+# reader of the file allows.
 _DATA = frozenset(
     {
         "PROTO",
@@ -72,74 +79,87 @@ _DATA = frozenset(
         "REDUCE",
     }
 )
-# _COUNTED + n: n bytes that say how many follow
+_PUTS = ("BINPUT", "LONG_BINPUT", "MEMOIZE")
+_CODES = {ord(code.code): code.name for code in pickletools.opcodes}
+
+# Bytes behind an instruction; _COUNTED + n stands for n bytes that say how many follow.
 _REFUSED = -1
 _TWO_LINES = -2
 _COUNTED = 16
-_PUTS = {"BINPUT": 1, "LONG_BINPUT": 4, "MEMOIZE": 0}
-# What becomes of what an instruction takes off the stack.
-_NOTHING, _PUSH, _INTO, _GET = range(4)
+
+# What becomes of the values that an instruction takes off the stack: nothing, one value
+# on the stack, part of the value below, or a value out of the memo.
+_NOTHING = 0
+_PUSH = 1
+_INTO = 2
+_GET = 3
 _TO_MARK = -1
-_MARK = 255  # on the stack of depths
-DEEPEST = 100
-"""Containers in each other; what engines write has some five."""
+# The depth that stands for a mark on the stack of depths.
+_MARK = 255
 
 
-def _arguments() -> np.ndarray:
+def _argument_bytes() -> np.ndarray:
     """int64 [256]: how many bytes follow each instruction."""
-    table = np.full(256, _REFUSED)
     counted = {
         pickletools.TAKEN_FROM_ARGUMENT1: 1,
         pickletools.TAKEN_FROM_ARGUMENT4: 4,
         pickletools.TAKEN_FROM_ARGUMENT4U: 4,
         pickletools.TAKEN_FROM_ARGUMENT8U: 8,
     }
+    table = np.full(256, _REFUSED)
+
     for code in pickletools.opcodes:
-        if code.name in _DATA:
-            size = 0 if code.arg is None else code.arg.n
-            known = (
-                size
-                if size >= 0
-                else _COUNTED + counted[size]
-                if size in counted
-                else _TWO_LINES
-            )
-            table[ord(code.code)] = known
+        if code.name not in _DATA:
+            continue
+        size = 0 if code.arg is None else code.arg.n
+        if size < 0:
+            size = _COUNTED + counted[size] if size in counted else _TWO_LINES
+        table[ord(code.code)] = size
+
     return table
 
 
-def _effects() -> np.ndarray:
+def _stack_effects() -> np.ndarray:
     """int64 [256, 2]: what becomes of the values an instruction takes off the stack,
     and how many they are.
     """
     table = np.zeros((256, 2), np.int64)
+    containers = (pickletools.pylist, pickletools.pydict)
+
     for code in pickletools.opcodes:
-        if code.name in _DATA and code.stack_after and code.name not in _PUTS:
-            into = (
-                code.stack_after[0] in (pickletools.pylist, pickletools.pydict)
-                and len(code.stack_before) > 0
-            )
-            taken = code.stack_before[into:]
-            kind = _INTO if into else _GET if "BINGET" in code.name else _PUSH
-            table[ord(code.code)] = (
-                kind,
-                _TO_MARK if pickletools.stackslice in taken else len(taken),
-            )
+        # Putting into the memo leaves the stack as it is.
+        if code.name not in _DATA or code.name in _PUTS or not code.stack_after:
+            continue
+
+        into = code.stack_after[0] in containers and len(code.stack_before) > 0
+        taken = code.stack_before[into:]
+        kind = _PUSH
+        if into:
+            kind = _INTO
+        elif "BINGET" in code.name:
+            kind = _GET
+
+        count = _TO_MARK if pickletools.stackslice in taken else len(taken)
+        table[ord(code.code)] = (kind, count)
+
     return table
 
 
-_ARGUMENTS = _arguments()
-_EFFECTS = _effects()
-_CODES = {ord(code.code): code.name for code in pickletools.opcodes}
+_ARGUMENT_BYTES = _argument_bytes()
+_STACK_EFFECTS = _stack_effects()
 _IS_PUT = np.array([_CODES.get(code) in _PUTS for code in range(256)])
 
 
-class Name:
+class GlobalName:
     """A global the pickle mentions; only compared, never imported."""
 
     __slots__ = ("module", "name")
 
-    def __init__(self, module: str, name: str) -> None:
+    def __init__(
+        self,
+        module: str,
+        name: str,
+    ) -> None:
         self.module = module
         self.name = name
 
@@ -154,8 +174,8 @@ class Name:
         )
 
 
-class _Machine(pickle.Unpickler):
-    """The standard library's, for which every name is a recipe or a `Name`."""
+class _DataUnpickler(pickle.Unpickler):
+    """The standard library's, for which every name is a recipe or a `GlobalName`."""
 
     def __init__(
         self,
@@ -167,21 +187,25 @@ class _Machine(pickle.Unpickler):
         self._recipes = recipes
         self._stored = stored
 
-    def find_class(self, module: str, name: str) -> Callable[..., Any]:
-        return self._recipes.get((module, name)) or Name(module, name)
+    def find_class(
+        self,
+        module: str,
+        name: str,
+    ) -> Callable[..., Any]:
+        return self._recipes.get((module, name)) or GlobalName(module, name)
 
     def persistent_load(self, identity: Any) -> Any:
         return self._stored(identity)
 
 
-def unpickled(
+def read_pickle(
     path: Path,
     place: str,
     data: bytes,
     recipes: Mapping[tuple[str, str], Callable[..., Any]],
     stored: Callable[[Any], Any],
 ) -> Any:
-    """What a pickle holds; raises as decoding does.
+    """Return what a pickle holds; raises as decoding does.
 
     Args:
         path: the file, for errors.
@@ -191,11 +215,35 @@ def unpickled(
         stored: what a persistent id stands for.
 
     Raises:
-        TraceError: an instruction that is not data, a call without a recipe, data in
-            data without end, no end.
+        TraceError: an instruction that is not data, a call without a recipe, containers
+            nested too deep, no end.
     """
-    at, deep = _end(np.frombuffer(data, np.uint8), _ARGUMENTS, _EFFECTS, _IS_PUT)
-    if deep:
+    _check_instructions(path, place, data)
+
+    collecting = gc.isenabled()
+    # The collector would look through all that is built again and again, which takes
+    # longer than building it.
+    gc.disable()
+    try:
+        return _DataUnpickler(data, recipes, stored).load()
+    except pickle.PickleError as error:
+        raise ValueError(f"{place}: {error}") from None
+    except TraceError as error:
+        raise TraceError(f"{path}: {place}: {error}") from None
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _check_instructions(
+    path: Path,
+    place: str,
+    data: bytes,
+) -> None:
+    letters = np.frombuffer(data, np.uint8)
+    at, too_deep = _first_stop(letters, _ARGUMENT_BYTES, _STACK_EFFECTS, _IS_PUT)
+
+    if too_deep:
         raise TraceError(
             f"{path}: {place}: byte {at}: expected at most {DEEPEST} containers in each"
             f" other, found more; {WAY_OUT}"
@@ -206,24 +254,11 @@ def unpickled(
             " copying?"
         )
     if data[at] != ord("."):
-        what = _CODES.get(data[at], f"{data[at]:#x}")
+        name = _CODES.get(data[at], f"{data[at]:#x}")
         raise TraceError(
-            f"{path}: {place}: byte {at}: refused instruction {what}: it is not data;"
+            f"{path}: {place}: byte {at}: refused instruction {name}: it is not data;"
             f" {WAY_OUT}"
         )
-    collecting = gc.isenabled()
-    # it would look through all that is built again and again, which takes longer than
-    # building it
-    gc.disable()
-    try:
-        return _Machine(data, recipes, stored).load()
-    except pickle.PickleError as error:
-        raise ValueError(f"{place}: {error}") from None
-    except TraceError as error:
-        raise TraceError(f"{path}: {place}: {error}") from None
-    finally:
-        if collecting:
-            gc.enable()
 
 
 @compiled(
@@ -234,70 +269,86 @@ def unpickled(
         nb.boolean[::1],
     )
 )
-def _end(  # noqa: C901, PLR0912 - one pass over the bytes
-    data: np.ndarray, arguments: np.ndarray, effects: np.ndarray, is_put: np.ndarray
+def _first_stop(  # noqa: C901, PLR0912 - one pass over the bytes
+    data: np.ndarray,
+    argument_bytes: np.ndarray,
+    stack_effects: np.ndarray,
+    is_put: np.ndarray,
 ) -> tuple[int, bool]:
     """The byte of the STOP or of the first instruction that is not data; at least the
     length where neither comes.
 
-    No data either is a memo that is not numbered in turn: the machine makes room for
-    all numbers below. True beside the byte of the first instruction that puts more than
-    `DEEPEST` containers in each other; a list that grows once it is part of another is
-    not noticed there, but lists are no keys.
+    No data either is a memo that is not numbered in turn: the machine allocates places
+    for all numbers below. True beside the byte of the first instruction that puts more
+    than `DEEPEST` containers in each other; a list that grows once it is part of
+    another is not noticed there, but lists are no keys.
     """
-    # depths of what is there
+    # Depth of each value that the machine would have on its stack and in its memo.
     stack = np.empty(len(data) + 1, np.uint8)
     memo = np.empty(len(data) + 1, np.uint8)
-    at = puts = held = 0
+    height = 0
+    puts = 0
+    at = 0
+
     while at < len(data):
         begin = at
         code = data[at]
-        kind = arguments[code]
-        if code == 46 or kind == _REFUSED:
+        size = argument_bytes[code]
+        if code == 46 or size == _REFUSED:  # STOP
             return begin, False
         at += 1
+
+        # The argument: two lines of text, or a number, perhaps of bytes that follow.
         number = np.uint64(0)
-        if kind == _TWO_LINES:
+        if size == _TWO_LINES:
             for _ in range(2):
                 while at < len(data) and data[at] != 10:
                     at += 1
                 at += 1
         else:
-            width = kind - _COUNTED if kind >= _COUNTED else kind
+            width = size - _COUNTED if size >= _COUNTED else size
             for byte in range(min(width, len(data) - at)):
                 number |= np.uint64(data[at + byte]) << np.uint64(8 * byte)
             at += width
-            if kind >= _COUNTED:
+
+            if size >= _COUNTED:
+                # Unsigned: a length near 2**64 must not become negative.
                 if at > len(data) or number > np.uint64(len(data) - at):
                     return len(data), False
                 at += np.int64(number)
             elif is_put[code]:
-                if not width:
+                if not width:  # MEMOIZE has no number: the next one
                     number = np.uint64(puts)
                 if number > np.uint64(puts):
                     return begin, False
-                memo[number] = stack[held - 1] if held else 0
+                memo[number] = stack[height - 1] if height else 0
                 puts += number == np.uint64(puts)
-        into, count = effects[code]
-        if into == _NOTHING:
+
+        # The stack: a container is one deeper than the deepest value in it.
+        effect, count = stack_effects[code]
+        if effect == _NOTHING:
             continue
+
         depth = 0
-        # Where too little is there, the machine will end here.
-        while count != 0 and held > 0:
-            held = held - 1
+        # Where the stack holds too little, the machine itself will end here.
+        while count != 0 and height > 0:
+            height = height - 1
             count = count - 1
-            if stack[held] == _MARK:
+            if stack[height] == _MARK:
                 break
-            depth = max(depth, int(stack[held]) + 1)
-        if into == _INTO and held > 0:
-            held -= 1
-            depth = max(depth, int(stack[held]))
-        elif into == _GET:
+            depth = max(depth, int(stack[height]) + 1)
+
+        if effect == _INTO and height > 0:
+            height -= 1
+            depth = max(depth, int(stack[height]))
+        elif effect == _GET:
             depth = int(memo[number]) if number < np.uint64(puts) else 0
-        elif code == 40:
+        elif code == 40:  # MARK
             depth = _MARK
+
         if DEEPEST < depth < _MARK:
             return begin, True
-        stack[held] = depth
-        held += 1
+        stack[height] = depth
+        height += 1
+
     return len(data), False

@@ -12,18 +12,24 @@ import zipfile
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-from moesim.traces.importers.readers import torch_file as torchfile
-from moesim.traces.importers.readers.foreign import DAMAGE, bad, decoding, head
+from moesim.traces.importers.readers import torch_file
+from moesim.traces.importers.readers.bfloat16 import BF16, from_bf16, raw_dtype
+from moesim.traces.importers.readers.errors import (
+    DECODING_ERRORS,
+    decoding,
+    layout_error,
+)
+from moesim.traces.importers.readers.text import head
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 NPY = b"\x93NUMPY"
-_SAFE = {
+_SAFETENSORS_TYPES = {
     "F64": "<f8",
     "F32": "<f4",
     "F16": "<f2",
-    "BF16": "bf16",
+    "BF16": BF16,
     "I64": "<i8",
     "I32": "<i4",
     "I16": "<i2",
@@ -33,37 +39,42 @@ _SAFE = {
     "U32": "<u4",
     "BOOL": "?",
 }
+# The limit of the safetensors library.
 _HEADER_BYTES = 100_000_000
+_CUT_OFF = "was it cut off while copying?"
 
 
 def kind_of(path: Path) -> str:
-    """``npy``, ``npz``, ``safetensors``, ``torch``, or nothing; by content, never
-    raises.
+    """Return ``npy``, ``npz``, ``safetensors``, ``torch``, or nothing; by content,
+    never raises.
     """
     start = head(path, 16)
     if start.startswith(NPY):
         return "npy"
     if start.startswith(b"PK\x03\x04"):
-        if torchfile.is_torch_file(path):
-            return "torch"
-        try:
-            with zipfile.ZipFile(path) as archive:
-                names = archive.namelist()
-        except DAMAGE:
-            return ""
-        return "npz" if names and all(name.endswith(".npy") for name in names) else ""
-    if (
-        len(start) == 16
-        and 2 <= int.from_bytes(start[:8], "little") <= _HEADER_BYTES
-        and start[8:9] == b"{"
-    ):
-        return "safetensors"
-    return ""
+        return _kind_of_zip(path)
+
+    # A length that a header can have, and the brace that every header begins with.
+    is_length = 2 <= int.from_bytes(start[:8], "little") <= _HEADER_BYTES
+    is_safetensors = len(start) == 16 and is_length and start[8:9] == b"{"
+    return "safetensors" if is_safetensors else ""
+
+
+def _kind_of_zip(path: Path) -> str:
+    if torch_file.is_torch_file(path):
+        return "torch"
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except DECODING_ERRORS:
+        return ""
+    return "npz" if names and all(name.endswith(".npy") for name in names) else ""
 
 
 def load_named(path: Path) -> dict[str, np.ndarray]:
-    """Name -> array, in natural order of the names (``layer.2`` before ``layer.10``);
-    npy has one name, nothing.
+    """Return name -> array, in natural order of the names (``layer.2`` before
+    ``layer.10``); the array of an npy has an empty name.
 
     Raises:
         TraceError: none of the kinds, damaged, or not made of plain tensors.
@@ -72,134 +83,178 @@ def load_named(path: Path) -> dict[str, np.ndarray]:
     with decoding(path, kind or "tensors"):
         if kind == "npy":
             with path.open("rb") as file:
-                found = {"": array(path, "array", file, path.stat().st_size)}
+                arrays = {"": array(path, "array", file, path.stat().st_size)}
         elif kind == "npz":
-            with zipfile.ZipFile(path) as archive:
-                found = {}
-                for entry in archive.infolist():
-                    with archive.open(entry) as file:
-                        found[entry.filename.removesuffix(".npy")] = array(
-                            path, entry.filename, file, entry.file_size
-                        )
+            arrays = _npz(path)
         elif kind == "safetensors":
-            found = _safetensors(path)
+            arrays = _safetensors(path)
         elif kind == "torch":
-            found = flat("", torchfile.load(path))
+            arrays = leaves("", torch_file.load(path))
         else:
-            raise bad(
+            raise layout_error(
                 path,
                 "content",
                 "safetensors, npy, npz or a torch zip",
                 "none of them",
                 "save the tensors as npz",
             )
-    return dict(sorted(found.items(), key=lambda item: natural(item[0])))
+
+    return dict(sorted(arrays.items(), key=lambda item: natural(item[0])))
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts the numbers in names by value."""
+    """Return a key that sorts the numbers in names by value."""
     return [
         (int(part), "") if part.isdecimal() else (-1, part)
         for part in re.split(r"(\d+)", name)
     ]
 
 
-def flat(prefix: str, value: Any) -> dict[str, Any]:
-    """The arrays (or `Stored` ones) of nested lists and dicts, named by their path;
-    everything else is left out.
+def leaves(
+    prefix: str,
+    value: Any,
+) -> dict[str, Any]:
+    """Return the arrays (or stored tensors) of nested lists and dicts, named by their
+    path; everything else is left out.
     """
-    if isinstance(value, np.ndarray | torchfile.Stored):
+    if isinstance(value, np.ndarray | torch_file.StoredTensor):
         return {prefix: value}
+
+    # Numbers and strings beside the tensors say nothing about routing.
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         items = list(value.items())
     elif isinstance(value, list | tuple):
         items = list(enumerate(value))
-    found: dict[str, Any] = {}
+
+    arrays: dict[str, Any] = {}
     for key, inner in items:
-        found |= flat(f"{prefix}.{key}" if prefix else str(key), inner)
-    return found
+        arrays |= leaves(f"{prefix}.{key}" if prefix else str(key), inner)
+    return arrays
+
+
+# -- npy and npz -----------------------------------------------------------------------
 
 
 def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, column order and dtype of an npy stream, which is left at its numbers;
-    raises as numpy does.
+    """Return shape, column order and dtype of an npy stream, which is left at its
+    numbers; raises as numpy does.
     """
     version = np.lib.format.read_magic(file)
-    read = (
-        np.lib.format.read_array_header_1_0
-        if version == (1, 0)
-        else np.lib.format.read_array_header_2_0
-    )
     if version > (2, 0):
         raise ValueError(f"npy format {version}; save it with numpy.save")
+
+    read = np.lib.format.read_array_header_2_0
+    if version == (1, 0):
+        read = np.lib.format.read_array_header_1_0
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about headers of Python 2
-        found: tuple[tuple[int, ...], bool, np.dtype] = read(file)
-    return found
+        header: tuple[tuple[int, ...], bool, np.dtype] = read(file)
+    return header
 
 
-def array(path: Path, name: str, file: IO[bytes], size_bytes: int) -> np.ndarray:
-    """Numbers of one npy stream. Its header is believed only as far as the file is
-    long.
+def array(
+    path: Path,
+    name: str,
+    file: IO[bytes],
+    size_bytes: int,
+) -> np.ndarray:
+    """Return the numbers of one npy stream.
+
+    Its header is believed only as far as the file is long.
 
     Raises:
         TraceError: another format, Python objects, or fewer bytes than the header says.
     """
     shape, fortran, dtype = npy_header(file)
-    count = believable(path, name, shape, dtype, size_bytes)
-    data = file.read(count * dtype.itemsize)
-    if len(data) != count * dtype.itemsize:
-        raise bad(
+    count = check_header(
+        path,
+        name,
+        shape,
+        dtype,
+        size_bytes,
+    )
+
+    due = count * dtype.itemsize
+    data = file.read(due)
+    if len(data) != due:
+        raise layout_error(
             path,
             name,
-            f"{count * dtype.itemsize} bytes",
+            f"{due} bytes",
             f"{len(data)}",
-            "was it cut off while copying?",
+            _CUT_OFF,
         )
+
     return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
 
 
-def believable(
-    path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype, size_bytes: int
+def check_header(
+    path: Path,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    size_bytes: int,
 ) -> int:
-    """How many numbers an npy header promises.
+    """Return how many numbers an npy header promises.
 
     Raises:
-        TraceError: Python objects, or more than the file has room for.
+        TraceError: Python objects, or more numbers than `size_bytes` can hold.
     """
     if dtype.hasobject or dtype.kind not in "iufb":
-        raise bad(
+        actual = f"dtype {dtype}, which is never unpickled"
+        raise layout_error(
             path,
             name,
             "numbers",
-            f"dtype {dtype}, which is never unpickled",
+            actual,
             "save plain numbers",
         )
+
+    # Python's integers: a hostile shape must not wrap around.
     count = 1
     for side in shape:
         count *= side
     if min(shape, default=0) < 0 or count * dtype.itemsize > size_bytes:
-        raise bad(
-            path, name, f"at most {size_bytes} bytes", f"shape {shape} of {dtype}"
-        )
+        expected = f"at most {size_bytes} bytes"
+        raise layout_error(path, name, expected, f"shape {shape} of {dtype}")
+
     return count
 
 
+def _npz(path: Path) -> dict[str, np.ndarray]:
+    arrays = {}
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            with archive.open(member) as file:
+                numbers = array(path, member.filename, file, member.file_size)
+            arrays[member.filename.removesuffix(".npy")] = numbers
+
+    return arrays
+
+
+# -- safetensors -----------------------------------------------------------------------
+
+
 def _safetensors(path: Path) -> dict[str, np.ndarray]:
+    # Mapped: only the tensors that are used get read.
     data = np.memmap(path, np.uint8, "r")
-    found = {}
-    for name, (dtype, shape, start) in places(path).items():
-        raw = np.dtype("<u2" if dtype == "bf16" else dtype)
-        numbers = np.frombuffer(
-            data[start : start + math.prod(shape) * raw.itemsize], raw
-        ).reshape(shape)
-        found[name] = torchfile.from_bf16(numbers) if dtype == "bf16" else numbers
-    return found
+    arrays = {}
+    for name, (dtype, shape, start) in safetensors_places(path).items():
+        raw = raw_dtype(dtype)
+        stop = start + math.prod(shape) * raw.itemsize
+        numbers = np.frombuffer(data[start:stop], raw).reshape(shape)
+        arrays[name] = from_bf16(numbers) if dtype == BF16 else numbers
+
+    return arrays
 
 
-def places(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Name -> (dtype or ``bf16``, shape, first byte in the file).
+def safetensors_places(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Return name -> (dtype or ``bf16``, shape, first byte in the file).
+
+    Raises:
+        TraceError: a header or a tensor that does not fit into the file.
 
     Source: the layout of safetensors: u64 header length, a JSON header, raw
     little-endian numbers.
@@ -208,65 +263,79 @@ def places(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if 8 + length > size:
-            raise bad(
+            actual = f"{size - 8}"
+            raise layout_error(
                 path,
                 "header",
                 f"{length} bytes",
-                f"{size - 8}",
-                "was it cut off while copying?",
+                actual,
+                _CUT_OFF,
             )
         header = json.loads(file.read(length))
-    found = {}
+
+    places = {}
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype = _SAFE.get(entry["dtype"])
-        if dtype is None:
-            raise bad(
-                path,
-                f"tensor {name!r}",
-                f"one of {', '.join(_SAFE)}",
-                entry["dtype"],
-                "convert it",
-            )
-        start, stop = entry["data_offsets"]
-        shape = tuple(entry["shape"])
-        if not 0 <= start <= stop <= size - 8 - length:
-            raise bad(
-                path,
-                f"tensor {name!r}",
-                "a place inside the file",
-                f"bytes {start}..{stop}",
-                "was it cut off?",
-            )
-        due = math.prod(shape) * np.dtype("<u2" if dtype == "bf16" else dtype).itemsize
-        if min(shape, default=0) < 0 or due != stop - start:
-            raise bad(
-                path,
-                f"tensor {name!r}",
-                f"{due} bytes for shape {list(shape)}",
-                stop - start,
-            )
-        found[name] = dtype, shape, 8 + length + start
-    return found
+        if name != "__metadata__":
+            dtype, shape, start = _place(path, name, entry, size - 8 - length)
+            places[name] = (dtype, shape, 8 + length + start)
+    return places
 
 
-def integers(path: Path, name: str, array: Any, dimensions: int) -> np.ndarray:
-    """Check that an array holds integers, of any size, and has so many dimensions.
+def _place(
+    path: Path,
+    name: str,
+    entry: dict[str, Any],
+    data_bytes: int,
+) -> tuple[str, tuple[int, ...], int]:
+    """Dtype, shape and first byte behind the header of one tensor."""
+    place = f"tensor {name!r}"
+    dtype = _SAFETENSORS_TYPES.get(entry["dtype"])
+    if dtype is None:
+        expected = f"one of {', '.join(_SAFETENSORS_TYPES)}"
+        raise layout_error(
+            path,
+            place,
+            expected,
+            entry["dtype"],
+            "convert it",
+        )
+
+    start, stop = entry["data_offsets"]
+    if not 0 <= start <= stop <= data_bytes:
+        actual = f"bytes {start}..{stop}"
+        raise layout_error(
+            path, place, "a place inside the file", actual, "was it cut off?"
+        )
+
+    shape = tuple(entry["shape"])
+    due = math.prod(shape) * raw_dtype(dtype).itemsize
+    if min(shape, default=0) < 0 or due != stop - start:
+        expected = f"{due} bytes for shape {list(shape)}"
+        raise layout_error(path, place, expected, stop - start)
+
+    return dtype, shape, start
+
+
+def integers(
+    path: Path,
+    name: str,
+    array: Any,
+    dimensions: int,
+) -> np.ndarray:
+    """Return an array after checking that it holds integers, of any size, and has so
+    many dimensions.
 
     Raises:
         TraceError: naming the array.
     """
-    if (
-        not isinstance(array, np.ndarray)
-        or array.dtype.kind not in "iu"
-        or array.ndim != dimensions
-    ):
-        found = (
-            f"{array.dtype} {list(array.shape)}"
-            if isinstance(array, np.ndarray)
-            else type(array).__name__
-        )
-        raise bad(path, name, f"integers with {dimensions} dimensions", found)
-    result: np.ndarray = array
-    return result
+    # What a pickle holds in a tensor's place may be anything.
+    is_array = isinstance(array, np.ndarray)
+    if is_array and array.dtype.kind in "iu" and array.ndim == dimensions:
+        checked: np.ndarray = array
+        return checked
+
+    actual = type(array).__name__
+    if is_array:
+        actual = f"{array.dtype} {list(array.shape)}"
+    expected = f"integers with {dimensions} dimensions"
+    raise layout_error(path, name, expected, actual)

@@ -8,27 +8,36 @@ from numba import types as nb
 
 
 @compiled(nb.int32[:, ::1](nb.Array(nb.float32, 2, "C", readonly=True), nb.int64))
-def top_k(values: np.ndarray, count: int) -> np.ndarray:
-    """Places [N, K] of the `count` largest of each row of `values` [N, E]; equal values
-    go to the lower place.
+def top_k(
+    values: np.ndarray,
+    count: int,
+) -> np.ndarray:
+    """Return the places [N, K] of the `count` largest of each row of `values` [N, E];
+    equal values go to the lower place.
     """
     rows, width = values.shape
     best = np.empty((rows, count), np.int32)
-    held = np.empty(count, np.float32)  # the values there
+    best_values = np.empty(count, np.float32)
+
     for row in range(rows):
         kept = 0
         for place in range(width):
             value = values[row, place]
             if kept < count:
-                at = kept
+                rank = kept
                 kept += 1
-            elif value <= held[count - 1]:
+            # Not above the last of them: with equal values the lower place stays.
+            elif value <= best_values[count - 1]:
                 continue
             else:
-                at = count - 1
-            while at > 0 and value > held[at - 1]:
-                held[at], best[row, at] = held[at - 1], best[row, at - 1]
-                at -= 1
-            held[at] = value
-            best[row, at] = place
+                rank = count - 1
+
+            # Insertion: K is small, and most values are turned down above.
+            while rank > 0 and value > best_values[rank - 1]:
+                best_values[rank] = best_values[rank - 1]
+                best[row, rank] = best[row, rank - 1]
+                rank -= 1
+            best_values[rank] = value
+            best[row, rank] = place
+
     return best

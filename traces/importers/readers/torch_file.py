@@ -4,6 +4,10 @@ A ``.pt`` file is a zip of raw storages and one pickle that says how they form t
 The pickle is read as data: lists, dicts, numbers, strings and one recipe, "a view of a
 storage". Any other name in it is refused, so nothing in the file can run.
 
+``torch.load(weights_only=True, mmap=True)`` would read the same files. It takes 17
+times as long for a dump of many small tensors, torch itself takes 1.7 s to import, and
+tuples nested a million deep end the process (`docs/import.md` has the figures).
+
 Source: the layout of ``torch.serialization`` (zip format, since 1.6).
 """
 
@@ -11,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import re
 import struct
 import weakref
@@ -22,18 +25,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from moesim.traces.errors import TraceError
-from moesim.traces.importers.readers.foreign import DAMAGE, Once, decoding, head
-from moesim.traces.importers.readers.pickle_data import WAY_OUT, Name, unpickled
+from moesim.traces.importers.readers.bfloat16 import BF16, from_bf16, raw_dtype
+from moesim.traces.importers.readers.errors import DECODING_ERRORS, decoding
+from moesim.traces.importers.readers.parse_cache import ParseCache
+from moesim.traces.importers.readers.pickle_data import (
+    WAY_OUT,
+    GlobalName,
+    read_pickle,
+)
+from moesim.traces.importers.readers.text import head
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-_TYPES = {
+# Class of a storage -> type of its numbers.
+_STORAGE_TYPES = {
     "FloatStorage": "<f4",
     "DoubleStorage": "<f8",
     "HalfStorage": "<f2",
-    "BFloat16Storage": "bf16",
+    "BFloat16Storage": BF16,
     "LongStorage": "<i8",
     "IntStorage": "<i4",
     "ShortStorage": "<i2",
@@ -41,19 +52,16 @@ _TYPES = {
     "ByteStorage": "u1",
     "BoolStorage": "?",
 }
-_STORAGES = {
-    name: (dtype, np.dtype("<u2" if dtype == "bf16" else dtype))
-    for name, dtype in _TYPES.items()
-}
-_REBUILD = ("torch._utils", "_rebuild_tensor_v2")
-_ORDERED = ("collections", "OrderedDict")
-# The end of a zip with the longest comment, and what says where a large one ends.
-_TAIL_BYTES = 65_557 + 20
-_HEADER_BYTES = 512  # most local headers, with torch's padding
-_AHEAD_BYTES = 1 << 18
-_ENTRY = struct.Struct("<4s6xH4xLLLHHH8xL")
-_LOCAL = struct.Struct("<4s22xHH")
-_LARGE = 0xFFFFFFFF
+_REBUILD_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
+_ORDERED_DICT = ("collections", "OrderedDict")
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+# Small storages follow each other, so a buffer serves many of them.
+_BUFFER_BYTES = 1 << 18
+# How far strings of a pickle are looked for, from its beginning and before its end.
+_OPENING_BYTES = 1 << 16
+_ENDING_BYTES = 1 << 12
+_MOST_LETTERS = 256
 
 
 class _Storage(NamedTuple):
@@ -65,44 +73,55 @@ class _Storage(NamedTuple):
 
 
 @dataclass(slots=True)  # there are thousands, and a frozen one takes a microsecond more
-class Stored:
+class StoredTensor:
     """A tensor that is still in its file: a view of a storage."""
 
-    archive: Archive
+    archive: TorchArchive
     storage: _Storage
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     def in_order(self) -> Callable[[], Callable[[int], bytes]] | None:
-        """What begins to read its bytes, where they are all of its storage and lie row
-        by row; otherwise None.
+        """Return what begins to read its bytes, where they are all of its storage and
+        lie row by row; otherwise None.
         """
         name = f"data/{self.storage.key}"
-        size = self.archive.members[self.archive.prefix + name][1]
-        dense = self.offset == 0 and self.stride == _dense(self.shape)
-        if not dense or math.prod(self.shape) * self.storage.raw.itemsize != size:
+        size = math.prod(self.shape) * self.storage.raw.itemsize
+        if not self._is_dense or size != self.archive.member(name).file_size:
             return None
+
         return lambda: self.archive.begin(name)
 
     def array(self) -> np.ndarray:
-        """Its numbers, read-only. Raises as reading damaged zips does."""
-        dtype = self.storage.raw
-        numbers = np.frombuffer(self.archive.read(f"data/{self.storage.key}"), dtype)
-        if self.offset == 0 and self.stride == _dense(self.shape):
+        """Read its numbers; raises as reading damaged zips does."""
+        raw = self.storage.raw
+        data = self.archive.read(f"data/{self.storage.key}")
+        numbers = np.frombuffer(data, raw)
+
+        if self._is_dense:
             view = numbers[: math.prod(self.shape)].reshape(self.shape)
         else:
-            strides = tuple(step * dtype.itemsize for step in self.stride)
+            strides = tuple(step * raw.itemsize for step in self.stride)
+            # Checked when the tensor was rebuilt: it lies inside its storage.
             view = np.lib.stride_tricks.as_strided(
                 numbers[self.offset :], self.shape, strides, writeable=False
             )
-        return from_bf16(view) if self.storage.dtype == "bf16" else view
+
+        return from_bf16(view) if self.storage.dtype == BF16 else view
+
+    @property
+    def _is_dense(self) -> bool:
+        return self.offset == 0 and self.stride == _dense_strides(self.shape)
 
 
 @functools.cache
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of numbers that lie row by row."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+# -- which files these are -------------------------------------------------------------
 
 
 def is_torch_file(path: Path) -> bool:
@@ -110,11 +129,15 @@ def is_torch_file(path: Path) -> bool:
     start = head(path, 512)
     if not start.startswith(b"PK\x03\x04"):
         return False
-    if start[30 : 30 + int.from_bytes(start[26:28], "little")].endswith(b"data.pkl"):
-        return True  # torch writes it first
+
+    # torch writes the pickle first, so its name is in the first header.
+    name_bytes = int.from_bytes(start[26:28], "little")
+    if start[30 : 30 + name_bytes].endswith(b"data.pkl"):
+        return True
+
     try:
-        return any(name.endswith("data.pkl") for name in _archive.kept(path).members)
-    except DAMAGE:
+        return bool(_archive.get(path).pickles())
+    except DECODING_ERRORS:
         return False
 
 
@@ -127,188 +150,228 @@ def is_bare_pickle(path: Path) -> bool:
 
 
 def refuse_pickle(path: Path) -> TraceError:
-    """The line for a file that can only be opened by executing it."""
+    """Return the error of a file that can only be opened by executing it."""
     return TraceError(
         f"{path}: expected a zip as torch.save writes it, found a bare pickle, which is"
         f" never executed; {WAY_OUT}"
     )
 
 
-def load(path: Path, *, stored: bool = False) -> Any:
-    """Lists, dicts, numbers, strings and numpy arrays as the file holds them.
+def pickled_strings(path: Path) -> set[str]:
+    """Return strings in a torch file's pickle, as far as they can be read; never
+    raises.
+    """
+    try:
+        archive = _archive.get(path)
+        name = archive.pickles()[0]
+        archive.prefix = name.removesuffix("data.pkl")
+        size = archive.member("data.pkl").file_size
+        opening = archive.part("data.pkl", 0, _OPENING_BYTES)
+        ending = archive.part("data.pkl", max(0, size - _ENDING_BYTES), size)
+    except DECODING_ERRORS:
+        return set()
+
+    strings: set[str] = set()
+    for data in (opening, ending):
+        # BINUNICODE: the letter X, a length of four bytes, the string.
+        for match in re.finditer(rb"X(....)", data, re.DOTALL):
+            length = int.from_bytes(match[1], "little")
+            if length < _MOST_LETTERS:
+                text = data[match.end() : match.end() + length]
+                strings.add(text.decode(errors="replace"))
+    return strings
+
+
+# -- reading ---------------------------------------------------------------------------
+
+
+def load(
+    path: Path,
+    *,
+    stored: bool = False,
+) -> Any:
+    """Return lists, dicts, numbers, strings and numpy arrays as the file holds them.
 
     Args:
         path: the file.
-        stored: whether tensors are left in the file, as `Stored`.
+        stored: whether tensors are left in the file, as `StoredTensor`.
 
     Raises:
         TraceError: not such a file, damaged, or it names anything but tensors.
     """
     with decoding(path, "torch file"):
-        archive = _archive.kept(path)
-        pickles = [name for name in archive.members if name.endswith("data.pkl")]
-        if len(pickles) != 1:
-            raise TraceError(
-                f"{path}: expected one data.pkl, found {len(pickles)}; {WAY_OUT}"
-            )
-        if archive.packed:
-            raise TraceError(
-                f"{path}: expected stored members as torch.save writes them, found"
-                f" compressed ones; {WAY_OUT}"
-            )
-        archive.prefix = pickles[0].removesuffix("data.pkl")
-        if (
-            f"{archive.prefix}byteorder" in archive.members
-            and (order := archive.read("byteorder")) != b"little"
-        ):
-            raise TraceError(
-                f"{path}: expected little-endian numbers, found {order[:9]!r};"
-                f" {WAY_OUT}"
-            )
-        tensors = _Tensors(archive, stored=stored)
+        archive = _archive.get(path)
+        _check_archive(path, archive)
+
+        rebuilder = _TensorRebuilder(archive, stored=stored)
         recipes: dict[tuple[str, str], Callable[..., Any]] = {
-            _REBUILD: tensors.rebuilt,
-            _ORDERED: dict,
+            _REBUILD_TENSOR: rebuilder.tensor,
+            _ORDERED_DICT: dict,
         }
-        return unpickled(
-            path, "data.pkl", archive.read("data.pkl"), recipes, tensors.storage
+        data = archive.read("data.pkl")
+        return read_pickle(
+            path,
+            "data.pkl",
+            data,
+            recipes,
+            rebuilder.storage,
         )
 
 
-class Archive:
-    """The members of a zip, found as fast as thousands of small ones need; torch writes
-    one per tensor.
+def _check_archive(
+    path: Path,
+    archive: TorchArchive,
+) -> None:
+    """Find the pickle, and check that everything is laid out as torch does it."""
+    pickles = archive.pickles()
+    if len(pickles) != 1:
+        raise TraceError(
+            f"{path}: expected one data.pkl, found {len(pickles)}; {WAY_OUT}"
+        )
+    if archive.is_compressed:
+        raise TraceError(
+            f"{path}: expected stored members as torch.save writes them, found"
+            f" compressed ones; {WAY_OUT}"
+        )
 
-    Source: the layout of zip (APPNOTE 4.3, 4.5.3), as far as members that are stored.
+    archive.prefix = pickles[0].removesuffix("data.pkl")
+    if not archive.has("byteorder"):
+        return
+    order = archive.read("byteorder")
+    if order != b"little":
+        raise TraceError(
+            f"{path}: expected little-endian numbers, found {order[:9]!r}; {WAY_OUT}"
+        )
+
+
+class TorchArchive:
+    """The members of a torch file's zip; torch writes one per storage.
+
+    Only the directory is read by `zipfile`: opening a member by it takes 20 µs, and
+    there may be one per token.
+
+    Source: the layout of zip (APPNOTE 4.3), as far as members that are stored.
+
+    Attributes:
+        prefix: what stands before the name of every member.
+        is_compressed: whether any member is.
     """
 
     def __init__(self, path: Path) -> None:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+
         self.prefix = ""
-        self.packed = False
-        self.members: dict[
-            str, tuple[int, int, int]
-        ] = {}  # name -> local header, bytes, crc
-        self._ahead = 0, b""  # what was read last, and where it begins
-        self._file = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._file)
-        size = os.fstat(self._file).st_size
-        tail_at = max(0, size - _TAIL_BYTES)
-        tail = os.pread(self._file, _TAIL_BYTES, tail_at)
-        end = tail.rfind(b"PK\x05\x06")
-        if end < 0:
-            raise zipfile.BadZipFile("File is not a zip file")
-        count, length, at = struct.unpack_from("<HLL", tail, end + 10)
-        if end >= 20 and tail[end - 20 : end - 16] == b"PK\x06\x07":
-            (large,) = struct.unpack_from("<Q", tail, end - 12)
-            count, length, at = struct.unpack_from(
-                "<QQQ", os.pread(self._file, 56, large), 32
-            )
-        directory = os.pread(self._file, min(length, size), at)
-        place = 0
-        for _ in range(count):
-            mark, method, crc, packed, unpacked, name, extra, note, header = (
-                _ENTRY.unpack_from(directory, place)
-            )
-            if mark != b"PK\x01\x02":
-                raise zipfile.BadZipFile("Bad magic number for central directory")
-            place += _ENTRY.size
-            called = directory[place : place + name].decode("utf-8")
-            if _LARGE in (packed, unpacked, header):
-                wide = _wide(directory[place + name : place + name + extra])
-                unpacked, packed, header = (
-                    next(wide) if short == _LARGE else short
-                    for short in (unpacked, packed, header)
-                )
-            self.packed |= method != zipfile.ZIP_STORED or packed != unpacked
-            self.members[called] = (header, unpacked, crc)
-            place += name + extra + note
+        self.is_compressed = any(
+            member.compress_type != zipfile.ZIP_STORED
+            or member.compress_size != member.file_size
+            for member in members
+        )
+        self._members = {member.filename: member for member in members}
+        self._file = path.open("rb", buffering=_BUFFER_BYTES)
+        weakref.finalize(self, self._file.close)
+
+    def pickles(self) -> list[str]:
+        """Return the names of members that end like torch's pickle."""
+        return [name for name in self._members if name.endswith("data.pkl")]
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a member."""
+        return self.prefix + name in self._members
+
+    def member(self, name: str) -> zipfile.ZipInfo:
+        """Return what the directory says about a member; KeyError without one."""
+        return self._members[self.prefix + name]
 
     def read(self, name: str) -> bytes:
-        """A member's bytes; raises as `zipfile` does."""
-        header, size, crc = self.members[self.prefix + name]
-        at, held = self._ahead
-        if not at <= header <= at + len(held) - _HEADER_BYTES - size:
-            at = header
-            held = os.pread(self._file, max(_AHEAD_BYTES, _HEADER_BYTES + size), header)
-            # Small ones follow each other.
-            self._ahead = (at, held) if len(held) <= _AHEAD_BYTES else (0, b"")
-        start = header - at
-        mark, called, extra = _LOCAL.unpack_from(held, start)
-        if mark != b"PK\x03\x04":
-            raise zipfile.BadZipFile("Bad magic number for file header")
-        start += _LOCAL.size + called + extra
-        data = held[start : start + size]
-        if len(data) < size:
-            data = os.pread(self._file, size, at + start)
-        if len(data) < size or zlib.crc32(data) != crc:
+        """Return a member's bytes; raises as `zipfile` does."""
+        member = self.member(name)
+        self._seek(member, 0)
+        data = self._file.read(member.file_size)
+
+        if len(data) < member.file_size or zlib.crc32(data) != member.CRC:
             raise zipfile.BadZipFile(f"Bad CRC-32 for file {name!r}")
         return data
 
-    def part(self, name: str, start: int, stop: int) -> bytes:
-        """Some of a member's bytes, unchecked."""
-        header, size, _ = self.members[self.prefix + name]
-        _, called, extra = _LOCAL.unpack(os.pread(self._file, _LOCAL.size, header))
-        return os.pread(
-            self._file,
-            max(0, min(stop, size) - start),
-            header + _LOCAL.size + called + extra + start,
-        )
+    def part(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+    ) -> bytes:
+        """Return some of a member's bytes, unchecked."""
+        member = self.member(name)
+        self._seek(member, start)
+        return self._file.read(max(0, min(stop, member.file_size) - start))
 
     def begin(self, name: str) -> Callable[[int], bytes]:
-        """A function that gives a member's next so many bytes, and raises at the last
-        one where their sum is wrong.
+        """Return a function that gives a member's next so many bytes, and raises at the
+        last one where their checksum is wrong.
         """
-        _, size, crc = self.members[self.prefix + name]
-        at = found = 0
+        member = self.member(name)
+        done = 0
+        checksum = 0
 
         def read(count: int) -> bytes:
-            nonlocal at, found
-            data = self.part(name, at, at + count)
-            at = at + len(data)
-            found = zlib.crc32(data, found)
-            if at >= size and found != crc:
+            nonlocal done, checksum
+            data = self.part(name, done, done + count)
+            done += len(data)
+            checksum = zlib.crc32(data, checksum)
+
+            if done >= member.file_size and checksum != member.CRC:
                 raise zipfile.BadZipFile(f"Bad CRC-32 for file {name!r}")
             return data
 
         return read
 
+    def _seek(
+        self,
+        member: zipfile.ZipInfo,
+        start: int,
+    ) -> None:
+        """Go to byte `start` of a member's data, which stands behind its own header."""
+        self._file.seek(member.header_offset)
+        header = self._file.read(_LOCAL_HEADER.size)
+        mark, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+        if mark != b"PK\x03\x04":
+            raise zipfile.BadZipFile("Bad magic number for file header")
 
-def _wide(extra: bytes) -> Iterator[int]:
-    """The 64-bit numbers of a directory entry."""
-    while len(extra) >= 4:
-        kind, length = struct.unpack_from("<HH", extra)
-        if kind == 1:
-            return iter(struct.unpack_from(f"<{length // 8}Q", extra, 4))
-        extra = extra[4 + length :]
-    return iter(())
+        # torch pads every header, so that data is aligned.
+        self._file.seek(
+            member.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes + start
+        )
 
 
-_archive = Once(Archive)
+_archive = ParseCache(TorchArchive)
 
 
-class _Tensors:
-    """What the pickle's persistent ids and its one recipe stand for."""
+class _TensorRebuilder:
+    """Makes tensors of what the pickle says: its persistent ids and its one recipe."""
 
-    def __init__(self, archive: Archive, *, stored: bool) -> None:
+    def __init__(
+        self,
+        archive: TorchArchive,
+        *,
+        stored: bool,
+    ) -> None:
         self._archive = archive
         self._stored = stored
-        self._views: dict[
-            tuple[Any, ...], tuple[Any, ...]
-        ] = {}  # those that fit; thousands of tensors share one
+        # Thousands of tensors have one shape; each is checked once.
+        self._checked: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def storage(self, identity: Any) -> _Storage:
-        """Of a persistent id."""
+        """Return the storage of a persistent id."""
         kind, storage, key, *_ = identity
-        known = (
-            _STORAGES.get(storage.name)
-            if isinstance(storage, Name) and storage.module == "torch"
-            else None
-        )
-        if kind != "storage" or known is None:
-            raise TraceError(f"refused {storage}: not a storage of numbers; {WAY_OUT}")
-        return _Storage(str(key), *known)
 
-    def rebuilt(
+        dtype = None
+        if isinstance(storage, GlobalName) and storage.module == "torch":
+            dtype = _STORAGE_TYPES.get(storage.name)
+        if kind != "storage" or dtype is None:
+            raise TraceError(f"refused {storage}: not a storage of numbers; {WAY_OUT}")
+
+        return _Storage(str(key), dtype, raw_dtype(dtype))
+
+    def tensor(
         self,
         storage: Any,
         offset: int,
@@ -316,71 +379,45 @@ class _Tensors:
         stride: tuple[int, ...],
         *_: Any,
     ) -> Any:
-        """A tensor."""
+        """Return a tensor, read or still stored."""
         if type(storage) is not _Storage:
             raise TypeError("a tensor without storage")
-        held = self._archive.members[f"{self._archive.prefix}data/{storage.key}"][1]
-        view = held, storage.raw, offset, size, stride
-        if view not in self._views:
-            self._check(*view)
-            self._views[view] = view
-        found = Stored(self._archive, storage, *self._views[view][2:])
-        return found if self._stored else found.array()
 
-    @staticmethod
-    def _check(
-        held: int,
-        raw: np.dtype,
-        offset: int,
-        size: tuple[int, ...],
-        stride: tuple[int, ...],
-    ) -> None:
-        """Whether a tensor lies in its storage of `held` bytes, and shows no number
-        twice as often as it is there.
-        """
-        if min((offset, *size, *stride), default=0) < 0:
-            raise ValueError("negative offset, size or stride")
-        numbers, rest = divmod(held, raw.itemsize)
-        if rest:
-            raise ValueError("buffer size must be a multiple of element size")
-        if math.prod(size) > numbers:
-            raise ValueError(
-                f"a tensor of shape {size} shows its storage of {numbers} more than"
-                " once"
-            )
-        last = offset + sum(
-            (n - 1) * step for n, step in zip(size, stride, strict=True)
+        storage_bytes = self._archive.member(f"data/{storage.key}").file_size
+        view = (storage_bytes, storage.raw, offset, size, stride)
+        if view not in self._checked:
+            _check_view(*view)
+            self._checked[view] = view
+
+        # Equal tuples of the first tensor: thousands of copies would only take memory.
+        tensor = StoredTensor(self._archive, storage, *self._checked[view][2:])
+        return tensor if self._stored else tensor.array()
+
+
+def _check_view(
+    storage_bytes: int,
+    raw: np.dtype,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> None:
+    """Whether a tensor lies in its storage, and shows no number of it twice."""
+    if min((offset, *size, *stride), default=0) < 0:
+        raise ValueError("negative offset, size or stride")
+
+    numbers, rest = divmod(storage_bytes, raw.itemsize)
+    if rest:
+        raise ValueError("buffer size must be a multiple of element size")
+
+    # A stride of 0 would make a small file a tensor that fills the memory.
+    if math.prod(size) > numbers:
+        raise ValueError(
+            f"a tensor of shape {size} shows its storage of {numbers} more than once"
         )
-        if 0 not in size and last >= max(numbers, 1):
-            raise ValueError(
-                f"a tensor of shape {size} reaches beyond its storage of {numbers}"
-            )
 
-
-def from_bf16(bits: np.ndarray) -> np.ndarray:
-    """Numbers whose upper half is stored: uint16 to float32."""
-    return np.asarray(bits.astype(np.uint32, order="C") << 16).view(np.float32)
-
-
-def words(path: Path) -> set[str]:
-    """The strings in a torch file's pickle, as far as they can be read; never
-    raises.
-    """
-    found: set[str] = set()
-    try:
-        archive = _archive.kept(path)
-        name = next(name for name in archive.members if name.endswith("data.pkl"))
-        archive.prefix = name.removesuffix("data.pkl")
-        size = archive.members[name][1]
-        start = archive.part("data.pkl", 0, 1 << 16)
-        end = archive.part("data.pkl", max(0, size - 4096), size)
-    except (StopIteration, *DAMAGE):
-        return found
-    for data in (start, end):
-        for match in re.finditer(rb"X(....)", data, re.DOTALL):
-            length = int.from_bytes(match[1], "little")
-            if length < 256:
-                found.add(
-                    data[match.end() : match.end() + length].decode(errors="replace")
-                )
-    return found
+    axes = zip(size, stride, strict=True)
+    last = offset + sum((count - 1) * step for count, step in axes)
+    if 0 not in size and last >= max(numbers, 1):
+        raise ValueError(
+            f"a tensor of shape {size} reaches beyond its storage of {numbers}"
+        )

@@ -1,0 +1,1 @@
+"""The layer step, once, for any clock: operations, lanes, transfers, dispatch, join."""

@@ -1,0 +1,127 @@
+"""Dispatch: what the lanes compute in one layer step, and when each product may start.
+
+A product on a GPU starts when its expert is there, one on the CPU when its expert is in
+host memory. The CPU of a serial plan waits for the GPUs' fetched experts. Experts that
+the CPU computed ahead of their gate are awaited in their own layer step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic
+
+from moesim.engine.lanes import Op, gpu_of_lane
+from moesim.policies.base import RESIDENT
+
+if TYPE_CHECKING:
+    from moesim.engine.transfers import Transfers
+    from moesim.engine.world import World
+    from moesim.policies.planner.plan import Plan
+    from moesim.policies.planner.planner import Planner
+
+
+class Dispatch(Generic[Op]):
+    """Hands the experts of a plan to their lanes and counts those that have ended.
+
+    Attributes:
+        pending: products of the layer step that have not ended.
+        fetched: fetched experts that the CPU of a serial plan still waits for.
+    """
+
+    def __init__(
+        self, world: World[Op], transfers: Transfers[Op], planner: Planner
+    ) -> None:
+        self.pending = 0
+        self.fetched = 0
+        self._world = world
+        self._start_on_cpu = transfers.when_in_host_memory
+        self._start_on_gpu = transfers.when_on_gpu
+        self._cpu = world.lanes.index("cpu")
+        self._gpu_of = [gpu_of_lane(lane) for lane in world.lanes]
+        # State of every expert on each GPU, int8 [L, E].
+        self._gpu_state = [level.memory.state for level in planner.gpu]
+        self._held: list[Op] = []  # what the CPU of a serial plan will start with
+        # (layer, expert) -> product ahead of its gate that has not ended.
+        self._precomputes: dict[tuple[int, int], Op] = {}
+
+    def begin(self, plan: Plan) -> bool:
+        """Queue what can be computed now; the rest follows its landing.
+
+        Returns:
+            Whether the CPU has a part in this layer step.
+        """
+        work = plan.work
+        cpu_used = False
+        if work.precomputed is not None:
+            cpu_used = bool(work.precomputed.any())
+            for expert in work.experts[work.precomputed].tolist():
+                self._await_precompute(work.layer, expert)
+
+        # Nothing ends while products are queued, so they may be counted afterwards.
+        count = 0
+        computed = self._computed
+        for product in self._world.computes(plan):
+            product.on_end = computed
+            count += 1
+            if product.lane != self._cpu:
+                self._queue_on_gpu(product, serial=plan.serial)
+                continue
+            cpu_used = True
+            if plan.serial:
+                self._held.append(product)
+            else:
+                self._start_on_cpu(product)
+        self.pending += count
+        if self._held and not self.fetched:
+            self._release_held()
+
+        if plan.precompute is not None:
+            self._begin_precomputes(plan)
+        if not self.pending:
+            self._world.computed(None)
+        return cpu_used
+
+    def _queue_on_gpu(self, product: Op, *, serial: bool) -> None:
+        gpu = self._gpu_of[product.lane]
+        if serial and self._gpu_state[gpu][product.layer, product.expert] != RESIDENT:
+            self.fetched += 1
+            product.on_end = self._fetched_computed
+        self._start_on_gpu(gpu, product)
+
+    def _begin_precomputes(self, plan: Plan) -> None:
+        """Queue products of the next layer's experts, after this layer's own."""
+        for product in self._world.precomputes(plan):
+            product.on_end = self._precompute_ended
+            self._precomputes[product.layer, product.expert] = product
+            self._world.submit(product)
+
+    def _await_precompute(self, layer: int, expert: int) -> None:
+        """Count a product that was started ahead of its gate, unless it has ended."""
+        product = self._precomputes.pop((layer, expert), None)
+        if product is not None:
+            product.on_end = self._computed
+            self.pending += 1
+
+    def _precompute_ended(self, product: Op) -> None:
+        # A wrong guess of an earlier step may end after its successor has begun.
+        place = product.layer, product.expert
+        if self._precomputes.get(place) is product:
+            del self._precomputes[place]
+
+    def _computed(self, product: Op) -> None:
+        """Count a product that has ended; the last one ends the lanes' work."""
+        self.pending -= 1
+        if not self.pending:
+            self._world.computed(product)
+
+    def _fetched_computed(self, product: Op) -> None:
+        self.fetched -= 1
+        if not self.fetched:
+            self._release_held()
+        self._computed(product)
+
+    def _release_held(self) -> None:
+        """Let the CPU of a serial plan begin."""
+        held = self._held
+        self._held = []
+        for product in held:
+            self._start_on_cpu(product)

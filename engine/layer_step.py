@@ -1,0 +1,84 @@
+"""One layer step after its dense part: plan, launch, compute, join (design §5).
+
+The order is a contract. It is written as a generator: each wait that it yields ends
+before it goes on, in virtual or in real seconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic
+
+from moesim.engine.dispatch import Dispatch
+from moesim.engine.lanes import Op
+from moesim.engine.transfers import Transfers
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from moesim.engine.world import World
+    from moesim.policies.planner.planner import Planner
+    from moesim.traces.format.batch import RoutedLayer
+    from moesim.traces.format.schema import Phase
+
+
+class LayerStep(Generic[Op]):
+    """Walks through layer steps in one world, asking one planner.
+
+    Attributes:
+        transfers: copies and reads under way.
+        dispatch: products under way.
+    """
+
+    def __init__(self, world: World[Op], planner: Planner) -> None:
+        self._world = world
+        self._planner = planner
+        self.transfers = Transfers(world, planner)
+        self.dispatch = Dispatch(world, self.transfers, planner)
+
+    def run(
+        self, routed: RoutedLayer, step: int, phase: Phase, batch: int
+    ) -> Generator[Any, None, None]:
+        """Run one layer step.
+
+        Args:
+            routed: what the gate chose.
+            step: forward pass.
+            phase: prefill or decode.
+            batch: group of sequences.
+
+        Yields:
+            What must end before the layer step goes on.
+
+        Raises:
+            PolicyError: a policy answered something illegal.
+        """
+        world = self._world
+        planner = self._planner
+        transfers = self.transfers
+
+        # Late prefetches first: what they give up is free when the layer is planned.
+        now_s = world.now_s()
+        world.begin_layer()
+        with world.exclusive():
+            transfers.begin_layer(routed.layer, routed.experts)
+
+        # Routing and planning.
+        plan = planner.plan(routed, step, phase, now_s, batch)
+        yield from world.planned(plan)
+
+        # Lanes work.
+        world.launching(plan)
+        with world.exclusive():
+            for copies in plan.copies:
+                transfers.enqueue(copies, step)
+            cpu_used = self.dispatch.begin(plan)
+        yield world.all_computed()
+
+        # Results join, holds are released, and the cache may replace what it likes.
+        yield from world.joined(plan, cpu_used=cpu_used)
+        replacements = planner.complete(plan, world.now_s())
+        world.replacing(replacements)
+        with world.exclusive():
+            for copies in replacements:
+                transfers.enqueue(copies, step)
+            world.end_layer()

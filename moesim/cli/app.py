@@ -1,0 +1,114 @@
+"""All commands of the command line, and its entry point.
+
+Results go to standard output, everything else to standard error. Bad input is one line
+and exit code 2; a bug of ours is a traceback.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from moesim.cli.commands import (
+    calibrate,
+    compare,
+    config,
+    gap,
+    hits,
+    listing,
+    profile,
+    quality,
+    record,
+    replay,
+    reproduce,
+    run,
+    sensitivity,
+    store,
+    trace,
+    train,
+    validate,
+)
+from moesim.cli.errors import guarded
+from moesim.version import __version__
+
+# The first ones are what a newcomer needs; help shows them in this order.
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "replay": (replay.replay, "Replay a trace through a policy on a machine."),
+    "compare": (compare.compare, "Replay one trace under several policies."),
+    "list": (listing.list_, "List policies, systems, machines, models."),
+    "config": (config.config, "Print a configuration file to start from."),
+    "record": (record.record, "Run a model and write its routing trace."),
+    "profile": (profile.profile, "Measure this PC."),
+    "train-tiny": (train.train_tiny, "Train the small model that ships."),
+    "hits": (hits.hits, "Hit rates of caches at several sizes."),
+    "run": (run.run, "Run real experts on this machine."),
+    "calibrate": (calibrate.calibrate, "Learn this PC's costs from runs."),
+    "validate": (validate.validate, "Compare simulated with measured runs."),
+    "sensitivity": (sensitivity.sensitivity, "Say which constant decides who wins."),
+    "gap": (gap.gap, "Say where a policy loses its time."),
+    "quality": (quality.quality, "Measure what a policy does to a model's answers."),
+    "reproduce": (reproduce.reproduce, "Published figures beside ours."),
+    "train-cache": (train.train_cache, "Train a learned cache policy on a trace."),
+}
+"""Name -> function and the line that ``moesim --help`` shows, in its order."""
+
+GROUPS: dict[str, tuple[typer.Typer, str]] = {
+    "store": (store.app, "Build expert stores."),
+    "trace": (trace.app, "Look into traces, or make them of foreign files."),
+}
+"""Commands that have commands of their own."""
+
+app = typer.Typer(
+    name="moesim",
+    no_args_is_help=True,
+    # Two options fewer in every help text.
+    add_completion=False,
+    # Brackets in help are text, and a traceback is for a bug report.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help=(
+        "Which expert should be where, when, computed by whom: replay"
+        " Mixture-of-Experts routing traces on a model of a PC."
+    ),
+    epilog=(
+        "Start with: moesim replay TRACE --policy greedy, or make demo in a checkout."
+    ),
+)
+for _name, (_function, _short_help) in COMMANDS.items():
+    app.command(_name, short_help=_short_help)(_function)
+for _name, (_group, _short_help) in GROUPS.items():
+    app.add_typer(_group, name=_name, short_help=_short_help)
+
+
+def _print_version(is_given: bool) -> None:
+    # Typer calls it without the option too.
+    if is_given:
+        print(f"moesim {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version.",
+            callback=_print_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    del version
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 done, 2 bad input, 130 interrupted, 143
+    terminated.
+
+    Args:
+        arguments: without the program's name; None takes those of the process.
+    """
+    given = None if arguments is None else list(arguments)
+    # Alone, typer would print errors and exit itself.
+    guarded(lambda: app(args=given, prog_name="moesim", standalone_mode=False), given)

@@ -1,0 +1,1 @@
+"""One module per command, named after it; groups of commands are folders."""

@@ -1,0 +1,121 @@
+"""`moesim calibrate`: learn this machine's costs from runs."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moesim.cli import output
+from moesim.cli.checks import check_places
+from moesim.cli.options import AsJson, Quick, Seed, Stores
+
+if TYPE_CHECKING:
+    from moesim.hwprofiles.profile import HardwareProfile
+
+
+def calibrate(
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="The profile to write.")
+    ] = Path("hw.toml"),
+    quick: Quick = False,
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[/N],…", help="Two sizes of experts, the larger first."
+        ),
+    ] = None,
+    hw: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Profile to start from. Default: measured first, about 10 s.",
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Say how far its predictions are from this profile's."
+        ),
+    ] = None,
+    stores: Stores = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Calibrate this machine by a designed set of short runs, and write its profile. A
+    few minutes; keep it quiet.
+
+    \b
+    Examples:
+      moesim calibrate --out hw.toml
+      moesim calibrate --quick --shapes qwen3-30b-a3b/2,qwen3-30b-a3b/4
+      moesim calibrate --out again.toml --against hw.toml
+    """
+    check_places(files=[out])
+    from statistics import median
+
+    from moesim.cli.progress import steps_of
+    from moesim.hwprofiles.profile import load_profile
+    from moesim.validation import calibrate as library
+    from moesim.validation.profile_checks import speed_change
+
+    # Read first: a missing file should not cost minutes of measuring.
+    reference = None if against is None else load_profile(against)
+    sizes = shapes.split(",") if shapes else library.SHAPES
+    # One size cannot tell latency from bandwidth.
+    if len(sizes) < 2:
+        raise typer.BadParameter(
+            f"expected two sizes, the larger first, got {shapes!r}",
+            param_hint="--shapes",
+        )
+    with steps_of("calibrating") as progress:
+        profile = library.calibrate(
+            out,
+            shapes=sizes,
+            quick=quick,
+            hw=hw,
+            stores=stores,
+            seed=seed,
+            progress=progress,
+        )
+
+    # The profile is written all the same: a busy machine may be all that there is.
+    if (warning := speed_change(profile)) is not None:
+        print(f"note: {warning}", file=sys.stderr)
+    difference: dict[str, Any] | None = None
+    if reference is not None:
+        errors = [
+            abs(error) for error in library.differences(reference, profile, sizes)
+        ]
+        difference = {
+            "profile": str(against),
+            "median": median(errors),
+            "worst": max(errors),
+        }
+    if as_json:
+        facts = {
+            "name": profile.name,
+            "digest": profile.digest,
+            "fit": profile.fit,
+            "against": difference,
+        }
+        print(json.dumps(facts, indent=2))
+        return
+    _print(profile, difference)
+    output.print_written([out])
+
+
+def _print(profile: "HardwareProfile", difference: dict[str, Any] | None) -> None:
+    print(profile.description)
+    for name, report in sorted(profile.fit.items()):
+        print(
+            f"  {name:<12}  median {100 * report['residual_median']:.1f} %, worst"
+            f" {100 * report['residual_worst']:.1f} %"
+        )
+    if difference is not None:
+        print(
+            f"predictions differ from those of {difference['profile']} by median"
+            f" {100 * difference['median']:.1f} %, worst"
+            f" {100 * difference['worst']:.1f} %"
+        )

@@ -1,0 +1,213 @@
+"""`moesim compare`: several policies, machines and memories on one trace."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moesim.cli import output
+from moesim.cli.checks import check_places
+from moesim.cli.options import AsJson, Perfetto
+from moesim.cli.parsers import split_policies
+from moesim.cli.run_options import with_config
+from moesim.runs.config import RunConfig
+
+if TYPE_CHECKING:
+    from moesim.runs.sweep import Sweep
+    from moesim.traces.format.reader import Trace
+
+
+@with_config(without=["policy", "noise_seed"], before={"policies": ["trace"]})
+def compare(
+    policies: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B,C",
+            help=(
+                "Systems or assignment policies; greedy+lru+residual adds cache and"
+                " prefetch. The word systems stands"
+                " for every published system that the trace can serve."
+            ),
+        ),
+        # From computing everything on the CPU to fetching everything, and one that weighs
+        # both for every expert.
+    ] = "all-cpu,llama.cpp,ktransformers,fiddler,on-demand,greedy",
+    *,
+    configs: list[RunConfig],
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help=(
+                "Replays at the same time. Default: as many as pay, one per core at"
+                " most."
+            ),
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write tables, report and PNG there."),
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw it, as .png, .svg or .pdf. Default: OUT/compare.png.",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help=(
+                "Write a page, with which expert was where. Default: OUT/compare.html."
+            ),
+        ),
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the table, .csv or .parquet. Default: OUT/compare.csv.",
+        ),
+    ] = None,
+    perfetto: Perfetto = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay one trace under several policies, and rank them: speed, hits, bytes,
+    memory, the lane that holds each up.
+
+    With several machines or sizes of memory, separated by commas, say who is fastest on
+    each.
+
+    \b
+    Examples:
+      moesim compare q.parquet --gpu-memory 8GiB
+      moesim compare q.parquet --gpu-memory 4GiB,8GiB,16GiB --hw rtx4060ti,hw.toml --png memory.png
+      moesim compare q.parquet --policies systems --hw rtx4060ti --out out/systems
+      moesim compare q.parquet --policies greedy+lru+none,greedy+lru+residual --html q.html
+    """
+    from moesim.cli.progress import bar
+    from moesim.runs.setup import opened
+    from moesim.runs.sweep import sweep
+
+    # A folder gets everything; single results can still go elsewhere.
+    if out is not None:
+        png = png or out / "compare.png"
+        html = html or out / "compare.html"
+        table = table or out / "compare.csv"
+    config = configs[0]
+    check_places(
+        folder=out,
+        files=[png, html, table, perfetto],
+        inputs=[config.trace, config.warm],
+    )
+
+    config, trace = opened(config)
+    names, left_out = _expand(trace, split_policies(policies, "--policies"), configs)
+    # Options of one name were multiplied out; the sweep wants its two axes.
+    machines = list(dict.fromkeys(each.hw for each in configs))
+    memories = list(dict.fromkeys(each.memory for each in configs))
+    is_single = len(configs) == 1
+    with bar("replaying", 1.0) as show:
+        swept = sweep(
+            config,
+            names,
+            # A single one is in the configuration, perhaps with its digest.
+            hw=machines if len(machines) > 1 else None,
+            memory=memories,
+            out=out,
+            jobs=jobs,
+            # Pages of one cell draw timelines; those of many cells would fill memory.
+            keep=is_single or perfetto is not None,
+            progress=show,
+        )
+
+    _write(swept, is_single=is_single, png=png, html=html, table=table)
+    if perfetto is not None:
+        _write_perfetto(swept, perfetto, is_single=is_single)
+    if as_json:
+        print(json.dumps(swept.to_json(), indent=2))
+        return
+    _print(swept, is_single=is_single)
+    output.print_written([out, png, html, table, perfetto])
+    warnings = [warning for run in swept.runs.values() for warning in run.warnings]
+    # Runs share most of their warnings; each is worth one line.
+    output.print_notes([*left_out, *dict.fromkeys(warnings)])
+
+
+def _expand(
+    trace: "Trace", names: list[str], configs: list[RunConfig]
+) -> tuple[list[str], list[str]]:
+    """Put, for the word ``systems``, those that the trace can serve.
+
+    Returns:
+        Policies, and a note about each system that was left out.
+    """
+    from moesim.policies.systems import SYSTEMS
+    from moesim.runs.sweep import check_each
+
+    policies: list[str] = []
+    left_out: list[str] = []
+    for name in names:
+        if name != "systems":
+            policies.append(name)
+            continue
+        for system in SYSTEMS:
+            # Who asks for all systems wants those that run, not the first refusal.
+            try:
+                for config in configs:
+                    check_each(config, trace, [system])
+            except ValueError as error:
+                left_out.append(f"left out {system}: {error}")
+            else:
+                policies.append(system)
+    return policies, left_out
+
+
+def _write(
+    swept: "Sweep",
+    *,
+    is_single: bool,
+    png: Path | None,
+    html: Path | None,
+    table: Path | None,
+) -> None:
+    from moesim.reporting import text as report
+    from moesim.reporting.comparison_page import write_comparison
+    from moesim.reporting.figures import comparison_figure, save
+    from moesim.reporting.sweep_figure import sweep_figure
+    from moesim.reporting.sweep_page import write_sweep
+
+    comparison = (swept.table, swept.by_policy())
+    if png is not None:
+        figure = comparison_figure(*comparison) if is_single else sweep_figure(swept)
+        save(figure, png)
+    if html is not None and is_single:
+        write_comparison(*comparison, html)
+    elif html is not None:
+        write_sweep(swept, html)
+    if table is not None:
+        report.save_table(swept.table, table)
+
+
+def _write_perfetto(swept: "Sweep", place: Path, *, is_single: bool) -> None:
+    from moesim.traces.timeline.perfetto import write_perfetto
+
+    timelines = {
+        policy if is_single else f"{machine} | {memory} | {policy}": run.timeline
+        for (machine, memory, policy), run in swept.runs.items()
+    }
+    write_perfetto(place, timelines)
+
+
+def _print(swept: "Sweep", *, is_single: bool) -> None:
+    from moesim.reporting import text as report
+    from moesim.reporting.sweep_text import sweep_text
+
+    if is_single:
+        print(report.comparison_text(swept.table, swept.by_policy()))
+    else:
+        print(sweep_text(swept))

@@ -1,0 +1,156 @@
+"""`moesim list`: what can be named on the command line.
+
+The module is not called ``list``, which would hide the built-in type beside it.
+"""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moesim.cli import parsers
+from moesim.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from moesim.policies.parameters import Parameter
+
+POLICY_KINDS = ("assignment", "cache", "prefetch", "routing")
+KINDS = (*POLICY_KINDS, "systems", "hardware", "models")
+
+
+def list_(
+    kind: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="|".join(KINDS),
+            parser=parsers.one_of(*KINDS),
+            help="One kind; all without it.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List policies with their parameters, systems, machines or models.
+
+    \b
+    Examples:
+      moesim list
+      moesim list cache
+    """
+    kinds = [kind] if kind else KINDS
+    entries_by_kind = {name: _entries(name) for name in kinds}
+    if as_json:
+        print(json.dumps(entries_by_kind, indent=2))
+        return
+    from moesim.reporting.tables import facts_lines
+
+    blocks = []
+    for name, entries in entries_by_kind.items():
+        # Names of one kind are read as a column.
+        facts = [(entry["name"], _line(entry)) for entry in entries]
+        blocks.append("\n".join([f"{name}:", *facts_lines(facts, indent=2)]))
+    print("\n\n".join(blocks))
+
+
+def _entries(kind: str) -> list[dict[str, Any]]:
+    # Kinds of policies come last: they share one way to be listed.
+    if kind == "systems":
+        return _systems()
+    if kind == "hardware":
+        return _machines()
+    return _models() if kind == "models" else _policies(kind)
+
+
+def _line(entry: dict[str, Any]) -> str:
+    """One line: the summary, then what else a user must know to name it."""
+    parts = [entry["summary"]]
+    if entry.get("parameters"):
+        parameters = [
+            f"{p['name']}={p['default']}: {p['accepts']}" for p in entry["parameters"]
+        ]
+        parts.append(f"[{', '.join(parameters)}]")
+    if entry.get("oracle"):
+        parts.append("(oracle: sees the future)")
+    if entry.get("needs"):
+        parts.append(f"(needs {', '.join(entry['needs'])})")
+    return " ".join(filter(None, parts))
+
+
+def _policies(kind: str) -> list[dict[str, Any]]:
+    from moesim.policies.registry import describe
+
+    return [
+        {
+            "name": info.name,
+            "summary": info.summary,
+            "parameters": [_parameter(parameter) for parameter in info.parameters],
+            "oracle": info.oracle,
+            "needs": list(info.needs),
+        }
+        for info in describe(kind)
+    ]
+
+
+def _parameter(parameter: "Parameter") -> dict[str, Any]:
+    from moesim.policies.parameters import REQUIRED
+
+    default = parameter.default
+    is_plain = default is None or isinstance(default, bool | int | float | str)
+    if default is REQUIRED:
+        default = "?"
+    elif not is_plain:
+        # JSON has no word for it, but people can read it.
+        default = str(default)
+    return {
+        "name": parameter.name,
+        "accepts": parameter.type_label,
+        "default": default,
+    }
+
+
+def _systems() -> list[dict[str, Any]]:
+    from moesim.policies.systems import SYSTEMS
+
+    return [
+        {
+            "name": name,
+            "summary": (
+                f"{system.assignment} + {system.cache} + {system.prefetch} +"
+                f" {system.routing}; {system.note}"
+            ),
+            "assignment": system.assignment,
+            "cache": system.cache,
+            "prefetch": system.prefetch,
+            "routing": system.routing,
+        }
+        for name, system in sorted(SYSTEMS.items())
+    ]
+
+
+def _machines() -> list[dict[str, Any]]:
+    from moesim.hwprofiles.profile import list_profiles, load_profile
+
+    # Descriptions stand in the files, so all of them are read.
+    machines = [load_profile(name) for name in list_profiles()]
+    return [
+        {
+            "name": machine.name,
+            "summary": f"{machine.kind}: {machine.description}",
+            "kind": machine.kind,
+        }
+        for machine in machines
+    ]
+
+
+def _models() -> list[dict[str, Any]]:
+    from moesim.traces.models import known_models, model_shape
+
+    entries = []
+    for name in known_models():
+        shape = model_shape(name)
+        summary = (
+            f"{shape.layers} MoE layers x {shape.experts} experts, top {shape.top_k},"
+            f" hidden {shape.hidden},"
+            f" expert intermediate {shape.expert_intermediate}"
+        )
+        entries.append({"name": name, "summary": summary})
+    return entries

@@ -1,0 +1,162 @@
+"""`moesim reproduce`: published figures beside ours."""
+
+import json
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moesim.cli.options import AsJson, Seed
+
+if TYPE_CHECKING:
+    from moesim.reproduction.published import Reproduction
+
+WIDTH = 118
+
+
+def reproduce(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="An experiment (see: --list).")
+    ] = None,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="List the experiments and what each needs.")
+    ] = False,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help=(
+                "A trace; may be repeated. Default: the shipped one, and"
+                " ../shared/traces of a checkout."
+            ),
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Look at the first N forward passes; 0 for all. Default: 300.",
+        ),
+    ] = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compute published figures that need only routing on real traces, and print both
+    side by side.
+
+    They need not agree: other models, other prompts. The output names the model and
+    trace of every column.
+
+    \b
+    Examples:
+      moesim reproduce --list
+      moesim reproduce hybrimoe-hit-rate
+      moesim reproduce dali-prefetch-workload --trace q.parquet --steps 0
+    """
+    from moesim.cli.progress import messages
+    from moesim.reproduction import published as library
+
+    # Without a name the user cannot know one yet.
+    if name is None or list_all:
+        print(json.dumps(_entries(), indent=2) if as_json else _list_text())
+        return
+    # On the command line 0 stands for all, which the library calls None.
+    most_steps = library.DEFAULT_STEPS if steps is None else steps or None
+    with messages(name) as progress:
+        reproduction = library.reproduce(
+            name,
+            # Typer makes an empty list of an option that was not given.
+            trace or None,
+            steps=most_steps,
+            seed=seed,
+            progress=progress,
+        )
+    if as_json:
+        print(json.dumps(reproduction.to_json(), indent=2))
+        return
+    print(reproduction_text(reproduction))
+
+
+def reproduction_text(reproduction: "Reproduction") -> str:
+    """Lay out a reproduction for a terminal: a row per setting, published columns
+    before measured ones, then notes.
+    """
+    from moesim.reporting.tables import aligned, screen
+
+    experiment = reproduction.experiment
+    models = reproduction.models
+    sources = list(dict.fromkeys(source for source, _, _ in experiment.published))
+    width = screen().width
+    head = [
+        _wrapped(f"{experiment.name}: {experiment.summary}", width),
+        _wrapped(experiment.computes, width),
+    ]
+
+    # One source is named in every head; several name themselves in their columns.
+    columns = [
+        column if len(sources) > 1 else f"{sources[0]}: {column}"
+        for column in reproduction.published
+    ]
+    heads = [f"ours: {models[trace]}" for trace in reproduction.measured]
+    table = [[experiment.unit, *columns, *heads]]
+    footnotes: dict[str, int] = {}
+    for row in reproduction.rows:
+        published = [
+            _cell(column.get(row)) for column in reproduction.published.values()
+        ]
+        measured = [
+            _measured_cell(figures.get(row), footnotes)
+            for figures in reproduction.measured.values()
+        ]
+        table.append([row, *published, *measured])
+
+    passes = "all forward passes"
+    if reproduction.steps is not None:
+        passes = f"at most {reproduction.steps} forward passes"
+    origins = ", ".join(f"{model} from {trace}" for trace, model in models.items())
+    notes = [
+        f"ours: {origins}; {passes} of each",
+        *(f"[{number}] {reason}" for reason, number in footnotes.items()),
+        *(f"note: {caveat}" for caveat in experiment.caveats),
+    ]
+    blocks = [head, aligned(table), [_wrapped(note, width) for note in notes]]
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _measured_cell(figure: float | str | None, footnotes: dict[str, int]) -> str:
+    """A figure, or the number of the footnote that says what the trace lacks."""
+    if isinstance(figure, str):
+        return f"[{footnotes.setdefault(figure, len(footnotes) + 1)}]"
+    return _cell(figure)
+
+
+def _cell(figure: float | str | None) -> str:
+    if figure is None:
+        return "-"
+    return figure if isinstance(figure, str) else f"{figure:.4g}"
+
+
+def _wrapped(text: str, width: int) -> str:
+    return textwrap.fill(text, width, subsequent_indent="  ")
+
+
+def _entries() -> list[dict[str, str]]:
+    from moesim.reproduction.experiments import EXPERIMENTS
+
+    return [
+        {"name": e.name, "summary": e.summary, "needs": e.needs, "unit": e.unit}
+        for e in EXPERIMENTS.values()
+    ]
+
+
+def _list_text() -> str:
+    from moesim.reporting.tables import facts_lines
+
+    return "\n".join(
+        facts_lines(
+            (entry["name"], f"{entry['summary']}; needs {entry['needs']}")
+            for entry in _entries()
+        )
+    )

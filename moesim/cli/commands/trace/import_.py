@@ -1,0 +1,139 @@
+"""`moesim trace import`: a trace of a foreign file.
+
+The module is not called ``import``, which is a keyword.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moesim.cli import output
+from moesim.cli.checks import check_places
+from moesim.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from moesim.traces.importers import ImportSummary
+
+
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SRC", help="A foreign routing trace.", show_default=False
+        ),
+    ],
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="DST", help="The trace to write.", show_default=False),
+    ],
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|WORDS",
+            help=(
+                "The model: a name (see: list models), or"
+                " layers=1,experts=6,top_k=1,expert_bytes=1MiB."
+            ),
+            show_default=False,
+        ),
+    ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(metavar="FORMAT", help="Weight format that decides the bytes."),
+    ] = "bf16",
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            "--map",
+            metavar="OURS=THEIRS,…",
+            help="Columns of a plain table, such as pos=position,experts=e*.",
+            show_default=False,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help=(
+                "First tokens of every sequence that are prompt, where the file does"
+                " not say."
+            ),
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="B",
+            min=1,
+            help="Sequences behind each other in router logits.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a trace of a foreign file. The file does not tell the sizes of its model, so
+    --shape does.
+
+    A moesim trace whose rows are out of order is sorted; it needs no --shape.
+
+    \b
+    Examples:
+      moesim trace import routing.parquet q.parquet --shape qwen3-30b-a3b --weights q4_k_m
+      moesim trace import toy.parquet t.parquet --shape layers=1,experts=6,top_k=1,expert_bytes=1MiB
+      moesim trace import unsorted.parquet sorted.parquet
+    """
+    check_places(files=[target], inputs=[source])
+    from moesim.cli.progress import bar
+    from moesim.traces.importers import import_trace
+    from moesim.traces.models import model_shape
+
+    # A sorted moesim trace keeps its own shape.
+    model = None if shape is None else model_shape(shape, weights)
+    options = import_options(columns, prompt_tokens, batch)
+    with bar("importing") as show:
+        imported = import_trace(
+            source, target, shape=model, progress=show, options=options
+        )
+    if as_json:
+        facts = {
+            "trace": str(imported.path),
+            "importer": imported.importer,
+            "rows": imported.rows,
+            "sequences": imported.sequences,
+            "model": imported.shape.name,
+            "expert_bytes": sorted(set(imported.shape.expert_bytes)),
+            "columns": imported.columns,
+            "notes": imported.notes,
+        }
+        print(json.dumps(facts, indent=2))
+        return
+    _print(imported)
+
+
+def import_options(
+    columns: str | None, prompt_tokens: int | None, batch: int | None
+) -> dict[str, str]:
+    """The options that `moesim.traces.importers.import_trace` takes, without those that
+    were not given.
+    """
+    options = {"map": columns, "prompt_tokens": prompt_tokens, "batch": batch}
+    # Importers read options as texts, since files name some of them too.
+    return {name: str(value) for name, value in options.items() if value is not None}
+
+
+def _print(imported: "ImportSummary") -> None:
+    from moesim.traces.sizes import format_bytes
+
+    shape = imported.shape
+    # Layers of mixed quantisation have experts of several sizes.
+    sizes = " or ".join(map(format_bytes, sorted(set(shape.expert_bytes))))
+    print(
+        f"{imported.rows:,} rows of {imported.sequences:,}"
+        f" sequence{'s' * (imported.sequences != 1)}; {shape.name}: {shape.layers} MoE"
+        f" layers x {shape.experts} experts, top {shape.top_k}, {sizes} each"
+        f" ({shape.dtype})"
+    )
+    output.print_notes(imported.notes)
+    output.print_written([imported.path])

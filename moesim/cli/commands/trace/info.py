@@ -1,0 +1,66 @@
+"""`moesim trace info`: what a trace holds."""
+
+import json
+from typing import Any
+
+from moesim.cli.options import AsJson, TraceFile
+
+MOST_ENTRIES = 4
+"""Entries of a list that are still worth printing."""
+
+
+def info(trace: TraceFile, as_json: AsJson = False) -> None:
+    """Read all rows once, check them, and say what the trace holds.
+
+    \b
+    Example:
+      moesim trace info trace.parquet
+    """
+    from moesim.reporting.tables import facts_lines
+    from moesim.traces.format.reader import open_trace
+    from moesim.traces.stats.statistics import info as describe
+
+    description = describe(open_trace(trace))
+    if as_json:
+        print(json.dumps(description, indent=2))
+        return
+    # What the header does not state gets no line.
+    facts = {name: text for name, text in _facts(description).items() if text}
+    print("\n".join(facts_lines(facts.items())))
+
+
+def _facts(trace: dict[str, Any]) -> dict[str, str]:
+    from moesim.traces.sizes import format_bytes
+
+    facts = {
+        "trace": (
+            f"{trace['path']}, {format_bytes(trace['size_bytes'])}, {trace['rows']:,}"
+            " rows"
+        ),
+        "split": trace["split"],
+        "shape": (
+            f"{trace['model']}: {trace['layers']} MoE layers x {trace['experts']}"
+            f" experts, top {trace['top_k']}"
+        ),
+        # Layers of mixed quantisation have experts of several sizes.
+        "one expert": " or ".join(map(format_bytes, trace["expert_bytes"])),
+        "tokens": (
+            f"{trace['prefill_tokens']:,} prompt, {trace['decode_tokens']:,} generated,"
+            f" in {trace['sequences']:,} sequence{'s' * (trace['sequences'] != 1)}"
+        ),
+        "columns": ", ".join(trace["columns"]) or "only the required ones",
+        "assumed": ", ".join(trace["assumed"]),
+    }
+    # Provenance is free text; it may not replace what was read from the rows.
+    for name, value in trace["provenance"].items():
+        facts.setdefault(name, _text(value))
+    return facts
+
+
+def _text(value: Any) -> str:
+    """A JSON value on one line; a long list only by its length."""
+    if not isinstance(value, list):
+        return str(value)
+    if len(value) <= MOST_ENTRIES:
+        return "; ".join(map(str, value))
+    return f"{len(value):,} entries"

@@ -1,0 +1,109 @@
+"""`moesim validate`: compare simulated with measured runs."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moesim.cli import output, parsers
+from moesim.cli.checks import check_places
+from moesim.cli.options import AsJson, Seed, Stores, ThisMachine
+
+DEFAULT_POLICIES = "all-cpu+none,on-demand+lru,fixed-mapping+lru,static-threshold+lru,greedy+lru,greedy+lfu"
+
+
+def validate(
+    traces: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TRACE…", help="moesim traces (Parquet).", show_default=False
+        ),
+    ],
+    policies: Annotated[
+        str, typer.Option(metavar="P,…", help="As assignment+cache+prefetch.")
+    ] = DEFAULT_POLICIES,
+    cache_ratios: Annotated[
+        str, typer.Option(metavar="R,…", help="Shares of experts in the GPU cache.")
+    ] = "0.1,0.3,0.6",
+    batches: Annotated[
+        str, typer.Option(metavar="B,…", help="Sequences that run together.")
+    ] = "1,4",
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[/N],…",
+            help="Sizes of the experts. Default: the trace's own.",
+        ),
+    ] = None,
+    host_ratios: Annotated[
+        str, typer.Option(metavar="R,…", help="Shares of experts in host memory.")
+    ] = "1",
+    hw: ThisMachine = None,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Forward passes of each run.")
+    ] = 16,
+    repetitions: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Of each real run.")
+    ] = 5,
+    stores: Stores = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the report there.")
+    ] = None,
+    earlier: Annotated[
+        Path | None,
+        typer.Option(
+            "--with", metavar="FILE", help="Sum up with an earlier validation.json."
+        ),
+    ] = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Run a grid for real and simulated, interleaved, and say how far they differ.
+    Calibrate once before.
+
+    \b
+    Examples:
+      moesim validate q.parquet --shapes olmoe-1b-7b/2 --hw hw.toml --out report
+      moesim validate a.parquet b.parquet --policies greedy+lru,on-demand+lru --cache-ratios 0.2,0.5 --json
+      moesim validate q.parquet --hw hw.toml --host-ratios 0.5 --with report/validation.json --out both
+    """
+    check_places(folder=out)
+    from moesim.cli.progress import steps_of
+    from moesim.reporting import validation_page as report
+    from moesim.reporting.validation_text import validation_text
+    from moesim.validation import grid as library
+    from moesim.validation.summary import joined
+
+    # Read first: a missing file should not cost an hour of runs.
+    before = None if earlier is None else report.load(earlier)
+    # Parsed before anything runs, like every other list here.
+    names = parsers.split_policies(policies, "--policies")
+    # Simulated and measured runs take turns, so that drift of the machine hits both.
+    with steps_of("validating") as progress:
+        validation = library.validate(
+            traces,
+            policies=names,
+            cache_ratios=parsers.numbers(cache_ratios),
+            hw=hw,
+            steps=steps,
+            batches=[int(value) for value in parsers.numbers(batches)],
+            # None stands for the shape of each trace.
+            shapes=shapes.split(",") if shapes else (None,),
+            host_ratios=parsers.numbers(host_ratios),
+            repetitions=repetitions,
+            stores=stores,
+            seed=seed,
+            progress=progress,
+        )
+
+    result = validation.to_json()
+    if before is not None:
+        result = joined(result, before)
+    places = report.save(result, out) if out is not None else []
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    print(validation_text(result))
+    output.print_written(places)
+    output.print_notes(validation.warnings)

@@ -1,0 +1,205 @@
+"""What a user sees when something fails: one line and an exit code.
+
+An interrupt ends a command in an orderly way; a second one sets a deadline for that.
+"""
+
+import io
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from types import FrameType
+from typing import Any, NoReturn
+
+import typer
+
+UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
+"""What typer raises for arguments that it cannot parse; it has no public name."""
+
+OUTPUT_CLOSED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+TERMINATED = 143
+"""Exit codes; the first is typer's too, for an output that was closed as by ``|
+head``.
+"""
+
+CLEANUP_LIMIT_S = 1.5
+"""Seconds that a command has to clear up after a second interrupt."""
+
+
+def guarded(
+    work: Callable[[], object], arguments: Sequence[str] | None = None
+) -> NoReturn:
+    """Call `work` and exit with what it returns.
+
+    Errors that a user can mend become one line on standard error.
+
+    Args:
+        work: a whole command.
+        arguments: of the command line; None takes those of the process.
+    """
+    # A terminal that lacks a character shows a question mark.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+    code: object = 0
+    with _interruptible() as signals:
+        try:
+            _refuse_empty(sys.argv[1:] if arguments is None else arguments)
+            code = work()
+            sys.stdout.flush()
+        except SystemExit as end:
+            code = end.code
+        except (KeyboardInterrupt, typer.Abort):
+            code = INTERRUPTED
+        except BrokenPipeError:
+            # The reader is gone, so nothing may be left to be flushed to it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = OUTPUT_CLOSED
+        except (
+            UsageError,
+            ValueError,
+            OSError,
+            ImportError,
+            RuntimeError,
+            MemoryError,
+        ) as error:
+            message = _for_users(error)
+            if message is None:
+                raise
+            # A group without a command answers with its help, which is no error.
+            prefix = "" if message.startswith("Usage:") else "error: "
+            print(f"{prefix}{message}", file=sys.stderr)
+            code = BAD_INPUT
+    if signals:
+        code = _exit_code(signals[0])
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """Raise `KeyboardInterrupt` in the block at ctrl-C and SIGTERM alike.
+
+    Yields the list of signals that arrived. Only the first one raises, so that clearing
+    up is not interrupted; after the second the process has `CLEANUP_LIMIT_S` to end.
+    """
+    signals: list[int] = []
+    # Only the main thread of a process may handle signals.
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        signals.append(number)
+        if len(signals) == 1:
+            raise KeyboardInterrupt
+        if len(signals) == 2:
+            deadline = threading.Timer(CLEANUP_LIMIT_S, _give_up, [signals[0]])
+            deadline.daemon = True
+            deadline.start()
+
+    before = {number: signal.getsignal(number) for number in _signals()}
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            # All is cleared up, but the interpreter takes a moment to end: a second
+            # interrupt must not kill it in that moment, which would hide the exit code.
+            signal.signal(number, signal.SIG_IGN if signals else handler)
+
+
+def _signals() -> list[int]:
+    # A shell makes what it starts in the background deaf to ctrl-C; that stays so.
+    is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    return [signal.SIGTERM, *([] if is_deaf else [signal.SIGINT])]
+
+
+def _exit_code(number: int) -> int:
+    return TERMINATED if number == signal.SIGTERM else INTERRUPTED
+
+
+def _give_up(number: int) -> None:
+    """End this process and its children at once."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+    os._exit(_exit_code(number))
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """Refuse an option or argument without content: as a path it would mean the current
+    folder.
+
+    Raises:
+        typer.BadParameter: naming it.
+    """
+    for before, word in pairwise(("", *arguments)):
+        if not word or re.fullmatch(r"--[\w-]+=", word):
+            name = word[:-1] or (before if before.startswith("-") else "argument")
+            raise typer.BadParameter(
+                "expected something, found an empty word; leave it out, or fill it",
+                param_hint=name,
+            )
+
+
+def _for_users(error: Exception) -> str | None:
+    """One line about what a user can mend; None for a bug of ours."""
+    if isinstance(error, UsageError):
+        return _usage(error)
+    if isinstance(error, MemoryError):
+        return "not enough memory on this machine; give smaller sizes, or --steps"
+    if isinstance(error, ImportError):
+        return _missing_extra(error)
+    # A machine that failed us is the user's to mend; a simulation that did is ours.
+    if isinstance(error, RuntimeError):
+        is_fault = type(error).__module__.startswith("moesim.runtime.")
+        return _one_line(error) if is_fault else None
+    if isinstance(error, OSError) or _is_for_users(error):
+        return _one_line(error)
+    return None
+
+
+def _is_for_users(error: Exception) -> bool:
+    """Whether the class of an error is ours and written for users; the simulator's own
+    errors are bugs of ours.
+    """
+    module = type(error).__module__
+    return module.startswith("moesim.") and not module.startswith("moesim.sim.")
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        # A rename has two names, and the second is the one that users know.
+        names = [name for name in (error.filename, error.filename2) if name is not None]
+        return ": ".join([*map(str, names[-1:]), error.strerror])
+    return " ".join(str(error).split())
+
+
+def _usage(error: Any) -> str:
+    """What cannot be parsed, and where the right words stand; a group without a command
+    answers with its help.
+    """
+    message = str(error.format_message()).rstrip(".")
+    if "\n" in message or error.ctx is None:
+        return message
+    return f"{message} (see: {error.ctx.command_path} --help)"
+
+
+def _missing_extra(error: ImportError) -> str | None:
+    extras = {"torch": "runtime", "transformers": "runtime", "safetensors": "runtime"}
+    extra = extras.get((error.name or "").partition(".")[0])
+    if extra is None:
+        return None
+    return (
+        f"this command needs {error.name}, which is not installed; pip install"
+        f" 'moesim[{extra}]'"
+    )

@@ -1,0 +1,86 @@
+"""A comparison over several machines or memories as a figure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moesim.reporting.figures import new_figure
+from moesim.reporting.sweep_text import time_column
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from moesim.runs.sweep import Sweep
+
+MEMORY_LABELS = {
+    "gpu_memory_bytes": "GPU memory",
+    "slots_per_layer": "cache slots per layer",
+    "cache_ratio": "GPU cache, share of all experts",
+}
+"""By the way in which sizes were stated: label of their axis."""
+MOST_PANELS_ABREAST = 3
+
+
+def sweep_figure(sweep: Sweep) -> Figure:
+    """Draw time per token over memory: a line per policy, a panel per machine.
+
+    Policies that see the future are dashed. With one memory size only, machines stand
+    on the axis.
+    """
+    column, meaning = time_column(sweep.table)
+    machines = list(sweep.table["hw"].unique())
+    memories = list(sweep.table["memory"].unique())
+    over_machines = len(memories) == 1
+    axis_column = "hw" if over_machines else "memory"
+    panel_column = "memory" if over_machines else "hw"
+    ticks = machines if over_machines else memories
+    positions = list(range(len(machines))) if over_machines else _sizes(sweep)
+
+    panels = [panel for _, panel in sweep.table.groupby(panel_column, sort=False)]
+    columns = min(MOST_PANELS_ABREAST, len(panels))
+    rows = -(-len(panels) // columns)  # rounded up
+    figure = new_figure(2.2 + 3.6 * columns, 0.6 + 3.0 * rows)
+    axes = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+    for axis, panel in zip(axes, panels, strict=False):
+        for policy in sweep.by_policy():
+            of_policy = panel[panel["policy"] == policy].set_index(axis_column)
+            times_ms = of_policy[column].reindex(ticks) * 1e3
+            axis.plot(
+                positions,
+                times_ms,
+                "--" if of_policy["oracle"].any() else "-",
+                marker="o",
+                markersize=4,
+                label=policy,
+            )
+        _finish_axis(axis, str(panel[panel_column].iloc[0]))
+        if over_machines:
+            axis.set_xticks(positions, ticks, rotation=20, ha="right")
+        else:
+            axis.set_xticks(positions, ticks, fontsize=8)
+            axis.set_xlabel(MEMORY_LABELS[sweep.axis])
+
+    # The last row of the grid may have places without a panel.
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    axes[0].set_ylabel(f"ms, {meaning}")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="outside right upper",
+        frameon=False,
+        fontsize=9,
+    )
+    return figure
+
+
+def _finish_axis(axis: Axes, title: str) -> None:
+    axis.set_title(title, fontsize=10, loc="left")
+    # From zero, so that heights can be compared.
+    axis.set_ylim(bottom=0)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _sizes(sweep: Sweep) -> list[float]:
+    """Memory sizes as numbers, in the unit in which they were stated."""
+    return [options.size[1] for options in sweep.memories.values()]

@@ -1,0 +1,148 @@
+"""A comparison over several machines or memories as text: who is fastest where, and by
+how much.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moesim.reporting.tables import aligned
+from moesim.reporting.text import caveat_lines
+from moesim.reporting.units import ms, number, percent
+from moesim.runs.sweep import CELL
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from moesim.runs.sweep import Sweep
+
+MEMORY_HEADS = {
+    "gpu_memory_bytes": "GPU memory",
+    "slots_per_layer": "per layer",
+    "cache_ratio": "GPU cache",
+}
+"""By the way in which sizes were stated: head of the column that holds them."""
+
+
+def sweep_text(sweep: Sweep) -> str:
+    """Lay out a sweep: who wins where, the time of every policy there, who wins how
+    often.
+    """
+    winner_heads, winners = winner_rows(sweep)
+    time_heads, times = time_rows(sweep)
+    lines = [
+        sweep_setting(sweep),
+        "",
+        # Machine and memory together name a row, so both lead every block.
+        *aligned([winner_heads, *winners], lead=len(CELL)),
+        "",
+        *aligned([time_heads, *times], lead=len(CELL)),
+        "",
+        *answer_lines(sweep),
+    ]
+    return "\n".join(lines)
+
+
+def sweep_setting(sweep: Sweep) -> str:
+    """The model, and how many policies were replayed on how many machines and
+    memories.
+    """
+    config = next(iter(sweep.runs.values())).config
+    machines = sweep.table["hw"].nunique()
+    memories = sweep.table["memory"].nunique()
+    machine = f"{machines} machines"
+    if machines == 1:
+        machine = f"{config['hw']} ({config['hw_kind']} profile)"
+    memory = f"{memories} memory sizes"
+    if memories == 1:
+        memory = f"{memory_head(sweep)} {sweep.table['memory'].iloc[0]}"
+    policies = len(sweep.by_policy())
+    return (
+        f"{config['model']}, batch {config['batch']}, {policies} policies on {machine}"
+        f" with {memory}"
+    )
+
+
+def answer_lines(sweep: Sweep) -> list[str]:
+    """Who is fastest in how many cells; then what a reader must know before believing
+    it.
+    """
+    wins = sweep.fastest()["policy"].value_counts()
+    winners = ", ".join(
+        f"{policy} in {count} of {sweep.cells}" for policy, count in wins.items()
+    )
+    answer = (
+        f"fastest over the whole trace: {winners or 'none that sees the past only'}"
+    )
+    return [answer, *caveat_lines(sweep.by_policy())]
+
+
+def winner_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+    """Heads of columns, and a row for every machine with every memory: the fastest
+    policy there.
+    """
+    heads = [
+        "machine",
+        memory_head(sweep),
+        "fastest",
+        "first token",
+        "per token",
+        "decode",
+        "hit rate",
+        "ahead by",
+        "of",
+    ]
+    # Policies that see the future are bounds, and win nothing.
+    causal = sweep.table[~sweep.table["oracle"]]
+    rows = []
+    for _, cell in causal.groupby(CELL, sort=False):
+        # The table holds the shortest run of each cell first.
+        best, *others = cell.to_dict("records")
+        ahead = ["", ""]
+        if others and best["makespan_s"]:
+            second = others[0]
+            lead = second["makespan_s"] / best["makespan_s"] - 1
+            ahead = [percent(lead), second["policy"]]
+        rows.append(
+            [
+                best["hw"],
+                best["memory"],
+                best["policy"],
+                ms(best["ttft_s"]),
+                ms(best["tpot_s"]),
+                number(best["decode_tokens_per_s"], " tok/s"),
+                percent(best["hit_rate_active"]),
+                *ahead,
+            ]
+        )
+    return heads, rows
+
+
+def time_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+    """Heads of columns, and a row for every machine with every memory: the time of each
+    policy there.
+    """
+    column, meaning = time_column(sweep.table)
+    # One order of policies for all cells, whoever is fastest in each.
+    policies = list(sweep.by_policy())
+    rows = []
+    for (machine, memory), cell in sweep.table.groupby(CELL, sort=False):
+        times = cell.set_index("policy")[column]
+        rows.append(
+            [str(machine), str(memory), *(ms(times[policy]) for policy in policies)]
+        )
+    return [meaning, memory_head(sweep), *policies], rows
+
+
+def time_column(table: pd.DataFrame) -> tuple[str, str]:
+    """The column that a sweep compares, and its meaning in words: time per token, or
+    the whole run where no token is generated.
+    """
+    if table["tpot_s"].notna().any():
+        return "tpot_s", "per token"
+    return "makespan_s", "whole trace"
+
+
+def memory_head(sweep: Sweep) -> str:
+    """Head of the column of memory sizes."""
+    return MEMORY_HEADS[sweep.axis]

@@ -1,0 +1,196 @@
+"""Tables and lists of facts as text, laid out by rich.
+
+Nothing is wider than the screen. If a table is, its heads wrap; if that is not enough,
+the columns that are left continue in a second block, which repeats the leading columns.
+Where standard output is not a terminal, the text is plain and `PLAIN_WIDTH` wide, so
+that files, pipes and tests get the same bytes everywhere.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+PLAIN_WIDTH = 80
+"""Columns of a screen of which nothing is known."""
+
+GAP = 2
+"""Spaces between two columns."""
+
+NARROWEST = 20
+"""Narrower screens get lines of this width: below it, wrapping cuts words apart."""
+
+# A private-use character stands for a space at which a line must not break. rich breaks
+# at every white-space character, the no-break space included.
+_NO_BREAK = "\ue000"
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµun]?s|[KMGT]?i?B|GB/s|k?J)(?![\w]))")
+
+
+class Screen(NamedTuple):
+    """What standard output shows.
+
+    Attributes:
+        width: columns.
+        styled: whether escape sequences for bold text are understood.
+    """
+
+    width: int
+    styled: bool
+
+
+def screen() -> Screen:
+    """Ask the environment and standard output.
+
+    `COLUMNS` decides the width wherever it is set, as it does for other programs.
+    """
+    is_terminal = sys.stdout.isatty()
+    stated = os.environ.get("COLUMNS", "")
+    if stated.isdigit() and int(stated):
+        width = int(stated)
+    elif is_terminal:
+        width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
+    else:
+        width = PLAIN_WIDTH
+    dumb = os.environ.get("TERM", "").lower() in {"dumb", "unknown"}
+
+    # Old Windows consoles print escape sequences instead of obeying them.
+    styled = is_terminal and not dumb and not Console().legacy_windows
+    return Screen(max(width, NARROWEST), styled)
+
+
+def aligned(rows: Sequence[Sequence[str]], *, lead: int = 1) -> list[str]:
+    """Lay out a table: the first column to the left, the others to the right.
+
+    Args:
+        rows: the heads of the columns, then the cells of each row; at least one row.
+        lead: columns that say what a row is about, and so lead every block.
+
+    Returns:
+        Lines without trailing spaces; an empty one between two blocks.
+    """
+    shown = screen()
+    natural = _natural_widths(rows, limit=shown.width // 2)
+    narrow = _narrow_widths(rows, natural)
+
+    # Unwrapped heads read better, unless they cost a block more.
+    groups = min(
+        _groups(natural, shown.width, lead),
+        _groups(narrow, shown.width, lead),
+        key=len,
+    )
+    lines: list[str] = []
+    for group in groups:
+        fits = _total_width([natural[column] for column in group]) <= shown.width
+        widths = natural if fits else narrow
+        table = _grid(show_header=True)
+        for column in group:
+            table.add_column(
+                rows[0][column],
+                justify="left" if column == 0 else "right",
+                vertical="bottom",
+                width=widths[column],
+            )
+        for row in rows[1:]:
+            table.add_row(*(row[column] for column in group))
+        if lines:
+            lines.append("")
+        lines += _rendered(table, shown)
+    return lines
+
+
+def facts_lines(facts: Iterable[tuple[str, str]], *, indent: int = 0) -> list[str]:
+    """Lay out facts: a name, and beside it what is to be said about it.
+
+    Long texts wrap within their own column. A pair of empty strings is an empty line.
+    """
+    pairs = list(facts)
+    shown = screen()
+    # A very long name wraps too, or nothing is left for the texts.
+    longest = max(cell_len(name) for name, _ in pairs)
+    names_width = min(longest, shown.width // 2)
+    table = _grid(show_header=False)
+    table.add_column(width=names_width)
+    table.add_column(width=max(shown.width - indent - names_width - GAP, 10))
+    for name, text in pairs:
+        table.add_row(name, _BEFORE_UNIT.sub(_NO_BREAK, text))
+    margin = " " * indent
+    return [f"{margin}{line}".rstrip() for line in _rendered(table, shown)]
+
+
+def _grid(*, show_header: bool) -> Table:
+    """A table without lines around its cells."""
+    return Table(
+        box=None,
+        show_header=show_header,
+        header_style="bold",
+        pad_edge=False,
+        padding=(0, GAP, 0, 0),
+    )
+
+
+def _rendered(table: Table, shown: Screen) -> list[str]:
+    console = Console(
+        file=io.StringIO(),
+        # rich counts the gap behind the last column, which is stripped below.
+        width=shown.width + GAP,
+        force_terminal=shown.styled,
+        color_system="standard" if shown.styled else None,
+        legacy_windows=False,
+        # Policy names may hold brackets and colons. They are no markup.
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+    with console.capture() as capture:
+        console.print(table)
+    text = capture.get().replace(_NO_BREAK, " ")
+    return [line.rstrip() for line in text.splitlines()]
+
+
+def _natural_widths(rows: Sequence[Sequence[str]], limit: int) -> list[int]:
+    """Widths at which nothing wraps, but for cells longer than `limit`."""
+    columns = zip(*rows, strict=True)
+    return [min(limit, max(map(cell_len, cells))) for cells in columns]
+
+
+def _narrow_widths(rows: Sequence[Sequence[str]], natural: list[int]) -> list[int]:
+    """Widths at which only heads wrap, between their words."""
+    widths = []
+    for column, cells in enumerate(zip(*rows, strict=True)):
+        head_parts = cells[0].split() or [""]
+        longest_part = max(map(cell_len, head_parts))
+        # A column without a visible character would be dropped by rich.
+        longest_cell = max([1, *map(cell_len, cells[1:])])
+        needed = max(longest_part, longest_cell)
+        widths.append(min(natural[column], needed))
+    return widths
+
+
+def _total_width(widths: Sequence[int]) -> int:
+    return sum(widths) + GAP * (len(widths) - 1)
+
+
+def _groups(widths: list[int], limit: int, lead: int) -> list[list[int]]:
+    """Columns that fit side by side, the first `lead` of them in every group."""
+    leading = list(range(lead))
+    groups: list[list[int]] = []
+    current = leading
+    for column in range(lead, len(widths)):
+        total = _total_width([widths[c] for c in (*current, column)])
+        # A group shows one column beside the leading ones, however wide they are.
+        if total > limit and len(current) > lead:
+            groups.append(current)
+            current = leading
+        current = [*current, column]
+    return [*groups, current]

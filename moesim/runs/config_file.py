@@ -1,0 +1,245 @@
+"""Configuration files: TOML written by hand, or the ``run.json`` of a run.
+
+A TOML file is flat: its keys are the fields of `moesim.runs.config.RunConfig`. Only
+policies may be tables, whose other keys are the arguments of their constructors::
+
+    trace = "q.parquet"
+    policy = "greedy"
+    gpu_memory_bytes = "8GiB"
+
+    [policies.cache]
+    name = "lfu"
+    decay = 0.9
+
+Relative paths count from the current folder, as they do on the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from moesim.policies.base import PolicyError
+from moesim.policies.parameters import parameters
+from moesim.policies.registry import find, resolve
+from moesim.runs.config import (
+    ConfigError,
+    MeasuredConfig,
+    RunConfig,
+    default_of,
+    did_you_mean,
+    option_of,
+)
+from moesim.traces.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+Config = TypeVar("Config", bound=RunConfig)
+
+POLICY_TABLES = {
+    "assignment": "policy",
+    "cache": "cache",
+    "prefetch": "prefetch",
+    "routing": "routing",
+    "host_cache": "host_cache",
+}
+"""Tables below ``[policies]`` -> the field that each one sets."""
+
+# A measured run has every option of a simulated one, and more.
+_FIELDS = {declared.name: declared for declared in fields(MeasuredConfig)}
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """The content of a configuration file.
+
+    Attributes:
+        path: the file, named in errors.
+        values: fields by name; policies as specifications such as ``lfu:decay=0.9``.
+        version, git_commit: of the program that made a ``run.json``; None in TOML.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    version: str | None = None
+    git_commit: str | None = None
+
+    def build(
+        self,
+        config: type[Config],
+        *,
+        without: Collection[str] = (),
+        command: str = "this run",
+    ) -> Config:
+        """Make a configuration of the values.
+
+        Args:
+            config: the kind of configuration.
+            without: fields that mean nothing to the caller.
+            command: the caller, named in errors.
+
+        Raises:
+            ConfigError: naming the file and the key: a value that does not fit, or one
+                for a field that means nothing here.
+        """
+        # A file may be meant for another command, and nothing in it is lost silently.
+        supported = {declared.name for declared in fields(config)} - set(without)
+        for name in self.values.keys() - supported:
+            # A run.json names every option, also those that have their defaults.
+            value = self.values[name]
+            if value != default_of(_FIELDS[name]):
+                raise ConfigError(
+                    f"{self.path}: {name}: {command} has no such option, found"
+                    f" {value!r}; remove it"
+                )
+
+        values = {name: self.values[name] for name in self.values.keys() & supported}
+        try:
+            built = config(**values)
+            # A policy that does not exist is an error of the file, so name the file.
+            built.system.build(gpus=1, host_cache=built.host_cache)
+        except (ConfigError, PolicyError) as error:
+            raise ConfigError(f"{self.path}: {error}") from None
+        return built
+
+
+def load_config(
+    path: str | Path,
+    config: type[Config] = RunConfig,  # type: ignore[assignment]
+) -> Config:
+    """Load the configuration that a TOML file or a ``run.json`` describes.
+
+    Args:
+        path: the file; JSON if its name ends so, else TOML.
+        config: `RunConfig`, or `MeasuredConfig` for runs on this machine.
+
+    Raises:
+        ConfigError: unreadable, an unknown key, or a value that does not fit; one line
+            that names the file and the key.
+    """
+    return read_config(path).build(config)
+
+
+def read_config(path: str | Path) -> ConfigFile:
+    """Read a configuration file without checking values against each other.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    file = Path(path)
+    content = _content(file)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: expected keys and values, found a {content!r:.40}")
+
+    version = commit = None
+    if file.suffix == ".json" and "config" in content:
+        # The figures of a run stand around its configuration.
+        recorded = content["config"]
+        version = recorded.get("version")
+        commit = recorded.get("git_commit")
+        content = recorded.get("options")
+        if content is None:
+            raise ConfigError(
+                f"{file}: config.options: expected the options of the run, found none;"
+                " this file was written by an older version, which did not keep them"
+            )
+
+    values = _values(file, content)
+    return ConfigFile(file, values, version, commit)
+
+
+def _content(file: Path) -> Any:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{file}: cannot be read: {reason}") from None
+    try:
+        return json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file}: not JSON: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from None
+
+
+def _values(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Check keys, and read sizes and policy tables."""
+    # The only key that is no field.
+    tables = content.get("policies", {})
+    values = {key: content[key] for key in content if key != "policies"}
+
+    for key, value in values.items():
+        if key not in _FIELDS:
+            _unknown(file, key, ["policies", *_FIELDS])
+        if option_of(_FIELDS[key]).is_size and isinstance(value, str):
+            try:
+                values[key] = parse_bytes(value, where=key)
+            except ValueError as error:
+                raise ConfigError(f"{file}: {error}") from None
+
+    if not isinstance(tables, dict):
+        raise ConfigError(f"{file}: policies: expected tables, found {tables!r}")
+    for name, table in tables.items():
+        if name not in POLICY_TABLES:
+            _unknown(file, name, POLICY_TABLES, prefix="policies.")
+        key = POLICY_TABLES[name]
+        # Which of the two was meant cannot be known.
+        if key in values:
+            raise ConfigError(
+                f"{file}: policies.{name}: expected it once, found the key {key!r} too;"
+                " drop one"
+            )
+        values[key] = _specification(f"{file}: policies.{name}", key, table)
+    return values
+
+
+def _specification(where: str, key: str, table: Any) -> str:
+    """The text ``lfu:decay=0.9`` for a table with a name and arguments.
+
+    Raises:
+        ConfigError: no name, or an argument that the policy refuses.
+    """
+    if not isinstance(table, dict) or not isinstance(table.get("name"), str):
+        raise ConfigError(f"{where}: expected a table with a name, found {table!r}")
+    name = table["name"]
+    arguments = {key: table[key] for key in table if key != "name"}
+    # A system has no arguments, and its name needs no check here.
+    if not arguments:
+        return name
+
+    kind = option_of(_FIELDS[key]).policy_kind
+    assert kind is not None, "only policies have tables"
+    try:
+        known = [parameter.name for parameter in parameters(find(name, kind))]
+        for argument in arguments:
+            if argument not in known:
+                _unknown(where, argument, known)
+        # Constructors check what types cannot say, such as bounds.
+        resolve(name, kind, arguments)
+    except PolicyError as error:
+        reason = str(error).removeprefix(f"{kind} policy {name!r}: ")
+        # An error that begins with an argument's name continues the path to it.
+        joint = "." if reason.partition(":")[0] in arguments else ": "
+        raise ConfigError(f"{where}{joint}{reason}") from None
+
+    texts = [f"{key}={_text(value)}" for key, value in arguments.items()]
+    return f"{name}:{','.join(texts)}"
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _unknown(
+    where: str | Path, key: str, known: Collection[str], *, prefix: str = ""
+) -> NoReturn:
+    # In a path of keys, the key follows its table behind a dot.
+    joint = "." if isinstance(where, str) else ": "
+    raise ConfigError(
+        f"{where}{joint}{prefix}{key}: unknown key{did_you_mean(key, known)}; known:"
+        f" {', '.join(known) or 'none'}"
+    )

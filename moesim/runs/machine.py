@@ -1,0 +1,68 @@
+"""The machine that real runs happen on: its profile, and the device of its GPU lane."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from moesim.hwprofiles.errors import ProfileError
+from moesim.hwprofiles.profile import HardwareProfile, default_profile, load_profile
+from moesim.runs.parallel import cores
+
+
+def this_machine() -> tuple[str, int]:
+    """The kind of accelerator that is here, and how many cores this process may use."""
+    from moesim.runtime.executor.cuda_device import (  # noqa: PLC0415 - torch
+        cuda_is_there,
+    )
+
+    return "cuda" if cuda_is_there() else "host", cores()
+
+
+def machine_profile(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
+    """A profile of this machine: the one that is named, ``hw.toml``, or one measured
+    now in some ten seconds.
+
+    Raises:
+        ProfileError: the profile describes another kind of machine, more cores than
+            there are, or several GPUs.
+    """
+    if hw is None:
+        profile = default_profile()
+        # A profile that ships describes another machine.
+        if profile.kind != "measured":
+            profile = _measured_now()
+    else:
+        profile = hw if isinstance(hw, HardwareProfile) else load_profile(hw)
+
+    # Lanes become threads here; more of them than cores would measure waiting.
+    kind, count = this_machine()
+    if profile.accelerator != kind or profile.cores > count or profile.gpus != 1:
+        raise ProfileError(
+            f"profile {profile.name}: expected this machine (accelerator {kind},"
+            f" {count} cores, one GPU lane), found accelerator {profile.accelerator},"
+            f" {profile.cores} cores, {profile.gpus} GPU lanes; measure it with `moesim"
+            " profile --out hw.toml`"
+        )
+    return profile
+
+
+def _measured_now() -> HardwareProfile:
+    from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        return measure(None, Path(folder) / "this-machine.toml", quick=True)
+
+
+def device_of(profile: HardwareProfile) -> Any:
+    """The device that the GPU lane runs on."""
+    if profile.accelerator == "cuda":
+        from moesim.runtime.executor.cuda_device import (  # noqa: PLC0415 - torch
+            CudaDevice,
+        )
+
+        return CudaDevice()
+    from moesim.runtime.executor.host_device import HostDevice  # noqa: PLC0415 - torch
+
+    return HostDevice()

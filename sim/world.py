@@ -1,0 +1,316 @@
+"""The virtual world: what operations cost, and the lanes that spend it.
+
+Everything that follows from a plan is the engine's (`moesim.engine`). Here an operation
+gets its duration from the machine's costs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+from moesim.policies.base import CPU
+from moesim.policies.planner.plan import FETCH, READ
+from moesim.sim.contention import Operation
+from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, JOIN, PLAN
+from simpy.events import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from moesim.hwprofiles.costs import Costs
+    from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.policies.planner.plan import Copies, Plan
+    from moesim.policies.planner.planner import Planner
+    from moesim.sim.machine import Machine
+    from moesim.traces.timeline.spans import Timeline
+    from simpy.core import Environment
+
+
+class Turn(Event):
+    """The replaying process's next turn, reused for every wait.
+
+    As `Operation`, it is triggered from birth and processed when it is scheduled.
+    """
+
+    _ok = True
+    _value = None
+    _defused = False
+
+
+class VirtualWorld:
+    """Makes operations with their durations and lets a machine spend them.
+
+    Attributes:
+        lanes: names of the lanes, by index.
+        turns: how often the replaying process was woken.
+        has_read: whether the last layer step read from the SSD.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        machine: Machine,
+        profile: HardwareProfile,
+        costs: Costs,
+        planner: Planner,
+        timeline: Timeline,
+    ) -> None:
+        self.lanes = machine.lanes
+        self.submit = machine.submit
+        self.withdraw = machine.withdraw
+        self.turns = 0
+        self.has_read = False
+        self._env = env
+        self._machine = machine
+        self._planner = planner
+        self._timeline = timeline
+        self._turn = Turn(env)
+        # Entering a lock that nobody contends is cheaper than a null context.
+        self._uncontended = Lock()
+
+        # Lanes by what runs there; lane codes of assignments are 0 for the CPU.
+        gpus = range(profile.gpus)
+        self._control = self.lanes.index("control")
+        self._ssd = self.lanes.index("ssd") if "ssd" in self.lanes else -1
+        self._links = [self.lanes.index(f"h2d{gpu}") for gpu in gpus]
+        self._back_links = [self.lanes.index(f"d2h{gpu}") for gpu in gpus]
+        self._compute_lanes = [
+            self.lanes.index("cpu"),
+            *(self.lanes.index(f"gpu{gpu}") for gpu in gpus),
+        ]
+        self._lane_of = np.array(self._compute_lanes, np.int8)
+
+        # Staging slots beside each memory that products read, by lane code.
+        self._staging = [machine.host_staging, *machine.staging]
+
+        # Durations that depend on sizes or counts only.
+        shape = planner.shape
+        limited = planner.host is not None
+        layers = range(shape.layers)
+        self._bytes = shape.expert_bytes
+        self._dispatch_s = costs.dispatch_s
+        self._first_s = [costs.cpu_first_s] + [costs.gpu_first_s] * planner.gpus
+        self._copy_s = [[costs.copy_s(layer, gpu) for layer in layers] for gpu in gpus]
+        self._read_s = [costs.read_s(layer) for layer in layers] if limited else []
+        self._first_read_s = costs.ssd_first_s
+        self._first_op_s = cache(
+            lambda active, copies: costs.first_op_s(active, copies, tiered=limited)
+        )
+        self._join_s = cache(
+            lambda active, copies: costs.join_s(active, copies, tiered=limited)
+        )
+        self._activation_s = cache(costs.activation_s)
+        # On the host accelerator all memory is shared: results need no way back.
+        self._moves_activations = profile.accelerator != "host"
+
+        # What comes straight from the SSD is not in the processor's caches.
+        self._copy_after_read = costs.after_read("h2d") if limited else 1.0
+        self._compute_after_read = costs.after_read("cpu") if limited else 1.0
+        self._notes_reads = limited and costs.after_read("dense") != 1.0
+        self._last_read_at = (-1, -1)  # step and layer of the last demanded read
+
+    # -- operations -------------------------------------------------------------------
+
+    def read(
+        self, step: int, layer: int, expert: int, *, staged: bool, demanded: bool
+    ) -> Operation:
+        """Make the read of an expert.
+
+        The first one that a layer step demands takes longer.
+        """
+        work_s = self._read_s[layer] + self._dispatch_s
+        if demanded and self._last_read_at != (step, layer):
+            self._last_read_at = (step, layer)
+            work_s += self._first_read_s
+        nbytes = self._bytes[layer]
+        operation = Operation(self._ssd, READ, step, layer, expert, work_s, nbytes)
+        operation.staged = staged
+        return operation
+
+    def copy(self, copies: Copies, position: int, step: int) -> Operation:
+        """Make the copy of an expert; it frees the host's staging slot when it ends."""
+        gpu = copies.gpu
+        layer = copies.layer
+        copy_s = self._copy_s[gpu][layer]
+        if copies.read[position]:
+            copy_s *= self._copy_after_read
+        operation = Operation(
+            self._links[gpu],
+            copies.kind,
+            step,
+            layer,
+            copies.experts[position],
+            copy_s + self._dispatch_s,
+            self._bytes[layer],
+        )
+        # Staged prefetches won their slot when they were planned.
+        operation.staged = copies.kind == FETCH and copies.staged[position]
+        if copies.host_staged[position]:
+            operation.frees = self._machine.host_staging
+        return operation
+
+    def computes(self, plan: Plan) -> list[Operation]:
+        """Make the products of a layer step, in launch order.
+
+        The first product of a lane takes longer: its worker has to be woken.
+        """
+        work = plan.work
+        step = work.step
+        layer = work.layer
+        lanes = self._compute_lanes
+        experts = work.experts.tolist()
+        codes = plan.lanes.tolist()
+        lane_s = self._durations_s(plan, experts)
+        first_op_s = self._first_op_s(len(experts), plan.copied)
+        staged = _staged(plan) if plan.copies else ()
+        unused = [True] * len(lanes)
+        skipped = None if work.precomputed is None else work.precomputed.tolist()
+        products = []
+        for i in plan.order:
+            if skipped is not None and skipped[i]:
+                continue
+            code = codes[i]
+            expert = experts[i]
+            work_s = self._dispatch_s + lane_s[code][i]
+            if unused[code]:
+                unused[code] = False
+                work_s += first_op_s + self._first_s[code]
+            product = Operation(lanes[code], COMPUTE, step, layer, expert, work_s)
+            if expert in staged:
+                product.frees = self._staging[code]
+            products.append(product)
+        return products
+
+    def _durations_s(self, plan: Plan, experts: list[int]) -> list[list[float]]:
+        """Seconds of every active expert on every compute lane."""
+        work = plan.work
+        cpu_s = work.cpu_s.tolist()
+        gpu_s = work.gpu_s.tolist()
+        if self._compute_after_read != 1.0:
+            read = {
+                expert
+                for copies in plan.copies
+                if copies.kind == READ
+                for expert in copies.experts
+            }
+            cpu_s = [
+                seconds * self._compute_after_read if expert in read else seconds
+                for expert, seconds in zip(experts, cpu_s, strict=True)
+            ]
+        # A layer that one GPU serves has one row, whichever GPU that is.
+        several = len(gpu_s) > 1
+        return [cpu_s, *(gpu_s if several else gpu_s * (len(self._compute_lanes) - 1))]
+
+    def precomputes(self, plan: Plan) -> Iterator[Operation]:
+        """Make the products of the next layer's experts that the CPU starts now."""
+        precompute = plan.precompute
+        assert precompute is not None
+        step = plan.work.step
+        layer = plan.work.layer + 1
+        lane = self._compute_lanes[CPU]
+        for expert, seconds in zip(
+            precompute.experts.tolist(), plan.precompute_s, strict=True
+        ):
+            work_s = seconds + self._dispatch_s
+            yield Operation(lane, COMPUTE, step, layer, expert, work_s)
+
+    # -- what the engine reports ------------------------------------------------------
+
+    def enqueuing(self, copies: Copies) -> None:
+        """Nothing: places exist in the planner's books only."""
+
+    def read_done(self, operation: Operation) -> None:
+        """Report a read that has landed in host memory."""
+        self._planner.read_done(operation.layer, operation.expert)
+
+    def landed(self, operation: Operation, gpu: int) -> None:
+        """Report a copy that has landed on a GPU."""
+        self._planner.landed(gpu, operation.layer, operation.expert)
+
+    def dropped(self, layer: int, expert: int) -> None:
+        """Nothing: the planner has dropped it from its books itself."""
+
+    def computed(self, _: Operation | None) -> None:
+        """Give the replaying process its turn, now."""
+        self.turns += 1
+        self._env.schedule(self._turn)
+
+    # -- one layer step ---------------------------------------------------------------
+
+    def now_s(self) -> float:
+        """Virtual seconds since the run began."""
+        return self._env.now
+
+    def exclusive(self) -> Lock:
+        """Nothing happens in virtual time while Python runs."""
+        return self._uncontended
+
+    def begin_layer(self) -> None:
+        """Nothing: landings are reported when they happen."""
+
+    def planned(self, plan: Plan) -> tuple[Event]:
+        """Note every access, and let control plan as long as planning takes."""
+        work = plan.work
+        lanes = self._lane_of.take(plan.lanes)
+        self._timeline.access(
+            work.step, work.layer, work.experts, work.tokens, lanes, work.state
+        )
+        wait = self.alone(self._control, PLAN, work.step, work.layer, plan.planning_s)
+        return (wait,)
+
+    def launching(self, plan: Plan) -> None:
+        """Open the staging slots that the plan leaves to demand fetches."""
+        for staging, slots in zip(
+            self._machine.staging, plan.staging_slots, strict=True
+        ):
+            staging.free = slots
+        self.has_read = self._notes_reads and any(
+            copies.kind == READ or (copies.kind == FETCH and any(copies.read))
+            for copies in plan.copies
+        )
+        self._turn.callbacks = []
+
+    def all_computed(self) -> Event:
+        """The process's turn after the last product of the layer step."""
+        return self._turn
+
+    def joined(self, plan: Plan, *, cpu_used: bool) -> Iterator[Event]:
+        """Bring the CPU's results to the GPU, then join all of them."""
+        work = plan.work
+        step = work.step
+        layer = work.layer
+        if cpu_used and self._moves_activations:
+            lane = self._back_links[self._planner.home(layer)]
+            seconds = self._activation_s(len(work.routing))
+            yield self.alone(lane, ACTIVATION, step, layer, seconds)
+        seconds = self._join_s(len(work.experts), plan.copied)
+        yield self.alone(self._control, JOIN, step, layer, seconds)
+
+    def replacing(self, copies: Sequence[Copies]) -> None:
+        """Nothing: places exist in the planner's books only."""
+
+    def end_layer(self) -> None:
+        """Nothing: the process goes on by itself."""
+
+    def alone(
+        self, lane: int, kind: int, step: int, layer: int, work_s: float
+    ) -> Event:
+        """Start one operation and return the process's turn after it."""
+        turn = self._turn
+        turn.callbacks = []
+        self.submit(Operation(lane, kind, step, layer, -1, work_s, 0, self.computed))
+        return turn
+
+
+def _staged(plan: Plan) -> set[int]:
+    """Experts that this layer step brings into a staging area."""
+    return {
+        expert
+        for copies in plan.copies
+        if copies.kind in {FETCH, READ}
+        for expert, staged in zip(copies.experts, copies.staged, strict=True)
+        if staged
+    }

@@ -1,0 +1,134 @@
+"""docs/how-to/extending.md, done: each extension in a copy of the project, and nothing
+else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_examples import examples, lines_of
+from moesim.traces.timeline.metrics import METRICS
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "how-to" / "extending.md"
+ROOMS = ("hwprofiles", "policies", "engine", "runtime", "sim", "traces")
+SECTIONS = {
+    title: body
+    for title, _, body in (
+        section.partition("\n")
+        for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
+    )
+}
+RUN = [title for title, body in SECTIONS.items() if "```sh" in body]
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of the sources as they are installed: rooms below `moesim`."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "moesim", tmp_path / "moesim", ignore=ignored)
+    for room in ROOMS:
+        if (ROOT / room).is_dir():
+            target = tmp_path / "moesim" / room
+            shutil.copytree(ROOT / room, target, ignore=ignored)
+    shutil.copytree(ROOT / "docs" / "reference", tmp_path / "docs" / "reference")
+    return tmp_path
+
+
+def place(project, name):
+    """Where a file of the checkout is in the copy."""
+    room = name.partition("/")[0]
+    return project / "moesim" / name if room in ROOMS else project / name
+
+
+def apply(project, section):
+    """Write the files and make the changes of a section; the names of both."""
+    names = []
+    for example in examples(section):
+        first, _, body = example.text.partition("\n")
+        named = re.fullmatch(r"# ([\w/.-]+)", first)
+        if named is None:
+            continue
+        path = place(project, named[1])
+        names.append(named[1])
+        if example.language == "diff":
+            change(path, body.splitlines())
+            continue
+        assert not path.exists(), f"{named[1]} is there already"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(body.lstrip("\n"), encoding="utf-8")
+    return names
+
+
+def change(path, lines):
+    """Replace the one place of a file that holds the lines without ``+``."""
+    before = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
+    after = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
+    text = path.read_text(encoding="utf-8")
+    assert text.count(before) == 1, f"{path}: {before!r}"
+    path.write_text(text.replace(before, after), encoding="utf-8")
+
+
+def moesim(project, command):
+    """Run a command of the page in the copy, interpreted, as compiling anew would only
+    cost time.
+    """
+    words = shlex.split(command, comments=True)
+    assert words[0] == "moesim"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(project),
+        "NUMBA_DISABLE_JIT": "1",
+        "XDG_CONFIG_HOME": str(project),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "moesim", *words[1:]],
+        cwd=project,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
+
+
+def test_the_page_shows_every_kind_of_policy():
+    kinds = {"cache", "assignment", "prefetch", "routing"}
+    folders = re.findall(r"^# policies/(\w+)/", PAGE.read_text(), flags=re.MULTILINE)
+    assert set(folders) == kinds
+
+
+@pytest.mark.parametrize("title", RUN)
+def test_an_extension_is_the_files_that_the_page_shows(project, title):
+    """Written into a copy, they work at once: every command of the section succeeds."""
+    section = SECTIONS[title]
+    names = apply(project, section)
+    code = {name for name in names if name.endswith(".py")}
+    assert len(code) == 1
+    (added,) = code
+    stem = Path(added).stem.replace("_", "-")
+    printed = ""
+    for example in examples(section):
+        if example.language == "sh":
+            for command in lines_of(example.text):
+                printed += moesim(project, command)
+    if added.startswith("policies/"):
+        assert stem in printed
+    if added.startswith("traces/importers/"):
+        assert "wrote plain.parquet" in printed
+        assert "plain_lines.txt" in printed
+    if added.endswith("metrics.py"):
+        (name,) = json.loads(printed).keys() & {"miss_rate"}
+        assert name not in METRICS
+        page = place(project, "docs/reference/metrics.md").read_text(encoding="utf-8")
+        assert f"`{name}`" in page

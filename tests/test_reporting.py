@@ -1,0 +1,280 @@
+"""Tables as text, and pages as HTML: they fit the screen, and hold all that they are
+given.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from conftest import write_trace
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jinja2 import UndefinedError
+from moesim.traces.format.reader import open_trace
+from moesim.traces.stats.trace_summary import summarise_trace
+from rich.cells import cell_len
+from small_trace import write_small_trace
+
+import moesim
+from moesim.reporting.comparison_page import write_comparison
+from moesim.reporting.pages import render
+from moesim.reporting.sweep_page import write_sweep
+from moesim.reporting.tables import PLAIN_WIDTH, aligned, facts_lines, screen
+from moesim.reporting.trace_page import write_html
+
+TEMPLATES = Path(moesim.__file__).parent / "reporting" / "templates"
+
+
+@pytest.fixture(autouse=True)
+def plain_screen(monkeypatch):
+    """No terminal, and nobody who states a width."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def tokens(lines):
+    return sorted(" ".join(lines).split())
+
+
+# Tables.
+
+HEADS = ("policy", "first token", "per token", "decode", "GPU memory", "busiest lane")
+ROW = ("greedy+lru+residual", "209 ms", "20.0 ms", "49.9 tok/s", "8.0 GiB", "gpu0 65 %")
+
+
+def test_a_table_that_fits_is_one_block():
+    assert aligned([["lane", "busy"], ["cpu", "1.66 s"], ["gpu0", "9 ms"]]) == [
+        "lane    busy",
+        "cpu   1.66 s",
+        "gpu0    9 ms",
+    ]
+
+
+def test_heads_wrap_before_the_table_is_split(monkeypatch):
+    """At 79 columns the heads of 81 must give way; every cell stays in one piece."""
+    monkeypatch.setenv("COLUMNS", "79")
+    lines = aligned([HEADS, ROW])
+    assert len(lines) == 3
+    assert " ".join(lines[-1].split()) == " ".join(ROW)
+
+
+def test_what_is_left_continues_below_the_first_column(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = aligned([HEADS, ROW])
+    assert max(map(len, lines)) <= 60
+    blocks = "\n".join(lines).split("\n\n")
+    assert len(blocks) == 2
+    assert all(block.splitlines()[-1].startswith(ROW[0]) for block in blocks)
+
+
+def test_all_leading_columns_are_repeated(monkeypatch):
+    """A machine alone does not say which row of a sweep is meant."""
+    monkeypatch.setenv("COLUMNS", "30")
+    rows = [["machine", "memory", "a" * 9, "b" * 9], ["m", "8 GiB", "1", "2"]]
+    blocks = "\n".join(aligned(rows, lead=2)).split("\n\n")
+    assert len(blocks) == 2
+    assert all("8 GiB" in block for block in blocks)
+
+
+CELLS = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=12)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(
+    st.integers(1, 14).flatmap(
+        lambda width: st.lists(
+            st.lists(CELLS, min_size=width, max_size=width), min_size=2, max_size=5
+        )
+    )
+)
+def test_no_table_is_wider_than_the_screen_and_none_loses_a_cell(rows):
+    lines = aligned(rows)
+    assert max(map(cell_len, lines)) <= PLAIN_WIDTH
+    text = " ".join(lines).split()
+    assert {cell for row in rows for cell in row} <= set(text)
+
+
+def test_brackets_are_no_markup():
+    """`[bold]` in the name of a policy or file is text."""
+    lines = aligned([["policy", "x"], ["a[bold]:smile:[/x]", "1"]])
+    assert lines[1].startswith("a[bold]:smile:[/x]")
+    assert facts_lines([("[red]", "[/]")]) == ["[red]  [/]"]
+
+
+def test_a_fact_wraps_within_its_column_and_keeps_numbers_with_their_units():
+    text = ", ".join(["66.6 % of active experts in 4.0 GiB"] * 5)
+    lines = facts_lines([("hit rate", text), ("", ""), ("run", "2.77 s")])
+    assert max(map(len, lines)) <= PLAIN_WIDTH
+    assert lines[1].startswith(" " * len("hit rate  "))
+    assert lines[-2:] == ["", "run       2.77 s"]
+    assert all(not re.search(r"\d$|^ *(%|GiB)", line) for line in lines[:-2])
+    assert tokens(lines[:-2]) == tokens(["hit rate", text])
+
+
+def test_the_width_is_that_of_the_environment_or_plain(monkeypatch):
+    assert screen() == (PLAIN_WIDTH, False)
+    monkeypatch.setenv("COLUMNS", "132")
+    assert screen() == (132, False)
+    monkeypatch.setenv("COLUMNS", "wide")
+    assert screen().width == PLAIN_WIDTH
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
+@pytest.mark.parametrize(
+    ("term", "escapes"), [("xterm", True), ("dumb", False)], ids=("xterm", "dumb")
+)
+def test_a_terminal_gets_bold_heads_in_its_own_width(term, escapes):
+    """A pseudo-terminal of 100 columns; a dumb one is spared escape sequences."""
+    import fcntl
+    import pty
+    import struct
+    import subprocess
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    code = (
+        "from moesim.reporting.tables import aligned, screen; print(screen().width);"
+        " print(aligned([['a', 'b'], ['c', 'd']])[0])"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+    subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=theirs,
+        check=True,
+        timeout=120,
+        env={**environment, "TERM": term},
+    )
+    os.close(theirs)
+    printed = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert printed.startswith("100")
+    assert ("\x1b[1m" in printed) is escapes
+
+
+# Pages.
+
+
+class Outline(HTMLParser):
+    """Tags with their attributes, in order; and which are still open at the end."""
+
+    EMPTY = frozenset({"meta", "path", "use", "br", "rect", "image"})
+
+    def __init__(self):
+        super().__init__()
+        self.tags = []
+        self.open = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in self.EMPTY:
+            assert self.open.pop() == tag
+
+    def named(self, tag):
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """One page of each kind, but for the validation's, which real runs make elsewhere.
+
+    The trace's name would break a page that does not escape it.
+    """
+    folder = tmp_path_factory.mktemp("pages")
+    path = write_small_trace(folder / "<i>&.parquet")
+    table, runs = moesim.compare(path, ["all-cpu", "greedy"])
+    swept = moesim.sweep(path, ["all-cpu"], hw=["rtx4060ti", "rtx3080ti"])
+    trace = open_trace(path)
+    return {
+        "comparison": write_comparison(table, runs, folder / "c.html"),
+        "sweep": write_sweep(swept, folder / "s.html"),
+        "trace": write_html(trace, summarise_trace(trace), folder / "t.html"),
+    }
+
+
+KINDS = pytest.mark.parametrize("kind", ["comparison", "sweep", "trace"])
+
+
+@KINDS
+def test_a_page_can_be_read_by_everybody_on_any_screen(pages, kind):
+    """Language, viewport, colours for dark screens, landmarks, heads with scope, and
+    wide things that scroll by themselves.
+    """
+    text = pages[kind].read_text(encoding="utf-8")
+    outline = Outline()
+    outline.feed(text)
+    assert outline.open == []
+    assert outline.named("html") == [{"lang": "en"}]
+    metas = {attrs["name"]: attrs for attrs in outline.named("meta") if "name" in attrs}
+    assert "width=device-width" in metas["viewport"]["content"]
+    assert metas["color-scheme"]["content"] == "light dark"
+    assert "prefers-color-scheme: dark" in text
+    assert len(outline.named("main")) == len(outline.named("h1")) == 1
+    assert outline.named("th")
+    assert {attrs.get("scope") for attrs in outline.named("th")} == {"col", "row"}
+    scrolling = [a for a in outline.named("div") if a.get("class") == "wide"]
+    drawn = len(outline.named("table")) + len(outline.named("svg"))
+    assert len(scrolling) == drawn
+    assert all(attrs["aria-label"] for attrs in scrolling)
+
+
+@KINDS
+def test_a_page_is_one_file_that_loads_nothing(pages, kind):
+    outline = Outline()
+    text = pages[kind].read_text(encoding="utf-8")
+    outline.feed(text)
+    names = {tag for tag, _ in outline.tags}
+    assert names.isdisjoint({"script", "link", "img", "iframe", "object"})
+    links = [
+        value
+        for _, attrs in outline.tags
+        for name, value in attrs.items()
+        if name in {"src", "href", "xlink:href"}
+    ]
+    assert all(link.startswith(("#", "data:image/png;base64,")) for link in links)
+    assert "@import" not in text
+    assert re.findall(r"url\((?!#)", text) == []
+
+
+def test_text_is_escaped(pages):
+    """The name of the trace is text, wherever it stands."""
+    for path in pages.values():
+        text = path.read_text(encoding="utf-8")
+        assert "<i>" not in text
+    assert "&lt;i&gt;&amp;.parquet" in pages["trace"].read_text(encoding="utf-8")
+
+
+def test_a_name_that_a_template_lacks_is_an_error():
+    with pytest.raises(UndefinedError, match="summary"):
+        render("trace.html", title="t")
+
+
+def test_every_template_is_used():
+    """Else it would be shipped for nothing, and tested by nothing."""
+    used = set()
+    for path in (TEMPLATES.parent).glob("*.py"):
+        used |= set(re.findall(r'"(\w+\.html)"', path.read_text(encoding="utf-8")))
+    for path in TEMPLATES.iterdir():
+        used |= set(re.findall(r'"(\w+\.\w+)"', path.read_text(encoding="utf-8")))
+    assert {path.name for path in TEMPLATES.iterdir()} <= used
+
+
+def test_a_page_without_prompts_or_tokens_is_whole(tmp_path, tiny_shape):
+    """A trace of a prompt alone has few figures, and a page nevertheless."""
+    trace = open_trace(write_trace(tmp_path / "p.parquet", tiny_shape, ((9, 0),)))
+    outline = Outline()
+    outline.feed(
+        write_html(trace, summarise_trace(trace), tmp_path / "p.html").read_text()
+    )
+    assert outline.open == []

@@ -1,0 +1,373 @@
+"""Layouts of JSON lines that hold routing: lines in, one unchecked table of rows out.
+
+`moesim.traces.importers.jsonl` says which layouts there are, and checks the rows.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+from moesim.traces.format.arrow import lists, numbers, values
+from moesim.traces.importers.readers.errors import decoding, layout_error
+from moesim.traces.importers.readers.json_lines import (
+    JsonLinesReader,
+    columns_of,
+    is_null,
+    list_lengths,
+    list_values,
+)
+from moesim.traces.importers.readers.text import first_object, head, line_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from moesim.traces.errors import TraceError
+    from moesim.traces.importers.readers.json_lines import JsonLines
+
+# Our column -> the keys that engines write for it, the most explicit first: beside
+# ``pos``, a ``token`` is a token id.
+KEYS = {
+    "seq": ("seq", "seq_id", "sequence", "request"),
+    "phase": ("phase",),
+    "pos": ("pos", "position", "token_idx", "token_index", "token", "step"),
+    "layer": ("layer", "layer_idx", "layer_id"),
+    "experts": ("experts", "selected_ids", "expert_ids", "ids", "topk_ids"),
+    "weights": ("weights", "gate_weights", "expert_weights"),
+}
+_TYPES: dict[str, Any] = {
+    "seq": "VARCHAR",
+    "phase": "VARCHAR",
+    "pos": "DOUBLE",
+    "layer": "DOUBLE",
+    "experts": ["DOUBLE"],
+    "weights": ["DOUBLE"],
+}
+# An error quotes no more of a value than this.
+_QUOTED_LETTERS = 80
+
+
+class RowTable(NamedTuple):
+    """Rows of some lines, as Arrow arrays. M lines, N rows.
+
+    Attributes:
+        lines: the lines.
+        line: int64 [N], which of the M lines each row comes from.
+        seq: strings [M], None where no line names its sequence.
+        phase: strings [M], None where no line has one.
+        pos: doubles [N], None where no line has one.
+        layer: doubles [N], None where no row has one.
+        experts: lists of doubles [N], None where no row has them.
+        weights: lists of doubles [N], None where no row has them.
+    """
+
+    lines: JsonLines
+    line: np.ndarray
+    seq: Any
+    phase: Any
+    pos: Any
+    layer: Any
+    experts: Any
+    weights: Any
+
+    def error(
+        self,
+        row: int,
+        name: str,
+        expected: object,
+    ) -> TraceError:
+        """Return the error of one row, quoting what its line has for column `name`."""
+        line = int(self.line[row])
+        value = self.lines.parsed(line)
+        place = f"line {self.lines.number[line]}: {name}"
+
+        if isinstance(value, dict):
+            key = next((key for key in KEYS[name] if key in value), None)
+            # Without such a key, the keys that there are say what went wrong.
+            value = ", ".join(value) if key is None else value[key]
+
+        quoted = str(value)
+        if len(quoted) > _QUOTED_LETTERS:
+            quoted = f"{quoted[:_QUOTED_LETTERS]}…"
+        return layout_error(self.lines.path, place, expected, quoted)
+
+
+def has_key(
+    value: dict[str, Any],
+    name: str,
+) -> bool:
+    """Whether an object has column `name` under any of its keys."""
+    return any(key in value for key in KEYS[name])
+
+
+def row_tables(path: Path) -> Iterator[RowTable]:
+    """Read the rows of some lines at a time, at least one row each.
+
+    Raises:
+        TraceError: a line that is not JSON, or not of the layout of the first one.
+    """
+    top_k, chunks = _chunks(path)
+    layout: _Layout | None = None
+
+    for number, data in chunks:
+        if layout is None:
+            first = _first_value(path, number, data)
+            if first is None:
+                continue
+            layout = _layout_of(first, top_k)
+            reader = JsonLinesReader(layout.structure)
+
+        lines = reader.parse(path, number, data)
+        if not len(lines.number):
+            continue
+        table = layout.table(lines)
+        if len(table.line):
+            yield table
+
+
+# -- which lines hold rows -------------------------------------------------------------
+
+
+def _chunks(path: Path) -> tuple[int, Iterator[tuple[int, bytes]]]:
+    """The top-k of the header, 0 without one, and the lines of rows in chunks with the
+    number of their first line.
+    """
+    first = first_object(path)
+
+    if first is None:  # one JSON text over many lines
+        with decoding(path, "JSON"):
+            text = json.loads(path.read_text(encoding="utf-8"))
+        if _is_header(text):
+            return _header_top_k(path, text), iter([(1, _lists_in(text))])
+        return 0, iter([(1, json.dumps(text).encode())])
+
+    if not _is_header(first):
+        return 0, line_chunks(path)
+
+    lines = head(path).splitlines()
+    header_lines = 1 + next(n for n, line in enumerate(lines) if line.strip())
+    behind = line_chunks(path, skip=header_lines)
+    return _header_top_k(path, first), chain([(1, _lists_in(first))], behind)
+
+
+def _is_header(value: Any) -> bool:
+    return isinstance(value, dict) and "top_k" in value and not has_key(value, "pos")
+
+
+def _header_top_k(
+    path: Path,
+    header: dict[str, Any],
+) -> int:
+    with decoding(path, "header: top_k"):
+        return int(header["top_k"])
+
+
+def _lists_in(header: dict[str, Any]) -> bytes:
+    """The lists ``[layer, ids]`` that a header holds itself, as lines."""
+    rows = [
+        json.dumps(row)
+        for value in header.values()
+        if isinstance(value, list) and value and isinstance(value[0], list)
+        for row in value
+    ]
+    return "\n".join(rows).encode()
+
+
+def _first_value(
+    path: Path,
+    number: int,
+    data: bytes,
+) -> Any:
+    """The value of the first line that is not blank; None where all are."""
+    for line, text in enumerate(data.splitlines(), start=number):
+        if text.strip():
+            with decoding(path, f"line {line}"):
+                return json.loads(text)
+
+    return None
+
+
+# -- layouts ---------------------------------------------------------------------------
+
+
+class _Layout(Protocol):
+    """How lines hold rows."""
+
+    structure: Any
+
+    def table(self, lines: JsonLines) -> RowTable:
+        """Return the rows of one or more lines."""
+
+
+def _layout_of(
+    first: Any,
+    top_k: int,
+) -> _Layout:
+    """The layout of a file by its first line; `top_k` as a header says."""
+    if isinstance(first, list):
+        nested = bool(first) and isinstance(first[0], list)
+        return _ListLayout(top_k, nested=nested)
+
+    line = first if isinstance(first, dict) else {}
+    return _TokenLayout(line) if "layers" in line else _RowLayout(line)
+
+
+def _structure(
+    value: dict[str, Any],
+    names: tuple[str, ...],
+) -> dict[str, Any]:
+    """The structure of lines like `value`: what it has for each column of `names`."""
+    structure: dict[str, Any] = {}
+    for name in names:
+        used = [key for key in KEYS[name] if key in value]
+        # Looking for a key costs time at every line. Of a column that the first line
+        # does not have, a later line may have any.
+        structure |= dict.fromkeys(used[:1] or KEYS[name], _TYPES[name])
+
+    return structure
+
+
+def _column(
+    columns: dict[str, Any],
+    name: str,
+) -> Any:
+    """The column under the key that the lines have for it; None under none."""
+    candidates = [columns[key] for key in KEYS[name] if key in columns]
+    complete = (column for column in candidates if not column.null_count)
+    partial = (column for column in candidates if column.null_count < len(column))
+    return next(chain(complete, partial), None)
+
+
+class _RowLayout:
+    """An object per token and layer."""
+
+    def __init__(self, first: dict[str, Any]) -> None:
+        self.structure = _structure(first, tuple(KEYS))
+
+    def table(self, lines: JsonLines) -> RowTable:
+        columns = columns_of(lines.values)
+        line = np.arange(len(lines.number))
+        return RowTable(lines, line, **{name: _column(columns, name) for name in KEYS})
+
+
+class _TokenLayout:
+    """An object per token with its layers: lists of ids, or objects."""
+
+    def __init__(self, first: dict[str, Any]) -> None:
+        layers = first["layers"] if isinstance(first["layers"], list) else []
+        objects = [layer for layer in layers if isinstance(layer, dict)]
+        self._has_objects = bool(objects)
+
+        layer: Any = _TYPES["experts"]
+        if objects:
+            layer = _structure(objects[0], ("layer", "experts", "weights"))
+        self.structure = _structure(first, ("seq", "phase", "pos")) | {
+            "layers": [layer]
+        }
+
+    def table(self, lines: JsonLines) -> RowTable:
+        columns = columns_of(lines.values)
+        layers = columns["layers"]
+        if layers.null_count:
+            first = int(is_null(layers).argmax())
+            place = f"line {lines.number[first]}"
+            raise layout_error(lines.path, place, "a list of layers", "none")
+
+        lengths = list_lengths(layers)
+        line = np.repeat(np.arange(len(lengths)), lengths)
+        first_row = np.cumsum(lengths) - lengths
+        turn = (np.arange(len(line)) - first_row[line]).astype(np.float64)
+
+        layer = None
+        experts = list_values(layers)
+        weights = None
+        if self._has_objects:
+            parts = columns_of(experts)
+            layer = _column(parts, "layer")
+            experts = _column(parts, "experts")
+            weights = _column(parts, "weights")
+
+        pos = _column(columns, "pos")
+        return RowTable(
+            lines=lines,
+            line=line,
+            seq=_column(columns, "seq"),
+            phase=_column(columns, "phase"),
+            pos=None if pos is None else pos.take(numbers(line)),
+            # A layer without a number is the one whose turn it is.
+            layer=numbers(turn) if layer is None else layer.fill_null(numbers(turn)),
+            experts=experts,
+            weights=weights,
+        )
+
+
+class _ListLayout:
+    """Lists ``[layer, e0, …, eK-1]``, or lists of such lists.
+
+    A layer that is not above the one before begins a token.
+    """
+
+    def __init__(
+        self,
+        top_k: int,
+        *,
+        nested: bool,
+    ) -> None:
+        self._top_k = top_k
+        self._nested = nested
+        self._token = -1
+        self._layer = -1.0
+        self.structure = [["DOUBLE"]] if nested else ["DOUBLE"]
+
+    def table(self, lines: JsonLines) -> RowTable:
+        rows = lines.values
+        line = np.arange(len(rows))
+        if self._nested:
+            line = np.repeat(line, list_lengths(rows))
+            rows = list_values(rows)
+
+        lengths = list_lengths(rows)
+        self._top_k = self._top_k or int(lengths[0]) - 1
+        wrong = lengths != self._top_k + 1
+        if wrong.any() or self._top_k < 1:
+            row = int(wrong.argmax())
+            raise layout_error(
+                lines.path,
+                f"line {lines.number[line[row]]}",
+                f"[layer, {max(self._top_k, 1)} ids] as in the first row or header",
+                f"{lengths[row]} values",
+            )
+
+        cells = list_values(rows)
+        if cells.null_count:
+            row = int(is_null(cells).argmax()) // (self._top_k + 1)
+            place = f"line {lines.number[line[row]]}"
+            actual = lines.parsed(int(line[row]))
+            raise layout_error(lines.path, place, "numbers", actual)
+
+        table = values(cells).reshape(len(rows), -1)
+        layer = table[:, 0]
+        return RowTable(
+            lines=lines,
+            line=line,
+            seq=None,
+            phase=None,
+            pos=numbers(self._positions(layer)),
+            layer=numbers(layer),
+            experts=lists(np.ascontiguousarray(table[:, 1:])),
+            weights=None,
+        )
+
+    def _positions(self, layer: np.ndarray) -> np.ndarray:
+        """float64 [N]: the token of each row."""
+        before = np.concatenate(([self._layer], layer[:-1]))
+        begins = layer <= before
+        begins[0] |= self._token < 0
+
+        pos = self._token + np.cumsum(begins)
+        self._token = int(pos[-1])
+        self._layer = float(layer[-1])
+        return pos.astype(np.float64)

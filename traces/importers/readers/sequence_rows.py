@@ -1,0 +1,184 @@
+"""Rows of one sequence as `TraceWriter` takes them: MoE layers instead of the
+engine's layer numbers, a phase, no token twice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from moesim.traces.format.schema import Phase
+from moesim.traces.importers.readers.errors import layout_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from moesim.traces.format.schema import ModelShape
+
+    Block = dict[str, np.ndarray]
+
+
+def layer_numbers(
+    path: Path,
+    numbers: Iterable[int],
+    shape: ModelShape,
+) -> dict[int, int]:
+    """Map the file's layer numbers to MoE layers 0..L-1.
+
+    Some engines count all layers of the model, some only those with experts, some from
+    one. Accepted are, in this order: absolute numbers that avoid the model's dense
+    layers; numbers below L; any L distinct numbers.
+
+    Raises:
+        TraceError: none of these fits.
+    """
+    used = sorted(set(numbers))
+    total = shape.layers + len(shape.dense_layers)
+    sparse = [layer for layer in range(total) if layer not in shape.dense_layers]
+
+    # The engine counts all layers of the model.
+    if used and shape.dense_layers and set(used) <= set(sparse):
+        return {layer: index for index, layer in enumerate(sparse)}
+
+    # It counts layers with experts only; some may have no token here.
+    if used and used[0] >= 0 and used[-1] < shape.layers:
+        return {layer: layer for layer in range(shape.layers)}
+
+    # From one, or with gaps: as many numbers as layers leave no doubt.
+    if len(used) == shape.layers and used[0] >= 0:
+        return {layer: index for index, layer in enumerate(used)}
+
+    if used and used[0] < 0:
+        raise layout_error(
+            path, "layer", "numbers >= 0", used[0], "is this the layer column?"
+        )
+
+    summary = f"{len(used)} layers {used[0]}..{used[-1]}" if used else "none"
+    raise layout_error(
+        path,
+        "layer",
+        f"{shape.layers} MoE layers as in {shape.name}",
+        summary,
+        "is the shape right?",
+    )
+
+
+def finished(
+    path: Path,
+    shape: ModelShape,
+    block: Block,
+    names: Sequence[str] = (),
+) -> Block:
+    """Give a whole, sorted sequence MoE layers instead of the file's numbers, and a
+    phase.
+
+    Args:
+        path: the file, for errors.
+        shape: the model.
+        block: seq, pos, layer (the file's own numbers), experts [N, K], and optional
+            columns.
+        names: columns of `block` that belong to a token and must agree at all its
+            layers.
+
+    Raises:
+        TraceError: layers that do not fit, a token twice at a layer.
+    """
+    layer = _moe_layers(path, shape, block)
+    pos = block["pos"]
+    same_token = pos[1:] == pos[:-1]
+
+    twice = same_token & (layer[1:] == layer[:-1])
+    if twice.any():
+        row = int(twice.argmax())
+        raise layout_error(
+            path,
+            f"pos {pos[row]}, layer {layer[row]}",
+            "one row per token and layer",
+            "two",
+            "tell sequences apart by a column seq",
+        )
+
+    for name in names:
+        if name not in block:
+            continue
+
+        change = same_token & (block[name][1:] != block[name][:-1])
+        if change.any():
+            raise layout_error(
+                path,
+                f"pos {pos[int(change.argmax())]}: {name}",
+                "one value at all layers",
+                "several",
+            )
+
+    # Without prompts a trace replays as decode, and the report says so.
+    phase = block.get("phase", np.full(len(pos), Phase.DECODE, np.int8))
+    return {**block, "layer": layer, "phase": phase}
+
+
+def _moe_layers(
+    path: Path,
+    shape: ModelShape,
+    block: Block,
+) -> np.ndarray:
+    """int16 [N]: the MoE layer of each row, by the file's own layer numbers."""
+    layer = block["layer"]
+    low = int(layer.min())
+    high = int(layer.max())
+
+    # Counting is faster than sorting, but its table is as long as the largest number.
+    if 0 <= low <= high < 1 << 16:
+        used = np.flatnonzero(np.bincount(layer)).tolist()
+    else:
+        used = np.unique(layer).tolist()
+
+    number_of = layer_numbers(path, used, shape)
+    unknown = [number for number in used if number not in number_of]
+    if unknown:
+        row = int((layer == unknown[0]).argmax())
+        raise layout_error(
+            path,
+            f"sequence {block['seq'][0]}: row {row}: layer",
+            "an MoE layer",
+            unknown[0],
+            "is the shape right?",
+        )
+
+    table = np.zeros(used[-1] + 1, np.int16)
+    table[used] = [number_of[number] for number in used]
+    moe_layers: np.ndarray = table[layer]
+    return moe_layers
+
+
+def dense_block(
+    number: int,
+    experts: np.ndarray,
+    prompt: int,
+    first: int = 0,
+    **columns: np.ndarray,
+) -> Block:
+    """Return rows of a sequence in which every token has every layer.
+
+    Args:
+        number: sequence.
+        experts: [T, L, K] ids.
+        prompt: how many of the first tokens are prefill.
+        first: position of the first token.
+        columns: optional columns, [T, L, …].
+    """
+    tokens, layers = experts.shape[:2]
+    pos = np.repeat(np.arange(first, first + tokens, dtype=np.int32), layers)
+    is_prompt = pos < first + prompt
+
+    block = {
+        "seq": np.full(tokens * layers, number, np.int32),
+        "pos": pos,
+        "phase": np.where(is_prompt, np.int8(Phase.PREFILL), np.int8(Phase.DECODE)),
+        "layer": np.tile(np.arange(layers, dtype=np.int16), tokens),
+        "experts": experts.reshape(tokens * layers, -1),
+    }
+    for name, values in columns.items():
+        block[name] = values.reshape(tokens * layers, -1)
+
+    return block
