@@ -28,7 +28,9 @@ REFERENCE_RUNS = ("memory", "memory_small", "ssd", "ssd_small")
 SSD, large or small experts.
 """
 REFERENCE_TERMS = ("dense", "planning", "lanes", "between")
-"""Terms that their time is split into; defined by `moesim.analysis.time_breakdown`."""
+"""Terms that their time is split into; defined by
+`moesim.validation.time_breakdown`.
+"""
 
 # Paths are matched as shell patterns, so a star stands for any name or number.
 _ANY_POLICY = "*"

@@ -12,7 +12,6 @@ import pytest
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.traces.timeline.spans import COMPUTE, FETCH, READ
 
-from moesim.analysis.time_breakdown import TERMS
 from moesim.validation.drift import (
     ReferenceRuns,
     drift,
@@ -20,6 +19,7 @@ from moesim.validation.drift import (
     with_reference_runs,
 )
 from moesim.validation.paired_runs import simulate
+from moesim.validation.time_breakdown import TERMS
 from tests.real_machine import host_profile
 from tests.test_calibrate import sized
 

@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 from moesim import cli
 from moesim.analysis.sensitivity import break_even, capacity_cliff, sensitivity
-from moesim.analysis.time_breakdown import TERMS, step_seconds, terms, terms_by_step
 from moesim.reporting.validation_page import load, page, save
 from moesim.reporting.validation_text import markdown, validation_text
 from moesim.runs.memory import MemoryOptions
@@ -30,6 +29,7 @@ from moesim.validation.paired_runs import Trial, simulate
 from moesim.validation.profile_checks import machine_differences, warnings_of
 from moesim.validation.results import Cell, Coordinates
 from moesim.validation.summary import Validation, joined
+from moesim.validation.time_breakdown import TERMS, step_seconds, terms, terms_by_step
 from tests.real_machine import host_profile
 
 TRACE = Path(__file__).parents[1] / "traces" / "data" / "tiny_evaluation.parquet"

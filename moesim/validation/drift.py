@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from moesim.analysis.time_breakdown import TERMS, terms_by_step
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.schema import Quantity
 from moesim.runs.memory import MemoryOptions
 from moesim.validation.calibration_runs import ROUTED, drawn_steps
 from moesim.validation.paired_runs import Trial, TrialRunner
+from moesim.validation.time_breakdown import TERMS, terms_by_step
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -150,8 +150,8 @@ def drift(
         run: which, as `nearest_run` names it.
 
     Returns:
-        By term (`moesim.analysis.time_breakdown.TERMS`): seconds now over seconds then,
-            minus one. None where one of both is unknown.
+        By term (`moesim.validation.time_breakdown.TERMS`): seconds now over seconds
+            then, minus one. None where one of both is unknown.
     """
     drift_of = {}
     for term in TERMS:

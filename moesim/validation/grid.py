@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from moesim.analysis.time_breakdown import TERMS, step_seconds, terms, terms_by_step
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import CachePolicy
 from moesim.policies.systems import compose as compose_system
@@ -41,6 +40,7 @@ from moesim.validation.paired_runs import Trial, TrialRunner, default_dtype, sim
 from moesim.validation.profile_checks import warnings_of
 from moesim.validation.results import FIGURES, Cell, Coordinates
 from moesim.validation.summary import Validation
+from moesim.validation.time_breakdown import TERMS, step_seconds, terms, terms_by_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

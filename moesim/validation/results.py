@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from moesim.analysis.time_breakdown import TERMS
 from moesim.validation import agreement
+from moesim.validation.time_breakdown import TERMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -67,7 +67,7 @@ class Cell:
         steps_s: measured seconds of each step after the first, by repetition.
         predicted_steps_s: the same, predicted, mean over replications.
         predicted_terms_s: seconds of each step, predicted, by term of
-            `moesim.analysis.time_breakdown.TERMS`.
+            `moesim.validation.time_breakdown.TERMS`.
         drift: by term, by how much longer the reference run that is most like this cell
             took meanwhile than when the profile was calibrated; None where that is
             unknown.

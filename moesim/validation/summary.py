@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.analysis.time_breakdown import TERMS
 from moesim.hwprofiles.errors import ProfileError
 from moesim.validation import agreement
 from moesim.validation.results import Coordinates
+from moesim.validation.time_breakdown import TERMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
