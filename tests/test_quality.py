@@ -444,7 +444,11 @@ def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
         cli.main(["quality", *(f"--{name}={value}" for name, value in given.items())])
     assert not end.value.code
     printed = capsys.readouterr().out
-    assert printed.count("expert-cache-router:phase=decode,alpha=0.4") == 2
+    rows = [line.split()[:2] for line in printed.splitlines() if line[:6] == "expert"]
+    for alpha in ("0", "0.4"):
+        setting = f"expert-cache-router:phase=decode,alpha={alpha}"
+        assert [setting, "0.25"] in rows
+        assert [setting, "0.5"] in rows
     assert (tmp_path / "out" / "quality.png").read_bytes().startswith(b"\x89PNG")
     scores = json.loads((tmp_path / "out" / "quality.json").read_text())
     assert [(row["swept"], row["cache_ratio"]) for row in scores["settings"]] == [
