@@ -302,7 +302,7 @@ class Bench:
         each = self.shape.max_expert_bytes
         budget = {"gpu0": plan.gpu.total_bytes + plan.staging * each}
         if plan.host is not None:
-            budget["host"] = setup.options.host_memory_bytes
+            budget["host"] = setup.config.host_memory_bytes
         row.slots = ", ".join(
             f"{name} {slots[name] / 2**20:.1f} of {most / 2**20:.1f} MiB"
             for name, most in budget.items()
