@@ -284,8 +284,8 @@ def _stability(tpot_s: np.ndarray) -> dict[str, dict[str, float]]:
     """
     count = len(tpot_s)
     relative = [
-        tpot_s[one] / tpot_s[other] - 1.0
-        for one, other in combinations(range(count), 2)
+        tpot_s[first] / tpot_s[second] - 1.0
+        for first, second in combinations(range(count), 2)
     ]
     apart = np.abs(np.concatenate(relative))
     # The median over runs: a machine's drift hits all of them, a disturbance one.

@@ -43,12 +43,12 @@ def machine_differences(profile: HardwareProfile) -> list[str]:
     # The very procedure that wrote the profile's versions.
     from moesim.runtime.measure.machine import versions  # noqa: PLC0415 - torch
 
-    here = versions()
+    local_versions = versions()
     differences = [
         f"{key}: the profile's is {profile.versions.get(key, 'unknown')}, this"
-        f" machine's is {here[key]}"
+        f" machine's is {local_versions[key]}"
         for key in _COMPARED_VERSIONS
-        if profile.versions.get(key) != here[key]
+        if profile.versions.get(key) != local_versions[key]
     ]
     if profile.cores != cores():
         differences.append(

@@ -66,7 +66,11 @@ def joined(result: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
 
     cells = earlier["cells"] + result["cells"]
     seconds = earlier["config"]["seconds"] + result["config"]["seconds"]
-    config = {**result["config"], "seconds": seconds, "earlier": earlier["config"]}
+    config = {
+        **result["config"],
+        "seconds": seconds,
+        "earlier": earlier["config"],
+    }
     # Both note the same things about the machine; each is worth one line.
     warnings = dict.fromkeys(earlier["warnings"] + result["warnings"])
     return {
@@ -104,6 +108,7 @@ def summary(cells: Sequence[JsonCell]) -> dict[str, Any]:
 
     extrapolated = [cell for cell in cells if cell["extrapolated"]]
     calibrated = [cell for cell in cells if not cell["extrapolated"]]
+    differences = [cell["repetitions_differ"] for cell in cells]
     with_ssd = [cell for cell in cells if cell["host_ratio"] < 1]
     return {
         **errors,
@@ -112,10 +117,10 @@ def summary(cells: Sequence[JsonCell]) -> dict[str, Any]:
         **_order_of_policies(cells, floor),
         "noise_floor": floor,
         "noise_floor_max": max(_floors(cells), default=None),
-        "repetitions_differ": _median([cell["repetitions_differ"] for cell in cells]),
+        "repetitions_differ": _median(differences),
         "below_noise_share": _below_noise_share(cells),
         "error_over_noise": over_noise,
-        "tost_pass_share": float(np.mean(passed)) if passed else None,
+        "tost_pass_share": _mean(passed),
         "terms": term_errors,
         "largest_term": largest_term,
         "at_speed": errors_of(cells, AT_SPEED),
@@ -146,9 +151,11 @@ def _order_of_policies(cells: Sequence[JsonCell], floor: float) -> dict[str, Any
     for group in by_setting.values():
         # Two policies have an order only beyond the noise of the noisier one.
         group_floor = max(floor, *_floors(group))
+        predicted_s = [cell["predicted"]["tpot_s"] for cell in group]
+        measured_s = [cell["tpot_measured_s"] for cell in group]
         tau = agreement.kendall_tau(
-            [cell["predicted"]["tpot_s"] for cell in group],
-            [cell["tpot_measured_s"] for cell in group],
+            predicted_s,
+            measured_s,
             floor=group_floor,
         )
         if tau is not None:
@@ -156,7 +163,7 @@ def _order_of_policies(cells: Sequence[JsonCell], floor: float) -> dict[str, Any
         floors.append(group_floor)
         repetitions.append([_tpot_of_runs(cell) for cell in group])
     return {
-        "kendall_tau": float(np.mean(taus)) if taus else None,
+        "kendall_tau": _mean(taus),
         "kendall_tau_min": min(taus, default=None),
         "kendall_tau_repeated": agreement.repeated_tau(repetitions, floors),
     }
@@ -170,7 +177,7 @@ def _below_noise_share(cells: Sequence[JsonCell]) -> float | None:
         for cell in cells
         if cell["tpot_error"] is not None and _is_repeated(cell)
     ]
-    return float(np.mean(below)) if below else None
+    return _mean(below)
 
 
 def _same_work(cells: Sequence[JsonCell]) -> dict[str, Any]:
@@ -253,6 +260,10 @@ def _is_repeated(cell: JsonCell) -> bool:
 
 def _tpot_of_runs(cell: JsonCell) -> list[float]:
     return [run["tpot_s"] for run in cell["measured"] if run["tpot_s"]]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def _median(values: Sequence[float]) -> float | None:

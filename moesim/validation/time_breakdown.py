@@ -16,17 +16,21 @@ from moesim.hwprofiles.schema import REFERENCE_TERMS
 from moesim.traces.timeline.spans import COMPUTE, DENSE, FETCH, PLAN, READ
 
 if TYPE_CHECKING:
-    from moesim.traces.timeline.spans import Timeline
+    from collections.abc import Iterable
+
+    from moesim.traces.timeline.spans import Chunk, Timeline
 
 TERMS = REFERENCE_TERMS
 """The terms; profiles keep those of reference runs under the same names."""
 
+_SPAN_COLUMNS = ("kind", "step", "layer", "start_s", "end_s")
+_STEP_COLUMNS = ("step", "start_s", "end_s")
+
 
 def terms(timeline: Timeline) -> dict[str, float]:
     """Return seconds of each of `TERMS`; their sum is the makespan."""
-    return {
-        name: float(seconds.sum()) for name, seconds in terms_by_step(timeline).items()
-    }
+    by_step = terms_by_step(timeline)
+    return {name: float(seconds.sum()) for name, seconds in by_step.items()}
 
 
 def terms_by_step(timeline: Timeline) -> dict[str, np.ndarray]:
@@ -37,14 +41,11 @@ def terms_by_step(timeline: Timeline) -> dict[str, np.ndarray]:
     operation; ``between`` is all the rest: the request for a plan, the join, and waking
     the device.
     """
-    spans = _columns(timeline, ("kind", "step", "layer", "start_s", "end_s"))
-    passes = list(timeline.step_chunks())
-    steps = np.concatenate([chunk["step"] for chunk in passes])
-    begin_s = np.concatenate([chunk["start_s"] for chunk in passes])
-    ends_s = np.concatenate([chunk["end_s"] for chunk in passes])
-    count = len(steps)
+    spans = _columns(timeline.chunks(), _SPAN_COLUMNS)
+    passes = _columns(timeline.step_chunks(), _STEP_COLUMNS)
+    count = len(passes["step"])
     # Row of each span in the table of steps, whatever number the first step has.
-    row = np.searchsorted(steps, spans["step"])
+    row = np.searchsorted(passes["step"], spans["step"])
     seconds = spans["end_s"] - spans["start_s"]
 
     by_term: dict[str, np.ndarray] = {}
@@ -55,14 +56,19 @@ def terms_by_step(timeline: Timeline) -> dict[str, np.ndarray]:
     by_term["lanes"] = _lanes_s(spans, row, count)
 
     # Whatever is left of a step; so the terms add up by construction.
-    steps_s = np.diff(ends_s, prepend=begin_s[0])
+    first_s = passes["start_s"][0]
+    steps_s = np.diff(passes["end_s"], prepend=first_s)
     by_term["between"] = steps_s - sum(by_term.values())
     return {name: by_term[name] for name in TERMS}
 
 
-def _columns(timeline: Timeline, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    chunks = list(timeline.chunks())
-    return {name: np.concatenate([chunk[name] for chunk in chunks]) for name in names}
+def _columns(chunks: Iterable[Chunk], names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Join the chunks of a table, column by column."""
+    parts = list(chunks)
+    columns = {}
+    for name in names:
+        columns[name] = np.concatenate([part[name] for part in parts])
+    return columns
 
 
 def _lanes_s(spans: dict[str, np.ndarray], row: np.ndarray, count: int) -> np.ndarray:
@@ -84,12 +90,13 @@ def _lanes_s(spans: dict[str, np.ndarray], row: np.ndarray, count: int) -> np.nd
 
     # Layer steps without plan or work come out below zero.
     worked_s = np.maximum(last_s - plan_end_s, 0.0)
-    return np.asarray(worked_s.reshape(count, layers).sum(axis=1))
+    by_layer_s = worked_s.reshape(count, layers)
+    return np.asarray(by_layer_s.sum(axis=1))
 
 
 def step_seconds(timeline: Timeline) -> np.ndarray:
     """Return seconds from each step's end to the next one's, float64 [steps - 1]: the
     gaps of which TPOT is the mean.
     """
-    ends_s = np.concatenate([chunk["end_s"] for chunk in timeline.step_chunks()])
-    return np.diff(ends_s)
+    passes = _columns(timeline.step_chunks(), _STEP_COLUMNS)
+    return np.diff(passes["end_s"])
