@@ -56,7 +56,7 @@ from moesim.traces.timeline.spans import Timeline
 
 from benchmarks.combinations import PARTS, all_of, pairwise, served
 from benchmarks.replay_speed import MODELS, SHARED, SHIPPED
-from moesim.analysis import learned_cache as learned
+from moesim.analysis.trace_split import TracePart, all_passes
 from moesim.runs.config import RunConfig
 from moesim.runs.machine import device_of, machine_profile
 from moesim.runs.measured import execute
@@ -149,7 +149,7 @@ class Bench:
         self.future = RecordedFuture.of(trace, batch=batch, steps=steps)
         self.artefacts = folder / f"{trace.path.stem}-learned"
         self.artefacts.mkdir()
-        training = learned.Part(trace, 0, min(TRAINED_STEPS, learned.whole(trace).stop))
+        training = TracePart(trace, 0, min(TRAINED_STEPS, all_passes(trace).stop))
         train(training, trace.shape, Recipe(epochs=1)).save(
             self.artefacts / "flashmoe.safetensors"
         )

@@ -1,1 +1,1 @@
-"""The machine: its lanes, memories and costs, each with where it came from."""
+"""The machine: kinds of lanes, profiles with provenance, costs derived from them."""

@@ -1,10 +1,7 @@
-"""Tokens to seconds, bytes to seconds: what one model's operations cost on one machine.
+"""Costs of one model's operations on one machine: tokens to seconds, bytes to seconds.
 
-An expert is a pile of weights that must be read once, however many tokens it serves, so
-its time is flat while reading dominates and linear once arithmetic does. That picture
-(the *roofline*) is all a datasheet can give; a measured curve replaces it at the size
-that was measured, and then the roofline only carries the curve to experts of other
-sizes.
+Experts are in `moesim.hwprofiles.expert_costs`, dense parts in
+`moesim.hwprofiles.dense_costs`; links and control are here.
 
 Shape legend: T tokens, E experts, L MoE layers, H hidden, F expert intermediate.
 """
@@ -14,32 +11,37 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from moesim.hwprofiles.calibration.fit_curves import isotonic
-from moesim.hwprofiles.schema import ReferenceExpert
+from moesim.hwprofiles import paths
+from moesim.hwprofiles.dense_costs import DenseCosts
+from moesim.hwprofiles.expert_costs import extrapolated_sizes, tables_by_layer
+from moesim.hwprofiles.isotonic import isotonic
+from moesim.hwprofiles.lanes import CPU, D2H, GPU, H2D, SSD
+from moesim.hwprofiles.roofline import MeasuredPart
 
 if TYPE_CHECKING:
+    from moesim.hwprofiles.paths import ControlPaths
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.hwprofiles.schema import Curve
     from moesim.traces.format.schema import ModelShape
 
-_FIRST_TABLE_TOKENS = 256
-_WIDE_DTYPES = {"f32", "fp32", "float32"}
+
+_ACTIVATION = paths.link(paths.ACTIVATION)
 
 
-class _Roofline(NamedTuple):
-    """Seconds of work that reads `bytes` and does `flops`: overhead + the slower of the
-    two.
+class _ControlCost(NamedTuple):
+    """Constants of ``base + per_expert x active + per_copy x copies``, and what an SSD
+    behind host memory adds.
     """
 
-    overhead_s: float
-    bytes_per_s: float
-    flops_per_s: float
+    base_s: float
+    per_expert_s: float
+    per_copy_s: float
+    with_ssd_s: float
 
-    def seconds(self, read_bytes: float, flops: np.ndarray) -> np.ndarray:
-        """Float64, same shape as `flops`."""
-        return self.overhead_s + np.maximum(
-            read_bytes / self.bytes_per_s, flops / self.flops_per_s
-        )
+    def seconds(self, active: int, copies: int, *, tiered: bool) -> float:
+        experts_s = self.per_expert_s * active
+        copies_s = self.per_copy_s * copies
+        seconds = self.base_s + experts_s + copies_s
+        return seconds + self.with_ssd_s if tiered else seconds
 
 
 class Costs:
@@ -57,13 +59,14 @@ class Costs:
     def __init__(self, profile: HardwareProfile, shape: ModelShape) -> None:
         self.profile = profile
         self.shape = shape
+        # Empty tables: the first look-up lies beyond their end and builds them.
         self._cpu: list[np.ndarray] = [np.empty(0)] * shape.layers
         self._gpu: list[np.ndarray] = [np.empty(0)] * shape.layers
-        self._dense = _DenseSizes.of(shape)
-        self._roofs: dict[str, _Roofline] = {}
-        self._factors: dict[tuple[str, int], float] = {}
+        self._dense = DenseCosts(profile, shape)
         self._links: dict[tuple[str, int], float] = {}
-        self._control: dict[str, tuple[float, float, float, float]] = {}
+        self._planning: dict[str, _ControlCost] = {}
+        self._first_operation: _ControlCost | None = None
+        self._join: _ControlCost | None = None
 
     # --- experts
 
@@ -81,13 +84,19 @@ class Costs:
         Raises:
             ProfileError: the profile has no CPU cost.
         """
+        # Asked in every layer step: an exception once is cheaper than a check always.
         try:
             return self._cpu[layer].take(tokens)
         except IndexError:
-            self._cpu = self._grown("cpu", tokens)
+            self._cpu = self._tables(CPU.name, tokens)
             return self._cpu[layer].take(tokens)
 
-    def gpu_s(self, layer: int, tokens: np.ndarray, gpu: int = 0) -> np.ndarray:
+    def gpu_s(
+        self,
+        layer: int,
+        tokens: np.ndarray,
+        gpu: int = 0,
+    ) -> np.ndarray:
         """Look up the seconds one resident expert of `layer` takes on a GPU; all GPUs
         of a machine are alike.
 
@@ -97,201 +106,83 @@ class Costs:
         try:
             return self._gpu[layer].take(tokens)
         except IndexError:
-            self._gpu = self._grown("gpu", tokens)
+            self._gpu = self._tables(GPU.name, tokens)
             return self._gpu[layer].take(tokens)
+
+    def _tables(self, lane: str, tokens: np.ndarray) -> list[np.ndarray]:
+        most_tokens = int(np.max(tokens))
+        return tables_by_layer(self.profile, self.shape, lane, most_tokens)
 
     @property
     def cpu_first_s(self) -> float:
         """Seconds that the first CPU expert of a layer step takes beyond the later
         ones.
         """
-        return self.profile.number("costs.cpu.first_s")
+        return self.profile.number(paths.first_s(CPU.name))
 
-    def after_read(self, part: str) -> float:
-        """Factor on what follows a read from the SSD; 1 where it was not measured.
-
-        Args:
-            part: ``cpu``, ``h2d``: products and copies of an expert read in the same
-                layer step, which caches may still hold; ``dense``: the dense part after
-                a layer step that read.
+    @property
+    def gpu_first_s(self) -> float:
+        """The same on a GPU; 0 in a profile that does not state it, since only
+        calibration can tell.
         """
-        known = []
-        for size in ("", "_small"):
-            factor = self.profile.numbers.get(f"costs.{part}.after_read{size}")
-            measured = self._measured("cpu", f"points{size}")
-            if factor is not None and measured is not None:
-                known.append((np.log(measured[1].bytes), factor.value))
-        if not known:
-            return 1.0
-        sizes, factors = zip(*sorted(known), strict=True)
-        return float(np.interp(np.log(self.shape.max_expert_bytes), sizes, factors))
+        return self._optional(paths.first_s(GPU.name))
 
     @property
     def ssd_first_s(self) -> float:
         """Seconds from the end of planning to the first read of a layer step; 0 where
         it was not measured.
         """
-        first = self.profile.numbers.get("costs.ssd.first_s")
-        return 0.0 if first is None else first.value
+        return self._optional(paths.first_s(SSD.name))
 
-    @property
-    def gpu_first_s(self) -> float:
-        """The same on a GPU; 0 in a profile that does not say (only calibration can
-        tell).
+    def after_read(self, part: str) -> float:
+        """Return the factor on what follows a read from the SSD; 1 where it was not
+        measured.
+
+        Args:
+            part: ``cpu``, ``h2d``: products and copies of an expert read in the same
+                layer step, which caches may still hold; ``dense``: the dense part after
+                a layer step that read.
         """
-        first = self.profile.numbers.get("costs.gpu.first_s")
-        return 0.0 if first is None else first.value
+        measured_factors = []
+        for small in (False, True):
+            factor = self.profile.numbers.get(paths.after_read(part, small=small))
+            measured = MeasuredPart.of(self.profile, CPU.name, small=small)
+            if factor is not None and measured is not None:
+                log_bytes = np.log(measured.reference.bytes)
+                measured_factors.append((log_bytes, factor.value))
+        if not measured_factors:
+            return 1.0
 
-    def _grown(self, lane: str, tokens: np.ndarray) -> list[np.ndarray]:
-        """Tables of every layer [tokens] that reach past the largest of `tokens`; equal
-        sizes share one table.
-        """
-        length = max(_FIRST_TABLE_TOKENS, 2 * (int(np.max(tokens)) + 1))
-        tables = {
-            size: self._expert_table(lane, size, length)
-            for size in sorted(set(self.shape.expert_bytes))
-        }
-        return [tables[size] for size in self.shape.expert_bytes]
-
-    def _expert_table(self, lane: str, expert_bytes: int, length: int) -> np.ndarray:
-        """Seconds by tokens, float64 [length].
-
-        Source: `costs.<lane>.points` where the profile has it, carried to this size by
-        the roofline; between it and `points_small`, the same for a smaller expert,
-        linear in bytes; else the roofline itself (reference/algorithms.md §0: flat
-        below saturation, linear above).
-        """
-        tokens = np.arange(length, dtype=np.float64)
-        large, small = (self._measured(lane, key) for key in ("points", "points_small"))
-        here = self._roof(lane).seconds(
-            expert_bytes, tokens * self.shape.expert_flops_per_token
-        )
-        if large is not None:
-            here = self._carried(lane, large, tokens, here)
-            if small is not None and expert_bytes < large[1].bytes:
-                roof = self._roof(lane).seconds(
-                    expert_bytes, tokens * self.shape.expert_flops_per_token
-                )
-                low = self._carried(lane, small, tokens, roof)
-                if expert_bytes > small[1].bytes:
-                    share = (expert_bytes - small[1].bytes) / (
-                        large[1].bytes - small[1].bytes
-                    )
-                    low = (1 - share) * self._at_reference(lane, small, tokens)
-                    low += share * self._at_reference(lane, large, tokens)
-                here = low
-            # Carried by a roofline, the product may dip; it must not.
-            here = np.maximum.accumulate(here)
-        here[0] = 0.0
-        here.flags.writeable = False
-        return here
-
-    def _measured(self, lane: str, key: str) -> tuple[Curve, ReferenceExpert] | None:
-        curve = self.profile.curves.get(f"costs.{lane}.{key}")
-        return (
-            None
-            if curve is None or curve.reference is None
-            else (curve, curve.reference)
-        )
-
-    def _at_reference(
-        self, lane: str, measured: tuple[Curve, ReferenceExpert], tokens: np.ndarray
-    ) -> np.ndarray:
-        """Seconds of the expert that was measured; beyond the last of its tokens as the
-        roofline goes on.
-        """
-        curve, known = measured
-        there = self._roof(lane).seconds(known.bytes, tokens * _flops_per_token(known))
-        last = self._roof(lane).seconds(
-            known.bytes, np.asarray(curve.at[-1] * _flops_per_token(known))
-        )
-        beyond = np.where(tokens > curve.at[-1], there / last, 1.0)
-        return np.asarray(
-            np.interp(
-                np.minimum(tokens, curve.at[-1]),
-                curve.at,
-                isotonic(np.asarray(curve.seconds)),
-            )
-            * beyond
-        )
-
-    def _carried(
-        self,
-        lane: str,
-        measured: tuple[Curve, ReferenceExpert],
-        tokens: np.ndarray,
-        here: np.ndarray,
-    ) -> np.ndarray:
-        """Seconds of this size from those of another, by the ratio of the roofline's
-        answers.
-        """
-        known = measured[1]
-        there = self._roof(lane).seconds(known.bytes, tokens * _flops_per_token(known))
-        return np.asarray(self._at_reference(lane, measured, tokens) * (here / there))
+        # What decides is how much of an expert a cache holds: a ratio of sizes.
+        log_sizes, factors = zip(*sorted(measured_factors), strict=True)
+        log_size = np.log(self.shape.max_expert_bytes)
+        return float(np.interp(log_size, log_sizes, factors))
 
     @property
     def extrapolated(self) -> tuple[str, ...]:
         """Expert sizes whose times follow from another, measured size by bytes and
         FLOPs, in words.
         """
-        said = []
-        for lane in ("cpu", "gpu"):
-            measured = self._measured(lane, "points")
-            if measured is None:
-                continue
-            curve, known = measured
-            small = self._measured(lane, "points_small")
-            sizes = {
-                (one.hidden, one.intermediate, one.bytes)
-                for one in (known, *([small[1]] if small else []))
-            }
-            for size in sorted(set(self.shape.expert_bytes)):
-                wanted = (self.shape.hidden, self.shape.expert_intermediate, size)
-                if wanted not in sizes:
-                    said.append(
-                        f"{lane}: experts of {wanted[0]} x {wanted[1]}, {size} bytes,"
-                        f" from {curve.kind} {known.hidden} x {known.intermediate},"
-                        f" {known.bytes} bytes ({known.dtype})"
-                    )
-        return tuple(said)
+        return extrapolated_sizes(self.profile, self.shape)
 
     # --- links
 
     def copy_s(self, layer: int, gpu: int = 0) -> float:
         """Seconds to copy one expert of `layer` from host memory to a GPU."""
         del gpu
-        return self._link_s("h2d", self.shape.expert_bytes[layer])
+        expert_bytes = self.shape.expert_bytes[layer]
+        return self._link_s(H2D.name, expert_bytes)
 
     def writeback_s(self, layer: int, gpu: int = 0) -> float:
         """Seconds to copy one expert of `layer` from a GPU to host memory."""
         del gpu
-        return self._link_s("d2h", self.shape.expert_bytes[layer])
+        expert_bytes = self.shape.expert_bytes[layer]
+        return self._link_s(D2H.name, expert_bytes)
 
     def read_s(self, layer: int) -> float:
         """Seconds to read one expert of `layer` from SSD into host memory."""
-        return self._link_s("ssd", self.shape.expert_bytes[layer])
-
-    def _link_s(self, link: str, size: int) -> float:
-        """Latency + bytes / bandwidth, or the measured curve with that line below and
-        beyond it.
-        """
-        seconds = self._links.get((link, size))
-        if seconds is None:
-            seconds = self._links[link, size] = self._link_model(link, size)
-        return seconds
-
-    def _link_model(self, link: str, size: int) -> float:
-        latency_s = self.profile.number(f"costs.{link}.latency_s")
-        bytes_per_s = self.profile.number(f"costs.{link}.bytes_per_s")
-        curve = self.profile.curves.get(f"costs.{link}.points")
-        if curve is None:
-            return latency_s + size / bytes_per_s
-        measured = isotonic(np.asarray(curve.seconds))
-        if size > curve.at[-1]:
-            return float(measured[-1]) + (size - curve.at[-1]) / bytes_per_s
-        return float(
-            np.interp(size, (0.0, *curve.at), (min(latency_s, measured[0]), *measured))
-        )
+        expert_bytes = self.shape.expert_bytes[layer]
+        return self._link_s(SSD.name, expert_bytes)
 
     def activation_s(self, tokens: int) -> float:
         """Seconds to move hidden states to the CPU and results back, once per layer
@@ -299,14 +190,53 @@ class Costs:
 
         Source: DAOP Table I charges 0.02 ms per layer at one token.
         """
-        moved_bytes = 2 * tokens * self.shape.hidden * self._dense.element_bytes
-        return self.profile.number(
-            "costs.activation.latency_s"
-        ) + moved_bytes / self.profile.number("costs.activation.bytes_per_s")
+        latency_s = self.profile.number(_ACTIVATION.latency_s)
+        bytes_per_s = self.profile.number(_ACTIVATION.bytes_per_s)
+        # There and back.
+        elements = 2 * tokens * self.shape.hidden
+        moved_bytes = elements * self._dense.sizes.element_bytes
+        return latency_s + moved_bytes / bytes_per_s
+
+    def _link_s(self, link: str, size: int) -> float:
+        """Latency + bytes / bandwidth, or the measured curve with that line below and
+        beyond it.
+        """
+        # Models have few expert sizes, and every copy asks for one of them.
+        key = (link, size)
+        seconds = self._links.get(key)
+        if seconds is None:
+            seconds = self._link_model(link, size)
+            self._links[key] = seconds
+        return seconds
+
+    def _link_model(self, link: str, size: int) -> float:
+        constants = paths.link(link)
+        latency_s = self.profile.number(constants.latency_s)
+        bytes_per_s = self.profile.number(constants.bytes_per_s)
+        curve = self.profile.curves.get(paths.points(link))
+        if curve is None:
+            return latency_s + size / bytes_per_s
+
+        measured_s = isotonic(np.asarray(curve.seconds))
+        if size > curve.at[-1]:
+            largest_s = float(measured_s[-1])
+            beyond_bytes = size - curve.at[-1]
+            return largest_s + beyond_bytes / bytes_per_s
+
+        # Nothing to move takes the latency, but no longer than the smallest size did.
+        none_s = min(latency_s, measured_s[0])
+        sizes = (0.0, *curve.at)
+        seconds = (none_s, *measured_s)
+        return float(np.interp(size, sizes, seconds))
 
     # --- the dense part
 
-    def dense_s(self, tokens: int, context_tokens: int, sequences: int) -> float:
+    def dense_s(
+        self,
+        tokens: int,
+        context_tokens: int,
+        sequences: int,
+    ) -> float:
         """Seconds of one layer's dense part on the GPU: attention, norms, gate, shared
         experts.
 
@@ -319,9 +249,7 @@ class Costs:
         Raises:
             ProfileError: the profile has no dense cost.
         """
-        return self._dense_roof(
-            *self._dense.layer_work(tokens, context_tokens, sequences)
-        ) * self._in_place("dense", self._dense.layer_params, tokens)
+        return self._dense.layer_s(tokens, context_tokens, sequences)
 
     def head_s(self, tokens: int, logits: int | None = None) -> float:
         """Seconds of what happens once per step: embedding, feed-forward of the dense
@@ -333,253 +261,92 @@ class Costs:
                 tokens when None.
         """
         outputs = tokens if logits is None else logits
-        params = self._dense.dense_layer_params + self._dense.head_params
-        return self._dense_roof(
-            *self._dense.head_work(tokens, outputs)
-        ) * self._in_place("head", params, outputs)
-
-    def _dense_roof(self, read_bytes: float, flops: float) -> float:
-        roof = self._roof("dense")
-        return roof.overhead_s + max(
-            read_bytes / roof.bytes_per_s, flops / roof.flops_per_s
-        )
-
-    def _in_place(self, part: str, params: float, tokens: int) -> float:
-        """By what a dense part of so many tokens differs from the roofline, at the most
-        similar size calibrated.
-
-        One token is a matrix times a vector, several a product of matrices: libraries
-        are not equally good at both, and less good where rows are short. So the most
-        similar size is that of the nearest width, then bytes.
-        """
-        factor = self._factors.get((part, tokens))
-        if factor is None:
-            known = [
-                one
-                for key in ("points", "points_small")
-                if (one := self._measured(part, key)) is not None
-            ]
-            factor = 1.0
-            if known:
-                here = max(1.0, params * self._dense.param_bytes)
-                curve, nearest = min(
-                    known,
-                    key=lambda one: (
-                        abs(np.log(one[1].hidden / self.shape.hidden)),
-                        abs(np.log(one[1].bytes / here)),
-                    ),
-                )
-                factors = [
-                    seconds
-                    / self._dense_roof(nearest.bytes, at * _flops_per_token(nearest))
-                    for at, seconds in zip(curve.at, curve.seconds, strict=True)
-                ]
-                factor = float(np.interp(tokens, curve.at, factors))
-            self._factors[part, tokens] = factor
-        return factor
+        return self._dense.head_s(tokens, outputs)
 
     # --- control
 
     def planning_s(
-        self, policy_name: str, active: int, copies: int = 0, *, tiered: bool = False
+        self,
+        policy_name: str,
+        active: int,
+        copies: int = 0,
+        *,
+        tiered: bool = False,
     ) -> float:
-        """Seconds the control lane plans one layer step with `active` experts, of which
-        it has `copies` brought.
+        """Seconds the control lane plans one layer step.
 
         A policy that the profile does not name costs what ``costs.planning.default``
-        says; so does what the SSD tier adds where the policy was not seen with one
-        (`tiered`: an SSD lies behind host memory).
+        states; so does what the SSD tier adds where the policy was not seen with one.
+
+        Args:
+            policy_name: of the assignment policy.
+            active: experts of the layer step.
+            copies: experts that the plan has brought from another memory.
+            tiered: an SSD lies behind host memory.
         """
-        default = "costs.planning.default."
-        table = f"costs.planning.{policy_name}."
-        if f"{table}base_s" not in self.profile.numbers:
-            table = default
-        return self._plane(
-            f"{table}base_s", table, active, copies, tiered=tiered, unseen=default
-        )
+        cost = self._planning.get(policy_name)
+        if cost is None:
+            cost = self._planning_cost(policy_name)
+            self._planning[policy_name] = cost
+        return cost.seconds(active, copies, tiered=tiered)
+
+    def _planning_cost(self, policy_name: str) -> _ControlCost:
+        default = paths.planning(paths.DEFAULT_POLICY)
+        constants = paths.planning(policy_name)
+        if constants.base_s not in self.profile.numbers:
+            constants = default
+        cost = self._control_cost(constants)
+        # Few policies are calibrated with an SSD; the tier costs all of them alike.
+        if constants.with_ssd_s not in self.profile.numbers:
+            cost = cost._replace(with_ssd_s=self._optional(default.with_ssd_s))
+        return cost
 
     @property
     def dispatch_s(self) -> float:
         """Seconds to hand one operation to a lane."""
-        return self.profile.number("costs.dispatch.per_op_s")
+        return self.profile.number(paths.PER_OPERATION_S)
 
-    def first_op_s(self, active: int, copies: int, *, tiered: bool = False) -> float:
-        """Seconds from the end of planning to the first operation of a layer step;
-        `tiered` as in `planning_s`.
-        """
-        return self._plane(
-            "costs.dispatch.first_op_s",
-            "costs.dispatch.first_op_",
-            active,
-            copies,
-            tiered=tiered,
-        )
-
-    def join_s(self, active: int, copies: int, *, tiered: bool = False) -> float:
-        """Seconds to join the lanes' results at the end of a layer step; `tiered` as in
-        `planning_s`.
-        """
-        return self._plane(
-            "costs.dispatch.join_s",
-            "costs.dispatch.join_",
-            active,
-            copies,
-            tiered=tiered,
-        )
-
-    def _plane(
+    def first_op_s(
         self,
-        base: str,
-        more: str,
         active: int,
         copies: int,
         *,
-        tiered: bool,
-        unseen: str = "",
+        tiered: bool = False,
     ) -> float:
-        """``base + active x per_expert + copies x per_copy``, and ``with_ssd`` where an
-        SSD lies behind host memory.
-
-        A profile may leave out what begins with `more`; ``with_ssd`` is then that of
-        the table `unseen`, if it has it.
+        """Seconds from the end of planning to the first operation of a layer step;
+        arguments as in `planning_s`.
         """
-        known = self._control.get(base)
-        if known is None:
-            numbers = self.profile.numbers
-            terms = [
-                numbers.get(f"{more}{what}_s")
-                for what in ("per_expert", "per_copy", "with_ssd")
-            ]
-            terms[2] = terms[2] or numbers.get(f"{unseen}with_ssd_s")
-            per_expert_s, per_copy_s, with_ssd_s = (
-                0.0 if one is None else one.value for one in terms
-            )
-            known = self._control[base] = (
-                self.profile.number(base),
-                per_expert_s,
-                per_copy_s,
-                with_ssd_s,
-            )
-        seconds = known[0] + known[1] * active + known[2] * copies
-        return seconds + known[3] if tiered else seconds
+        cost = self._first_operation
+        if cost is None:
+            cost = self._control_cost(paths.FIRST_OPERATION)
+            self._first_operation = cost
+        return cost.seconds(active, copies, tiered=tiered)
 
-    def _roof(self, lane: str) -> _Roofline:
-        roof = self._roofs.get(lane)
-        if roof is None:
-            roof = self._roofs[lane] = _Roofline(
-                *(
-                    self.profile.number(f"costs.{lane}.{key}")
-                    for key in _Roofline._fields
-                )
-            )
-        return roof
-
-
-def _flops_per_token(expert: ReferenceExpert) -> int:
-    """Gate, up and down projections, multiply-adds counted twice: ``6 H F``."""
-    return 6 * expert.hidden * expert.intermediate
-
-
-class _DenseSizes(NamedTuple):
-    """Parameters outside the routed experts, by when they are read."""
-
-    layer_params: float
-    """One MoE layer: attention, gate, shared experts."""
-    dense_layer_params: float
-    """All layers without routed experts together."""
-    head_params: float
-    """Output head; of the embedding only the tokens' own rows are read."""
-    param_bytes: float
-    kv_bytes: float
-    """Keys and values of one token in one layer."""
-    attention_flops: float
-    """Per query and key: scores and weighted values."""
-    element_bytes: int
-
-    @classmethod
-    def of(cls, shape: ModelShape) -> _DenseSizes:
-        """Count parameters; their bytes are `shape.other_bytes` shared out evenly, so
-        bytes are conserved.
-
-        Where the shape does not know its attention (0 heads), four H x H matrices and
-        full-width keys are assumed.
+    def join_s(
+        self,
+        active: int,
+        copies: int,
+        *,
+        tiered: bool = False,
+    ) -> float:
+        """Seconds to join the lanes' results at the end of a layer step; arguments as
+        in `planning_s`.
         """
-        element_bytes = 4 if shape.dtype in _WIDE_DTYPES else 2
-        if shape.heads and shape.head_dim:
-            query_width = shape.heads * shape.head_dim
-            kv_width = (shape.kv_heads or shape.heads) * shape.head_dim
-        else:
-            query_width = kv_width = shape.hidden
-        attention = 2 * shape.hidden * (query_width + kv_width)
-        layer = (
-            attention
-            + shape.hidden * shape.experts
-            + 3 * shape.hidden * shape.shared_intermediate
-        )
-        dense = len(shape.dense_layers) * (
-            attention + 3 * shape.hidden * shape.dense_intermediate
-        )
-        head = shape.vocab * shape.hidden
-        return cls(
-            layer_params=layer,
-            dense_layer_params=dense,
-            head_params=head,
-            param_bytes=shape.other_bytes / (shape.layers * layer + dense + 2 * head),
-            kv_bytes=2.0 * kv_width * element_bytes,
-            attention_flops=4.0 * query_width,
-            element_bytes=element_bytes,
+        cost = self._join
+        if cost is None:
+            cost = self._control_cost(paths.JOIN)
+            self._join = cost
+        return cost.seconds(active, copies, tiered=tiered)
+
+    def _control_cost(self, constants: ControlPaths) -> _ControlCost:
+        """Look up the constants of one formula; only the base must be there."""
+        return _ControlCost(
+            base_s=self.profile.number(constants.base_s),
+            per_expert_s=self._optional(constants.per_expert_s),
+            per_copy_s=self._optional(constants.per_copy_s),
+            with_ssd_s=self._optional(constants.with_ssd_s),
         )
 
-    def layer_work(
-        self, tokens: int, context_tokens: int, sequences: int
-    ) -> tuple[float, float]:
-        """Bytes and FLOPs of one layer's dense part."""
-        # q queries at the end of a context of c see c - (q - 1) / 2 keys on average
-        # (causal attention)
-        keys_seen = context_tokens - (tokens / sequences - 1) / 2
-        flops = (
-            2.0 * self.layer_params * tokens + self.attention_flops * tokens * keys_seen
-        )
-        return (
-            self.layer_params * self.param_bytes
-            + self.kv_bytes * context_tokens * sequences,
-            flops,
-        )
-
-    def head_work(self, tokens: int, outputs: int) -> tuple[float, float]:
-        """Bytes and FLOPs of what happens once per step."""
-        flops = 2.0 * (self.dense_layer_params * tokens + self.head_params * outputs)
-        return (self.dense_layer_params + self.head_params) * self.param_bytes, flops
-
-
-def dense_reference(shape: ModelShape, *, head: bool = False) -> ReferenceExpert:
-    """Describe the dense part of one layer, or what is done once per step, as an expert
-    of as many weights.
-
-    ``6 H F = 2 x weights`` FLOPs per token.
-    """
-    sizes = _DenseSizes.of(shape)
-    params = (
-        sizes.dense_layer_params + sizes.head_params if head else sizes.layer_params
-    )
-    intermediate = max(1, round(params / (3 * shape.hidden)))
-    return ReferenceExpert(
-        shape.hidden,
-        intermediate,
-        max(1, round(params * sizes.param_bytes)),
-        shape.dtype,
-    )
-
-
-def dense_work(
-    shape: ModelShape, tokens: int, context_tokens: int, sequences: int, *, head: bool
-) -> tuple[float, float]:
-    """Bytes and FLOPs of a dense part, of which `Costs.dense_s` and `Costs.head_s` make
-    seconds.
-    """
-    sizes = _DenseSizes.of(shape)
-    return (
-        sizes.head_work(tokens, sequences)
-        if head
-        else sizes.layer_work(tokens, context_tokens, sequences)
-    )
+    def _optional(self, path: str) -> float:
+        quantity = self.profile.numbers.get(path)
+        return 0.0 if quantity is None else quantity.value

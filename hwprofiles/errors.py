@@ -1,5 +1,5 @@
-"""What a user can do something about, as one line: file, key, expected, found, way
-out.
+"""Errors that a user can do something about, each one line: file, key, expected, found,
+way out.
 """
 
 from __future__ import annotations

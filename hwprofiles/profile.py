@@ -26,26 +26,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tomli_w
+from moesim.hwprofiles import paths
 from moesim.hwprofiles.errors import ProfileError
+from moesim.hwprofiles.lanes import GPU, LANE_KINDS, kind_of, lane_names
+from moesim.hwprofiles.parsing import parse_fit, parse_numbers, suggestion
 from moesim.hwprofiles.schema import (
     ACCELERATORS,
-    NUMBER_KINDS,
     PROFILE_KINDS,
     Curve,
     Quantity,
-    parse_fit,
-    parse_numbers,
-    plain,
-    suggestion,
+    as_table,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 __all__ = [
-    "ACCELERATORS",
-    "NUMBER_KINDS",
-    "PROFILE_KINDS",
     "Contention",
     "Curve",
     "HardwareProfile",
@@ -53,28 +49,26 @@ __all__ = [
     "Power",
     "Quantity",
     "default_profile",
-    "lane_class",
     "list_profiles",
     "load_profile",
     "parse_profile",
     "save_profile",
 ]
 
+# A common GPU, and one whose expert times were published.
 DEFAULT_NAME = "rtx3090-epyc7532"
 _DATA = Path(__file__).parent / "data"
 _TEXT_KEYS = ("name", "kind", "description", "date", "accelerator")
-_NUMBER_SECTIONS = ("cores", "memory", "costs", "contention", "reference", "power")
-_TOP_KEYS = (*_TEXT_KEYS, "versions", "workers", "fit", *_NUMBER_SECTIONS)
-
-
-def lane_class(lane: str) -> str:
-    """Drop the device number: ``h2d0`` -> ``h2d``."""
-    return lane.rstrip("0123456789")
+_TOP_KEYS = (*_TEXT_KEYS, "versions", "workers", "fit", *paths.SECTIONS)
 
 
 class Memory(NamedTuple):
-    """Bytes for experts on each GPU and in host memory, and experts of staging room
-    beside each.
+    """How much fits where.
+
+    Attributes:
+        gpu_bytes: for experts, on each GPU.
+        host_bytes: for experts, in host memory.
+        staging_experts: experts that fit the staging area beside each of both.
     """
 
     gpu_bytes: int
@@ -84,23 +78,25 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Contention:
-    """What overlapping work costs: `factors` maps (victim class, other class) ->
-    slowdown >= 1.
+    """What overlapping work costs.
+
+    Attributes:
+        factors: (kind of the slowed lane, kind of the other lane) -> slowdown >= 1.
     """
 
     factors: Mapping[tuple[str, str], float]
 
-    def slowdown(self, victim_class: str, other_class: str) -> float:
-        """How much longer work on `victim_class` takes while `other_class` works; 1.0
-        where unknown.
+    def slowdown(self, victim: str, other: str) -> float:
+        """Return by what factor work on a lane of kind `victim` takes longer while one
+        of kind `other` works; 1.0 where unknown.
         """
-        return self.factors.get((victim_class, other_class), 1.0)
+        return self.factors.get((victim, other), 1.0)
 
 
 @dataclass(frozen=True)
 class Power:
-    """Watts: of the platform whatever happens, and of each lane while idle and while
-    busy (0 where unstated).
+    """Watts of the platform, whatever happens, and of each lane while idle and while
+    busy; 0 where unstated.
     """
 
     platform_idle_w: float
@@ -127,6 +123,7 @@ class HardwareProfile:
     curves: Mapping[str, Curve] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     fit: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    # Two files with the same content describe the same machine.
     where: str = field(default="profile", compare=False)
 
     def __post_init__(self) -> None:
@@ -141,19 +138,33 @@ class HardwareProfile:
                 f"{self.where}: accelerator: expected one of {', '.join(ACCELERATORS)},"
                 f" found {self.accelerator!r}"
             )
-        present = [lane for lanes in self.workers.values() for lane in lanes]
-        twice = sorted({lane for lane in present if present.count(lane) > 1})
-        if twice:
+        self._check_lanes()
+        self._check_cores()
+
+    def _check_lanes(self) -> None:
+        """Refuse lanes without worker or with two, and a machine without GPU."""
+        served = [lane for lanes in self.workers.values() for lane in lanes]
+        repeated = sorted({lane for lane in served if served.count(lane) > 1})
+        if repeated:
             raise ProfileError(
-                f"{self.where}: workers: lane {twice[0]!r} has two workers; list it"
+                f"{self.where}: workers: lane {repeated[0]!r} has two workers; list it"
                 " once"
             )
-        if set(present) != set(self.lanes) or self.gpus < 1:
-            difference = sorted(set(present) ^ set(self.lanes)) or ["gpu0"]
+        if set(served) != set(self.lanes) or self.gpus < 1:
+            difference = sorted(set(served) ^ set(self.lanes)) or [GPU.lane(0)]
+            # From the table of kinds, so that the message knows a new one, too.
+            one_each = [kind.name for kind in LANE_KINDS if not kind.per_gpu]
+            numbered = [f"{kind.name}N" for kind in LANE_KINDS if kind.per_gpu]
             raise ProfileError(
-                f"{self.where}: workers: expected the lanes control, cpu, ssd and gpuN,"
-                f" h2dN, d2hN for N = 0…; missing or unknown: {', '.join(difference)}"
+                f"{self.where}: workers: expected the lanes {', '.join(one_each)} and"
+                f" {', '.join(numbered)} for N = 0…; missing or unknown:"
+                f" {', '.join(difference)}"
             )
+
+    def _check_cores(self) -> None:
+        """Refuse more workers that keep a core busy than there are cores."""
+        # Costs are calibrated where each busy worker has a core; threads that share
+        # one take turns, and no cost knows of that.
         busy = [
             name for name, lanes in self.workers.items() if self._keeps_core_busy(lanes)
         ]
@@ -163,61 +174,52 @@ class HardwareProfile:
                 f" found {self.cores} cores; let some of their lanes share a worker"
             )
 
-    def _keeps_core_busy(self, lanes: tuple[str, ...]) -> bool:
-        """Tell whether a worker occupies a host core. A direct SSD read sleeps, and so
-        does a CUDA copy.
-        """
-        host_classes = {"cpu", "control"} | (
-            {"gpu", "h2d", "d2h"} if self.accelerator == "host" else set()
-        )
-        return any(lane_class(lane) in host_classes for lane in lanes)
+    def _keeps_core_busy(self, lanes: Iterable[str]) -> bool:
+        """Tell whether a worker occupies a host core while one of its lanes works."""
+        return any(kind_of(lane).keeps_core_busy(self.accelerator) for lane in lanes)
 
     @cached_property
     def gpus(self) -> int:
         """Number of GPUs; the host accelerator counts as one."""
+        # Lanes of unknown kinds are still to be refused, so `kind_of` would not do.
         return sum(
-            lane_class(lane) == "gpu"
-            for lanes in self.workers.values()
-            for lane in lanes
+            GPU.includes(lane) for lanes in self.workers.values() for lane in lanes
         )
 
     @cached_property
     def lanes(self) -> tuple[str, ...]:
         """Lane names in their one order: control, cpu, gpu0…, h2d0…, d2h0…, ssd."""
-        devices = tuple(
-            f"{kind}{index}"
-            for kind in ("gpu", "h2d", "d2h")
-            for index in range(self.gpus)
-        )
-        return ("control", "cpu", *devices, "ssd")
+        return lane_names(self.gpus)
 
     @cached_property
     def cores(self) -> int:
         """Host cores that may be busy."""
-        return int(self.number("cores"))
+        return int(self.number(paths.CORES))
 
     @property
     def cpu_threads(self) -> int:
-        """Threads of the CPU lane: one core is left to the host accelerator, or to
-        control where there is a GPU.
+        """Threads of the CPU lane.
+
+        One core is left to the host accelerator, or to control where there is a GPU.
         """
+        # A machine with one core computes on it all the same.
         return max(1, self.cores - 1)
 
     @cached_property
     def memory(self) -> Memory:
-        """Room for experts."""
+        """Memory for experts."""
         return Memory(
-            int(self.number("memory.gpu_bytes")),
-            int(self.number("memory.host_bytes")),
-            int(self.number("memory.staging_experts")),
+            gpu_bytes=int(self.number(paths.GPU_BYTES)),
+            host_bytes=int(self.number(paths.HOST_BYTES)),
+            staging_experts=int(self.number(paths.STAGING_EXPERTS)),
         )
 
     @cached_property
     def contention(self) -> Contention:
-        """Slowdowns of overlapping lane classes."""
+        """Slowdowns of overlapping lanes, by their kinds."""
         factors = {}
         for path, quantity in self.numbers.items():
-            if path.startswith("contention."):
+            if paths.below(path, paths.CONTENTION):
                 _, victim, other = path.split(".")
                 factors[victim, other] = float(quantity.value)
         return Contention(factors)
@@ -225,22 +227,26 @@ class HardwareProfile:
     @cached_property
     def power(self) -> Power | None:
         """Watts, or None where the profile states none."""
-        watts = {
-            path.split(".", 1)[1]: float(q.value)
-            for path, q in self.numbers.items()
-            if path.startswith("power.")
-        }
-        if not watts:
+        if not any(paths.below(path, paths.POWER) for path in self.numbers):
             return None
         return Power(
-            platform_idle_w=watts.get("platform.idle_w", 0.0),
-            idle_w={lane: watts.get(f"{lane}.idle_w", 0.0) for lane in self.lanes},
-            busy_w={lane: watts.get(f"{lane}.busy_w", 0.0) for lane in self.lanes},
+            platform_idle_w=self._watts(paths.PLATFORM_IDLE_W),
+            idle_w={
+                lane: self._watts(paths.power(lane, "idle")) for lane in self.lanes
+            },
+            busy_w={
+                lane: self._watts(paths.power(lane, "busy")) for lane in self.lanes
+            },
         )
+
+    def _watts(self, path: str) -> float:
+        quantity = self.numbers.get(path)
+        return 0.0 if quantity is None else float(quantity.value)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of everything the file says, independent of its layout."""
+        """SHA-256 of everything the file states, independent of its layout."""
+        # Sorted keys: the same numbers in another order are the same machine.
         text = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -264,15 +270,15 @@ class HardwareProfile:
         tree: dict[str, Any] = {key: getattr(self, key) for key in _TEXT_KEYS}
         tree["versions"] = dict(sorted(self.versions.items()))
         tree["workers"] = {name: list(lanes) for name, lanes in self.workers.items()}
+
+        # Sorted within sections, so that files of two calibrations can be compared
+        # line by line.
         entries: dict[str, Quantity | Curve] = {**self.numbers, **self.curves}
-        for section in _NUMBER_SECTIONS:
+        for section in paths.SECTIONS:
             for path in sorted(entries):
-                if path == section or path.startswith(f"{section}."):
-                    *folders, leaf = path.split(".")
-                    node = tree
-                    for folder in folders:
-                        node = node.setdefault(folder, {})
-                    node[leaf] = plain(entries[path])
+                if paths.below(path, section):
+                    _insert(tree, path, as_table(entries[path]))
+
         if self.fit:
             tree["fit"] = {
                 name: dict(sorted(report.items()))
@@ -281,13 +287,27 @@ class HardwareProfile:
         return tree
 
 
+def _insert(tree: dict[str, Any], path: str, entry: dict[str, Any]) -> None:
+    """Put an entry into nested tables, made on the way."""
+    *folders, leaf = path.split(".")
+    table = tree
+    for folder in folders:
+        table = table.setdefault(folder, {})
+    table[leaf] = entry
+
+
 def parse_profile(raw: Mapping[str, Any], *, where: str) -> HardwareProfile:
     """Build a profile from the nested tables of a TOML file.
+
+    Args:
+        raw: the tables.
+        where: the file, for error messages.
 
     Raises:
         ProfileError: an unknown key, a number without provenance, an impossible value
             or a machine without workers.
     """
+    # A misspelt section would otherwise be a machine without these costs.
     for key in raw:
         if key not in _TOP_KEYS:
             known = ", ".join(_TOP_KEYS)
@@ -295,6 +315,32 @@ def parse_profile(raw: Mapping[str, Any], *, where: str) -> HardwareProfile:
                 f"{where}: {key}: unknown key; known:"
                 f" {known}{suggestion(key, _TOP_KEYS)}"
             )
+
+    texts = _texts(raw, where)
+    workers = _workers(raw, where)
+    versions = _versions(raw, where)
+
+    numbers: dict[str, Quantity] = {}
+    curves: dict[str, Curve] = {}
+    sections = {key: raw[key] for key in paths.SECTIONS if key in raw}
+    for path, entry in parse_numbers(sections, where=where):
+        if isinstance(entry, Curve):
+            curves[path] = entry
+        else:
+            numbers[path] = entry
+
+    return HardwareProfile(
+        workers=workers,
+        numbers=numbers,
+        curves=curves,
+        versions=versions,
+        fit=parse_fit(raw.get("fit", {}), where=where),
+        where=where,
+        **texts,
+    )
+
+
+def _texts(raw: Mapping[str, Any], where: str) -> dict[str, str]:
     texts: dict[str, str] = {}
     for key in _TEXT_KEYS:
         entry = raw.get(key)
@@ -304,17 +350,28 @@ def parse_profile(raw: Mapping[str, Any], *, where: str) -> HardwareProfile:
                 " docs/reference/hardware.md"
             )
         texts[key] = entry
+    return texts
+
+
+def _workers(raw: Mapping[str, Any], where: str) -> dict[str, tuple[str, ...]]:
     workers = raw.get("workers")
-    if not isinstance(workers, dict) or not all(
-        isinstance(lanes, list)
-        and lanes
-        and all(isinstance(lane, str) for lane in lanes)
-        for lanes in workers.values()
-    ):
+    if not isinstance(workers, dict) or not all(map(_is_lane_list, workers.values())):
         raise ProfileError(
             f"{where}: workers: expected worker = [lane, …] for every worker, found"
             f" {workers!r}"
         )
+    return {name: tuple(lanes) for name, lanes in workers.items()}
+
+
+def _is_lane_list(lanes: Any) -> bool:
+    return (
+        isinstance(lanes, list)
+        and len(lanes) > 0
+        and all(isinstance(lane, str) for lane in lanes)
+    )
+
+
+def _versions(raw: Mapping[str, Any], where: str) -> dict[str, str]:
     versions = raw.get("versions", {})
     if not isinstance(versions, dict) or not all(
         isinstance(text, str) for text in versions.values()
@@ -323,24 +380,7 @@ def parse_profile(raw: Mapping[str, Any], *, where: str) -> HardwareProfile:
             f"{where}: versions: expected name = text for every entry, found"
             f" {versions!r}"
         )
-    numbers: dict[str, Quantity] = {}
-    curves: dict[str, Curve] = {}
-    for path, entry in parse_numbers(
-        {key: raw[key] for key in _NUMBER_SECTIONS if key in raw}, where=where
-    ):
-        if isinstance(entry, Curve):
-            curves[path] = entry
-        else:
-            numbers[path] = entry
-    return HardwareProfile(
-        workers={name: tuple(lanes) for name, lanes in workers.items()},
-        numbers=numbers,
-        curves=curves,
-        versions=dict(versions),
-        fit=parse_fit(raw.get("fit", {}), where=where),
-        where=where,
-        **texts,
-    )
+    return dict(versions)
 
 
 def list_profiles() -> tuple[str, ...]:
@@ -356,6 +396,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
             refuses.
     """
     text = os.fspath(name_or_path)
+    # Ending alone decides, so that a name never depends on what lies in the folder.
     path = Path(text) if text.endswith(".toml") else _DATA / f"{text}.toml"
     if path.parent == _DATA and path.stem not in list_profiles():
         known = list_profiles()
@@ -363,6 +404,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
             f"unknown hardware profile {text!r}; known: {', '.join(known)}, or a path"
             f" that ends in .toml{suggestion(text, known)}"
         )
+
     where = text if text.endswith(".toml") else path.name
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -376,14 +418,16 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
         raise ProfileError(
             f"{where}: not TOML: {error}; see docs/reference/hardware.md"
         ) from None
+
     return parse_profile(raw, where=where)
 
 
 def default_profile() -> HardwareProfile:
-    """Load ``./hw.toml``, else the user's own ``moesim/hw.toml``, else the profile that
-    a newcomer starts with.
+    """Load ``./hw.toml``, else ``moesim/hw.toml`` in the user's configuration folder,
+    else the shipped profile `DEFAULT_NAME`.
     """
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    # The nearest one first, as for configuration files elsewhere.
     for path in (Path("hw.toml"), Path(home) / "moesim" / "hw.toml"):
         if path.is_file():
             return load_profile(path)
@@ -391,10 +435,10 @@ def default_profile() -> HardwareProfile:
 
 
 def save_profile(profile: HardwareProfile, path: str | os.PathLike[str]) -> Path:
-    """Write a profile beside its place, then rename it there; return the place.
+    """Write a profile and return its path.
 
     Raises:
-        ProfileError: the place cannot be written.
+        ProfileError: the file cannot be written, or is not called ``.toml``.
     """
     target = Path(path)
     if target.suffix != ".toml":
@@ -402,6 +446,8 @@ def save_profile(profile: HardwareProfile, path: str | os.PathLike[str]) -> Path
             f"{target}: expected a file name that ends in .toml; `load_profile` knows"
             " files by it"
         )
+
+    # Written beside the target, then renamed: a crash leaves the old file whole.
     part = target.with_name(target.name + ".part")
     try:
         part.write_text(tomli_w.dumps(profile.to_dict()), encoding="utf-8")

@@ -48,11 +48,11 @@ def trained():
     from moesim.runtime.train.cache_recipe import Recipe
     from moesim.traces.format.reader import open_trace
 
-    from moesim.analysis import learned_cache as learned
+    from moesim.analysis.trace_split import all_passes
 
     calibration = open_trace(DATA / "tiny_calibration.parquet")
     training = train(
-        learned.whole(calibration), calibration.shape, Recipe(hidden=16, epochs=8)
+        all_passes(calibration), calibration.shape, Recipe(hidden=16, epochs=8)
     )
     assert (
         training.facts["validation_loss_best"] < training.facts["validation_loss_first"]

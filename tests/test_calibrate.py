@@ -5,7 +5,6 @@ simulated, so its costs are known.
 from __future__ import annotations
 
 from dataclasses import replace
-from fnmatch import fnmatch
 
 import numpy as np
 import pytest
@@ -20,14 +19,15 @@ from moesim.hwprofiles.calibration.robust import (
 from moesim.hwprofiles.calibration.unobserved import profile_entries
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile, parse_profile
-from moesim.hwprofiles.schema import IN_PLACE, Quantity
+from moesim.hwprofiles.schema import Quantity, is_in_place
 from moesim.traces.models import model_shape
+from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.spans import READ
 
 from moesim.runs.memory import MemoryOptions
 from moesim.validation.calibrate import _stability, differences, learn
 from moesim.validation.calibration_runs import ROUTED, designs, drawn_steps
-from moesim.validation.paired_runs import Trial, figures, simulate
+from moesim.validation.paired_runs import Trial, simulate
 
 DATE = "2026-01-01"
 TRUTH = {
@@ -76,11 +76,7 @@ def sized(spec):
 def machine():
     """A machine with two cores whose lanes slow each other by known factors."""
     shipped = load_profile("two-core-host")
-    known = {
-        path: q
-        for path, q in shipped.numbers.items()
-        if not any(fnmatch(path, one) for one in IN_PLACE)
-    }
+    known = {path: q for path, q in shipped.numbers.items() if not is_in_place(path)}
     truth = (
         TRUTH
         | CONTROL
@@ -93,7 +89,7 @@ def machine():
     return replace(
         shipped,
         numbers=known
-        | {path: Quantity(one, "assumed", "a test") for path, one in truth.items()},
+        | {path: Quantity(value, "assumed", "a test") for path, value in truth.items()},
     )
 
 
@@ -125,8 +121,8 @@ def learned(machine, blank):
             if d.trial.memory.host_memory_bytes is not None
         ]
         # Twice, or too few dense parts follow a read.
-        found = designs(shape, quick=True) + tiered
-        runs += [(shape, d.trial, simulate(d.trial, shape, machine)) for d in found]
+        of_shape = designs(shape, quick=True) + tiered
+        runs += [(shape, d.trial, simulate(d.trial, shape, machine)) for d in of_shape]
     return learn(runs, blank, date=DATE, name="learned")
 
 
@@ -163,7 +159,7 @@ def test_a_policy_that_was_not_run_plans_as_all_together_and_as_much_longer_as_i
     9.24 in place.
     """
 
-    def one(value):
+    def quantity(value):
         return Quantity(
             value,
             "measured",
@@ -175,24 +171,28 @@ def test_a_policy_that_was_not_run_plans_as_all_together_and_as_much_longer_as_i
         )
 
     alone = {
-        "costs.planning.default.base_s": one(10e-6),
-        "costs.planning.ilp.base_s": one(9e-3),
-        "cores": one(2),
+        "costs.planning.default.base_s": quantity(10e-6),
+        "costs.planning.ilp.base_s": quantity(9e-3),
+        "cores": quantity(2),
     }
     stale = {
-        "costs.planning.ilp.per_copy_s": one(1.0),
-        "contention.cpu.gpu": one(3.0),
-        "costs.cpu.after_read": one(7),
+        "costs.planning.ilp.per_copy_s": quantity(1.0),
+        "contention.cpu.gpu": quantity(3.0),
+        "costs.cpu.after_read": quantity(7),
     }
     run = {
-        "costs.planning.default.base_s": one(250e-6),
-        "costs.planning.default.per_copy_s": one(8e-6),
+        "costs.planning.default.base_s": quantity(250e-6),
+        "costs.planning.default.per_copy_s": quantity(8e-6),
     }
     put = profile_entries(run, alone | stale)
     solver = put.pop("costs.planning.ilp.base_s")
     assert solver.value == pytest.approx(9e-3 + 240e-6)
     assert solver.interval == pytest.approx((8.99e-3 + 125e-6, 8.99e-3 + 500e-6))
-    assert put == {**run, "costs.planning.ilp.per_copy_s": one(8e-6), "cores": one(2)}
+    assert put == {
+        **run,
+        "costs.planning.ilp.per_copy_s": quantity(8e-6),
+        "cores": quantity(2),
+    }
 
 
 def test_a_contrast_by_hand():
@@ -254,13 +254,13 @@ def test_a_late_first_read_is_seen_and_charged_once_per_layer_step(machine, blan
     reads = np.column_stack([columns["step"], columns["layer"]])[
         columns["kind"] == READ
     ]
-    late = Quantity(2e-3, "assumed", "a test")
+    delay = Quantity(2e-3, "assumed", "a test")
     delayed = simulate(
         trial,
         shape,
-        replace(machine, numbers=machine.numbers | {"costs.ssd.first_s": late}),
+        replace(machine, numbers=machine.numbers | {"costs.ssd.first_s": delay}),
     )
-    added_s = figures(delayed)["makespan_s"] - figures(timeline)["makespan_s"]
+    added_s = summarise(delayed)["makespan_s"] - summarise(timeline)["makespan_s"]
     assert len(np.unique(reads, axis=0)) < len(reads), (
         "some layer steps read more than one"
     )
@@ -295,7 +295,7 @@ def test_another_run_is_predicted(machine, learned, policy, ratio):
         drawn_steps(batch=3, prompt=30, decode=12, seed=99),
     )
     true, predicted = (
-        figures(simulate(trial, shape, one)) for one in (machine, learned)
+        summarise(simulate(trial, shape, profile)) for profile in (machine, learned)
     )
     assert predicted["tpot_s"] == pytest.approx(true["tpot_s"], rel=0.03)
     assert predicted["ttft_s"] == pytest.approx(true["ttft_s"], rel=0.05)
@@ -310,7 +310,8 @@ def test_the_ssd_tier_is_predicted(machine, learned):
         "on-demand+lru", memory, drawn_steps(batch=2, prompt=0, decode=15, seed=98)
     )
     true, predicted = (
-        figures(simulate(trial, shape, one))["tpot_s"] for one in (machine, learned)
+        summarise(simulate(trial, shape, profile))["tpot_s"]
+        for profile in (machine, learned)
     )
     assert predicted == pytest.approx(true, rel=0.03)
 
@@ -343,15 +344,17 @@ def test_distributions_are_learned_from_scattered_runs(machine, blank):
         drawn_steps(batch=1, prompt=0, decode=40, seed=5),
     )
     runs = [(shape, trial, simulate(trial, shape, noisy, noise_seed=3))]
-    found = np.array(
+    quantiles = np.array(
         learn(runs, blank, date=DATE, name="x").curves["costs.cpu.points"].quantiles
     )
-    assert found[[0, 10, -1]] == pytest.approx([0.8, 1.0, 1.2], abs=0.02)
+    assert quantiles[[0, 10, -1]] == pytest.approx([0.8, 1.0, 1.2], abs=0.02)
 
 
 def test_drawing_from_learned_quantiles_has_mean_one():
-    found = quantiles_around_one(np.random.default_rng(0).lognormal(0, 0.3, 5000))
-    assert np.trapezoid(found, np.linspace(0, 1, 21)) == pytest.approx(1.0, abs=1e-3)
+    quantiles = quantiles_around_one(np.random.default_rng(0).lognormal(0, 0.3, 5000))
+    assert np.trapezoid(quantiles, np.linspace(0, 1, 21)) == pytest.approx(
+        1.0, abs=1e-3
+    )
 
 
 def test_slowdown_is_found_by_hand():
@@ -392,10 +395,10 @@ def test_stability_by_hand():
     """Three runs take 0, 10 and 20 % more the second time: a run differs by 10 % from
     itself, and all drift by 10 %.
     """
-    found = _stability(np.array([[1.0, 2.2, 6.0], [1.0, 2.0, 5.0]]))
-    assert found["noise_floor"]["residual_median"] == pytest.approx(0.1)
-    assert found["noise_floor"]["residual_worst"] == pytest.approx(0.2)
-    assert found["drift"]["residual_median"] == pytest.approx(1 / 11)
+    stability = _stability(np.array([[1.0, 2.2, 6.0], [1.0, 2.0, 5.0]]))
+    assert stability["noise_floor"]["residual_median"] == pytest.approx(0.1)
+    assert stability["noise_floor"]["residual_worst"] == pytest.approx(0.2)
+    assert stability["drift"]["residual_median"] == pytest.approx(1 / 11)
 
 
 def test_a_burst_of_other_tenants_is_not_learned(machine, blank):
@@ -409,17 +412,18 @@ def test_a_burst_of_other_tenants_is_not_learned(machine, blank):
         drawn_steps(batch=1, prompt=0, decode=12, seed=5),
     )
     slow = {
-        path: replace(one, seconds=tuple(1.5 * np.array(one.seconds)))
-        for path, one in machine.curves.items()
+        path: replace(curve, seconds=tuple(1.5 * np.array(curve.seconds)))
+        for path, curve in machine.curves.items()
     }
     calm, busy = (
-        simulate(trial, shape, one) for one in (machine, replace(machine, curves=slow))
+        simulate(trial, shape, profile)
+        for profile in (machine, replace(machine, curves=slow))
     )
-    found = learn(
+    calibrated = learn(
         [(shape, trial, run) for run in (calm, busy, calm)], blank, date=DATE, name="x"
     )
     alone = learn([(shape, trial, calm)], blank, date=DATE, name="x")
-    assert found.curves["costs.cpu.points"].seconds == pytest.approx(
+    assert calibrated.curves["costs.cpu.points"].seconds == pytest.approx(
         alone.curves["costs.cpu.points"].seconds, rel=1e-3
     )
 

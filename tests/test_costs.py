@@ -68,10 +68,10 @@ def test_an_expert_is_flat_while_reading_dominates_and_linear_after():
     """8 MB at 8 GB/s is 1 ms; 6 MFLOP per token at 60 GFLOP/s is 0.1 ms: the border is
     at 10 tokens.
     """
-    found = costs({"cpu": roofline(1e-4, 8e9, 60e9)}).cpu_s(
+    seconds = costs({"cpu": roofline(1e-4, 8e9, 60e9)}).cpu_s(
         0, np.array([0, 1, 10, 20, 100])
     )
-    assert found == pytest.approx([0.0, 1.1e-3, 1.1e-3, 2.1e-3, 10.1e-3])
+    assert seconds == pytest.approx([0.0, 1.1e-3, 1.1e-3, 2.1e-3, 10.1e-3])
 
 
 def test_tables_grow_when_a_prefill_asks_for_more_tokens():
@@ -96,8 +96,8 @@ def test_measured_points_are_met_exactly_and_interpolated_between():
             | {"points": points([1, 5, 21], [2e-3, 4e-3, 12e-3])}
         )
     }
-    found = costs(tables).cpu_s(0, np.array([1, 3, 5, 13, 21]))
-    assert found == pytest.approx([2e-3, 3e-3, 4e-3, 8e-3, 12e-3])
+    seconds = costs(tables).cpu_s(0, np.array([1, 3, 5, 13, 21]))
+    assert seconds == pytest.approx([2e-3, 3e-3, 4e-3, 8e-3, 12e-3])
     assert costs(tables).extrapolated == ()
 
 

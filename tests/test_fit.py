@@ -6,14 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from moesim.hwprofiles.calibration.fit_curves import (
-    fit_line,
-    fit_roofline,
-    inverse,
-    isotonic,
-    measured,
-    measured_curve,
-)
+from moesim.hwprofiles.calibration.estimates import inverse, measured, measured_curve
+from moesim.hwprofiles.calibration.fit_curves import fit_line, fit_roofline
+from moesim.hwprofiles.isotonic import isotonic
 
 SIZES = (65_536, 262_144, 1_048_576, 4_194_304, 16_777_216)
 
@@ -144,9 +139,9 @@ def test_a_curve_pools_the_scatter_of_single_operations_relative_to_their_median
 
 @given(st.lists(st.floats(0.0, 1e3), min_size=1, max_size=12))
 def test_isotonic_never_falls_keeps_the_mean_and_leaves_rising_tables_alone(values):
-    found = isotonic(np.array(values))
-    assert (np.diff(found) >= -1e-9).all()
-    assert found.mean() == pytest.approx(np.mean(values), abs=1e-6)
+    fitted = isotonic(np.array(values))
+    assert (np.diff(fitted) >= -1e-9).all()
+    assert fitted.mean() == pytest.approx(np.mean(values), abs=1e-6)
     assert isotonic(np.sort(values)) == pytest.approx(np.sort(values), abs=1e-9)
 
 

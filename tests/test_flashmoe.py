@@ -30,6 +30,8 @@ from typer.testing import CliRunner
 
 from moesim import cli
 from moesim.analysis import learned_cache as learned
+from moesim.analysis.eviction_recorder import EvictionRecorder
+from moesim.analysis.trace_split import all_passes, split
 from moesim.runs import replay as api
 from moesim.runs.artefacts import load_artefacts
 from moesim.runs.cache_replay import replay_cache
@@ -166,8 +168,8 @@ def test_numpy_evaluates_what_torch_trained():
     ).numpy()
     for layer in range(3):
         for n in range(5):
-            answer = trained.network.evaluate(layer, features[layer, n])
-            assert answer == pytest.approx(expected[layer, n], abs=1e-6)
+            distances = trained.network.evaluate(layer, features[layer, n])
+            assert distances == pytest.approx(expected[layer, n], abs=1e-6)
 
 
 def test_equal_seeds_train_equal_bytes(tmp_path):
@@ -348,14 +350,14 @@ def test_it_learns_cyclic_access_where_lru_always_misses(labels):
         slots=4,
     )
     held_out = passes(*(np.arange(120) + 4) % 6)
-    answer = learned.judge(
+    evaluations = learned.evaluate(
         ("flashmoe", "lru", learned.BOUND),
         held_out,
         model,
         4,
         {"flashmoe": trained.network._asdict()},
     )
-    rates = {row.policy: row.hit_rate for row in answer}
+    rates = {row.policy: row.hit_rate for row in evaluations}
     assert rates["lru"] == 0.0
     assert rates["flashmoe"] > 0.45
     assert rates["flashmoe"] <= rates[learned.BOUND] == pytest.approx(0.58, abs=0.02)
@@ -371,14 +373,14 @@ def test_learned_on_the_shipped_calibration_trace_it_beats_lru_and_lfru_on_the_e
         for part in ("calibration", "evaluation")
     )
     trained = train(
-        learned.whole(calibration), calibration.shape, Recipe(hidden=64, epochs=15)
+        all_passes(calibration), calibration.shape, Recipe(hidden=64, epochs=15)
     )
     policies = ("flashmoe", "lru", "lfru", learned.BOUND)
     artefacts = {"flashmoe": trained.network._asdict()}
-    answer = learned.judge(
-        policies, learned.whole(evaluation), evaluation.shape, 8, artefacts
+    evaluations = learned.evaluate(
+        policies, all_passes(evaluation), evaluation.shape, 8, artefacts
     )
-    rates = {row.policy: row.hit_rate for row in answer}
+    rates = {row.policy: row.hit_rate for row in evaluations}
     assert rates["lru"] < rates["lfru"] < rates["flashmoe"] - 0.01
     assert rates["flashmoe"] < rates[learned.BOUND]
 
@@ -390,7 +392,7 @@ def test_judging_by_hand():
     Belady evicts 1 at step 2 and lets 0 stay until step 4, when 0 and 2 are both never
     used again: the lower id leaves.
     """
-    (row,) = learned.judge(("lru",), passes(0, 1, 2, 0, 1), shape(), 2, {})
+    (row,) = learned.evaluate(("lru",), passes(0, 1, 2, 0, 1), shape(), 2, {})
     assert (row.hit_rate, row.evictions) == (0.0, 3)
     assert row.optimal == pytest.approx(1 / 3)
     assert row.refetch_5 == pytest.approx(2 / 3)
@@ -400,16 +402,16 @@ def test_judging_by_hand():
 
 def test_a_belady_cache_only_ever_evicts_optimally():
     drawn = np.random.default_rng(3).integers(0, 8, 200)
-    (row,) = learned.judge((learned.BOUND,), passes(*drawn), shape(experts=8), 3, {})
+    (row,) = learned.evaluate((learned.BOUND,), passes(*drawn), shape(experts=8), 3, {})
     assert row.optimal == 1.0
     assert row.delay_steps is None
 
 
-def test_the_witness_changes_nothing():
-    """Hit rates beside a witness equal those of the step-atomic driver."""
+def test_recording_changes_nothing():
+    """Hit rates while evictions are recorded equal those of the step-atomic driver."""
     drawn = np.random.default_rng(4).integers(0, 8, 300).tolist()
     by_hand = drive_atomic(Belady(must_admit=True), one_by_one(drawn), 3)
-    (row,) = learned.judge((learned.BOUND,), passes(*drawn), shape(experts=8), 3, {})
+    (row,) = learned.evaluate((learned.BOUND,), passes(*drawn), shape(experts=8), 3, {})
     assert (row.hit_rate, row.evictions) == (
         by_hand.hits / by_hand.accesses,
         len(by_hand.evicted),
@@ -425,7 +427,7 @@ def test_policies_that_decline_admissions_are_not_judged():
             return candidates
 
     with pytest.raises(PolicyError, match="declines admissions"):
-        learned.Witness(Choosy(), RecordedFuture(passes(0)), 4)
+        EvictionRecorder(Choosy(), RecordedFuture(passes(0)), 4)
 
 
 @pytest.mark.parametrize(
@@ -437,14 +439,12 @@ def test_training_and_held_out_part_never_mix(tmp_path, tiny_shape, sequences, c
     parts are the trace, once.
     """
     trace = open_trace(write_trace(tmp_path / "t.parquet", tiny_shape, sequences))
-    training, judging = learned.split(trace)
+    training, judging = split(trace)
     assert (training.start, training.stop, judging.start) == (0, cut, cut)
     together = [
         step.layers[0].routing.tolist() for part in (training, judging) for step in part
     ]
-    assert together == [
-        step.layers[0].routing.tolist() for step in learned.whole(trace)
-    ]
+    assert together == [step.layers[0].routing.tolist() for step in all_passes(trace)]
     assert [step.step for step in judging] == list(range(len(judging)))
 
 
@@ -493,14 +493,14 @@ def test_the_command_writes_network_and_report(command):
         "report.json",
         "report.md",
     ]
-    answer = json.loads((out / "report.json").read_text())
-    assert [size["slots"] for size in answer["sizes"]] == [3, 4]
-    policies = {row["policy"] for row in answer["sizes"][0]["policies"]}
+    report = json.loads((out / "report.json").read_text())
+    assert [size["slots"] for size in report["sizes"]] == [3, 4]
+    policies = {row["policy"] for row in report["sizes"][0]["policies"]}
     assert policies == {"flashmoe", "lru", "lfu", "lfru", "arc", "lecar", learned.BOUND}
-    best = answer["sizes"][-1]["policies"]
+    best = report["sizes"][-1]["policies"]
     bound = next(row["hit_rate"] for row in best if row["policy"] == learned.BOUND)
     assert all(row["hit_rate"] <= bound for row in best)
-    assert answer["held_out_steps"] == [123, 164]
+    assert report["held_out_steps"] == [123, 164]
     text = (out / "report.md").read_text()
     assert text in printed
     assert text.count("points of hit rate") == 2

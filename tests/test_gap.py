@@ -19,9 +19,11 @@ from moesim.traces.format.future import RecordedFuture
 from typer.testing import CliRunner
 
 from moesim import cli
-from moesim.analysis.gap import decompose, gap, shapley
-from moesim.analysis.gap_bench import BOUND, PARTS, Bench, Grades
+from moesim.analysis.assignment_grades import Grades
+from moesim.analysis.gap import decompose, gap
 from moesim.analysis.gap_eviction import split_eviction
+from moesim.analysis.gap_mixes import BOUND, PARTS, MixReplays
+from moesim.analysis.shapley import shapley
 from moesim.runs import replay as api
 from moesim.runs.memory import MemoryOptions
 from tests.conftest import write_trace
@@ -31,29 +33,29 @@ NO_CPU = 1000.0
 """Seconds of an expert on a CPU that nobody would choose."""
 
 
-def bench(model, system, forward, *, slots, **costs):
+def replays(model, system, forward, *, slots, **costs):
     size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=slots)
-    return Bench(
-        model,
-        HandProfile(),
-        HandCosts(**costs),
-        MemoryPlan(size),
-        system,
-        lambda: forward,
-        RecordedFuture(forward),
+    return MixReplays(
+        shape=model,
+        profile=HandProfile(),
+        costs=HandCosts(**costs),
+        memory=MemoryPlan(size),
+        system=system,
+        passes=lambda: forward,
+        future=RecordedFuture(forward),
     )
 
 
-def moesim(*words):
-    return CliRunner().invoke(cli.app, [str(word) for word in words])
+def moesim(*options):
+    return CliRunner().invoke(cli.app, [str(option) for option in options])
 
 
 def one_layer(*experts):
     return steps(*[[routed(0, expert)] for expert in experts])
 
 
-def shares(found):
-    return {part.name: part.share_s for part in found.parts}
+def shares(result):
+    return {part.name: part.share_s for part in result.parts}
 
 
 # Sharing out.
@@ -77,11 +79,11 @@ def test_shares_sum_to_the_whole_and_a_dummy_gets_nothing(numbers):
     """Player d changes nothing: the value of a set is that of the set without it."""
     subsets = [frozenset(c) for size in range(5) for c in combinations("abcd", size)]
     value = {subset: numbers[subsets.index(subset - {"d"})] for subset in subsets}
-    found = shapley(value, list("abcd"))
-    assert sum(found.values()) == pytest.approx(
+    result = shapley(value, list("abcd"))
+    assert sum(result.values()) == pytest.approx(
         value[frozenset()] - value[frozenset("abcd")], abs=1e-9
     )
-    assert found["d"] == pytest.approx(0.0, abs=1e-9)
+    assert result["d"] == pytest.approx(0.0, abs=1e-9)
 
 
 # One cause at a time.
@@ -93,27 +95,27 @@ def test_only_eviction_differs():
     """
     model = shape(experts=3)
     forward = one_layer(0, 1, 2, 0, 1, 2)
-    found = decompose(
-        bench(model, System("on-demand", cache="lru"), forward, slots=2, cpu=NO_CPU)
+    result = decompose(
+        replays(model, System("on-demand", cache="lru"), forward, slots=2, cpu=NO_CPU)
     )
-    assert found.policy_s == 6 * (2 + 4 + 1)
-    assert found.bound_s == 4 * (2 + 4 + 1) + 2 * (2 + 1)
-    assert shares(found) == pytest.approx(
+    assert result.policy_s == 6 * (2 + 4 + 1)
+    assert result.bound_s == 4 * (2 + 4 + 1) + 2 * (2 + 1)
+    assert shares(result) == pytest.approx(
         {"eviction": 8.0, "assignment": 0.0, "prefetch": 0.0, "planning": 0.0}
     )
-    assert found.belady_s == found.bound_s
+    assert result.belady_s == result.bound_s
 
 
 def test_only_assignment_differs():
     """Everything is on the GPU (1 s), and yet the CPU (10 s) computes it."""
     model = shape(experts=2)
     forward = one_layer(0, 1, 0)
-    found = decompose(
-        bench(model, System("all-cpu", cache="static:fill=lowest"), forward, slots=2)
+    result = decompose(
+        replays(model, System("all-cpu", cache="static:fill=lowest"), forward, slots=2)
     )
-    assert found.policy_s == 3 * (2 + 10)
-    assert found.bound_s == found.resident_s == 3 * (2 + 1)
-    assert shares(found) == pytest.approx(
+    assert result.policy_s == 3 * (2 + 10)
+    assert result.bound_s == result.resident_s == 3 * (2 + 1)
+    assert shares(result) == pytest.approx(
         {"eviction": 0.0, "assignment": 27.0, "prefetch": 0.0, "planning": 0.0}
     )
 
@@ -125,16 +127,16 @@ def test_only_prefetch_differs():
     model = shape(layers=2, experts=2)
     forward = steps([routed(0, 0), routed(1, 1)])
     system = System(BOUND.assignment, cache="belady", prefetch="none")
-    found = decompose(bench(model, system, forward, slots=0, cpu=NO_CPU))
-    assert (found.policy_s, found.bound_s) == (14.0, 11.0)
-    assert shares(found) == pytest.approx({"prefetch": 3.0, "planning": 0.0})
+    result = decompose(replays(model, system, forward, slots=0, cpu=NO_CPU))
+    assert (result.policy_s, result.bound_s) == (14.0, 11.0)
+    assert shares(result) == pytest.approx({"prefetch": 3.0, "planning": 0.0})
 
 
 def test_only_planning_differs():
     model = shape(experts=2)
     forward = one_layer(0, 1, 0, 1)
-    found = decompose(
-        bench(
+    result = decompose(
+        replays(
             model,
             System("on-demand", cache="lru"),
             forward,
@@ -143,7 +145,7 @@ def test_only_planning_differs():
             plan=0.5,
         )
     )
-    assert shares(found) == pytest.approx(
+    assert shares(result) == pytest.approx(
         {"eviction": 0.0, "assignment": 0.0, "prefetch": 0.0, "planning": 4 * 0.5}
     )
 
@@ -151,10 +153,10 @@ def test_only_planning_differs():
 def test_the_clairvoyant_composition_has_no_gap():
     model = shape(layers=2, experts=4)
     forward = steps(*[[routed(0, i % 4), routed(1, (i + 1) % 3)] for i in range(6)])
-    found = decompose(bench(model, BOUND, forward, slots=2, plan=0.0))
-    assert found.gap_s == 0.0
-    assert [part.name for part in found.parts] == ["planning"]
-    assert found.parts[0].replaced_by is None
+    result = decompose(replays(model, BOUND, forward, slots=2, plan=0.0))
+    assert result.gap_s == 0.0
+    assert [part.name for part in result.parts] == ["planning"]
+    assert result.parts[0].replaced_by is None
 
 
 def test_a_prefetcher_that_floods_the_link_is_not_forced_on_the_policy():
@@ -163,13 +165,13 @@ def test_a_prefetcher_that_floods_the_link_is_not_forced_on_the_policy():
     """
     model = shape(layers=2, experts=4)
     forward = steps(*[[routed(0, i % 4), routed(1, (i + 2) % 4)] for i in range(6)])
-    found = decompose(
-        bench(
+    result = decompose(
+        replays(
             model, System("all-cpu", cache="lru"), forward, slots=1, cpu=3.0, copy=1e4
         )
     )
-    parts = {part.name: part for part in found.parts}
-    assert found.mixes["clairvoyant"] >= found.policy_s
+    parts = {part.name: part for part in result.parts}
+    assert result.mixes["clairvoyant"] >= result.policy_s
     assert parts["prefetch"].replaced_by is None
     assert parts["prefetch"].share_s == 0.0
 
@@ -193,8 +195,8 @@ def test_shares_are_never_negative_and_sum_to_the_gap(trace, slots, assignment, 
             for layers in trace
         ]
     )
-    found = decompose(
-        bench(
+    result = decompose(
+        replays(
             model,
             System(assignment, cache=cache),
             forward,
@@ -203,12 +205,12 @@ def test_shares_are_never_negative_and_sum_to_the_gap(trace, slots, assignment, 
             cpu=3.0,
         )
     )
-    assert sum(shares(found).values()) == pytest.approx(found.gap_s, abs=1e-9)
-    assert min(shares(found).values()) >= -1e-9
-    assert min(part.alone_s for part in found.parts) >= 0.0
-    assert min(part.last_s for part in found.parts) >= 0.0
-    assert found.bound_s == min(found.mixes.values())
-    assert found.policy_s == found.mixes["as it is"]
+    assert sum(shares(result).values()) == pytest.approx(result.gap_s, abs=1e-9)
+    assert min(shares(result).values()) >= -1e-9
+    assert min(part.alone_s for part in result.parts) >= 0.0
+    assert min(part.last_s for part in result.parts) >= 0.0
+    assert result.bound_s == min(result.mixes.values())
+    assert result.policy_s == result.mixes["as it is"]
 
 
 # The eviction gap.
@@ -227,34 +229,34 @@ def test_what_must_enter_costs_belady_a_miss():
     """One slot, 0 1 0: only who turns 1 away keeps 0. Choosing victims cannot help
     where there is one.
     """
-    found = split("lru", (0, 1, 0), slots=1)
-    assert (found.misses, found.forced, found.belady) == (3, 3, 2)
-    assert (found.victims, found.admissions) == (0, 1)
+    result = split("lru", (0, 1, 0), slots=1)
+    assert (result.misses, result.forced, result.belady) == (3, 3, 2)
+    assert (result.victims, result.admissions) == (0, 1)
 
 
 def test_the_wrong_victim_costs_lru_a_miss():
     """Two slots, 0 1 2 0: LRU drops 0 for 2; both Beladys keep it."""
-    found = split("lru", (0, 1, 2, 0), slots=2)
-    assert (found.misses, found.forced, found.belady) == (4, 3, 3)
-    assert (found.victims, found.admissions) == (1, 0)
+    result = split("lru", (0, 1, 2, 0), slots=2)
+    assert (result.misses, result.forced, result.belady) == (4, 3, 3)
+    assert (result.victims, result.admissions) == (1, 0)
 
 
 def test_a_causal_cache_that_wins_part_of_the_gap_is_named():
     """Two slots, 0 0 1 2 0: LFU keeps 0 and misses 3, as Belady does; LRU misses 4."""
-    found = split("lru", (0, 0, 1, 2, 0), slots=2, causal=("lru", "lfu"))
-    assert (found.misses, found.belady, found.best_causal, found.won) == (
+    result = split("lru", (0, 0, 1, 2, 0), slots=2, causal=("lru", "lfu"))
+    assert (result.misses, result.belady, result.best_causal, result.won) == (
         4,
         3,
         "lfu",
         1,
     )
-    assert found.to_json()["won_by_causal_share"] == 1.0
+    assert result.to_json()["won_by_causal_share"] == 1.0
 
 
 def test_no_gap_has_no_shares():
-    found = split("belady", (0, 1, 2, 0, 1), slots=2)
-    assert found.gap == 0
-    assert found.to_json()["victims_share"] is None
+    result = split("belady", (0, 1, 2, 0, 1), slots=2)
+    assert result.gap == 0
+    assert result.to_json()["victims_share"] is None
 
 
 def test_a_cache_that_swaps_by_its_own_clock_is_not_judged_by_misses_alone():
@@ -263,8 +265,8 @@ def test_a_cache_that_swaps_by_its_own_clock_is_not_judged_by_misses_alone():
 
 def test_both_beladys_start_with_what_the_policy_starts_with():
     """Lowest ids fill both slots; 0 and 1 hit at once, so nobody misses."""
-    found = split("static:fill=lowest", (0, 1, 0, 1), slots=2)
-    assert (found.misses, found.forced, found.belady, found.causal) == (
+    result = split("static:fill=lowest", (0, 1, 0, 1), slots=2)
+    assert (result.misses, result.forced, result.belady, result.causal) == (
         0,
         0,
         0,
@@ -279,7 +281,7 @@ def test_an_assignment_ten_times_slower_than_the_best_is_graded_ten():
     model = shape(experts=2)
     forward = one_layer(0, 1, 0)
     grades = Grades()
-    bench(
+    replays(
         model, System("all-cpu", cache="static:fill=lowest"), forward, slots=2
     ).replay_s({}, grades)
     assert list(grades.modelled) == [10.0] * 3
@@ -298,13 +300,13 @@ def test_nobody_is_graded_better_than_the_best_and_the_best_is_best():
     )
     for assignment, best in (("greedy", False), ("exact", True), ("beam", False)):
         grades = Grades()
-        bench(
+        replays(
             model, System(assignment), forward, slots=3, per_token=0.7, cpu=2.0
         ).replay_s({}, grades)
-        found = grades.to_json()["modelled"]
+        result = grades.to_json()["modelled"]
         assert min(grades.modelled) >= 1.0 - 1e-9
         assert min(grades.scheduled) >= 1.0 - 1e-9
-        assert (found["optimal_share"] == 1.0) is best
+        assert (result["optimal_share"] == 1.0) is best
 
 
 # On traces.
@@ -324,13 +326,13 @@ def test_the_policy_itself_is_timed_as_replay_times_it(trace):
         "batch": 2,
         "memory": MemoryOptions(slots_per_layer=3),
     }
-    found = gap(trace, "greedy", **given)
-    assert found.policy_s == api.replay(trace, "greedy", **given).metrics["makespan_s"]
-    assert {part.name for part in found.parts} == set(PARTS)
-    assert sum(shares(found).values()) == pytest.approx(found.gap_s)
-    assert found.eviction.misses >= found.eviction.forced >= found.eviction.belady
-    assert found.config["model"] == "tiny"
-    assert json.loads(json.dumps(found.to_json()))["parts"]["planning"]["share_s"] > 0
+    result = gap(trace, "greedy", **given)
+    assert result.policy_s == api.replay(trace, "greedy", **given).metrics["makespan_s"]
+    assert {part.name for part in result.parts} == set(PARTS)
+    assert sum(shares(result).values()) == pytest.approx(result.gap_s)
+    assert result.eviction.misses >= result.eviction.forced >= result.eviction.belady
+    assert result.config["model"] == "tiny"
+    assert json.loads(json.dumps(result.to_json()))["parts"]["planning"]["share_s"] > 0
 
 
 def test_altered_routing_has_no_future(trace):
@@ -338,8 +340,8 @@ def test_altered_routing_has_no_future(trace):
         gap(trace, "greedy", routing="cache-prior", hw="rtx3090-epyc7532")
 
 
-@pytest.mark.parametrize("words", [(), ("--json",)])
-def test_the_command_prints_shares_that_sum_to_the_gap(trace, words):
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_the_command_prints_shares_that_sum_to_the_gap(trace, options):
     done = moesim(
         "gap",
         trace,
@@ -349,14 +351,14 @@ def test_the_command_prints_shares_that_sum_to_the_gap(trace, words):
         "rtx3090-epyc7532",
         "--steps",
         "6",
-        *words,
+        *options,
     )
     assert done.exit_code == 0, done.output
-    if words:
-        found = json.loads(done.stdout)
+    if options:
+        result = json.loads(done.stdout)
         assert sum(
-            part["share_s"] for part in found["parts"].values()
-        ) == pytest.approx(found["gap_s"])
+            part["share_s"] for part in result["parts"].values()
+        ) == pytest.approx(result["gap_s"])
     else:
         assert all(
             part in done.stdout for part in (*PARTS, "100.0 %", "Belady", "tiny")

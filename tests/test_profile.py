@@ -11,7 +11,6 @@ import tomli_w
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import (
     default_profile,
-    lane_class,
     list_profiles,
     load_profile,
     parse_profile,
@@ -75,13 +74,13 @@ def numbers_of(table, path=""):
     them.
     """
     for key, entry in table.items():
-        here = f"{path}.{key}"
+        inner = f"{path}.{key}"
         if isinstance(entry, dict) and ("value" in entry or "seconds" in entry):
-            yield here, entry
+            yield inner, entry
         elif isinstance(entry, dict):
-            yield from numbers_of(entry, here)
+            yield from numbers_of(entry, inner)
         elif isinstance(entry, int | float):
-            yield here, None
+            yield inner, None
 
 
 def test_all_machines_of_the_seed_papers_ship():
@@ -92,9 +91,11 @@ def test_all_machines_of_the_seed_papers_ship():
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_number_that_ships_says_where_it_came_from(name):
     raw = tomllib.loads(_file(name).read_text(encoding="utf-8"))
-    found = dict(numbers_of({key: entry for key, entry in raw.items() if key != "fit"}))
-    assert len(found) > 25
-    for path, entry in found.items():
+    entries = dict(
+        numbers_of({key: entry for key, entry in raw.items() if key != "fit"})
+    )
+    assert len(entries) > 25
+    for path, entry in entries.items():
         assert entry is not None, f"{path} is a bare number"
         assert len(entry["source"]) > 8, path
         if entry["kind"] == "measured":
@@ -166,7 +167,6 @@ def test_a_machine_knows_its_lanes_workers_and_memory():
     assert machine.workers["accelerator"] == ("gpu0", "h2d0", "d2h0")
     assert (machine.gpus, machine.cores, machine.cpu_threads) == (1, 2, 1)
     assert machine.memory == (1 << 30, 1 << 31, 2)
-    assert lane_class("h2d0") == "h2d"
 
 
 def test_unknown_contention_is_one_and_unknown_power_is_none():
@@ -203,7 +203,7 @@ def test_three_busy_workers_do_not_fit_two_cores():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"colour": "red"}, "colour: unknown key"),
         (
@@ -295,8 +295,8 @@ def test_three_busy_workers_do_not_fit_two_cores():
         ),
     ],
 )
-def test_a_profile_that_cannot_be_trusted_is_refused_in_one_line(changes, said):
-    assert said in refused(**changes)
+def test_a_profile_that_cannot_be_trusted_is_refused_in_one_line(changes, message):
+    assert message in refused(**changes)
 
 
 def test_a_missing_number_names_file_key_and_way_out_when_it_is_asked_for():
@@ -331,18 +331,18 @@ def test_a_missing_or_broken_file_is_one_line(tmp_path):
 
 
 def test_the_default_is_the_nearest_profile(tmp_path, monkeypatch):
-    here = tmp_path / "here"
+    folder = tmp_path / "here"
     home = tmp_path / "home"
-    here.mkdir()
+    folder.mkdir()
     (home / "moesim").mkdir(parents=True)
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home))
     assert default_profile().name == "rtx3090-epyc7532"
     (home / "moesim" / "hw.toml").write_text(
         tomli_w.dumps(raw_profile(name="of-the-user")), encoding="utf-8"
     )
     assert default_profile().name == "of-the-user"
-    (here / "hw.toml").write_text(
+    (folder / "hw.toml").write_text(
         tomli_w.dumps(raw_profile(name="of-the-folder")), encoding="utf-8"
     )
     assert default_profile().name == "of-the-folder"

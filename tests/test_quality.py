@@ -127,11 +127,11 @@ def random_passages(count=2, scored=SCORED):
     )
 
 
-def is_the_model_itself(found):
+def is_the_model_itself(scores):
     return (
-        (found.kl == 0).all()
-        and found.agrees.all()
-        and (found.nats == found.reference_nats).all()
+        (scores.kl == 0).all()
+        and scores.agrees.all()
+        and (scores.nats == scores.reference_nats).all()
     )
 
 
@@ -143,9 +143,9 @@ def test_a_gate_that_keeps_its_word_is_the_model_itself(swapped, batch):
         trial(local, System("on-demand", routing=name))
         for name in ("as-recorded", "unmoved")
     ]
-    for found in measure(local, random_passages(), trials, batch=batch):
-        assert is_the_model_itself(found)
-        assert (found.altered, found.stale, found.gate_mass) == (0, 0, 1)
+    for scores in measure(local, random_passages(), trials, batch=batch):
+        assert is_the_model_itself(scores)
+        assert (scores.altered, scores.stale, scores.gate_mass) == (0, 0, 1)
 
 
 def test_the_unmodified_reader_is_the_library_reading_at_once(swapped):
@@ -154,13 +154,13 @@ def test_the_unmodified_reader_is_the_library_reading_at_once(swapped):
     """
     local = LocalModel("random", swapped.plain)
     passages = random_passages()
-    (found,) = measure(local, passages, [trial(local, System("on-demand"))])
+    (scores,) = measure(local, passages, [trial(local, System("on-demand"))])
     with torch.inference_mode():
         logits = swapped.plain(passages.tokens[:, :-1]).logits[:, PROMPT:]
     nats = functional.cross_entropy(
         logits.mT, passages.tokens[:, PROMPT + 1 :], reduction="none"
     ).numpy()
-    assert found.reference_nats == pytest.approx(nats, abs=2e-4)
+    assert scores.reference_nats == pytest.approx(nats, abs=2e-4)
 
 
 def test_wrong_experts_do_what_brute_force_says(swapped):
@@ -174,7 +174,7 @@ def test_wrong_experts_do_what_brute_force_says(swapped):
 
     local = LocalModel("random", swapped.plain)
     passages = random_passages()
-    (found,) = measure(
+    (scores,) = measure(
         local, passages, [trial(local, System("on-demand", routing="crossed"))]
     )
     swapped.offloaded.handler = Neighbours(swapped.store)
@@ -187,10 +187,10 @@ def test_wrong_experts_do_what_brute_force_says(swapped):
     kl = functional.kl_div(
         logits.log_softmax(-1), plain.log_softmax(-1), log_target=True, reduction="none"
     ).sum(-1)
-    assert found.nats == pytest.approx(nats, abs=2e-4)
-    assert found.kl == pytest.approx(kl.numpy(), abs=2e-4)
-    assert found.kl.min() > 1e-6
-    assert found.altered > 0.5
+    assert scores.nats == pytest.approx(nats, abs=2e-4)
+    assert scores.kl == pytest.approx(kl.numpy(), abs=2e-4)
+    assert scores.kl.min() > 1e-6
+    assert scores.altered > 0.5
 
 
 def test_experts_begun_a_layer_ahead_work_on_the_input_of_that_layer(tmp_path):
@@ -213,7 +213,7 @@ def test_experts_begun_a_layer_ahead_work_on_the_input_of_that_layer(tmp_path):
     local = LocalModel("random", made.plain)
     passages = random_passages(1, scored=8)
     daop = System("daop:first_layer=1", "none")
-    found, own = measure(
+    scores, own = measure(
         local,
         passages,
         [trial(local, daop), trial(local, daop, own_input=True)],
@@ -234,9 +234,9 @@ def test_experts_begun_a_layer_ahead_work_on_the_input_of_that_layer(tmp_path):
         torch.stack(nats[1:], -1), passages.tokens[:, PROMPT + 1 :], reduction="none"
     )
     made.store.close()
-    assert found.nats == pytest.approx(nats.numpy(), abs=2e-4)
-    assert 0 < found.stale <= 0.5
-    assert found.kl.max() > 1e-4
+    assert scores.nats == pytest.approx(nats.numpy(), abs=2e-4)
+    assert 0 < scores.stale <= 0.5
+    assert scores.kl.max() > 1e-4
     assert is_the_model_itself(own)
     assert own.stale == 0
 
@@ -274,12 +274,12 @@ def test_no_band_nothing_resident_or_everything_resident_changes_nothing(
     """
     passages = Passages.of_corpus(1, prompt=24, scored=12)
     one = trial(tiny, system, ratio=1.0 if full else 0.25, full=full)
-    (found,) = measure(
+    (scores,) = measure(
         tiny, passages, [one], columns=("scores", "weights", "pred1_raw")
     )
-    assert is_the_model_itself(found)
-    assert found.altered == 0
-    assert found.hit_rate == 1 if full else found.hit_rate < 1
+    assert is_the_model_itself(scores)
+    assert scores.altered == 0
+    assert scores.hit_rate == 1 if full else scores.hit_rate < 1
 
 
 def test_half_a_cache_costs_answers_and_wins_hits(tiny):
@@ -307,12 +307,12 @@ def test_experts_that_are_left_out_are_not_counted(tiny):
     every layer of every step.
     """
     one = trial(tiny, System("on-demand", routing="adaptive-gating:budget=10"))
-    (found,) = measure(
+    (scores,) = measure(
         tiny, Passages.of_corpus(1, prompt=16, scored=8), [one], columns=("weights",)
     )
-    assert (found.used, found.altered) == (1, 1)
-    assert 0.25 < found.gate_mass < 1
-    assert found.kl.max() > 0
+    assert (scores.used, scores.altered) == (1, 1)
+    assert 0.25 < scores.gate_mass < 1
+    assert scores.kl.max() > 0
 
 
 class Witness(PolicyUnderTest):
@@ -444,19 +444,23 @@ def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
         cli.main(["quality", *(f"--{name}={value}" for name, value in given.items())])
     assert not end.value.code
     printed = capsys.readouterr().out
-    assert printed.count("expert-cache-router:phase=decode,alpha=0.4") == 2
+    rows = [line.split()[:2] for line in printed.splitlines() if line[:6] == "expert"]
+    for alpha in ("0", "0.4"):
+        setting = f"expert-cache-router:phase=decode,alpha={alpha}"
+        assert [setting, "0.25"] in rows
+        assert [setting, "0.5"] in rows
     assert (tmp_path / "out" / "quality.png").read_bytes().startswith(b"\x89PNG")
-    found = json.loads((tmp_path / "out" / "quality.json").read_text())
-    assert [(row["swept"], row["cache_ratio"]) for row in found["settings"]] == [
+    scores = json.loads((tmp_path / "out" / "quality.json").read_text())
+    assert [(row["swept"], row["cache_ratio"]) for row in scores["settings"]] == [
         ("0", 0.25),
         ("0", 0.5),
         ("0.4", 0.25),
         ("0.4", 0.5),
     ]
-    assert {row["kl"] for row in found["settings"] if row["swept"] == "0"} == {0.0}
-    assert found["config"]["tokens"] == 8
-    assert len({row["reference_nats"] for row in found["settings"]}) == 1
-    for row in found["settings"]:
+    assert {row["kl"] for row in scores["settings"] if row["swept"] == "0"} == {0.0}
+    assert scores["config"]["tokens"] == 8
+    assert len({row["reference_nats"] for row in scores["settings"]}) == 1
+    for row in scores["settings"]:
         assert row["perplexity"] == pytest.approx(
             np.exp(row["reference_nats"] + row["delta_nats"])
         )

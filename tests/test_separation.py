@@ -22,22 +22,22 @@ from moesim.validation.calibrate import learn
 from moesim.validation.calibration_runs import designs, drawn_steps
 from moesim.validation.grid import validate
 from moesim.validation.paired_runs import Trial, simulate
-from moesim.validation.results import Validation
+from moesim.validation.summary import Validation
 from tests.real_machine import host_profile
 from tests.test_calibrate import sized
 
 ROOT = Path(__file__).parents[1]
 FITTING = (
-    "hwprofiles/calibration/fit_runs.py",
-    "hwprofiles/calibration/observations.py",
-    "hwprofiles/calibration/fit_curves.py",
-    "hwprofiles/calibration/robust.py",
-    "hwprofiles/calibration/points.py",
+    *sorted(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "hwprofiles" / "calibration").glob("*.py")
+    ),
     "moesim/validation/calibrate.py",
 )
 COMPARING = (
     "moesim/validation/grid.py",
     "moesim/validation/results.py",
+    "moesim/validation/summary.py",
     "moesim/reporting/validation_page.py",
     "moesim/reporting/validation_figures.py",
     "moesim/reporting/validation_text.py",
@@ -64,15 +64,15 @@ def named(path):
     """Every module of ours that a file imports, in functions and under `TYPE_CHECKING`
     too.
     """
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {
+            modules |= {node.module} | {
                 f"{node.module}.{alias.name}" for alias in node.names
             }
-    return {name for name in found if (ROOT / path_of(name)).is_file()}
+    return {name for name in modules if (ROOT / path_of(name)).is_file()}
 
 
 def reached(path):
@@ -98,6 +98,7 @@ def test_what_compares_names_nothing_that_fits(path):
 
 def test_the_walk_would_see_it():
     """Else the two tests above could not fail."""
+    assert "hwprofiles/calibration/fit_runs.py" in FITTING
     assert "moesim.validation.paired_runs" in reached(
         "moesim/validation/calibrate.py"
     ) & reached("moesim/validation/grid.py")
@@ -127,8 +128,8 @@ def test_the_designed_set_is_drawn_without_opening_a_file(monkeypatch):
     monkeypatch.setattr(reader, "open_trace", shut)
     monkeypatch.setattr(reader.Trace, "__init__", shut)
     runs = [
-        (shape, one.trial, simulate(one.trial, shape, machine))
-        for one in designs(shape, quick=True)[:6]
+        (shape, design.trial, simulate(design.trial, shape, machine))
+        for design in designs(shape, quick=True)[:6]
     ]
     assert learn(runs, machine, date="2026-01-01", name="x").numbers
 
@@ -143,14 +144,14 @@ def test_drawn_routing_is_no_shipped_trace():
     for path in TRACES:
         steps = compose(open_trace(path), steps=60)
         shipped = [layer.routing.tobytes() for step in steps for layer in step.layers]
-        same = sum(one in drawn for one in shipped)
+        same = sum(routing in drawn for routing in shipped)
         assert same <= 0.02 * len(shipped)
 
 
 def test_a_validation_leaves_the_profile_as_it_was(tmp_path):
     profile = host_profile()
     before = profile.digest
-    found = validate(
+    validation = validate(
         [TRACES[1]],
         policies=["all-cpu+none"],
         cache_ratios=[0.2],
@@ -161,8 +162,8 @@ def test_a_validation_leaves_the_profile_as_it_was(tmp_path):
         repetitions=1,
         stores=tmp_path,
     )
-    assert isinstance(found, Validation)
-    assert profile.digest == before == found.config["hw_digest"]
+    assert isinstance(validation, Validation)
+    assert profile.digest == before == validation.config["hw_digest"]
 
 
 def test_the_same_runs_give_the_same_profile_whatever_was_compared_before():
@@ -172,8 +173,8 @@ def test_the_same_runs_give_the_same_profile_whatever_was_compared_before():
     shape = sized("olmoe-1b-7b/4")
     machine = load_profile("two-core-host")
     runs = [
-        (shape, one.trial, simulate(one.trial, shape, machine))
-        for one in designs(shape, quick=True)[:4]
+        (shape, design.trial, simulate(design.trial, shape, machine))
+        for design in designs(shape, quick=True)[:4]
     ]
     first = learn(runs, machine, date="2026-01-01", name="x").digest
     other = Trial(

@@ -14,19 +14,22 @@ from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.hwprofiles.schema import FIT_KEYS
 from moesim.policies.base import PolicyError
+from moesim.policies.systems import compose as compose_system
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
 from typer.testing import CliRunner
 
 from moesim import cli
 from moesim.analysis.sensitivity import break_even, capacity_cliff, sensitivity
-from moesim.analysis.time_breakdown import TERMS, step_seconds, terms, terms_by_step
 from moesim.reporting.validation_page import load, page, save
 from moesim.reporting.validation_text import markdown, validation_text
 from moesim.runs.memory import MemoryOptions
-from moesim.validation.grid import timing_free, validate, warnings_of
-from moesim.validation.paired_runs import Trial, foreign, simulate, system_of
-from moesim.validation.results import Cell, Place, Validation, joined
+from moesim.validation.grid import timing_free, validate
+from moesim.validation.paired_runs import Trial, simulate
+from moesim.validation.profile_checks import machine_differences, warnings_of
+from moesim.validation.results import Cell, Coordinates
+from moesim.validation.summary import Validation, joined
+from moesim.validation.time_breakdown import TERMS, step_seconds, terms, terms_by_step
 from tests.real_machine import host_profile
 
 TRACE = Path(__file__).parents[1] / "traces" / "data" / "tiny_evaluation.parquet"
@@ -72,7 +75,7 @@ def cell(
     drift=None,
 ):
     return Cell(
-        Place("t.parquet", "s", policy, ratio, host, 1),
+        Coordinates("t.parquet", "s", policy, ratio, host, 1),
         free,
         extrapolated,
         [one_run(value) for value in measured],
@@ -106,20 +109,20 @@ def test_cells_that_are_predicted_to_take_the_very_same_time_do_the_same_work():
     """1.0, 1.1 and 1.32 s at three cache ratios: pairs differ by 10, 32 and 20 %; the
     fourth does other work.
     """
-    found = result(
+    report = result(
         cell("all-cpu", [1.0, 1.0], 1.2),
         cell("all-cpu", [1.1, 1.1], 1.2, ratio=0.7),
         cell("all-cpu", [1.32, 1.32], 1.2, ratio=0.9),
         cell("greedy", [5.0, 5.0], 1.3),
     )
-    assert found["same_work"] == {
+    assert report["same_work"] == {
         "count": 3,
         "tpot_differs_median": pytest.approx(0.2),
         "tpot_differs_max": pytest.approx(0.32),
     }
     assert (
         "same work differ from each other (3 pairs) | median 20.0 %, worst 32.0 %"
-        in markdown(found)
+        in markdown(report)
     )
     assert "same work" not in markdown(result(cell("greedy", [5.0], 1.3)))
 
@@ -128,23 +131,23 @@ def test_the_summary_by_hand():
     """Measured 1.0 (0.98 and 1.02), 2.0 and 3.0; predicted 1.1, 2.0 and 2.7: errors 10
     %, 0 and 10 %.
     """
-    found = result(
+    report = result(
         cell("a", [0.98, 1.02], 1.1),
         cell("b", [2.0, 2.0], 2.0),
         cell("c", [3.0, 3.0], 2.7),
     )
-    assert found.keys() >= KEYS
-    assert found["tpot_error_median"] == pytest.approx(0.1)
-    assert found["tpot_error_signed_median"] == pytest.approx(0.0, abs=1e-12)
-    assert found["tpot_error_max"] == pytest.approx(0.1)
-    assert found["kendall_tau"] == 1.0
-    assert found["noise_floor"] == 0.0
-    assert found["noise_floor_max"] > 0.0
-    assert found["repetitions_differ"] == 0.0
-    assert found["cells"][0]["repetitions_differ"] == pytest.approx(0.04)
-    assert found["below_noise_share"] == pytest.approx(0.0)
-    assert found["tost_pass_share"] == pytest.approx(1 / 3)
-    assert found["hits_equal"] is True
+    assert report.keys() >= KEYS
+    assert report["tpot_error_median"] == pytest.approx(0.1)
+    assert report["tpot_error_signed_median"] == pytest.approx(0.0, abs=1e-12)
+    assert report["tpot_error_max"] == pytest.approx(0.1)
+    assert report["kendall_tau"] == 1.0
+    assert report["noise_floor"] == 0.0
+    assert report["noise_floor_max"] > 0.0
+    assert report["repetitions_differ"] == 0.0
+    assert report["cells"][0]["repetitions_differ"] == pytest.approx(0.04)
+    assert report["below_noise_share"] == pytest.approx(0.0)
+    assert report["tost_pass_share"] == pytest.approx(1 / 3)
+    assert report["hits_equal"] is True
 
 
 def test_more_repetitions_make_the_measured_time_surer():
@@ -152,26 +155,26 @@ def test_more_repetitions_make_the_measured_time_surer():
     against.
     """
     rng = np.random.default_rng(0)
-    few, many = (
+    floor_of_3, floor_of_27 = (
         np.median(
             [
-                cell("a", rng.lognormal(0.0, 0.1, count).tolist(), 1.0).floor()
+                cell("a", rng.lognormal(0.0, 0.1, count).tolist(), 1.0).noise_floor()
                 for _ in range(40)
             ]
         )
         for count in (3, 27)
     )
-    assert 2.0 < few / many < 4.5
+    assert 2.0 < floor_of_3 / floor_of_27 < 4.5
 
 
 def test_a_swap_of_the_order_is_seen():
     """One of three pairs is predicted the wrong way round."""
-    found = result(
+    report = result(
         cell("a", [1.0, 1.0], 2.1),
         cell("b", [2.0, 2.0], 2.0),
         cell("c", [3.0, 3.0], 3.0),
     )
-    assert found["kendall_tau"] == pytest.approx(1 / 3)
+    assert report["kendall_tau"] == pytest.approx(1 / 3)
 
 
 def test_only_cells_that_timing_cannot_change_must_have_equal_hits():
@@ -182,46 +185,46 @@ def test_only_cells_that_timing_cannot_change_must_have_equal_hits():
 
 
 def test_what_was_held_out_is_told_apart():
-    found = result(
+    report = result(
         cell("a", [1.0, 1.0], 1.2, extrapolated=True), cell("b", [1.0, 1.0], 1.01)
     )
-    assert (found["held_out"]["count"], found["calibrated"]["count"]) == (1, 1)
-    assert found["held_out"]["tpot_error_median"] == pytest.approx(0.2)
-    assert found["calibrated"]["tpot_error_median"] == pytest.approx(0.01)
+    assert (report["held_out"]["count"], report["calibrated"]["count"]) == (1, 1)
+    assert report["held_out"]["tpot_error_median"] == pytest.approx(0.2)
+    assert report["calibrated"]["tpot_error_median"] == pytest.approx(0.01)
 
 
 def test_what_the_machine_did_since_its_calibration_is_told_apart_from_what_the_model_missed():
     """Predicted 1.0, three quarters of it dense; measured 1.05. Dense parts take 4 %
     longer now: that is 3 of the 5.
     """
-    found = result(cell("a", [1.05, 1.05], 1.0, drift={"dense": 0.04, "lanes": 0.0}))
-    assert found["tpot_error_median"] == pytest.approx(1 - 1 / 1.05)
-    assert found["at_speed"]["tpot_error_signed_median"] == pytest.approx(
+    report = result(cell("a", [1.05, 1.05], 1.0, drift={"dense": 0.04, "lanes": 0.0}))
+    assert report["tpot_error_median"] == pytest.approx(1 - 1 / 1.05)
+    assert report["at_speed"]["tpot_error_signed_median"] == pytest.approx(
         1.03 / 1.05 - 1.0
     )
     assert (
         "| reference runs took longer than when it was calibrated by | dense +4.0 %,"
-        " lanes +0.0 % |" in markdown(found)
+        " lanes +0.0 % |" in markdown(report)
     )
-    assert "| TPOT error without that drift, median | 1.9 % |" in markdown(found)
+    assert "| TPOT error without that drift, median | 1.9 % |" in markdown(report)
     unknown = result(cell("a", [1.05, 1.05], 1.0))
     assert unknown["at_speed"]["tpot_error_median"] is None
     assert "without that drift" not in markdown(unknown)
 
 
 def test_errors_are_told_apart_by_every_coordinate():
-    found = result(
+    report = result(
         cell("a", [1.0, 1.0], 1.2, ratio=0.1),
         cell("a", [1.0, 1.0], 1.01),
         cell("b", [1.0, 1.0], 0.97),
     )
-    assert found["by"]["policy"]["a"]["tpot_error_median"] == pytest.approx(0.105)
-    assert found["by"]["policy"]["b"]["tpot_error_signed_median"] == pytest.approx(
+    assert report["by"]["policy"]["a"]["tpot_error_median"] == pytest.approx(0.105)
+    assert report["by"]["policy"]["b"]["tpot_error_signed_median"] == pytest.approx(
         -0.03
     )
-    assert found["by"]["cache_ratio"]["0.1"]["count"] == 1
-    assert "| policy b | 1 | 3.0 % |" in markdown(found)
-    assert "| batch" not in markdown(found).split("coordinate")[1], (
+    assert report["by"]["cache_ratio"]["0.1"]["count"] == 1
+    assert "| policy b | 1 | 3.0 % |" in markdown(report)
+    assert "| batch" not in markdown(report).split("coordinate")[1], (
         "all cells have one batch size"
     )
 
@@ -231,7 +234,7 @@ def test_two_validations_by_one_profile_are_summed_up_together(tmp_path):
     second = result(cell("b", [2.0, 2.0], 2.1, host=0.5))
     save(first, tmp_path)
     both = joined(second, load(tmp_path / "validation.json"))
-    assert [one["policy"] for one in both["cells"]] == ["a", "b"]
+    assert [row["policy"] for row in both["cells"]] == ["a", "b"]
     assert both["tpot_error_median"] == pytest.approx(0.075)
     assert (both["ssd"]["count"], both["config"]["seconds"]) == (1, 2)
     # As files from before knew none.
@@ -261,10 +264,10 @@ def test_a_machine_that_changed_while_it_was_calibrated_is_named():
     }
     moved = replace(steady, fit=fit)
     assert any(
-        "changed its speed by 22 %" in words for words in warnings_of(moved, 0.0)
+        "changed its speed by 22 %" in warning for warning in warnings_of(moved, 0.0)
     )
     kept = replace(steady, fit=fit | {"drift": dict.fromkeys(FIT_KEYS, 0.02)})
-    assert not any("speed" in words for words in warnings_of(kept, 0.0))
+    assert not any("speed" in warning for warning in warnings_of(kept, 0.0))
 
 
 def test_terms_are_shares_of_the_measured_makespan():
@@ -279,12 +282,15 @@ def test_terms_add_up_to_the_makespan():
     )
     timeline = simulate(trial, trace.shape, load_profile("two-core-host"))
     chunk = next(timeline.chunks())
-    found = terms(timeline)
-    assert sum(found.values()) == pytest.approx(
+    seconds = terms(timeline)
+    assert sum(seconds.values()) == pytest.approx(
         chunk["end_s"].max() - chunk["start_s"].min()
     )
-    assert min(found["dense"], found["planning"], found["lanes"], found["between"]) > 0
-    assert found["between"] >= -1e-12
+    assert (
+        min(seconds["dense"], seconds["planning"], seconds["lanes"], seconds["between"])
+        > 0
+    )
+    assert seconds["between"] >= -1e-12
     steps = terms_by_step(timeline)
     assert sum(steps.values())[1:] == pytest.approx(step_seconds(timeline)), (
         "of each step as well"
@@ -301,7 +307,7 @@ def test_terms_add_up_to_the_makespan():
     ],
 )
 def test_timing_is_free_where_nothing_lands_between_layers(policy, free):
-    assert timing_free(system_of(policy).build(gpus=1, host_cache=None)) is free
+    assert timing_free(compose_system(policy).build(gpus=1, host_cache=None)) is free
 
 
 @pytest.fixture(scope="module")
@@ -333,20 +339,20 @@ def test_bytes_of_real_and_simulated_runs_are_equal(grid):
     """What is copied and read follows from the plans, so it is no matter of timing
     either.
     """
-    for one in grid["cells"]:
+    for row in grid["cells"]:
         assert all(
-            run["bytes"] == one["predicted"]["bytes"] for run in one["measured"]
-        ), one["policy"]
-    assert any(one["predicted"]["bytes"]["ssd"] for one in grid["cells"])
+            run["bytes"] == row["predicted"]["bytes"] for run in row["measured"]
+        ), row["policy"]
+    assert any(row["predicted"]["bytes"]["ssd"] for row in grid["cells"])
 
 
 def test_every_cell_was_run_three_times_and_has_its_figures(grid):
-    assert {len(one["measured"]) for one in grid["cells"]} == {3}
+    assert {len(row["measured"]) for row in grid["cells"]} == {3}
     assert all(
-        one["tpot_error"] is not None and one["ttft_error"] is not None
-        for one in grid["cells"]
+        row["tpot_error"] is not None and row["ttft_error"] is not None
+        for row in grid["cells"]
     )
-    assert all(len(one["step_errors"]) == 4 for one in grid["cells"])
+    assert all(len(row["step_errors"]) == 4 for row in grid["cells"])
     assert np.isfinite(grid["tpot_error_median"])
     assert any("not calibrated" in warning for warning in grid["warnings"])
 
@@ -354,7 +360,8 @@ def test_every_cell_was_run_three_times_and_has_its_figures(grid):
 def test_a_foreign_profile_is_recognised(grid):
     assert any("another machine's" in warning for warning in grid["warnings"])
     assert any(
-        said.startswith("cores") for said in foreign(load_profile("a6000-i9-10980xe"))
+        difference.startswith("cores")
+        for difference in machine_differences(load_profile("a6000-i9-10980xe"))
     )
 
 
@@ -387,7 +394,7 @@ def test_an_oracle_is_refused():
 
 def test_too_many_parts_are_refused():
     with pytest.raises(PolicyError, match="at most"):
-        system_of("greedy+lru+none+more")
+        compose_system("greedy+lru+none+more")
 
 
 # -- sensitivity -----------------------------------------------------------------------
@@ -421,17 +428,18 @@ def test_a_constant_that_decides_the_winner_is_named():
     nothing else is blamed first.
     """
     profile = host_profile()
-    found = sensitivity(
+    report = sensitivity(
         TRACE, policies=("all-cpu+none", "on-demand+lru"), hw=profile, steps=6
     ).to_json()
-    assert found["winner"] == min(found["baseline_s"], key=found["baseline_s"].get)
-    effects = [one["effect"] for one in found["constants"]]
+    assert report["winner"] == min(report["baseline_s"], key=report["baseline_s"].get)
+    effects = [constant["effect"] for constant in report["constants"]]
     assert effects == sorted(effects, reverse=True)
-    named = {one["path"]: one for one in found["constants"]}
+    named = {constant["path"]: constant for constant in report["constants"]}
     assert "costs.cpu.bytes_per_s" in named
     assert all(
-        one["changes_winner"] == any(w != found["winner"] for w in one["winners"])
-        for one in named.values()
+        constant["changes_winner"]
+        == any(w != report["winner"] for w in constant["winners"])
+        for constant in named.values()
     )
     assert all(path.startswith(("costs.", "contention.")) for path in named)
 
@@ -473,8 +481,8 @@ def test_sensitivity_prints_winner_line_and_cliff():
         cli.app, ["sensitivity", str(TRACE), "--hw", "two-core-host", "--steps", "3"]
     )
     assert done.exit_code == 0, done.output
-    for words in ("winner:", "cheaper than computing it on the CPU", "capacity cliff"):
-        assert words in done.stdout
+    for part in ("winner:", "cheaper than computing it on the CPU", "capacity cliff"):
+        assert part in done.stdout
 
 
 def test_numbers_must_be_numbers():

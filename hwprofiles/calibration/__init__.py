@@ -1,1 +1,1 @@
-"""From the spans of designed runs to the costs of a hardware profile."""
+"""Fits costs of a hardware profile to the spans of designed runs."""

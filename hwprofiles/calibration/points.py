@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LEAST_SAMPLES = 8
-"""Operations of one size below which they say nothing on their own."""
+"""Operations of one size below which they are no point of their own."""
 
 
 class Point(NamedTuple):
@@ -25,39 +25,50 @@ class Point(NamedTuple):
     mean_s: float
 
     def around_mean(self) -> np.ndarray:
-        """Seconds moved so that their median is the clipped mean."""
+        """Return seconds moved so that their median is the clipped mean."""
         return around_mean(self.seconds)
 
 
 def points_of(
     seconds: np.ndarray, sizes: np.ndarray, groups: np.ndarray
 ) -> list[Point]:
-    """Groups with enough operations; where none has, the largest."""
-    names, counts = np.unique(groups, return_counts=True)
-    chosen = (
-        names[counts >= LEAST_SAMPLES]
-        if (counts >= LEAST_SAMPLES).any()
-        else names[[counts.argmax()]]
-    )
-    found = []
+    """Return groups with enough operations; where none has, the largest.
+
+    Args:
+        seconds: float64 [N].
+        sizes: int64 [N].
+        groups: int64 [N], operations of about the same size.
+    """
+    numbers, counts = np.unique(groups, return_counts=True)
+    enough = counts >= LEAST_SAMPLES
+    # A curve of one doubtful point is still better than none.
+    chosen = numbers[enough] if enough.any() else numbers[[counts.argmax()]]
+
+    points = []
     for group in chosen:
-        own = groups == group
-        found.append(
+        members = groups == group
+        # Rounded, since tokens within a group differ and a file should be readable.
+        points.append(
             Point(
-                int(group),
-                round(float(sizes[own].mean()), 3),
-                seconds[own],
-                clipped_mean(seconds[own]),
+                group=int(group),
+                size=round(float(sizes[members].mean()), 3),
+                seconds=seconds[members],
+                mean_s=clipped_mean(seconds[members]),
             )
         )
-    return found
+    return points
 
 
 def seconds_of(points: Sequence[Point], groups: np.ndarray) -> np.ndarray:
-    """Mean seconds of each operation's group; NaN where it is no point."""
-    table = np.full(
-        int(max(groups.max(initial=0), *(point.group for point in points))) + 1, np.nan
-    )
+    """Look up the mean seconds of each operation's group, float64 [N]; NaN where it is
+    no point.
+
+    Args:
+        points: at least one.
+        groups: int64 [N].
+    """
+    highest = max(groups.max(initial=0), *(point.group for point in points))
+    table = np.full(int(highest) + 1, np.nan)
     for point in points:
         table[point.group] = point.mean_s
     return np.asarray(table[groups])

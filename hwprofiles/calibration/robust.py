@@ -1,22 +1,39 @@
-"""Statistics that a hiccup of the operating system does not spoil: clipped means, Huber
-regression, drawn quantiles.
+"""Robust statistics: clipped means, Huber regression, quantiles to draw from.
+
+A run is a sum of operations, so means are wanted. A delay that the operating system
+causes once in a thousand operations must not move them.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from moesim.hwprofiles.calibration.fit_curves import Estimate
+from moesim.hwprofiles.calibration.estimates import (
+    DrawSummary,
+    Estimate,
+    interquartile_range,
+    interval_around,
+)
 from scipy import optimize
 
 CLIP = 0.1
-"""Share at both ends that a mean pulls in to the rest: what other programs do is not
-the machine's.
+"""Share at both ends that a mean pulls in to the rest: what other programs do is no
+property of the machine.
 """
-_DRAWS = 40
-_SWEEPS = 12
-_PLANE_SWEEPS = 8
+DRAWS = 40
+"""Resamplings behind each interval of a calibration."""
+
+_ITERATIONS = 12
+_PLANE_ITERATIONS = 8
 _HUBER = 1.5
 """Standard deviations beyond which a residual counts by its size, not its square."""
+_MAD_TO_DEVIATION = 1.4826
+"""Standard deviation over median absolute deviation, of a normal distribution."""
+_LEAST_SPEED_LEFT = 0.2
+_MOST_LOST = 0.8
+"""Shares of speed between which the regression stays: a machine on which others take
+all of it would never finish anything.
+"""
+_TINY_S = 1e-9
 _PROBABILITIES = np.linspace(0.0, 1.0, 21)
 
 
@@ -24,13 +41,18 @@ def quantiles_around_one(ratios: np.ndarray) -> tuple[float, ...]:
     """Summarise a distribution at 21 equally spaced probabilities, so that drawing from
     it has mean 1.
 
-    The ends are the 2 % and 98 % points: one hiccup in a thousand would otherwise be
+    The ends are the 2 % and 98 % points: one delay in a thousand would otherwise be
     drawn once in forty.
+
+    Args:
+        ratios: float64 [n], single operations over their expected time.
     """
-    at = np.quantile(ratios, np.clip(_PROBABILITIES, 0.02, 0.98))
-    return tuple(
-        round(float(value), 4) for value in at / np.trapezoid(at, _PROBABILITIES)
-    )
+    inner = np.clip(_PROBABILITIES, 0.02, 0.98)
+    values = np.quantile(ratios, inner)
+    # Draws interpolate linearly, so their mean is the trapezoid rule's.
+    mean = np.trapezoid(values, _PROBABILITIES)
+    # Four digits, so that files stay readable.
+    return tuple(round(float(value), 4) for value in values / mean)
 
 
 def slowdown_shares(
@@ -38,11 +60,11 @@ def slowdown_shares(
     shares: np.ndarray,
     groups: np.ndarray,
     *,
-    sweeps: int = _SWEEPS,
+    iterations: int = _ITERATIONS,
     start: np.ndarray | None = None,
 ) -> np.ndarray:
     """Find g >= 0 in ``log t = a[group] - log(1 - shares @ g)``: the share of its speed
-    that each other class takes.
+    that each other kind of lane takes.
 
     A slowdown factor s makes work w take ``t = w + t * share * (1 - 1/s)``, so ``g = 1
     - 1/s``. Huber's loss, by reweighted Gauss-Newton steps, since single operations
@@ -52,53 +74,82 @@ def slowdown_shares(
         logs: float64 [N], log seconds.
         shares: float64 [N, C].
         groups: int [N], operations of equal work.
-        sweeps: steps.
+        iterations: steps.
         start: float64 [C] to start from.
 
     Returns:
         float64 [C] in [0, 0.8].
     """
-    _, groups = np.unique(groups, return_inverse=True)
-    lost = np.zeros(shares.shape[1]) if start is None else start.copy()
+    groups = renumbered(groups)
+    lost = np.zeros(shares.shape[1])
+    if start is not None:
+        lost = start.copy()
     weights = np.ones(len(logs))
-    for _ in range(sweeps):
-        left = np.maximum(1.0 - shares @ lost, 0.2)
-        rest = logs + np.log(left)
-        slopes = shares / left[:, None]
-        total = np.bincount(groups, weights)
-        rest = rest - (np.bincount(groups, weights * rest) / total)[groups]
-        centred = np.column_stack(
-            [
-                column - (np.bincount(groups, weights * column) / total)[groups]
-                for column in slopes.T
-            ]
-        )
-        gram = centred.T @ (weights[:, None] * centred) + 1e-9 * np.eye(len(lost))
-        lost = np.clip(
-            lost + np.linalg.solve(gram, centred.T @ (weights * rest)), 0.0, 0.8
-        )
-        spread = 1.4826 * np.median(np.abs(rest)) + 1e-9
-        weights = 1.0 / np.maximum(1.0, np.abs(rest) / (_HUBER * spread))
+
+    for _ in range(iterations):
+        speed_left = np.maximum(1.0 - shares @ lost, _LEAST_SPEED_LEFT)
+        rest = logs + np.log(speed_left)
+        slopes = shares / speed_left[:, None]
+
+        # The constants a[group] drop out where every group is centred.
+        rest = _centred(rest, groups, weights)
+        columns = [_centred(column, groups, weights) for column in slopes.T]
+        centred = np.column_stack(columns)
+
+        # A little on the diagonal: columns that never vary would make it singular.
+        ridge = 1e-9 * np.eye(len(lost))
+        gram = centred.T @ (weights[:, None] * centred) + ridge
+        gradient = centred.T @ (weights * rest)
+        step = np.linalg.solve(gram, gradient)
+        lost = np.clip(lost + step, 0.0, _MOST_LOST)
+
+        # Huber: full weight near, weight by distance beyond the threshold.
+        distance = np.abs(rest)
+        deviation = _MAD_TO_DEVIATION * np.median(distance) + 1e-9
+        threshold = _HUBER * deviation
+        weights = 1.0 / np.maximum(1.0, distance / threshold)
     return lost
 
 
+def _centred(
+    values: np.ndarray,
+    groups: np.ndarray,
+    weights: np.ndarray,
+) -> np.ndarray:
+    """Subtract from each value the weighted mean of its group, float64 [N]."""
+    total = np.bincount(groups, weights)
+    means = np.bincount(groups, weights * values) / total
+    return np.asarray(values - means[groups])
+
+
 def comparable(marked: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Rows of groups that have both marked and unmarked ones, bool [N]."""
-    _, group = np.unique(groups, return_inverse=True)
+    """Find the rows of groups that have both marked and unmarked ones, bool [N].
+
+    Args:
+        marked: bool [N].
+        groups: int [N].
+    """
+    group = renumbered(groups)
     count = np.bincount(group)
-    of_them = np.bincount(group, marked)
-    return np.asarray(((of_them > 0) & (of_them < count))[group])
+    marked_count = np.bincount(group, marked)
+    has_marked = marked_count > 0
+    has_unmarked = marked_count < count
+    return np.asarray((has_marked & has_unmarked)[group])
 
 
-def contrast(logs: np.ndarray, marked: np.ndarray, groups: np.ndarray) -> float:
-    """By what factor marked operations take longer than unmarked ones of the same
-    group, median.
+def contrast(
+    logs: np.ndarray,
+    marked: np.ndarray,
+    groups: np.ndarray,
+) -> float:
+    """Return by what factor marked operations take longer than unmarked ones of the
+    same group, median.
 
     Args:
         logs: float64 [N], log seconds.
         marked: bool [N].
         groups: int [N], operations of equal work under equal circumstances; those of
-            one kind only say nothing.
+            one kind only do not count.
 
     Returns:
         1.0 where nothing can be compared.
@@ -106,16 +157,22 @@ def contrast(logs: np.ndarray, marked: np.ndarray, groups: np.ndarray) -> float:
     kept = comparable(marked, groups)
     if not kept.any():
         return 1.0
+
     logs = logs[kept]
     marked = marked[kept]
-    names, group = np.unique(groups[kept], return_inverse=True)
-    usual = np.array(
-        [np.median(logs[(group == number) & ~marked]) for number in range(len(names))]
-    )
-    return float(np.exp(np.median((logs - usual[group])[marked])))
+    group = renumbered(groups[kept])
+    unmarked_medians = []
+    for number in range(group.max() + 1):
+        unmarked = (group == number) & ~marked
+        unmarked_medians.append(np.median(logs[unmarked]))
+
+    # Logarithms: the factor of a median is the median of factors.
+    expected = np.array(unmarked_medians)[group]
+    differences = (logs - expected)[marked]
+    return float(np.exp(np.median(differences)))
 
 
-def plane(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+def fit_plane(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Find x >= 0 in ``seconds ~ columns @ x``, residuals clipped at both ends by
     `CLIP` as `clipped_mean` does.
 
@@ -126,42 +183,52 @@ def plane(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     Returns:
         float64 [F].
     """
-    found = optimize.nnls(columns, seconds)[0]
-    for _ in range(_PLANE_SWEEPS):
-        rest = seconds - columns @ found
-        found = optimize.nnls(
-            columns,
-            columns @ found + np.clip(rest, *np.quantile(rest, (CLIP, 1 - CLIP))),
-        )[0]
-    return np.asarray(found)
+    constants = optimize.nnls(columns, seconds)[0]
+    for _ in range(_PLANE_ITERATIONS):
+        fitted_s = columns @ constants
+        rest_s = seconds - fitted_s
+        # Outliers are pulled in to the plane, then it is fitted anew.
+        constants = optimize.nnls(columns, fitted_s + _clipped(rest_s))[0]
+    return np.asarray(constants)
 
 
 def clipped_mean(seconds: np.ndarray) -> float:
-    """Mean with both ends clipped by `CLIP`."""
+    """Mean with both ends clipped by `CLIP`; 0 without any."""
     if not len(seconds):
         return 0.0
-    return float(np.clip(seconds, *np.quantile(seconds, (CLIP, 1 - CLIP))).mean())
+    return float(_clipped(seconds).mean())
+
+
+def _clipped(values: np.ndarray) -> np.ndarray:
+    """Pull both ends in to the rest, float64 [n]."""
+    bounds = np.quantile(values, (CLIP, 1 - CLIP))
+    return np.asarray(np.clip(values, *bounds))
+
+
+def renumbered(groups: np.ndarray) -> np.ndarray:
+    """Number groups from 0, in ascending order of what they are called: int64 [N]."""
+    return np.asarray(np.unique(groups, return_inverse=True)[1])
 
 
 def around_mean(seconds: np.ndarray) -> np.ndarray:
-    """Samples moved so that their median, which
+    """Move samples so that their median, which
     `moesim.hwprofiles.calibration.fit_curves` takes, is their clipped mean.
     """
-    return np.asarray(
-        np.maximum(seconds + (clipped_mean(seconds) - float(np.median(seconds))), 1e-9)
-    )
+    shift_s = clipped_mean(seconds) - float(np.median(seconds))
+    return np.asarray(np.maximum(seconds + shift_s, _TINY_S))
 
 
 def resampled(seconds: np.ndarray, rng: np.random.Generator) -> Estimate:
-    """Clipped mean with its 95 % interval over resampled measurements."""
+    """Return the clipped mean with its 95 % interval over resampled measurements."""
     value = clipped_mean(seconds)
-    draws = [
-        clipped_mean(seconds[rng.integers(0, len(seconds), len(seconds))])
-        for _ in range(_DRAWS)
-    ]
-    low, high = np.quantile(draws, (0.025, 0.975))
+    count = len(seconds)
+    draws = []
+    for _ in range(DRAWS):
+        rows = rng.integers(0, count, count)
+        draws.append(clipped_mean(seconds[rows]))
+    drawn = DrawSummary.of(draws)
     return Estimate(
-        value,
-        (min(value, float(low)), max(value, float(high))),
-        float(np.subtract(*np.quantile(seconds, (0.75, 0.25)))),
+        value=value,
+        interval=interval_around(value, float(drawn.low), float(drawn.high)),
+        spread=interquartile_range(seconds),
     )

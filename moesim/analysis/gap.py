@@ -1,16 +1,15 @@
-"""Where does a policy lose its time against one that knows the future, and which of its
-parts loses it?
+"""Decomposes the time that a policy takes beyond one that knows the future, by its
+parts.
 
-Think of a relay team that is slower than a team of stars. Exchange one runner and the
-time saved says what that runner costs; but a better second runner helps more when the
-first is better too. So every mix is timed, and each gain is averaged over all orders in
-which the runners could be exchanged (Shapley's value). Those shares alone depend on no
-order, treat parts alike and sum exactly to the whole gap.
+Parts are replaced by substitutes that know the future, in every combination, and each
+mix is timed. Replacing one part saves more or less time depending on which others are
+replaced already, so the whole gap is shared out by Shapley's value
+(`moesim.analysis.shapley`).
 
-Four parts are exchanged: eviction (the cache's rule, from the same start -> Belady),
-assignment (-> exact), prefetch (-> clairvoyant), planning (-> free). An exchange is an
-offer: who knows the future also knows when his help would hurt, so a set of offers is
-worth its fastest mix. Hence no share is negative, and the *clairvoyant bound* is the
+Four parts are replaced: eviction (the cache's rule, from the same start -> Belady),
+assignment (-> exact), prefetch (-> clairvoyant), planning (-> free). A substitute is an
+offer: a policy that knows the future also knows when it would hurt, so a set of offers
+is worth its fastest mix. Hence no share is negative, and the *clairvoyant bound* is the
 fastest mix of all. It is a bound for these parts, not a theorem: the exact assignment
 looks at one layer step only, and Belady saves misses, not seconds.
 """
@@ -19,11 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
-from math import factorial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moesim.analysis.gap_bench import BOUND, EVICTION, Bench, Choice, Grades
+from moesim.analysis.assignment_grades import Grades
 from moesim.analysis.gap_eviction import FORCED, EvictionSplit, split_eviction
+from moesim.analysis.gap_mixes import BOUND, EVICTION, MixReplays, Substitute
+from moesim.analysis.shapley import shapley
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import references, resolve
@@ -48,14 +48,14 @@ class Part:
     negative.
 
     Attributes:
-        name: one of `moesim.analysis.gap_bench.PARTS`.
+        name: one of `moesim.analysis.gap_mixes.PARTS`.
         policy: specification under study; for planning, the assignment policy whose
             decisions are charged.
-        replaced_by: counterpart in the clairvoyant bound; None if the bound is faster
-            without an exchange.
-        alone_s: saved by this exchange only.
-        last_s: saved by this exchange when all others are on offer already.
-        share_s: mean saving over all orders of exchanges; these sum to the gap.
+        replaced_by: substitute in the clairvoyant bound; None if the bound is faster
+            without one.
+        alone_s: saved by this substitute only.
+        last_s: saved by this substitute when all others are on offer already.
+        share_s: mean saving over all orders of replacing; these sum to the gap.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Gap:
         resident_s: of a machine whose GPUs hold all experts: below it even more memory
             does not help.
         parts: with shares that sum to the gap.
-        mixes: makespan of every mix, by its exchanges; the policy itself is ``as it
+        mixes: makespan of every mix, by its substitutes; the policy itself is ``as it
             is``.
         grades: of the policy's own assignment.
         belady_s: makespan when only the cache's rule is Belady's.
@@ -104,7 +104,7 @@ class Gap:
         return self.policy_s - self.bound_s
 
     def to_json(self) -> dict[str, Any]:
-        """One object; `share` is of the gap, null where there is none."""
+        """Return one object; `share` is of the gap, null where there is none."""
         parts = {
             part.name: {
                 "policy": part.policy,
@@ -131,89 +131,103 @@ class Gap:
         }
 
 
-def shapley(
-    value: Mapping[frozenset[str], float], players: Sequence[str]
-) -> dict[str, float]:
-    """Share out the drop of `value` from nobody to everybody, averaged over all orders
-    of joining.
+class _TimedMix(NamedTuple):
+    """A mix and its makespan."""
+
+    mix: dict[str, Substitute]
+    seconds: float
+
+
+def decompose(
+    replays: MixReplays, progress: Callable[[int], None] | None = None
+) -> Gap:
+    """Replay all mixes (32 where all four parts differ) and share out the gap.
 
     Args:
-        value: seconds of every subset of `players`.
-        players: at least one.
-
-    Returns:
-        Player -> seconds; they sum to ``value[{}] - value[all]``.
-
-    Source: Shapley 1953, applied to the time saved.
-    """
-    count = len(players)
-    shares = dict.fromkeys(players, 0.0)
-    for player in players:
-        others = [other for other in players if other != player]
-        for size in range(count):
-            weight = factorial(size) * factorial(count - 1 - size) / factorial(count)
-            for before in map(frozenset, combinations(others, size)):
-                shares[player] += weight * (value[before] - value[before | {player}])
-    return shares
-
-
-def decompose(bench: Bench, progress: Callable[[int], None] | None = None) -> Gap:
-    """Replay all mixes of a bench (32 where all four parts differ) and share out the
-    gap.
-
-    Args:
-        bench: the trace, the machine and the policy.
-        progress: told how many replays are done.
+        replays: the trace, the machine and the policy.
+        progress: called with the number of replays done.
 
     Raises:
         PolicyError: a policy answered something illegal.
     """
-    offers = bench.choices()
+    substitutes = replays.substitutes()
     grades = Grades()
-    players = list(offers)
-    times: list[tuple[dict[str, Choice], float]] = []
-    for answers in product(*([None, *offers[part]] for part in players)):
+    times: list[_TimedMix] = []
+    # None first: the first mix is the policy itself, the only one that is graded.
+    for chosen in product(*([None, *offers] for offers in substitutes.values())):
         mix = {
-            part: choice
-            for part, choice in zip(players, answers, strict=True)
-            if choice is not None
+            part: substitute
+            for part, substitute in zip(substitutes, chosen, strict=True)
+            if substitute is not None
         }
-        times.append((mix, bench.replay_s(mix, None if mix else grades)))
+        seconds = replays.replay_s(mix, None if mix else grades)
+        times.append(_TimedMix(mix, seconds))
         if progress is not None:
             progress(len(times))
-    value = {
-        subset: min(seconds for mix, seconds in times if mix.keys() <= subset)
-        for size in range(len(players) + 1)
-        for subset in map(frozenset, combinations(players, size))
-    }
-    nobody = frozenset[str]()
-    everybody = frozenset(players)
-    best, bound_s = min(times, key=lambda item: (item[1], len(item[0])))
-    shares = shapley(value, players)
-    own = bench.own()
-    parts = [
+
+    parts = list(substitutes)
+    value = _fastest_by_offers(times, parts)
+    # Of equally fast mixes, the one that replaces least.
+    bound = min(times, key=lambda timed: (timed.seconds, len(timed.mix)))
+    gap_of_policy = Gap(
+        policy_s=value[frozenset()],
+        bound_s=bound.seconds,
+        resident_s=replays.resident_s(),
+        parts=_parts(value, parts, bound.mix, replays.specifications()),
+        mixes={_label(timed.mix): timed.seconds for timed in times},
+        grades=grades,
+    )
+    # In seconds, beside the misses that `split_eviction` counts.
+    if EVICTION in substitutes:
+        gap_of_policy.belady_s = next(
+            timed.seconds for timed in times if timed.mix.keys() == {EVICTION}
+        )
+        forced = Substitute(FORCED, budget=None, label=FORCED)
+        gap_of_policy.forced_s = replays.replay_s({EVICTION: forced})
+    return gap_of_policy
+
+
+def _fastest_by_offers(
+    times: Sequence[_TimedMix], parts: Sequence[str]
+) -> dict[frozenset[str], float]:
+    """Set of parts that may be replaced -> seconds of the fastest mix within it."""
+    # Monotonic by construction: more offers never make it slower, so no share is
+    # negative.
+    value = {}
+    for size in range(len(parts) + 1):
+        for offers in map(frozenset, combinations(parts, size)):
+            value[offers] = min(
+                timed.seconds for timed in times if timed.mix.keys() <= offers
+            )
+    return value
+
+
+def _parts(
+    value: Mapping[frozenset[str], float],
+    names: Sequence[str],
+    bound: Mapping[str, Substitute],
+    specifications: Mapping[str, str],
+) -> list[Part]:
+    # Alone and last are the ends of what an exchange can save; the share lies between.
+    no_offers = frozenset[str]()
+    all_offers = frozenset(names)
+    shares = shapley(value, names)
+    return [
         Part(
             name,
-            own[name],
-            best[name].label if name in best else None,
-            alone_s=value[nobody] - value[frozenset({name})],
-            last_s=value[everybody - {name}] - value[everybody],
+            policy=specifications[name],
+            replaced_by=bound[name].label if name in bound else None,
+            alone_s=value[no_offers] - value[frozenset({name})],
+            last_s=value[all_offers - {name}] - value[all_offers],
             share_s=shares[name],
         )
-        for name in players
+        for name in names
     ]
-    mixes = {_words(mix): seconds for mix, seconds in times}
-    found = Gap(value[nobody], bound_s, bench.resident_s(), parts, mixes, grades)
-    if EVICTION in offers:
-        found.belady_s = next(
-            seconds for mix, seconds in times if mix.keys() == {EVICTION}
-        )
-        found.forced_s = bench.replay_s({EVICTION: Choice(FORCED, None, FORCED)})
-    return found
 
 
-def _words(mix: Mapping[str, Choice]) -> str:
-    return " + ".join(choice.label for choice in mix.values()) or "as it is"
+def _label(mix: Mapping[str, Substitute]) -> str:
+    labels = [substitute.label for substitute in mix.values()]
+    return " + ".join(labels) or "as it is"
 
 
 @takes_options(RunConfig)
@@ -226,14 +240,14 @@ def gap(
     progress: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Gap:
-    """Say where a policy loses its time against the clairvoyant bound.
+    """Measure where a policy loses its time against the clairvoyant bound.
 
     Args:
         bound: what its parts are replaced by; its routing is not used.
         causal: cache policies that see the past only, against which the eviction gap is
             held; those whose columns the trace lacks are left out. None for the
             registry's references.
-        progress: told how many replays are done.
+        progress: called with the number of replays done.
         options: fields of `moesim.runs.config.RunConfig`; `trace` and `policy` as in
             `moesim.runs.replay.replay`.
 
@@ -244,56 +258,45 @@ def gap(
     config = RunConfig.of(trace, policy, **options)
     opened = trace_of(config)
     setup = Setup.of(config, opened)
-    batch = config.batch
-    steps = config.steps
-    shape = setup.shape
-    profile = setup.profile
-    system = setup.system
-    plan = setup.memory
-    needs: dict[str, None] = {}
-    for one in (setup, replace(setup, system=replace(bound, routing=system.routing))):
-        policies = one.policies()
-        check_needs(opened, policies)
-        needs |= dict.fromkeys(needed_columns(policies))
-        if policies.routing.alters:
-            raise PolicyError(
-                f"gap: routing policy {system.routing!r} alters the routing, so the"
-                " clairvoyant parts would foresee another run; use --routing"
-                " as-recorded"
-            )
+    # A trace without scores cannot drive caches that go by scores; the rest can be
+    # compared all the same.
     at_hand = [
         name
         for name in (references("cache") if causal is None else causal)
         if set(resolve(name, "cache").needs) <= opened.columns
     ]
-    needs |= dict.fromkeys(
-        column for name in at_hand for column in resolve(name, "cache").needs
-    )
+    columns = _needed_columns(opened, setup, bound, at_hand)
 
+    # A generator each: every replay walks the trace from its beginning.
     def passes() -> Iterable[RoutedStep]:
-        return compose_steps(opened, batch=batch, steps=steps, columns=needs)
+        return compose_steps(
+            opened, batch=config.batch, steps=config.steps, columns=columns
+        )
 
-    future = setup.future or RecordedFuture.of(opened, batch=batch, steps=steps)
+    # Oracles know all forward passes, and no more than those that are replayed.
+    future = setup.future
+    if future is None:
+        future = RecordedFuture.of(opened, batch=config.batch, steps=config.steps)
     extras = load_artefacts(config.artefacts)
-    bench = Bench(
-        shape,
-        profile,
-        Costs(profile, shape),
-        plan,
-        system,
-        passes,
-        future,
-        bound,
-        config.host_cache,
-        config.seed,
-        setup.calibration,
-        extras,
+    replays = MixReplays(
+        shape=setup.shape,
+        profile=setup.profile,
+        costs=Costs(setup.profile, setup.shape),
+        memory=setup.memory,
+        system=setup.system,
+        passes=passes,
+        future=future,
+        bound=bound,
+        host_cache=config.host_cache,
+        seed=config.seed,
+        calibration=setup.calibration,
+        extras=extras,
     )
-    found = decompose(bench, progress)
-    found.eviction = split_eviction(
-        system.cache,
-        shape,
-        plan.gpu,
+    gap_of_policy = decompose(replays, progress)
+    gap_of_policy.eviction = split_eviction(
+        setup.system.cache,
+        setup.shape,
+        setup.memory.gpu,
         passes,
         future,
         causal=at_hand,
@@ -301,10 +304,37 @@ def gap(
         calibration=setup.calibration,
         extras=extras,
     )
-    found.config = setup.effective_config(opened)
-    found.config["bound"] = {
+    gap_of_policy.config = setup.effective_config(opened)
+    gap_of_policy.config["bound"] = {
         "assignment": bound.assignment,
         "cache": bound.cache,
         "prefetch": bound.prefetch,
     }
-    return found
+    return gap_of_policy
+
+
+def _needed_columns(
+    trace: Trace, setup: Setup, bound: System, causal: Sequence[str]
+) -> dict[str, None]:
+    """Columns that any mix or causal cache needs, in the order in which they are named.
+
+    Raises:
+        PolicyError: a column is missing, or the routing policy alters the routing.
+    """
+    routing = setup.system.routing
+    # The bound routes as the policy does: only decisions differ, not the work.
+    with_bound = replace(setup, system=replace(bound, routing=routing))
+    columns: dict[str, None] = {}
+    for either in (setup, with_bound):
+        policies = either.policies()
+        check_needs(trace, policies)
+        columns |= dict.fromkeys(needed_columns(policies))
+        if policies.routing.alters:
+            raise PolicyError(
+                f"gap: routing policy {routing!r} alters the routing, so the"
+                " clairvoyant parts would foresee another run; use --routing"
+                " as-recorded"
+            )
+    for name in causal:
+        columns |= dict.fromkeys(resolve(name, "cache").needs)
+    return columns

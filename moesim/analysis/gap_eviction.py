@@ -1,10 +1,10 @@
-"""How many misses of a cache are due to not knowing the future, and which knowledge is
-missing?
+"""Splits the misses of a cache beyond Belady's by which knowledge of the future is
+missing.
 
 Three caches of one size read the same accesses: the policy, a Belady that must admit
 every fetched expert as the policy does, and a Belady that may decline. From the first
 to the second only the choice of *victims* improves; from the second to the third only
-the choice of *whom to admit*. Neither choice can be made so without the future. What a
+the choice of *what to admit*. Neither choice can be made so without the future. What a
 causal policy could win of it is not computable; what those at hand do win on this very
 trace is, and is printed beside it.
 """
@@ -32,11 +32,12 @@ BELADY = "belady"
 FORCED = "belady:must_admit=true"
 
 
-class Wrapped(CachePolicy):
-    """A cache policy that passes every question on to `rule`; subclasses change one of
-    them.
+class DelegatingCache(CachePolicy):
+    """A cache policy that passes every question on to `rule`; subclasses change some of
+    the answers.
     """
 
+    # Whatever the rule is, the wrapper must be given the future to hand it on.
     oracle: ClassVar[bool] = True
 
     def __init__(self, rule: CachePolicy) -> None:
@@ -45,46 +46,46 @@ class Wrapped(CachePolicy):
 
     def start(self, context: RunContext) -> None:
         """Start the rule; only an oracle gets the future."""
-        self.rule.start(context if self.rule.oracle else replace(context, future=None))
+        self.rule.start(_context_for(self.rule, context))
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
-        """As the rule says."""
+        """Pass on."""
         return self.rule.initial(capacity_slots)
 
     def accessed(self, work: LayerWork) -> None:
-        """As the rule says."""
+        """Pass on."""
         self.rule.accessed(work)
 
     def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
-        """As the rule says."""
+        """Pass on."""
         return self.rule.admits(work, incoming)
 
     def precedence(self, incoming: np.ndarray) -> np.ndarray:
-        """As the rule says."""
+        """Pass on."""
         return self.rule.precedence(incoming)
 
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-        """As the rule says."""
+        """Pass on."""
         return self.rule.victims(incoming, candidates)
 
     def admitted(self, keys: np.ndarray) -> None:
-        """As the rule says."""
+        """Pass on."""
         self.rule.admitted(keys)
 
     def evicted(self, keys: np.ndarray) -> None:
-        """As the rule says."""
+        """Pass on."""
         self.rule.evicted(keys)
 
     def exposed_s(self, load_s: float) -> float:
-        """As the rule says."""
+        """Pass on."""
         return self.rule.exposed_s(load_s)
 
     def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
-        """As the rule says."""
+        """Pass on."""
         return self.rule.replacements(work, view)
 
 
-class SameStart(Wrapped):
+class SameStart(DelegatingCache):
     """One policy's rules from another one's initial content."""
 
     def __init__(self, rule: CachePolicy, start_of: CachePolicy) -> None:
@@ -94,14 +95,18 @@ class SameStart(Wrapped):
 
     def start(self, context: RunContext) -> None:
         """Start both."""
-        self.start_of.start(
-            context if self.start_of.oracle else replace(context, future=None)
-        )
+        # Its random draws and calibration may decide what it begins with.
+        self.start_of.start(_context_for(self.start_of, context))
         super().start(context)
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
-        """What the other one would begin with."""
+        """Return what the other one would begin with."""
         return self.start_of.initial(capacity_slots)
+
+
+def _context_for(cache: CachePolicy, context: RunContext) -> RunContext:
+    """The context of a run as a policy may see it."""
+    return context if cache.oracle else replace(context, future=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,36 +134,45 @@ class EvictionSplit:
 
     @property
     def victims(self) -> int:
-        """Misses for want of knowing whom to evict; negative if the policy itself
+        """Misses for want of knowing what to evict; negative if the policy itself
         declines admissions well.
         """
         return self.misses - self.forced
 
     @property
     def admissions(self) -> int:
-        """Misses for want of knowing whom not to admit."""
+        """Misses for want of knowing what not to admit."""
         return self.forced - self.belady
 
     @property
     def best_causal(self) -> str | None:
         """The causal policy with the fewest misses, chosen in hindsight."""
-        return min(
-            self.causal, key=lambda name: (self.causal[name], name), default=None
-        )
+
+        def misses_then_name(name: str) -> tuple[int, str]:
+            return self.causal[name], name
+
+        return min(self.causal, key=misses_then_name, default=None)
 
     @property
     def won(self) -> int:
         """Misses that the best causal policy at hand would save; 0 if the policy under
         study is the best.
         """
-        return max(0, self.misses - min(self.causal.values(), default=self.misses))
+        # In hindsight, which flatters the causal ones: none knows which will be best.
+        fewest = min(self.causal.values(), default=self.misses)
+        return max(0, self.misses - fewest)
 
     def to_json(self) -> dict[str, Any]:
-        """Counts, and shares of the gap; null where there is none."""
-        shares = {
+        """Return counts, and shares of the gap; null where there is none."""
+        counts = {
             "victims": self.victims,
             "admissions": self.admissions,
             "won_by_causal": self.won,
+        }
+        # A policy may match Belady; shares of nothing are not zero.
+        shares = {
+            f"{name}_share": count / self.gap if self.gap else None
+            for name, count in counts.items()
         }
         return {
             "accesses": self.accesses,
@@ -166,10 +180,7 @@ class EvictionSplit:
             "misses_forced": self.forced,
             "misses_belady": self.belady,
             "gap": self.gap,
-            **{
-                f"{name}_share": count / self.gap if self.gap else None
-                for name, count in shares.items()
-            },
+            **shares,
             "best_causal": self.best_causal,
             "causal": self.causal,
         }
@@ -202,19 +213,21 @@ def split_eviction(
         extras: calibration artefacts by name.
 
     Returns:
-        None where a cache alone says nothing: the policy swaps by its own clock instead
-            of admitting misses.
+        None where misses alone do not fill the cache: the policy replaces experts by
+            its own clock.
 
     Raises:
         PolicyError: a policy answered something illegal.
     """
-    own = cast("CachePolicy", resolve(cache, "cache"))
-    if own.replaces:
+    # Copies that a cache asks for by its own clock are no misses; how many land in time
+    # only a machine can tell.
+    under_study = _resolved(cache)
+    if under_study.replaces:
         return None
     if causal is None:
         causal = references("cache")
 
-    def counted(policy: CachePolicy, name: str) -> cache_replay.CacheCounts:
+    def count(policy: CachePolicy, name: str) -> cache_replay.CacheCounts:
         return cache_replay.replay(
             policy,
             name,
@@ -227,21 +240,21 @@ def split_eviction(
             extras=extras,
         )
 
-    def misses(policy: CachePolicy, name: str) -> int:
-        found = counted(policy, name)
-        return found.accesses - found.hits
+    def misses_from_same_start(spec: str) -> int:
+        # Fresh instances: a policy keeps its state from one run to the next.
+        policy = SameStart(_resolved(spec), _resolved(cache))
+        counts = count(policy, spec)
+        return counts.accesses - counts.hits
 
-    def like(spec: str) -> CachePolicy:
-        return SameStart(
-            cast("CachePolicy", resolve(spec, "cache")),
-            cast("CachePolicy", resolve(cache, "cache")),
-        )
-
-    found = counted(own, cache)
+    counts = count(under_study, cache)
     return EvictionSplit(
-        accesses=found.accesses,
-        misses=found.accesses - found.hits,
-        forced=misses(like(FORCED), FORCED),
-        belady=misses(like(BELADY), BELADY),
-        causal={name: misses(like(name), name) for name in causal},
+        accesses=counts.accesses,
+        misses=counts.accesses - counts.hits,
+        forced=misses_from_same_start(FORCED),
+        belady=misses_from_same_start(BELADY),
+        causal={name: misses_from_same_start(name) for name in causal},
     )
+
+
+def _resolved(spec: str) -> CachePolicy:
+    return cast("CachePolicy", resolve(spec, "cache"))

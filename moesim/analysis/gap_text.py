@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from moesim.reporting.tables import aligned, facts_lines
 
 if TYPE_CHECKING:
+    from moesim.analysis.assignment_grades import Grades
     from moesim.analysis.gap import Gap
-    from moesim.analysis.gap_bench import Grades
     from moesim.analysis.gap_eviction import EvictionSplit
 
 
-def gap_text(found: Gap) -> str:
+def gap_text(report: Gap) -> str:
     """Lay out a gap for a terminal: the times, the shares, the eviction gap, the
     assignment's grades.
     """
-    config = found.config
+    config = report.config
     facts = [
         ("model", f"{config['model']}, {config['trace']}"),
         (
@@ -26,21 +26,21 @@ def gap_text(found: Gap) -> str:
         (
             "policy",
             (
-                f"{_ms(found.policy_s)}: {config['assignment']}, {config['cache']},"
+                f"{_ms(report.policy_s)}: {config['assignment']}, {config['cache']},"
                 f" prefetch {config['prefetch']}"
             ),
         ),
-        ("bound", f"{_ms(found.bound_s)}: {_bound_words(found)}"),
+        ("bound", f"{_ms(report.bound_s)}: {_bound_words(report)}"),
         (
             "gap",
             (
-                f"{_ms(found.gap_s)}, {_percent(found.gap_s, found.policy_s)} of the"
+                f"{_ms(report.gap_s)}, {_percent(report.gap_s, report.policy_s)} of the"
                 " policy's time"
             ),
         ),
         (
             "all resident",
-            f"{_ms(found.resident_s)}: the bound if the GPUs held every expert",
+            f"{_ms(report.resident_s)}: the bound if the GPUs held every expert",
         ),
     ]
     head = facts_lines(facts)
@@ -49,15 +49,15 @@ def gap_text(found: Gap) -> str:
         [
             part.name,
             _ms(part.share_s),
-            _percent(part.share_s, found.gap_s),
+            _percent(part.share_s, report.gap_s),
             _ms(part.alone_s),
             _ms(part.last_s),
             part.replaced_by or "nothing",
         ]
-        for part in found.parts
+        for part in report.parts
     ]
     rows.append(
-        ["sum", _ms(found.gap_s), _percent(found.gap_s, found.gap_s), "", "", ""]
+        ["sum", _ms(report.gap_s), _percent(report.gap_s, report.gap_s), "", "", ""]
     )
     legend = (
         "share: saved on average over all orders of exchanges; alone: as the only one;"
@@ -65,14 +65,14 @@ def gap_text(found: Gap) -> str:
     )
     blocks = ["\n".join(head), "\n".join([*aligned(rows), "", legend])]
     # A policy with the bound's cache has no eviction gap.
-    if found.belady_s is not None:
-        blocks.append("\n".join(_eviction_lines(found, found.eviction)))
-    blocks.append("\n".join(_assignment_lines(found.grades)))
+    if report.belady_s is not None:
+        blocks.append("\n".join(_eviction_lines(report, report.eviction)))
+    blocks.append("\n".join(_assignment_lines(report.grades)))
     return "\n\n".join(blocks)
 
 
-def _bound_words(found: Gap) -> str:
-    used = [part.replaced_by for part in found.parts if part.replaced_by]
+def _bound_words(report: Gap) -> str:
+    used = [part.replaced_by for part in report.parts if part.replaced_by]
     return (
         "exchanged for " + " + ".join(used)
         if used
@@ -80,11 +80,11 @@ def _bound_words(found: Gap) -> str:
     )
 
 
-def _eviction_lines(found: Gap, split: EvictionSplit | None) -> list[str]:
-    assert found.belady_s is not None
-    assert found.forced_s is not None
-    eviction_s = found.policy_s - found.belady_s
-    victims_s = found.policy_s - found.forced_s
+def _eviction_lines(report: Gap, split: EvictionSplit | None) -> list[str]:
+    assert report.belady_s is not None
+    assert report.forced_s is not None
+    eviction_s = report.policy_s - report.belady_s
+    victims_s = report.policy_s - report.forced_s
     lines = [
         (
             f"eviction alone: {_ms(eviction_s)} to Belady; {_ms(victims_s)} of it to a"

@@ -44,7 +44,7 @@ def hit_rates(
         caches: cache policies, such as ``lfu:decay=0.9``.
         ratios: sizes, as shares of all experts.
         scope: ``layer`` or ``global``; None takes ``layer``.
-        progress: told how many caches are done.
+        progress: called with the number of caches done.
         options: as in `moesim.runs.cache_replay.replay_cache`.
 
     Returns:
@@ -55,38 +55,36 @@ def hit_rates(
     """
     import pandas as pd  # noqa: PLC0415 - half a second that a plain replay need not pay
 
+    # Opened once, for all caches and sizes.
     config, _ = opened(RunConfig.of(trace, **options))
     config = config.replaced(cache_scope=scope or config.cache_scope)
-    found: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {}
     done = 0
+    # A cache that is named twice is one column.
     for cache in dict.fromkeys(caches):
-        found[cache] = []
+        rates[cache] = []
         for ratio in ratios:
             counts = replay_cache(config, cache, cache_ratio=ratio)
-            found[cache].append(counts["hit_rate_active"])
+            rates[cache].append(counts["hit_rate_active"])
             done += 1
             if progress is not None:
                 progress(done)
-    return pd.DataFrame(found, index=pd.Index(ratios, name="cache_ratio"))
+    return pd.DataFrame(rates, index=pd.Index(ratios, name="cache_ratio"))
 
 
 def hits_text(rates: pd.DataFrame) -> str:
-    """A row per cache, a column per size."""
+    """Lay out a row per cache, a column per size."""
     head = ["cache", *(f"{ratio:.4g}" for ratio in rates.index)]
     rows = [
         [str(name), *(percent(rate) for rate in rates[name])] for name in rates.columns
     ]
-    return "\n".join(
-        [
-            *aligned([head, *rows]),
-            "",
-            "hit rate of active experts, by the share of all experts that fits",
-        ]
-    )
+    legend = "hit rate of active experts, by the share of all experts that fits"
+    return "\n".join([*aligned([head, *rows]), "", legend])
 
 
 def hits_figure(rates: pd.DataFrame) -> Figure:
     """Draw a line per cache; those that see the future are dashed."""
+    # Here, since the registry scans all policies, which a table does not need.
     from moesim.policies.registry import resolve  # noqa: PLC0415
 
     figure = new_figure(7, 4)
@@ -104,6 +102,7 @@ def hits_figure(rates: pd.DataFrame) -> Figure:
     axis.set(
         xlabel="cache, share of all experts",
         ylabel="hit rate of active experts",
+        # The whole range, so that figures of two traces can lie side by side.
         ylim=(0, 1),
     )
     axis.spines[["top", "right"]].set_visible(False)

@@ -1,23 +1,21 @@
-"""What policies that change routing do to a model's answers: perplexity, divergence and
-agreement on held-out text.
+"""Measures what policies that change routing do to a model's answers: perplexity,
+divergence and agreement on held-out text.
 
-Speed alone cannot judge a policy that swaps one expert for another that happens to be
-there. So the model itself reads text that it was not trained on, once as it is and once
-for each setting, and every setting answers for what it did.
+Speed alone is no measure of a policy that swaps one expert for another that happens to
+be resident. So the model itself reads text that it was not trained on, once as it is
+and once for each setting, and what it expects next is compared after every token.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import split
-from moesim.reporting.tables import aligned, facts_lines
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.setup import (
     Setup,
@@ -26,15 +24,14 @@ from moesim.runs.setup import (
     profile_of,
 )
 from moesim.traces.errors import TraceError
-from moesim.traces.files import written_beside
 from moesim.traces.format.reader import Trace, open_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
 
-    from moesim.policies.planner.plan import Policies
+    from moesim.policies.planner.plan import MemoryPlan
     from moesim.policies.systems import System
     from moesim.runs.memory import MemoryOptions
     from moesim.runtime.models.local_model import LocalModel
@@ -63,8 +60,9 @@ class Row:
             single passage.
         kl: mean KL(unmodified || modified).
         agreement: share of tokens after which both find the same next token most
-        likely. gate_mass_kept, altered, stale, hit_rate_active, experts_used: see
-        `moesim.runtime.quality.measure.Scores`.
+            likely.
+        gate_mass_kept, altered, stale, hit_rate_active, experts_used: see
+            `moesim.runtime.quality.measure.Scores`.
     """
 
     routing: str
@@ -87,13 +85,15 @@ class Row:
         return self.nats - self.reference_nats
 
     def to_json(self) -> dict[str, Any]:
-        """Every figure; perplexity is exp(nats)."""
-        found: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        found |= {"delta_nats": self.delta_nats, "perplexity": math.exp(self.nats)}
-        found["reference_perplexity"] = math.exp(self.reference_nats)
+        """Return every figure; perplexity is exp(nats)."""
+        figures: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        figures["delta_nats"] = self.delta_nats
+        figures["perplexity"] = math.exp(self.nats)
+        figures["reference_perplexity"] = math.exp(self.reference_nats)
+        # JSON has no NaN.
         return {
             key: None if isinstance(value, float) and math.isnan(value) else value
-            for key, value in found.items()
+            for key, value in figures.items()
         }
 
 
@@ -105,8 +105,16 @@ class Quality:
     config: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """One object."""
+        """Return one object."""
         return {"settings": [row.to_json() for row in self.rows], "config": self.config}
+
+
+class _Setting(NamedTuple):
+    """One composition of policies with one size of the cache."""
+
+    swept: str | None
+    system: System
+    memory: MemoryPlan
 
 
 @takes_options(RunConfig, without=["trace"])
@@ -150,7 +158,7 @@ def quality(
         dtype: to compute in; ``auto`` takes the checkpoint's (float32 for ``tiny``).
         device: ``cpu``, ``cuda``, …
         memory: sizes of memories in one object, instead of single options.
-        progress: told the share of the work that is done.
+        progress: called with the share of the work that is done.
         options: fields of `moesim.runs.config.RunConfig`.
 
     Raises:
@@ -163,10 +171,11 @@ def quality(
     ):
         if count < 1:
             raise TraceError(f"{name}: expected >= 1, got {count}")
+    # Before torch and the model are loaded, so that a typo costs no minute.
     config = RunConfig.of(config, policy, memory=memory, **options)
-    systems = _systems(config.system, sweep)
-    sizes = _sizes(config, cache_ratios)
-    columns = _columns([system for _, system in systems], config.host_cache)
+    systems = _swept_systems(config.system, sweep)
+    sizes = _cache_sizes(config, cache_ratios)
+    columns = _needed_columns(systems.values(), config.host_cache)
 
     from moesim.runtime.models.gates import gate_facts  # noqa: PLC0415
     from moesim.runtime.models.local_model import load_model  # noqa: PLC0415
@@ -178,40 +187,58 @@ def quality(
 
     local = load_model(model, device=device, dtype=dtype)
     blocks = find_blocks(local.model)
-    shape = model_shape(
-        local.model, local.name, blocks, gate_facts(local.model, blocks)
+    facts = gate_facts(local.model, blocks)
+    shape = model_shape(local.model, local.name, blocks, facts)
+    passages = _passages(
+        local,
+        text,
+        tokens,
+        prompt=prompt_tokens,
+        scored=scored_tokens,
+        seed=config.seed,
     )
-    passages = _passages(local, text, tokens, prompt_tokens, scored_tokens, config.seed)
+
     profile = profile_of(config.hw)
-    calibration = None if config.warm is None else _counts(config.warm, shape)
+    calibration = None
+    if config.warm is not None:
+        calibration = _activation_counts(config.warm, shape)
     settings = []
     trials = []
-    for (value, system), sized in product(systems, sizes):
+    for (swept, system), sized in product(systems.items(), sizes):
+        # Each setting has caches of its own, which carry over from passage to passage.
         setup = Setup(sized, shape, profile, system, calibration)
-        settings.append((value, system, setup.memory))
+        settings.append(_Setting(swept, system, setup.memory))
         trials.append(PolicyUnderTest(setup.planner(), own_input))
+
+    total_tokens = len(passages.tokens) * passages.scored
+
+    def report_tokens(done: int) -> None:
+        if progress is not None:
+            progress(done / total_tokens)
+
+    # Only the shipped model can calibrate residual vectors now; it has the text.
     shipped = (lambda: local) if local.name == "tiny" else None
-    scored = measure(
+    scores = measure(
         local,
         passages,
         trials,
         columns=columns,
         residual=residual_for(columns, residual, shipped),
         batch=config.batch,
-        progress=(
-            None
-            if progress is None
-            else lambda done: progress(done / (len(passages.tokens) * passages.scored))
-        ),
+        progress=report_tokens,
     )
-    whole = sum(shape.expert_bytes) * shape.experts
-    rows = [
-        _row(system.routing, plan.gpu.total_bytes / whole, value, found)
-        for (value, system, plan), found in zip(settings, scored, strict=True)
-    ]
-    first = settings[0][1]
-    plan = settings[0][2]
-    facts = {
+
+    # As shares, since sizes may have been given in slots or bytes.
+    all_bytes = sum(shape.expert_bytes) * shape.experts
+    rows = []
+    for setting, scored in zip(settings, scores, strict=True):
+        cache_ratio = setting.memory.gpu.total_bytes / all_bytes
+        rows.append(_row(setting.system.routing, cache_ratio, setting.swept, scored))
+
+    # Settings differ in what is swept and in the cache's size, and in nothing else.
+    first = settings[0]
+    plan = first.memory
+    effective = {
         "model": shape.name,
         "dtype": shape.dtype,
         "device": device,
@@ -219,11 +246,11 @@ def quality(
         "passages": len(passages.tokens),
         "prompt_tokens": prompt_tokens,
         "scored_tokens": scored_tokens,
-        "tokens": len(passages.tokens) * passages.scored,
-        "assignment": first.assignment,
-        "cache": first.cache,
-        "prefetch": first.prefetch,
-        "routing": first.routing,
+        "tokens": total_tokens,
+        "assignment": first.system.assignment,
+        "cache": first.system.cache,
+        "prefetch": first.system.prefetch,
+        "routing": first.system.routing,
         "sweep": sweep,
         "own_input": own_input,
         "hw": profile.name,
@@ -233,156 +260,46 @@ def quality(
         "host_bytes": None if plan.host is None else plan.host.total_bytes,
         "batch": config.batch,
         "seed": config.seed,
-        "filled_by": ("its policy, or empty" if config.warm is None else "calibration"),
+        "filled_by": "its policy, or empty" if config.warm is None else "calibration",
     }
-    return Quality(rows, facts)
+    return Quality(rows, effective)
 
 
-def quality_text(found: Quality) -> str:
-    """Lay out a report for a terminal."""
-    config = found.config
-    facts = [
-        ("model", f"{config['model']} ({config['dtype']}), batch {config['batch']}"),
-        (
-            "text",
-            (
-                f"{config['text']}: {config['tokens']:,} tokens of"
-                f" {config['passages']:,} passages scored"
-            ),
-        ),
-        (
-            "policy",
-            f"{config['assignment']}, {config['cache']}, prefetch {config['prefetch']}",
-        ),
-        ("unmodified", _nats_words(found.rows[0].reference_nats)),
-    ]
-    head = facts_lines(facts)
-    table = [
-        [
-            "routing",
-            "cache",
-            "perplexity",
-            "nats lost",
-            "KL",
-            "top-1",
-            "gate mass",
-            "altered",
-            "stale",
-            "hits",
-            "used",
-        ]
-    ]
-    table += [
-        [
-            row.routing,
-            f"{row.cache_ratio:.3g}",
-            f"{math.exp(row.nats):.3f}",
-            f"{row.delta_nats:+.4f}"
-            + ("" if math.isnan(row.delta_nats_se) else f" ± {row.delta_nats_se:.4f}"),
-            f"{row.kl:.4f}" if row.kl >= 5e-5 or row.kl == 0 else f"{row.kl:.1e}",
-            *(
-                f"{100 * share:.1f} %"
-                for share in (row.agreement, row.gate_mass_kept, row.altered, row.stale)
-            ),
-            f"{100 * row.hit_rate_active:.1f} %",
-            f"{row.experts_used:.2f}",
-        ]
-        for row in found.rows
-    ]
-    return "\n".join([*head, "", *aligned(table, lead=2)])
+def _swept_systems(base: System, sweep: str | None) -> dict[str | None, System]:
+    """Value of the swept parameter -> composition; a value that is named twice is one.
 
-
-def quality_figure(found: Quality, path: str | Path) -> Path:
-    """Draw what is lost against what is won: KL and disagreement over the share of
-    hits, one line per cache ratio.
+    Raises:
+        PolicyError: not ``parameter=value,value,…``.
     """
-    from matplotlib.backends.backend_agg import (  # noqa: PLC0415 - half a second, for pictures only
-        FigureCanvasAgg,
-    )
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2)
-    panels = (
-        ("KL to the unmodified model, nats per token", "kl"),
-        ("top-1 agreement, %", "agreement"),
-    )
-    for axis, (title, name) in zip(axes, panels, strict=True):
-        scale = 1 if name == "kl" else 100
-        for ratio in sorted({row.cache_ratio for row in found.rows}):
-            rows = [row for row in found.rows if row.cache_ratio == ratio]
-            hits = [100 * row.hit_rate_active for row in rows]
-            values = [scale * getattr(row, name) for row in rows]
-            axis.plot(hits, values, marker="o", label=f"cache {ratio:.3g}")
-            for row, hit, value in zip(rows, hits, values, strict=True):
-                if row.swept is not None:
-                    axis.annotate(
-                        row.swept,
-                        (hit, value),
-                        xytext=(4, 4),
-                        textcoords="offset points",
-                        fontsize=8,
-                    )
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.set_xlabel("hit rate of active experts, %")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylim(bottom=0)
-    axes[0].legend(frameon=False, fontsize=8)
-    config = found.config
-    routed = (
-        config["routing"].partition(":")[0] if config["sweep"] else config["routing"]
-    )
-    swept = f", labels: {config['sweep'].partition('=')[0]}" if config["sweep"] else ""
-    title = (
-        f"{config['model']}, {config['tokens']:,} tokens; {config['assignment']},"
-        f" {config['cache']}, {routed}{swept}"
-    )
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    with written_beside(path) as part:
-        figure.savefig(part, format="png", dpi=120)
-    return Path(path)
-
-
-def save_quality(found: Quality, folder: Path) -> list[Path]:
-    """Write figures, configuration and the picture into a folder."""
-    with written_beside(folder / "quality.json") as part:
-        part.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
-    return [folder / "quality.json", quality_figure(found, folder / "quality.png")]
-
-
-def _systems(base: System, sweep: str | None) -> list[tuple[str | None, System]]:
-    """One composition for each value of the swept parameter."""
     if sweep is None:
-        return [(None, base)]
-    parameter, equals, values = sweep.partition("=")
-    if not (parameter.strip() and equals and values.strip()):
+        return {None: base}
+
+    parameter, equals, listed = sweep.partition("=")
+    if not (parameter.strip() and equals and listed.strip()):
         raise PolicyError(
             "--sweep: expected parameter=value,value,… of the routing policy, got"
             f" {sweep!r}"
         )
-    routed, _, settings = base.routing.partition(":")
-    fixed = {
-        key: value
-        for key, value in (split(settings) if settings else {}).items()
-        if key != parameter
-    }
-    found: list[tuple[str | None, System]] = []
-    for value in dict.fromkeys(one.strip() for one in values.split(",")):
-        words = ",".join(
-            f"{key}={one}" for key, one in {**fixed, parameter.strip(): value}.items()
-        )
-        found.append((value, replace(base, routing=f"{routed}:{words}")))
-    return found
+    # Parameters that are given already stay, unless it is the one that is swept.
+    routing, _, settings = base.routing.partition(":")
+    parameters = split(settings) if settings else {}
+    fixed = {key: value for key, value in parameters.items() if key != parameter}
+    systems: dict[str | None, System] = {}
+    for value in (value.strip() for value in listed.split(",")):
+        given = {**fixed, parameter.strip(): value}
+        specification = ",".join(f"{key}={given[key]}" for key in given)
+        systems[value] = replace(base, routing=f"{routing}:{specification}")
+    return systems
 
 
-def _sizes(config: RunConfig, ratios: Sequence[float]) -> list[RunConfig]:
-    """One configuration for each cache ratio."""
-    if ratios and (
-        config.slots_per_layer,
-        config.gpu_memory_bytes,
-        config.cache_ratio,
-    ) != (None, None, None):
+def _cache_sizes(config: RunConfig, ratios: Sequence[float]) -> list[RunConfig]:
+    """One configuration for each cache ratio.
+
+    Raises:
+        PolicyError: the cache has another size already.
+    """
+    sizes = (config.slots_per_layer, config.gpu_memory_bytes, config.cache_ratio)
+    if ratios and any(size is not None for size in sizes):
         raise PolicyError(
             "--cache-ratios: expected no other size of the cache beside it; drop one of"
             " them"
@@ -390,31 +307,29 @@ def _sizes(config: RunConfig, ratios: Sequence[float]) -> list[RunConfig]:
     return [config.replaced(cache_ratio=ratio) for ratio in ratios] or [config]
 
 
-def _columns(systems: Sequence[System], host_cache: str) -> tuple[str, ...]:
+def _needed_columns(systems: Iterable[System], host_cache: str) -> tuple[str, ...]:
     """Columns that the policies need.
 
     Raises:
         PolicyError: one is unknown, or an oracle: a model that reads has no future.
     """
+    # A dictionary keeps the order in which policies name them.
     columns: dict[str, None] = {}
     for system in systems:
-        parts: Policies = system.build(gpus=1, host_cache=host_cache)
-        named = (
-            *zip(
-                ("assignment", "prefetch"),
-                (parts.assignment, parts.prefetch),
-                strict=True,
-            ),
-            ("cache", parts.caches[0]),
-            ("routing", parts.routing),
-        )
-        for kind, one in named:
-            if one.oracle:
+        policies = system.build(gpus=1, host_cache=host_cache)
+        by_kind = {
+            "assignment": policies.assignment,
+            "prefetch": policies.prefetch,
+            "cache": policies.caches[0],
+            "routing": policies.routing,
+        }
+        for kind, policy in by_kind.items():
+            if policy.oracle:
                 raise PolicyError(
-                    f"{kind} policy {parts.names[kind]!r} is an oracle: a model that"
+                    f"{kind} policy {policies.names[kind]!r} is an oracle: a model that"
                     " reads has no future; choose a policy that sees the past only"
                 )
-        columns |= dict.fromkeys(needed_columns(parts))
+        columns |= dict.fromkeys(needed_columns(policies))
     return tuple(columns)
 
 
@@ -422,15 +337,20 @@ def _passages(
     local: LocalModel,
     text: str | Path | None,
     tokens: int,
+    *,
     prompt: int,
     scored: int,
     seed: int,
 ) -> Passages:
     """Read as many passages as hold `tokens` scored tokens, or as many as the text
     has.
+
+    Raises:
+        TraceError: no text for a model that has no corpus, or a text that is not UTF-8.
     """
     from moesim.runtime.quality.passages import Passages  # noqa: PLC0415 - torch
 
+    # Rounded up to whole passages.
     most = -(-tokens // scored)
     if text is None:
         if local.name != "tiny":
@@ -440,46 +360,50 @@ def _passages(
             )
         return Passages.of_corpus(most, prompt=prompt, scored=scored, seed=seed)
     try:
-        words = Path(text).read_text(encoding="utf-8")
+        passage_text = Path(text).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise TraceError(f"{text}: expected UTF-8 text, found {error}") from None
-    return Passages.cut(local.encode(words), prompt=prompt, scored=scored, most=most)
+    tokens_of_text = local.encode(passage_text)
+    return Passages.cut(tokens_of_text, prompt=prompt, scored=scored, most=most)
 
 
-def _counts(warm: str | Path | Trace, shape: ModelShape) -> np.ndarray:
+def _activation_counts(warm: str | Path | Trace, shape: ModelShape) -> np.ndarray:
+    """Activations of each expert in a calibration trace of the same model, float64
+    [L, E].
+
+    Raises:
+        PolicyError: a trace of another model.
+    """
     calibration = warm if isinstance(warm, Trace) else open_trace(warm)
-    found = calibration.shape
-    if (found.layers, found.experts) != (shape.layers, shape.experts):
+    recorded = calibration.shape
+    if (recorded.layers, recorded.experts) != (shape.layers, shape.experts):
         raise PolicyError(
             f"--warm {calibration.path}: expected {shape.layers} layers x"
-            f" {shape.experts} experts as {shape.name} has, found {found.layers} x"
-            f" {found.experts}; record it from that model"
+            f" {shape.experts} experts as {shape.name} has, found {recorded.layers} x"
+            f" {recorded.experts}; record it from that model"
         )
     return activation_counts(calibration)
 
 
-def _row(routing: str, cache_ratio: float, swept: str | None, found: Scores) -> Row:
-    lost = (found.nats - found.reference_nats).mean(axis=1)
+def _row(routing: str, cache_ratio: float, swept: str | None, scores: Scores) -> Row:
+    # Tokens of a passage depend on each other; passages do not.
+    lost_nats = (scores.nats - scores.reference_nats).mean(axis=1)
+    passages = len(lost_nats)
+    standard_error = math.nan
+    if passages > 1:
+        standard_error = float(lost_nats.std(ddof=1) / math.sqrt(passages))
     return Row(
         routing,
         cache_ratio,
         swept,
-        nats=float(found.nats.mean()),
-        reference_nats=float(found.reference_nats.mean()),
-        delta_nats_se=(
-            float(lost.std(ddof=1) / math.sqrt(len(lost)))
-            if len(lost) > 1
-            else math.nan
-        ),
-        kl=float(found.kl.mean()),
-        agreement=float(found.agrees.mean()),
-        gate_mass_kept=found.gate_mass,
-        altered=found.altered,
-        stale=found.stale,
-        hit_rate_active=found.hit_rate,
-        experts_used=found.used,
+        nats=float(scores.nats.mean()),
+        reference_nats=float(scores.reference_nats.mean()),
+        delta_nats_se=standard_error,
+        kl=float(scores.kl.mean()),
+        agreement=float(scores.agrees.mean()),
+        gate_mass_kept=scores.gate_mass,
+        altered=scores.altered,
+        stale=scores.stale,
+        hit_rate_active=scores.hit_rate,
+        experts_used=scores.used,
     )
-
-
-def _nats_words(nats: float) -> str:
-    return f"{nats:.4f} nats per token, perplexity {math.exp(nats):.3f}"

@@ -1,4 +1,4 @@
-"""Did the engine's cache hold what a cache of ours would have held? Compared access by
+"""Compares what a real engine's cache held with what a replayed one holds, access by
 access.
 
 The engine recorded, for every routing, whether it met a resident expert. The trace is
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
 
+# What the engine recorded of a routing.
 MISS = 0
 HIT = 1
 PREFETCHED = 2
-"""What the engine recorded of a routing."""
 
 _COLUMNS = ("seq", "pos", "layer", "expert", "residency", "dropped")
 
@@ -55,31 +55,34 @@ class RankLRU(LRU):
     """
 
     def start(self, context: RunContext) -> None:
-        """Make room for the stamps of one layer step."""
+        """Prepare the stamps of one layer step."""
         super().start(context)
-        self._step: dict[int, float] = {}
+        self._stamps: dict[int, float] = {}
 
     def accessed(self, work: LayerWork) -> None:
-        """Stamp each active expert by its last place in the routing of this layer
+        """Stamp each active expert by its last position in the routing of this layer
         step.
         """
         super().accessed(work)
         touched = work.routing.reshape(-1).astype(np.int64)
-        place = np.arange(1, len(touched) + 1) / (len(touched) + 1)
+        count = len(touched)
+        # Between the stamps of two layer steps, which are whole numbers.
+        fraction = np.arange(1, count + 1) / (count + 1)
         keys = touched + work.layer * self.experts
-        # Of several places of an expert the last one is kept.
-        self.score[keys] = self._now - 1 + place
-        self._step = dict(zip(keys.tolist(), self.score[keys].tolist(), strict=True))
+        # Of several positions of an expert the last one is kept.
+        self.score[keys] = self._now - 1 + fraction
+        scores = self.score[keys].tolist()
+        self._stamps = dict(zip(keys.tolist(), scores, strict=True))
 
     def admitted(self, keys: np.ndarray) -> None:
-        """Stamp what enters with its own place, so that entering does not make it the
-        most recent.
+        """Stamp what enters with its own position, so that entering does not make it
+        the most recent.
         """
-        self.score[keys] = [self._step.get(key, self._now) for key in keys.tolist()]
+        self.score[keys] = [self._stamps.get(key, self._now) for key in keys.tolist()]
 
 
 @dataclass(slots=True)
-class Agreement:
+class AccessCounts:
     """Counts of accesses (active experts of layer steps) in one phase.
 
     Attributes:
@@ -116,13 +119,13 @@ class ResidencyCheck:
 
     cache: str
     cache_bytes: int
-    phases: dict[str, Agreement] = field(
-        default_factory=lambda: {phase.label: Agreement() for phase in Phase}
+    phases: dict[str, AccessCounts] = field(
+        default_factory=lambda: {phase.label: AccessCounts() for phase in Phase}
     )
     first: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, shares included."""
+        """Return plain values, shares included."""
         phases = {
             name: {**asdict(counts), "share": counts.share}
             for name, counts in self.phases.items()
@@ -157,39 +160,53 @@ def check_residency(
         PolicyError: an unknown cache policy, or one that needs the future.
     """
     opened = open_trace(trace) if isinstance(trace, Path | str) else trace
-    beside = residency or residency_path(opened.path)
+    record_path = residency or residency_path(opened.path)
     shape = opened.shape
-    policies = compose("on-demand", cache=cache, prefetch="none").build(
-        gpus=1, host_cache=None
-    )
+
+    # Every active expert is fetched on demand, so the cache sees every access.
+    system = compose("on-demand", cache=cache, prefetch="none")
+    policies = system.build(gpus=1, host_cache=None)
     if type(policies.caches[0]) is LRU:
         policies.caches = [RankLRU()]
     size = CacheSize.of(
-        shape.expert_bytes, shape.experts, scope=GLOBAL, total_bytes=cache_bytes
+        shape.expert_bytes,
+        shape.experts,
+        scope=GLOBAL,
+        total_bytes=cache_bytes,
     )
-    planner = Planner(
-        shape,
-        Costs(default_profile(), shape),
-        policies,
-        MemoryPlan(size, staging=shape.experts),
+    # Costs decide nothing here. Staging holds a whole layer: an engine computes what
+    # does not fit its cache as well.
+    costs = Costs(default_profile(), shape)
+    memory = MemoryPlan(size, staging=shape.experts)
+    planner = Planner(shape, costs, policies, memory)
+    columns = dict.fromkeys(
+        column for policy in policies.all() for column in policy.needs
     )
+
     result = ResidencyCheck(cache, cache_bytes)
-    recorded = _recorded(opened, beside)
+    records = _recorded_sequences(opened, record_path)
     current = -1
-    rows = _SequenceResidency.empty()
-    for step in compose_steps(
-        opened, columns=tuple(dict.fromkeys(c for p in policies.all() for c in p.needs))
-    ):
+    record = _SequenceRecord.empty()
+    for step in compose_steps(opened, columns=tuple(columns)):
+        # Batches of one: each is the next sequence.
         if step.batch != current:
             current = step.batch
-            rows = next(recorded)
-        _compare(result, planner, step, rows)
+            record = next(records)
+        _compare(result, planner, step, record)
     return result
 
 
 @dataclass(slots=True)
-class _SequenceResidency:
-    """One sequence's record: rows of the trace, K routings each."""
+class _SequenceRecord:
+    """What the engine recorded of one sequence: R rows of the trace, K routings each.
+
+    Attributes:
+        prompt: rows of the prompt.
+        layer: int16 [R].
+        experts, residency, dropped: [R, K].
+        layers: MoE layers.
+        decoded: decode steps compared so far.
+    """
 
     prompt: int
     layer: np.ndarray
@@ -200,71 +217,97 @@ class _SequenceResidency:
     decoded: int = 0
 
     @classmethod
-    def empty(cls) -> _SequenceResidency:
-        none = np.empty((0, 1), np.int8)
-        return cls(0, np.empty(0, np.int16), none, none, none, 1)
+    def empty(cls) -> _SequenceRecord:
+        no_routings = np.empty((0, 1), np.int8)
+        return cls(
+            prompt=0,
+            layer=np.empty(0, np.int16),
+            experts=no_routings,
+            residency=no_routings,
+            dropped=no_routings,
+            layers=1,
+        )
 
-    def met(self, step: RoutedStep, layer: int) -> dict[int, tuple[int, bool]]:
-        """Expert -> (residency, dropped) of one layer step; the first routing of an
-        expert speaks for it.
+    def states(self, step: RoutedStep, layer: int) -> dict[int, tuple[int, bool]]:
+        """Expert -> (residency, dropped) of one layer step.
+
+        The first routing of an expert counts, as later ones meet what it brought; an
+        expert is dropped only if all of its routings are.
         """
         if step.phase is Phase.PREFILL:
             rows = np.flatnonzero(self.layer[: self.prompt] == layer)
         else:
             rows = np.array([self.prompt + self.decoded * self.layers + layer])
-        found: dict[int, tuple[int, bool]] = {}
-        parts = (self.experts[rows], self.residency[rows], self.dropped[rows])
+
+        states: dict[int, tuple[int, bool]] = {}
         for expert, residency, dropped in zip(
-            *(part.reshape(-1).tolist() for part in parts), strict=True
+            self.experts[rows].reshape(-1).tolist(),
+            self.residency[rows].reshape(-1).tolist(),
+            self.dropped[rows].reshape(-1).tolist(),
+            strict=True,
         ):
-            before = found.get(expert)
-            found[expert] = (
-                before[0] if before else residency,
-                bool(dropped) and (before is None or before[1]),
-            )
-        return found
+            earlier = states.get(expert)
+            if earlier is None:
+                states[expert] = (residency, bool(dropped))
+            else:
+                states[expert] = (earlier[0], bool(dropped) and earlier[1])
+        return states
 
 
 def _compare(
-    result: ResidencyCheck, planner: Planner, step: RoutedStep, rows: _SequenceResidency
+    result: ResidencyCheck,
+    planner: Planner,
+    step: RoutedStep,
+    record: _SequenceRecord,
 ) -> None:
+    """Replay one forward pass, and count where engine and replay agree."""
     counts = result.phases[step.phase.label]
     for routed in step.layers:
         plan = planner.plan(routed, step.step, step.phase, 0.0)
-        met = rows.met(step, routed.layer)
-        for expert, state in zip(
-            plan.work.experts.tolist(), plan.work.state.tolist(), strict=True
-        ):
-            engine, dropped = met[expert]
+        recorded = record.states(step, routed.layer)
+        experts = plan.work.experts.tolist()
+        for expert, state in zip(experts, plan.work.state.tolist(), strict=True):
+            residency, dropped = recorded[expert]
             if dropped:
                 counts.dropped += 1
                 continue
-            ours = state == RESIDENT
-            counts.accesses += 1
-            counts.engine_hits += engine != MISS
-            counts.replay_hits += ours
-            counts.agree += ours == (engine != MISS)
-            counts.only_engine += engine != MISS and not ours
-            counts.only_replay += ours and engine == MISS
-            counts.prefetched += engine == PREFETCHED and not ours
-            if result.first is None and ours != (engine != MISS):
-                who = "replay only" if ours else "engine only"
-                place = f"sequence {step.batch}, position {step.context_tokens - 1}"
+            replay_hit = state == RESIDENT
+            _count(counts, residency, replay_hit=replay_hit)
+            # The first difference explains most of those that follow from it.
+            if result.first is None and replay_hit != (residency != MISS):
+                where = "replay only" if replay_hit else "engine only"
                 result.first = (
-                    f"{place} ({step.phase.label}), layer {routed.layer}, expert"
-                    f" {expert}: resident in the {who}"
+                    f"sequence {step.batch}, position {step.context_tokens - 1}"
+                    f" ({step.phase.label}), layer {routed.layer}, expert"
+                    f" {expert}: resident in the {where}"
                 )
+
+        # Copies land at once, so that only the cache decides what is resident.
         for copies in plan.copies:
             for expert in copies.experts:
                 planner.landed(copies.gpu, copies.layer, expert)
         planner.complete(plan, 0.0)
     if step.phase is Phase.DECODE:
-        rows.decoded += 1
+        record.decoded += 1
 
 
-def _recorded(trace: Trace, path: Path) -> Iterator[_SequenceResidency]:
-    """The record beside the trace, sequence by sequence, checked against the trace's
-    own experts.
+def _count(counts: AccessCounts, residency: int, *, replay_hit: bool) -> None:
+    engine_hit = residency != MISS
+    counts.accesses += 1
+    counts.engine_hits += engine_hit
+    counts.replay_hits += replay_hit
+    counts.agree += replay_hit == engine_hit
+    counts.only_engine += engine_hit and not replay_hit
+    counts.only_replay += replay_hit and not engine_hit
+    counts.prefetched += residency == PREFETCHED and not replay_hit
+
+
+def _recorded_sequences(trace: Trace, path: Path) -> Iterator[_SequenceRecord]:
+    """Read the record beside the trace, sequence by sequence, checked against the
+    trace's own experts.
+
+    Raises:
+        TraceError: no such file, not a record, or one of another trace.
     """
     try:
         table = pq.read_table(path, columns=list(_COLUMNS), use_threads=False)
@@ -278,22 +321,25 @@ def _recorded(trace: Trace, path: Path) -> Iterator[_SequenceResidency]:
         raise TraceError(
             f"{path}: not a residency record: {reason}; import the route trace again"
         ) from None
+
     columns = {name: values(table.column(name).combine_chunks()) for name in _COLUMNS}
     top_k = trace.shape.top_k
-    layers = trace.shape.layers
     start = 0
     for rows in trace.sequences():
-        part = slice(start, start := start + len(rows.pos) * top_k)
-        if not np.array_equal(columns["expert"][part], rows.experts.reshape(-1)):
+        # The record has one row per routing, in the order of the trace.
+        stop = start + len(rows.pos) * top_k
+        routings = slice(start, stop)
+        start = stop
+        if not np.array_equal(columns["expert"][routings], rows.experts.reshape(-1)):
             raise TraceError(
                 f"{path}: sequence {rows.seq}: its experts are not those of"
                 f" {trace.path}; import both again"
             )
-        prompt = int(np.count_nonzero(rows.phase == Phase.PREFILL))
-        tables = [
-            columns[name][part].reshape(-1, top_k)
-            for name in ("expert", "residency", "dropped")
-        ]
-        yield _SequenceResidency(
-            prompt, rows.layer, tables[0], tables[1], tables[2], layers
+        yield _SequenceRecord(
+            prompt=int(np.count_nonzero(rows.phase == Phase.PREFILL)),
+            layer=rows.layer,
+            experts=columns["expert"][routings].reshape(-1, top_k),
+            residency=columns["residency"][routings].reshape(-1, top_k),
+            dropped=columns["dropped"][routings].reshape(-1, top_k),
+            layers=trace.shape.layers,
         )

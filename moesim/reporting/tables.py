@@ -80,7 +80,7 @@ def aligned(rows: Sequence[Sequence[str]], *, lead: int = 1) -> list[str]:
         Lines without trailing spaces; an empty one between two blocks.
     """
     shown = screen()
-    natural = _natural_widths(rows, limit=shown.width // 2)
+    natural = _natural_widths(rows, shown.width)
     narrow = _narrow_widths(rows, natural)
 
     # Unwrapped heads read better, unless they cost a block more.
@@ -99,6 +99,8 @@ def aligned(rows: Sequence[Sequence[str]], *, lead: int = 1) -> list[str]:
                 rows[0][column],
                 justify="left" if column == 0 else "right",
                 vertical="bottom",
+                # The end of a name is often what tells two rows apart.
+                overflow="fold",
                 width=widths[column],
             )
         for row in rows[1:]:
@@ -121,7 +123,9 @@ def facts_lines(facts: Iterable[tuple[str, str]], *, indent: int = 0) -> list[st
     names_width = min(longest, shown.width // 2)
     table = _grid(show_header=False)
     table.add_column(width=names_width)
-    table.add_column(width=max(shown.width - indent - names_width - GAP, 10))
+    table.add_column(
+        overflow="fold", width=max(shown.width - indent - names_width - GAP, 10)
+    )
     for name, text in pairs:
         table.add_row(name, _BEFORE_UNIT.sub(_NO_BREAK, text))
     margin = " " * indent
@@ -158,10 +162,18 @@ def _rendered(table: Table, shown: Screen) -> list[str]:
     return [line.rstrip() for line in text.splitlines()]
 
 
-def _natural_widths(rows: Sequence[Sequence[str]], limit: int) -> list[int]:
-    """Widths at which nothing wraps, but for cells longer than `limit`."""
-    columns = zip(*rows, strict=True)
-    return [min(limit, max(map(cell_len, cells))) for cells in columns]
+def _natural_widths(rows: Sequence[Sequence[str]], screen_width: int) -> list[int]:
+    """Widths at which nothing wraps, but for cells longer than half of the screen."""
+    widths = []
+    for cells in zip(*rows, strict=True):
+        longest_cell = max(map(cell_len, cells))
+        longest_part = max(
+            (cell_len(part) for cell in cells for part in cell.split()), default=0
+        )
+        # A name has no spaces, so it would be cut within a word. It may be wider.
+        whole_name = min(longest_part, 3 * screen_width // 4)
+        widths.append(min(longest_cell, max(screen_width // 2, whole_name)))
+    return widths
 
 
 def _narrow_widths(rows: Sequence[Sequence[str]], natural: list[int]) -> list[int]:

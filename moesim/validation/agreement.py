@@ -1,4 +1,4 @@
-"""When are a simulated and a measured run the same? Four ways to ask.
+"""Statistics of agreement between simulated and measured runs.
 
 Two samples may come from one distribution (Kolmogorov-Smirnov); two means may be proven
 closer than a margin (TOST, which a lack of data cannot pass, unlike a test for a
@@ -8,6 +8,7 @@ itself cannot tell); and an error may be compared with what repetitions differ b
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ class Kolmogorov(NamedTuple):
 
 
 class Equivalence(NamedTuple):
-    """Verdict of two one-sided tests: `p_value` is the larger of the two."""
+    """Result of two one-sided tests: `p_value` is the larger of the two."""
 
     ratio: float
     p_value: float
@@ -35,17 +36,26 @@ class Equivalence(NamedTuple):
 
 
 def kolmogorov_smirnov(
-    left: Sequence[float] | np.ndarray, right: Sequence[float] | np.ndarray
+    left: Sequence[float] | np.ndarray,
+    right: Sequence[float] | np.ndarray,
 ) -> Kolmogorov:
-    """Ask whether two samples may come from one distribution.
+    """Test whether two samples may come from one distribution.
 
     Raises:
         ValueError: an empty sample.
     """
     if not len(left) or not len(right):
         raise ValueError("two samples are compared, found an empty one")
-    found = stats.ks_2samp(np.asarray(left), np.asarray(right), method="auto")
-    return Kolmogorov(float(found.statistic), float(found.pvalue))
+    # Exact p-values for small samples, asymptotic ones for large.
+    result = stats.ks_2samp(
+        np.asarray(left),
+        np.asarray(right),
+        method="auto",
+    )
+    return Kolmogorov(
+        distance=float(result.statistic),
+        p_value=float(result.pvalue),
+    )
 
 
 def equivalent(
@@ -72,23 +82,31 @@ def equivalent(
 
     Source: two one-sided t-tests, Schuirmann (1987).
     """
-    ours = np.asarray(simulated, np.float64)
-    theirs = np.asarray(measured, np.float64)
-    if len(ours) != len(theirs) or len(ours) < 2:
+    simulated_s = np.asarray(simulated, np.float64)
+    measured_s = np.asarray(measured, np.float64)
+    count = len(simulated_s)
+    if count != len(measured_s) or count < 2:
         raise ValueError(
-            f"pairs are compared, at least two: found {len(ours)} and {len(theirs)}"
+            f"pairs are compared, at least two: found {count} and {len(measured_s)}"
         )
-    mean = float(theirs.mean())
-    difference = (ours - theirs) / mean
-    ratio = float(ours.mean()) / mean
-    error = float(difference.std(ddof=1)) / np.sqrt(len(difference))
+
+    mean_s = float(measured_s.mean())
+    difference = (simulated_s - measured_s) / mean_s
+    ratio = float(simulated_s.mean()) / mean_s
+    deviation = float(difference.std(ddof=1))
+    error = deviation / np.sqrt(count)
     if error == 0.0:
+        # Without scatter there is nothing to test; the means are what they are.
         inside = abs(ratio - 1.0) < margin
         return Equivalence(ratio, 0.0 if inside else 1.0, inside)
-    above = stats.t.sf((difference.mean() + margin) / error, len(difference) - 1)
-    below = stats.t.cdf((difference.mean() - margin) / error, len(difference) - 1)
-    worst = float(max(above, below))
-    return Equivalence(ratio, worst, worst < alpha)
+
+    # Equivalent only if both one-sided tests reject: the larger p-value decides.
+    freedom = count - 1
+    mean_difference = difference.mean()
+    above = stats.t.sf((mean_difference + margin) / error, freedom)
+    below = stats.t.cdf((mean_difference - margin) / error, freedom)
+    p_value = float(max(above, below))
+    return Equivalence(ratio, p_value, p_value < alpha)
 
 
 def kendall_tau(
@@ -115,20 +133,24 @@ def kendall_tau(
     Raises:
         ValueError: different lengths.
     """
-    ours = np.asarray(simulated, np.float64)
-    theirs = np.asarray(measured, np.float64)
-    if len(ours) != len(theirs):
+    simulated_s = np.asarray(simulated, np.float64)
+    measured_s = np.asarray(measured, np.float64)
+    if len(simulated_s) != len(measured_s):
         raise ValueError(
-            f"two orders of the same things are compared, found {len(ours)} and"
-            f" {len(theirs)}"
+            f"two orders of the same things are compared, found {len(simulated_s)} and"
+            f" {len(measured_s)}"
         )
-    agreeing = ordered = 0
-    for i in range(len(ours)):
-        for j in range(i + 1, len(ours)):
-            if abs(theirs[i] - theirs[j]) <= floor * min(theirs[i], theirs[j]):
-                continue
-            ordered += 1
-            agreeing += int(np.sign(theirs[i] - theirs[j]) * np.sign(ours[i] - ours[j]))
+
+    agreeing = 0
+    ordered = 0
+    for i, j in combinations(range(len(simulated_s)), 2):
+        apart_s = measured_s[i] - measured_s[j]
+        if abs(apart_s) <= floor * min(measured_s[i], measured_s[j]):
+            continue
+        ordered += 1
+        # +1 where both order the pair alike, 0 where the simulation ties it.
+        simulated_apart_s = simulated_s[i] - simulated_s[j]
+        agreeing += int(np.sign(apart_s) * np.sign(simulated_apart_s))
     return agreeing / ordered if ordered else None
 
 
@@ -153,27 +175,29 @@ def repeated_tau(
     Returns:
         The mean, or None where nothing is repeated or no pair is ever ordered.
     """
+    # Seeded, so that the same measurements always give the same figure.
     rng = np.random.default_rng(0)
 
-    def anew(policies: Sequence[Sequence[float]]) -> list[float]:
-        found = []
+    def redrawn(policies: Sequence[Sequence[float]]) -> list[float]:
+        medians = []
         for values in policies:
-            middle = float(np.median(values))
-            more = np.sqrt(len(values) / (len(values) - 1))
-            found.append(
-                middle
-                + more * (float(np.median(rng.choice(values, len(values)))) - middle)
-            )
-        return found
+            count = len(values)
+            median = float(np.median(values))
+            # Resampled medians of few values lie too close together.
+            widening = np.sqrt(count / (count - 1))
+            again = float(np.median(rng.choice(values, count)))
+            medians.append(median + widening * (again - median))
+        return medians
 
-    taus = [
-        kendall_tau(anew(policies), anew(policies), floor=floor)
-        for policies, floor in zip(repetitions, floors, strict=True)
-        if all(len(values) > 1 for values in policies)
-        for _ in range(draws)
-    ]
-    known = [tau for tau in taus if tau is not None]
-    return float(np.mean(known)) if known else None
+    taus = []
+    for policies, floor in zip(repetitions, floors, strict=True):
+        if not all(len(values) > 1 for values in policies):
+            continue
+        for _ in range(draws):
+            tau = kendall_tau(redrawn(policies), redrawn(policies), floor=floor)
+            if tau is not None:
+                taus.append(tau)
+    return float(np.mean(taus)) if taus else None
 
 
 def noise_floor(repetitions: Sequence[Sequence[float]]) -> float:
@@ -186,13 +210,13 @@ def noise_floor(repetitions: Sequence[Sequence[float]]) -> float:
     Returns:
         0 where nothing was repeated.
     """
-    pairs = [
-        abs(row[i] - row[j]) / (0.5 * (row[i] + row[j]))
-        for row in repetitions
-        for i in range(len(row))
-        for j in range(i + 1, len(row))
-    ]
-    return float(np.median(pairs)) if pairs else 0.0
+    apart = []
+    for values in repetitions:
+        for first, second in combinations(values, 2):
+            # Over their mean: neither of two repetitions is the true one.
+            mean = 0.5 * (first + second)
+            apart.append(abs(first - second) / mean)
+    return float(np.median(apart)) if apart else 0.0
 
 
 def estimate_noise(
@@ -217,13 +241,15 @@ def estimate_noise(
     count = len(repetitions)
     if count < 2:
         return 0.0
+
     rng = np.random.default_rng(0)
-    found = np.array(
-        [estimate(repetitions[rng.integers(0, count, count)]) for _ in range(2 * draws)]
-    )
-    one = found[:draws]
-    other = found[draws:]
-    return float(
-        np.median(np.abs(one - other) / (0.5 * (one + other)))
-        * np.sqrt(count / (count - 1))
-    )
+    estimates = []
+    for _ in range(2 * draws):
+        rows = rng.integers(0, count, count)
+        estimates.append(estimate(repetitions[rows]))
+    first = np.array(estimates[:draws])
+    second = np.array(estimates[draws:])
+    mean = 0.5 * (first + second)
+    apart = np.abs(first - second) / mean
+    widening = np.sqrt(count / (count - 1))
+    return float(np.median(apart) * widening)

@@ -1,4 +1,4 @@
-"""Calibrate this machine: a designed set of short runs through the executor, then a
+"""Calibrates this machine: a designed set of short runs through the executor, then a
 fit.
 
 Each lane alone, each pair, all together; two sizes of experts; one token and many; with
@@ -15,32 +15,33 @@ import os
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from moesim.hwprofiles.calibration.fit_curves import FitReport
+from moesim.hwprofiles.calibration.estimates import FitReport
 from moesim.hwprofiles.calibration.fit_runs import DesignedRun
 from moesim.hwprofiles.calibration.fit_runs import calibrate as fit
 from moesim.hwprofiles.calibration.unobserved import profile_entries
 from moesim.hwprofiles.profile import HardwareProfile, save_profile
+from moesim.policies.systems import compose
 from moesim.runs.machine import machine_profile
+from moesim.traces.timeline.metrics import summarise
 from moesim.validation.calibration_runs import ROUTED, Design, designs
-from moesim.validation.drift import Reference, with_reference
+from moesim.validation.drift import ReferenceRuns, with_reference_runs
 from moesim.validation.paired_runs import (
-    Bench,
     Trial,
-    figures,
+    TrialRunner,
+    default_dtype,
     simulate,
     step_lengths,
-    system_of,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.schema import ModelShape
     from moesim.traces.timeline.spans import Timeline
 
@@ -54,6 +55,14 @@ _QUICK_PASSES = 3
 """How often all designed runs are run."""
 
 
+class FinishedRun(NamedTuple):
+    """A designed run that was really made."""
+
+    shape: ModelShape
+    trial: Trial
+    timeline: Timeline
+
+
 def learn(
     runs: Sequence[tuple[ModelShape, Trial, Timeline]],
     base: HardwareProfile,
@@ -62,34 +71,47 @@ def learn(
     name: str,
     seed: int = 0,
 ) -> HardwareProfile:
-    """Put what finished runs say into a profile of the machine they ran on."""
-    designed = [
-        DesignedRun(
-            timeline,
-            shape,
-            system_of(trial.policy).assignment,
-            _contexts(trial.steps),
-            base.workers,
-            kept,
+    """Put what finished runs show into a profile of the machine they ran on.
+
+    Args:
+        runs: shape, trial and timeline of each.
+        base: the profile; what the runs do not show is kept from it.
+        date: day of the measurement, ISO 8601.
+        name: of the new profile.
+        seed: of the resampling behind intervals.
+    """
+    designed = []
+    chosen_steps = _median_steps(runs)
+    for (shape, trial, timeline), kept in zip(runs, chosen_steps, strict=True):
+        designed.append(
+            DesignedRun(
+                timeline,
+                shape,
+                assignment=compose(trial.policy).assignment,
+                context_tokens=[step.context_tokens for step in trial.steps],
+                workers=base.workers,
+                kept=kept,
+            )
         )
-        for (shape, trial, timeline), kept in zip(runs, _undisturbed(runs), strict=True)
-    ]
-    found = fit(designed, date=date, seed=seed)
-    # distributions of operations in isolation are not those of runs, and their farthest
-    # outliers would be drawn
-    kept = {path: replace(curve, quantiles=()) for path, curve in base.curves.items()}
+    calibration = fit(designed, date=date, seed=seed)
+
+    # Distributions of operations in isolation are not those of runs, and their farthest
+    # outliers would be drawn.
+    base_curves = {
+        path: replace(curve, quantiles=()) for path, curve in base.curves.items()
+    }
     return replace(
         base,
         name=name,
         kind="measured",
         date=date,
-        numbers=profile_entries(found.numbers, base.numbers),
-        curves={**kept, **found.curves},
-        fit={**base.fit, **found.fit},
+        numbers=profile_entries(calibration.numbers, base.numbers),
+        curves={**base_curves, **calibration.curves},
+        fit={**base.fit, **calibration.fit},
     )
 
 
-def _undisturbed(
+def _median_steps(
     runs: Sequence[tuple[ModelShape, Trial, Timeline]],
 ) -> list[np.ndarray]:
     """Choose, for every step of a trial, the run whose step took the median of its
@@ -99,20 +121,21 @@ def _undisturbed(
     up to 1.6 times as long; they are no property of it. Of two repetitions the shorter
     counts.
     """
-    repeated: dict[tuple[str, int], list[int]] = {}
+    # By identity: two designs may be equal trials, and are repeated each for itself.
+    repetitions: dict[tuple[str, int], list[int]] = {}
     for number, (shape, trial, _) in enumerate(runs):
-        repeated.setdefault((shape.name, id(trial)), []).append(number)
+        key = (shape.name, id(trial))
+        repetitions.setdefault(key, []).append(number)
+
     chosen: list[np.ndarray] = [np.empty(0)] * len(runs)
-    for numbers in repeated.values():
-        seconds = np.array([step_lengths(runs[number][2]) for number in numbers])
-        median = np.argsort(seconds, axis=0)[(len(numbers) - 1) // 2]
-        for place, number in enumerate(numbers):
-            chosen[number] = median == place
+    for numbers in repetitions.values():
+        lengths = [step_lengths(runs[number][2]) for number in numbers]
+        seconds = np.array(lengths)
+        middle = (len(numbers) - 1) // 2
+        median_repetition = np.argsort(seconds, axis=0)[middle]
+        for repetition, number in enumerate(numbers):
+            chosen[number] = median_repetition == repetition
     return chosen
-
-
-def _contexts(steps: Sequence[RoutedStep]) -> list[int]:
-    return [step.context_tokens for step in steps]
 
 
 def calibrate(
@@ -147,98 +170,109 @@ def calibrate(
     from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415
     from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
 
-    tell = progress or (lambda _what, _done: None)
+    report_progress = progress or (lambda _purpose, _share: None)
     target = Path(out)
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(dir=stores) as folder, ExitStack() as benches:
-        tell("the machine's lanes", 0.0)
-        base = machine_profile(
-            hw
-            if hw is not None
-            else measure(None, Path(folder) / "base.toml", quick=True)
-        )
-        chosen = dtype or ("bfloat16" if base.accelerator == "cuda" else "float32")
-        todo: list[tuple[Bench, Design]] = []
+    passes = _QUICK_PASSES if quick else _PASSES
+    # Stores are deleted last: runners read from them until they are closed.
+    with tempfile.TemporaryDirectory(dir=stores) as folder, ExitStack() as runners:
+        report_progress("the machine's lanes", 0.0)
+        if hw is None:
+            hw = measure(None, Path(folder) / "base.toml", quick=True)
+        base = machine_profile(hw)
+        chosen_dtype = dtype or default_dtype(base)
+
+        # All runners stay open, so that passes over both shapes can take turns.
+        planned: list[tuple[TrialRunner, Design]] = []
         for number, spec in enumerate(shapes):
-            shape = shape_for(ROUTED, spec, chosen)
-            bench = benches.enter_context(
-                Bench(shape, base, dtype=chosen, store=Path(folder) / str(number))
+            runner = runners.enter_context(
+                TrialRunner(
+                    shape_for(ROUTED, spec, chosen_dtype),
+                    base,
+                    dtype=chosen_dtype,
+                    store=Path(folder) / str(number),
+                )
             )
-            found = designs(shape, quick=quick, seed=seed)
-            # Nothing in memory is new any more.
-            bench.run(found[-1].trial, base, seed=seed)
-            todo += [(bench, design) for design in found]
-        reference = Reference(base, chosen, Path(folder), benches)
-        runs: list[tuple[ModelShape, Trial, Timeline]] = []
-        passes = _QUICK_PASSES if quick else _PASSES
-        # Forth and back: what drifts meanwhile hits all alike.
+            of_shape = designs(runner.shape, quick=quick, seed=seed)
+            # The first run meets memory that was never written; it does not count.
+            runner.run(of_shape[-1].trial, base, seed=seed)
+            planned += [(runner, design) for design in of_shape]
+
+        reference = ReferenceRuns(base, chosen_dtype, Path(folder), runners)
+        runs: list[FinishedRun] = []
+        total = passes * len(planned)
         for number in range(passes):
-            for bench, design in todo[::-1] if number % 2 else todo:
-                tell(
-                    f"{bench.shape.name}: {design.purpose}",
-                    len(runs) / (passes * len(todo)),
-                )
-                reference.in_turn()
-                runs.append(
-                    (
-                        bench.shape,
-                        design.trial,
-                        bench.run(design.trial, base, seed=seed),
-                    )
-                )
-    tpot_s = np.array([figures(timeline)["tpot_s"] for _, _, timeline in runs]).reshape(
-        passes, -1
-    )
-    tpot_s[1::2] = tpot_s[1::2, ::-1]
+            # Forth and back: what drifts meanwhile hits all alike.
+            order = planned[::-1] if number % 2 else planned
+            for runner, design in order:
+                shape = runner.shape
+                report_progress(f"{shape.name}: {design.purpose}", len(runs) / total)
+                reference.run_if_due()
+                timeline = runner.run(design.trial, base, seed=seed)
+                runs.append(FinishedRun(shape, design.trial, timeline))
+
     date = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    # The reference runs join last: no fit may learn from them.
     profile = learn(runs, base, date=date, name=target.stem, seed=seed)
-    profile = with_reference(profile, reference.found(date))
+    profile = with_reference_runs(profile, reference.quantities(date))
     profile = replace(
         profile,
         description=(
-            f"{base.description.partition(';')[0]}; calibrated by {len(todo)} designed"
-            f" runs, {passes} times each, with {', '.join(shapes)} ({chosen}); load"
-            f" average {load:.1f} when it began"
+            f"{base.description.partition(';')[0]}; calibrated by {len(planned)}"
+            f" designed runs, {passes} times each, with {', '.join(shapes)}"
+            f" ({chosen_dtype}); load average {load:.1f} when it began"
         ),
-        fit={**profile.fit, **_stability(tpot_s)},
+        fit={**profile.fit, **_stability(_tpot_by_pass(runs, passes))},
         where=target.name,
     )
     save_profile(profile, target)
-    tell("done", 1.0)
+    report_progress("done", 1.0)
     return profile
 
 
 def differences(
-    one: HardwareProfile,
-    other: HardwareProfile,
+    first: HardwareProfile,
+    second: HardwareProfile,
     shapes: Sequence[str] = SHAPES,
     dtype: str = "float32",
 ) -> list[float]:
-    """Say by how much predictions of the designed runs by one profile differ from those
-    by another.
+    """Return by how much predictions of the designed runs by one profile differ from
+    those by another.
 
     Args:
-        one, other: profiles with the same lanes, such as two calibrations of one
+        first, second: profiles with the same lanes, such as two calibrations of one
             machine.
         shapes: as in `calibrate`.
         dtype: of the weights.
 
     Returns:
-        Seconds per output token by `other` over that by `one`, minus one, for each
-        design.
+        Seconds per output token by `second` over that by `first`, minus one, for each
+            design.
     """
     from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415 - torch
 
-    found = []
+    # With mean times: two profiles differ in what they expect, not in what they draw.
+    relative = []
     for spec in shapes:
         shape = shape_for(ROUTED, spec, dtype)
         for design in designs(shape, quick=True, seed=1):
-            first_s, second_s = (
-                figures(simulate(design.trial, shape, hw))["tpot_s"]
-                for hw in (one, other)
-            )
-            found.append(float(second_s / first_s - 1.0))
-    return found
+            first_s = _tpot_s(simulate(design.trial, shape, first))
+            second_s = _tpot_s(simulate(design.trial, shape, second))
+            relative.append(second_s / first_s - 1.0)
+    return relative
+
+
+def _tpot_s(timeline: Timeline) -> float:
+    return float(summarise(timeline)["tpot_s"])
+
+
+def _tpot_by_pass(runs: Sequence[FinishedRun], passes: int) -> np.ndarray:
+    """Seconds per output token of each designed run, float64 [passes, runs]."""
+    seconds = [_tpot_s(run.timeline) for run in runs]
+    tpot_s = np.array(seconds).reshape(passes, -1)
+    # Every other pass went backwards.
+    tpot_s[1::2] = tpot_s[1::2, ::-1]
+    return tpot_s
 
 
 def _stability(tpot_s: np.ndarray) -> dict[str, dict[str, float]]:
@@ -249,23 +283,23 @@ def _stability(tpot_s: np.ndarray) -> dict[str, dict[str, float]]:
         tpot_s: seconds per output token, float64 [repetitions, runs].
     """
     count = len(tpot_s)
-    missed = np.abs(
-        np.concatenate(
-            [
-                tpot_s[i] / tpot_s[j] - 1.0
-                for i in range(count)
-                for j in range(i + 1, count)
-            ]
-        )
+    relative = [
+        tpot_s[first] / tpot_s[second] - 1.0
+        for first, second in combinations(range(count), 2)
+    ]
+    apart = np.abs(np.concatenate(relative))
+    # The median over runs: a machine's drift hits all of them, a disturbance one.
+    moved = abs(float(np.median(tpot_s[-1] / tpot_s[0])) - 1.0)
+    noise = FitReport(
+        samples=tpot_s.size,
+        held_out=len(apart),
+        residual_median=float(np.median(apart)),
+        residual_worst=float(np.max(apart)),
     )
-    together = abs(float(np.median(tpot_s[-1] / tpot_s[0])) - 1.0)
-    reports = {
-        "noise_floor": FitReport(
-            tpot_s.size, len(missed), float(np.median(missed)), float(np.max(missed))
-        ),
-        "drift": FitReport(tpot_s.size, tpot_s.shape[1], together, together),
-    }
-    return {
-        name: {key: float(value) for key, value in report._asdict().items()}
-        for name, report in reports.items()
-    }
+    drift = FitReport(
+        samples=tpot_s.size,
+        held_out=tpot_s.shape[1],
+        residual_median=moved,
+        residual_worst=moved,
+    )
+    return {"noise_floor": noise.as_table(), "drift": drift.as_table()}

@@ -1,5 +1,5 @@
-"""Validate the simulator: the same grid really run and simulated, side by side in time,
-and compared cell by cell.
+"""Validates the simulator: the same grid really run and simulated, side by side in
+time, and compared cell by cell.
 
 Cells take turns in a drawn order, each run for real and simulated right after; when all
 are done they are run again in reversed order, and so on: what drifts hits all cells
@@ -18,28 +18,29 @@ import time
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from moesim.analysis.time_breakdown import TERMS, step_seconds, terms, terms_by_step
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import CachePolicy
+from moesim.policies.systems import compose as compose_system
 from moesim.runs.machine import machine_profile
 from moesim.runs.memory import MemoryOptions
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import Trace, open_trace
-from moesim.validation.drift import Reference, drift, nearest
-from moesim.validation.paired_runs import (
-    Bench,
-    Trial,
-    figures,
-    foreign,
-    simulate,
-    system_of,
-    unsteady,
+from moesim.traces.timeline.metrics import summarise
+from moesim.validation.drift import (
+    ReferenceRuns,
+    drift,
+    has_reference_runs,
+    nearest_run,
 )
-from moesim.validation.results import FIGURES, Cell, Place, Validation
+from moesim.validation.paired_runs import Trial, TrialRunner, default_dtype, simulate
+from moesim.validation.profile_checks import warnings_of
+from moesim.validation.results import FIGURES, Cell, Coordinates
+from moesim.validation.summary import Validation
+from moesim.validation.time_breakdown import TERMS, step_seconds, terms, terms_by_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -94,43 +95,56 @@ def validate(
     from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415 - torch
 
     profile = machine_profile(hw)
-    begin = time.time()
+    began_s = time.time()
     load = os.getloadavg()[0]
-    chosen = dtype or ("bfloat16" if profile.accelerator == "cuda" else "float32")
-    opened = [one if isinstance(one, Trace) else open_trace(one) for one in traces]
-    with tempfile.TemporaryDirectory(dir=stores) as folder, ExitStack() as benches:
+    chosen_dtype = dtype or default_dtype(profile)
+    opened = [
+        trace if isinstance(trace, Trace) else open_trace(trace) for trace in traces
+    ]
+    with tempfile.TemporaryDirectory(dir=stores) as folder, ExitStack() as runners:
         grid = _Grid(profile, seed, replications)
         for trace, spec in product(opened, shapes):
-            shape = shape_for(trace.shape, spec, chosen)
-            if shape not in grid.benches:
-                bench = Bench(
+            shape = shape_for(trace.shape, spec, chosen_dtype)
+            if shape not in grid.runners:
+                # Stores of the same shape hold the same random weights.
+                runner = TrialRunner(
                     shape,
                     profile,
-                    dtype=chosen,
-                    store=Path(folder) / str(len(grid.benches)),
+                    dtype=chosen_dtype,
+                    store=Path(folder) / str(len(grid.runners)),
                 )
-                grid.benches[shape] = benches.enter_context(bench)
-            for rest in product(policies, cache_ratios, host_ratios, batches):
-                grid.add(
-                    shape,
-                    Place(trace.path.name, shape.name, *rest),
-                    _trial(trace, shape, *rest, steps=steps),
+                grid.runners[shape] = runners.enter_context(runner)
+            for policy, cache_ratio, host_ratio, batch in product(
+                policies, cache_ratios, host_ratios, batches
+            ):
+                coordinates = Coordinates(
+                    trace=trace.path.name,
+                    shape=shape.name,
+                    policy=policy,
+                    cache_ratio=cache_ratio,
+                    host_ratio=host_ratio,
+                    batch=batch,
                 )
+                grid.add(shape, coordinates, _trial(trace, shape, coordinates, steps))
+
         reference = None
-        if any(path.startswith("reference.") for path in profile.numbers):
-            reference = Reference(profile, chosen, Path(folder), benches)
-        cells = grid.walk(
-            repetitions, reference, progress or (lambda _what, _done: None)
-        )
-    now = (
-        {}
-        if reference is None
-        else reference.found(time.strftime("%Y-%m-%d", time.gmtime(begin)))
-    )
-    for cell, shape in cells:
-        cell.drift = drift(
-            profile, now, nearest(shape, chosen, ssd=cell.place.host_ratio < 1)
-        )
+        if has_reference_runs(profile):
+            reference = ReferenceRuns(profile, chosen_dtype, Path(folder), runners)
+        report_progress = progress or (lambda _cell, _share: None)
+        grid.run(repetitions, reference, report_progress)
+
+    # Measured during the grid; each cell is held against the run most like it.
+    now = {}
+    if reference is not None:
+        today = time.strftime("%Y-%m-%d", time.gmtime(began_s))
+        now = reference.quantities(today)
+    for planned in grid.cells:
+        cell = planned.cell
+        needs_ssd = cell.coordinates.host_ratio < 1
+        run = nearest_run(planned.shape, chosen_dtype, ssd=needs_ssd)
+        cell.drift = drift(profile, now, run)
+
+    noise_floor = profile.fit.get("noise_floor", {})
     config = {
         "hw": profile.name,
         "hw_digest": profile.digest,
@@ -145,184 +159,198 @@ def validate(
         "steps": steps,
         "repetitions": repetitions,
         "replications": replications,
-        "dtype": chosen,
+        "dtype": chosen_dtype,
         "seed": seed,
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(begin)),
-        "seconds": round(time.time() - begin),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began_s)),
+        "seconds": round(time.time() - began_s),
         "load_before": round(load, 2),
         "load_after": round(os.getloadavg()[0], 2),
         "system": platform.platform(),
         "reference_s": {path: quantity.value for path, quantity in now.items()},
-        "profile_noise_floor": (
-            profile.fit.get("noise_floor", {}).get("residual_median")
-        ),
+        "profile_noise_floor": noise_floor.get("residual_median"),
     }
-    return Validation([cell for cell, _ in cells], config, warnings_of(profile, load))
-
-
-def warnings_of(profile: HardwareProfile, load: float) -> list[str]:
-    """What a reader of the errors should know about profile and machine."""
-    said = [
-        f"profile {profile.name} is another machine's: {words}"
-        for words in foreign(profile)
-    ]
-    if "noise_floor" not in profile.fit:
-        said.append(
-            f"profile {profile.name} was not calibrated through the executor; `moesim"
-            " calibrate --out hw.toml`"
-        )
-    if (words := unsteady(profile)) is not None:
-        said.append(words)
-    if load > 0.5:
-        said.append(
-            f"the machine was not quiet: load average {load:.1f} when it began; times"
-            " scatter by that"
-        )
-    return said
+    cells = [planned.cell for planned in grid.cells]
+    return Validation(cells, config, warnings_of(profile, load))
 
 
 def _trial(
-    trace: Trace,
-    shape: ModelShape,
-    policy: str,
-    cache_ratio: float,
-    host_ratio: float,
-    batch: int,
-    *,
-    steps: int,
+    trace: Trace, shape: ModelShape, coordinates: Coordinates, steps: int
 ) -> Trial:
+    policy = coordinates.policy
+    policies = compose_system(policy).build(gpus=1, host_cache=None)
+    # In the order in which policies name them, each once.
     needed = tuple(
-        dict.fromkeys(
-            column
-            for one in system_of(policy).build(gpus=1, host_cache=None).all()
-            for column in one.needs
-        )
+        dict.fromkeys(column for part in policies.all() for column in part.needs)
     )
     trace.require(needed, f"policy {policy!r}")
-    everything = sum(shape.expert_bytes) * shape.experts
-    host = None if host_ratio >= 1 else int(host_ratio * everything)
-    return Trial(
-        policy,
-        MemoryOptions(cache_ratio=cache_ratio, host_memory_bytes=host),
-        list(compose(trace, batch=batch, steps=steps, columns=needed)),
+
+    # None is no limit, and no SSD; a limit that holds everything would still have one.
+    host_bytes = None
+    if coordinates.host_ratio < 1:
+        all_bytes = sum(shape.expert_bytes) * shape.experts
+        host_bytes = int(coordinates.host_ratio * all_bytes)
+    memory = MemoryOptions(
+        cache_ratio=coordinates.cache_ratio,
+        host_memory_bytes=host_bytes,
     )
+    passes = compose(
+        trace,
+        batch=coordinates.batch,
+        steps=steps,
+        columns=needed,
+    )
+    return Trial(policy, memory, list(passes))
 
 
 def timing_free(policies: Policies) -> bool:
     """Tell whether no decision can depend on when copies land: no prefetch, no cache
-    that swaps by its own clock.
+    that replaces experts by its own clock.
     """
-    swaps = any(
+    # A policy that does not override the method never asks for a copy by itself.
+    own_replacements = any(
         type(cache).replacements is not CachePolicy.replacements
         for cache in policies.caches
     )
-    return policies.names.get("prefetch") == "none" and not swaps
+    return policies.names.get("prefetch") == "none" and not own_replacements
+
+
+class _PlannedCell(NamedTuple):
+    """A cell with what fills it."""
+
+    cell: Cell
+    shape: ModelShape
+    trial: Trial
 
 
 class _Grid:
-    """All cells with their trials, and the benches they run on."""
+    """All cells with their trials, and the runners that make them.
+
+    Args:
+        profile: of this machine.
+        seed: of the order, of policies that draw, and of drawn times.
+        replications: simulations with drawn times.
+
+    Attributes:
+        runners: by shape.
+        cells: in the order in which they were added.
+    """
 
     def __init__(self, profile: HardwareProfile, seed: int, replications: int) -> None:
         self._profile = profile
         self._seed = seed
         self._replications = replications
-        self.benches: dict[ModelShape, Bench] = {}
-        self._todo: list[tuple[Cell, ModelShape, Trial]] = []
+        self.runners: dict[ModelShape, TrialRunner] = {}
+        self.cells: list[_PlannedCell] = []
 
-    def add(self, shape: ModelShape, place: Place, trial: Trial) -> None:
+    def add(self, shape: ModelShape, coordinates: Coordinates, trial: Trial) -> None:
         """Put in one cell."""
-        built = system_of(trial.policy).build(gpus=1, host_cache=None)
+        policies = compose_system(trial.policy).build(gpus=1, host_cache=None)
         cell = Cell(
-            place, timing_free(built), bool(Costs(self._profile, shape).extrapolated)
+            coordinates,
+            timing_free=timing_free(policies),
+            extrapolated=bool(Costs(self._profile, shape).extrapolated),
         )
-        self._todo.append((cell, shape, trial))
+        self.cells.append(_PlannedCell(cell, shape, trial))
 
-    def walk(
+    def run(
         self,
         repetitions: int,
-        reference: Reference | None,
-        tell: Callable[[str, float], None],
-    ) -> list[tuple[Cell, ModelShape]]:
+        reference: ReferenceRuns | None,
+        report_progress: Callable[[str, float], None],
+    ) -> None:
         """Run all in a drawn order with simulations and reference runs in between, then
         back, and so on.
         """
-        total = len(self._todo) * repetitions
-        new = set(self.benches)
-        drawn = [
-            self._todo[number]
-            for number in np.random.default_rng(self._seed).permutation(len(self._todo))
-        ]
+        count = len(self.cells)
+        rng = np.random.default_rng(self._seed)
+        # Drawn, so that neighbours in the grid are not neighbours in time.
+        drawn = [self.cells[number] for number in rng.permutation(count)]
+        cold = set(self.runners)
         for repetition in range(repetitions):
             order = drawn[::-1] if repetition % 2 else drawn
-            for done, (cell, shape, trial) in enumerate(order):
-                tell(_words(cell.place), (repetition * len(self._todo) + done) / total)
+            for number, (cell, shape, trial) in enumerate(order):
+                done = repetition * count + number
+                report_progress(_describe(cell), done / (count * repetitions))
                 if reference is not None:
-                    reference.in_turn()
-                bench = self.benches[shape]
-                if shape in new:  # afterwards nothing in memory is new any more
-                    bench.run(trial, self._profile, seed=self._seed)
-                    new.discard(shape)
-                self._measure(cell, bench, trial)
-                if not repetition:
-                    self._predict(cell, shape, trial)
-        return [(cell, shape) for cell, shape, _ in self._todo]
+                    reference.run_if_due()
 
-    def _measure(self, cell: Cell, bench: Bench, trial: Trial) -> None:
-        timeline = bench.run(trial, self._profile, seed=self._seed)
-        cell.measured.append(_chosen(timeline))
+                runner = self.runners[shape]
+                if shape in cold:
+                    # The first run meets memory that was never written; it does not
+                    # count.
+                    runner.run(trial, self._profile, seed=self._seed)
+                    cold.discard(shape)
+                self._measure(cell, runner, trial)
+                # The same simulation answers for all repetitions.
+                if repetition == 0:
+                    self._predict(cell, shape, trial)
+
+    def _measure(self, cell: Cell, runner: TrialRunner, trial: Trial) -> None:
+        timeline = runner.run(trial, self._profile, seed=self._seed)
+        cell.measured.append(_figures(timeline))
         cell.steps_s.append(step_seconds(timeline).tolist())
 
     def _predict(self, cell: Cell, shape: ModelShape, trial: Trial) -> None:
+        # With means, every maximum over lanes comes out too early; the mean over draws
+        # is the prediction, and the means are kept to show by how much.
         means = simulate(trial, shape, self._profile, seed=self._seed)
+        noise_seeds = range(self._seed, self._seed + self._replications)
         drawn = [
-            simulate(trial, shape, self._profile, noise_seed=seed, seed=self._seed)
-            for seed in range(self._seed, self._seed + self._replications)
-        ] or [means]
-        found = [_chosen(timeline) for timeline in drawn]
-        cell.predicted = _averaged(found)
-        cell.predicted["hits_by_means"] = _chosen(means)["hits"]
-        cell.means_tpot_s = figures(means)["tpot_s"]
-        cell.replications_s = [one["tpot_s"] for one in found if one["tpot_s"]]
-        by_term = [terms_by_step(timeline) for timeline in drawn]
-        cell.predicted_terms_s = {
-            name: np.mean([one[name] for one in by_term], axis=0).tolist()
-            for name in TERMS
-        }
-        cell.predicted_steps_s = np.mean(
-            [step_seconds(timeline) for timeline in drawn], axis=0
-        ).tolist()
+            simulate(
+                trial,
+                shape,
+                self._profile,
+                noise_seed=noise_seed,
+                seed=self._seed,
+            )
+            for noise_seed in noise_seeds
+        ]
+        timelines = drawn or [means]
+
+        replications = [_figures(timeline) for timeline in timelines]
+        cell.predicted = _averaged(replications)
+        cell.predicted["hits_by_means"] = _figures(means)["hits"]
+        cell.means_tpot_s = summarise(means)["tpot_s"]
+        cell.replications_s = [
+            figures["tpot_s"] for figures in replications if figures["tpot_s"]
+        ]
+        by_term = [terms_by_step(timeline) for timeline in timelines]
+        for term in TERMS:
+            of_term = [seconds[term] for seconds in by_term]
+            mean_s = np.mean(of_term, axis=0)
+            cell.predicted_terms_s[term] = mean_s.tolist()
+        steps_s = [step_seconds(timeline) for timeline in timelines]
+        cell.predicted_steps_s = np.mean(steps_s, axis=0).tolist()
 
 
-def _chosen(timeline: Timeline) -> dict[str, Any]:
-    found = figures(timeline)
+def _figures(timeline: Timeline) -> dict[str, Any]:
+    metrics = summarise(timeline)
     return {
-        **{key: found[key] for key in FIGURES},
-        "busy_s": found["busy_s"],
-        "bytes": found["bytes"],
+        **{key: metrics[key] for key in FIGURES},
+        "busy_s": metrics["busy_s"],
+        "bytes": metrics["bytes"],
         "terms": terms(timeline),
     }
 
 
-def _averaged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _averaged(replications: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Mean of figures, also within tables; what is equal everywhere stays as it is."""
-    first = found[0]
     mean: dict[str, Any] = {}
-    for key, value in first.items():
-        values = [one[key] for one in found]
+    for key, value in replications[0].items():
+        values = [figures[key] for figures in replications]
         if isinstance(value, dict):
             mean[key] = _averaged(values)
         elif value is None or all(other == value for other in values):
+            # Counts stay integers, so that they can be compared with measured ones.
             mean[key] = value
         else:
             mean[key] = float(np.mean(values))
     return mean
 
 
-def _words(place: Place) -> str:
+def _describe(cell: Cell) -> str:
+    at = cell.coordinates
     return (
-        f"{place.trace}, {place.shape}, {place.policy}, cache {place.cache_ratio:g},"
-        f" batch {place.batch}"
+        f"{at.trace}, {at.shape}, {at.policy}, cache {at.cache_ratio:g},"
+        f" batch {at.batch}"
     )
-
-
-__all__ = ["timing_free", "validate", "warnings_of"]

@@ -1,15 +1,14 @@
-"""One trial of a design: the same forward passes through the same policies, really done
-or simulated.
+"""Trials: the same forward passes through the same policies, really done or simulated.
 
-A `Bench` keeps what trials of one model shape share (the store of experts, the dense
-part with its key/value cache), so that a grid of short runs spends its time running.
-`simulate` is its twin in virtual time.
+A `TrialRunner` keeps what trials of one model shape share (the store of experts, the
+dense part with its key/value cache), so that a grid of short runs spends its time
+running. `simulate` does the same trial in virtual time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -19,11 +18,9 @@ from moesim.policies.systems import compose
 from moesim.runs.config import RunConfig
 from moesim.runs.machine import device_of
 from moesim.runs.measured import REHEARSED_STEPS, execute, rehearse
-from moesim.runs.parallel import cores
 from moesim.runs.setup import Setup
 from moesim.runs.stores import open_random_store
 from moesim.sim.replay import Replay
-from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.spans import Timeline
 
 if TYPE_CHECKING:
@@ -32,31 +29,16 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.policies.systems import System
     from moesim.runs.memory import MemoryOptions
     from moesim.runtime.executor.executor import Executor
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.schema import ModelShape
 
 HOST_CACHE = "lru"
-STEADY = 0.05
-"""By how much the last of the identical runs of a calibration may differ from the
-first.
-"""
 _DISTINCT = 64
-"""Different records in a bench's store: it is built in seconds; in memory every expert
+"""Different records in a runner's store: it is built in seconds; in memory every expert
 has its own.
 """
-
-
-def system_of(policy: str) -> System:
-    """The system that ``assignment+cache+prefetch`` names; parts may be left out from
-    the right.
-
-    Raises:
-        PolicyError: an unknown name, or too many parts.
-    """
-    return compose(policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +46,7 @@ class Trial:
     """What is run: a policy, the sizes of memories, and the forward passes.
 
     Attributes:
-        policy: as `system_of` takes it.
+        policy: as ``assignment+cache+prefetch``, parts left out from the right.
         memory: sizes.
         steps: forward passes; step numbers count from 0.
     """
@@ -84,6 +66,14 @@ def simulate(
 ) -> Timeline:
     """Run a trial in virtual time.
 
+    Args:
+        trial: what is run.
+        shape: the model.
+        profile: the machine.
+        noise_seed: of operation times drawn from the profile's distributions; the means
+            when None.
+        seed: of policies that draw.
+
     Raises:
         PolicyError: a policy that needs the future or an artefact, or an impossible
             memory.
@@ -91,18 +81,18 @@ def simulate(
     costs = Costs(profile, shape)
     planner = _setup(trial, shape, profile, seed).planner()
     timeline = Timeline(profile.lanes)
-    Replay(profile, costs, planner, timeline, noise_seed=noise_seed).run(trial.steps)
+    replay = Replay(profile, costs, planner, timeline, noise_seed=noise_seed)
+    replay.run(trial.steps)
     timeline.close()
     return timeline
 
 
-class Bench:
+class TrialRunner:
     """A model shape made ready to run for real, many times.
 
     Args:
         shape: sizes and numbers of experts; weights are random.
-        profile: lanes and workers of this machine, and the costs that policies are
-            told.
+        profile: lanes and workers of this machine, and the costs that policies see.
         dtype: of the weights.
         store: folder of the store; None takes the user's cache folder.
         building: called with records done and records to do while the store is built.
@@ -130,9 +120,9 @@ class Bench:
         self._store = open_random_store(
             shape, store, dtype, _DISTINCT, building=building
         )
-        self._dense = DenseStack(
-            DenseSizes.of(shape), self._store.layout(0).torch_dtype, self._device.device
-        )
+        # Dense parts compute in the type of the experts, as a checkpoint's would.
+        torch_dtype = self._store.layout(0).torch_dtype
+        self._dense = DenseStack(DenseSizes.of(shape), torch_dtype, self._device.device)
 
     def __enter__(self) -> Self:
         """Use it in a block."""
@@ -150,6 +140,11 @@ class Bench:
     def run(self, trial: Trial, profile: HardwareProfile, *, seed: int = 0) -> Timeline:
         """Run a trial for real.
 
+        Args:
+            trial: what is run.
+            profile: lanes, workers and costs; those of the runner's own machine.
+            seed: of policies that draw.
+
         Raises:
             PolicyError, StoreError, RuntimeFault: as `moesim.runs.measured.run_trace`.
         """
@@ -158,14 +153,15 @@ class Bench:
         )
 
         setup = _setup(trial, self.shape, profile, seed)
+        # Another planner plans the first steps beforehand: compiled kernels are warm
+        # then, and this run's decisions are not touched.
         rehearse(setup.planner(), trial.steps[:REHEARSED_STEPS])
 
         def forward(executor: Executor) -> Callable[[], None]:
             return ForcedRouting(executor, self._dense, trial.steps)
 
-        return execute(
-            setup, self._store, self._device, forward, own_cores=True
-        ).timeline
+        run = execute(setup, self._store, self._device, forward, own_cores=True)
+        return run.timeline
 
 
 def _setup(
@@ -174,7 +170,7 @@ def _setup(
     config = RunConfig.of(
         policy=trial.policy, memory=trial.memory, host_cache=HOST_CACHE, seed=seed
     )
-    setup = Setup(config, shape, profile, system_of(trial.policy))
+    setup = Setup(config, shape, profile, compose(trial.policy))
     for policy in setup.policies().all():
         if policy.oracle:
             raise PolicyError(
@@ -184,49 +180,13 @@ def _setup(
     return setup
 
 
-def figures(timeline: Timeline) -> dict[str, Any]:
-    """Metrics of a run."""
-    return summarise(timeline)
+def default_dtype(profile: HardwareProfile) -> str:
+    """Name the type of weights that a machine computes in by default."""
+    # GPUs compute in the type of checkpoints; not every host processor can.
+    return "bfloat16" if profile.accelerator == "cuda" else "float32"
 
 
 def step_lengths(timeline: Timeline) -> np.ndarray:
     """Seconds of each forward pass, float64 [steps]."""
-    return np.concatenate(
-        [chunk["end_s"] - chunk["start_s"] for chunk in timeline.step_chunks()]
-    )
-
-
-def unsteady(profile: HardwareProfile) -> str | None:
-    """Say that the machine changed its speed while a profile was calibrated, if it did
-    by more than `STEADY`.
-    """
-    drift = profile.fit.get("drift", {}).get("residual_median", 0.0)
-    if drift <= STEADY:
-        return None
-    return (
-        f"the machine changed its speed by {100 * drift:.0f} % while profile"
-        f" {profile.name} was calibrated, so every time may be off by as much;"
-        " calibrate again"
-    )
-
-
-def foreign(profile: HardwareProfile) -> list[str]:
-    """In what a profile's machine differs from this one: processor, accelerator, cores;
-    empty where it does not.
-
-    Versions of libraries are named, too, since they change how fast products are.
-    """
-    from moesim.runtime.measure.machine import versions  # noqa: PLC0415 - torch
-
-    here = versions()
-    said = [
-        f"{key}: the profile's is {profile.versions.get(key, 'unknown')}, this"
-        f" machine's is {here[key]}"
-        for key in ("cpu", "accelerator", "torch")
-        if profile.versions.get(key) != here[key]
-    ]
-    if profile.cores != cores():
-        said.append(
-            f"cores: the profile's are {profile.cores}, this machine's are {cores()}"
-        )
-    return said
+    lengths = [chunk["end_s"] - chunk["start_s"] for chunk in timeline.step_chunks()]
+    return np.concatenate(lengths)

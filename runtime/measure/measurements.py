@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moesim.hwprofiles.calibration.fit_curves import (
+from moesim.hwprofiles.calibration.estimates import (
     estimated,
     inverse,
     measured,
@@ -16,12 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy as np
-    from moesim.hwprofiles.calibration.fit_curves import (
-        Estimate,
-        FitReport,
-        Line,
-        Roofline,
-    )
+    from moesim.hwprofiles.calibration.estimates import Estimate, FitReport
+    from moesim.hwprofiles.calibration.fit_curves import Line, Roofline
     from moesim.hwprofiles.schema import Curve, Quantity, ReferenceExpert
 
 

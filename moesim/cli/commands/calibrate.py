@@ -58,7 +58,7 @@ def calibrate(
     from moesim.cli.progress import steps_of
     from moesim.hwprofiles.profile import load_profile
     from moesim.validation import calibrate as library
-    from moesim.validation.paired_runs import unsteady
+    from moesim.validation.profile_checks import speed_change
 
     # Read first: a missing file should not cost minutes of measuring.
     reference = None if against is None else load_profile(against)
@@ -81,7 +81,7 @@ def calibrate(
         )
 
     # The profile is written all the same: a busy machine may be all that there is.
-    if (warning := unsteady(profile)) is not None:
+    if (warning := speed_change(profile)) is not None:
         print(f"note: {warning}", file=sys.stderr)
     difference: dict[str, Any] | None = None
     if reference is not None:

@@ -116,6 +116,7 @@ def quality(
     """
     check_places(folder=out)
     from moesim.analysis import quality as library
+    from moesim.analysis.quality_report import quality_text, save_quality
     from moesim.cli import progress
 
     # Loading a model takes minutes, so all checks come before it.
@@ -140,9 +141,9 @@ def quality(
             device=device,
             progress=show,
         )
-    written = [] if out is None else library.save_quality(result, out)
+    written = [] if out is None else save_quality(result, out)
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
         return
-    print(library.quality_text(result))
+    print(quality_text(result))
     output.print_written(written)

@@ -79,6 +79,8 @@ def train_cache(
     """
     check_places(folder=out)
     from moesim.analysis import learned_cache as learned
+    from moesim.analysis.learned_cache_report import report_text
+    from moesim.analysis.trace_split import all_passes, split
     from moesim.cli.progress import bar, messages
     from moesim.policies.base import PolicyError
     from moesim.runtime.train.cache_network import train
@@ -98,10 +100,10 @@ def train_cache(
         )
     # Judging on what was learned from would flatter the network.
     if held_out is None:
-        training, judging = learned.split(opened, batch=batch, steps=steps)
+        training, judging = split(opened, batch=batch, steps=steps)
     else:
-        training = learned.whole(opened, batch=batch, steps=steps)
-        judging = learned.whole(judged_on, batch=batch, steps=steps)
+        training = all_passes(opened, batch=batch, steps=steps)
+        judging = all_passes(judged_on, batch=batch, steps=steps)
 
     recipe = Recipe(
         labels="masked" if labels == "masked" else "distance",
@@ -123,7 +125,7 @@ def train_cache(
             judging, trained.network, facts, learned.cache_sizes(shape, cache_ratio)
         )
 
-    text = learned.report_text(report)
+    text = report_text(report)
     # The network comes first: a report without its network would promise too much.
     trained.save(out / f"{learned.LEARNED}.safetensors")
     for name, content in (

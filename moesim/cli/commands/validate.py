@@ -73,7 +73,7 @@ def validate(
     from moesim.reporting import validation_page as report
     from moesim.reporting.validation_text import validation_text
     from moesim.validation import grid as library
-    from moesim.validation.results import joined
+    from moesim.validation.summary import joined
 
     # Read first: a missing file should not cost an hour of runs.
     before = None if earlier is None else report.load(earlier)

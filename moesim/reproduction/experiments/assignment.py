@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from moesim.analysis.gap_bench import Bench, Grades
+from moesim.analysis.assignment_grades import Grades
+from moesim.analysis.gap_mixes import MixReplays
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies.base import AssignmentPolicy
@@ -38,7 +39,7 @@ layers have their turn.
 """
 
 
-def _bench(excerpt: Excerpt, batch: int, steps: int) -> Bench:
+def _bench(excerpt: Excerpt, batch: int, steps: int) -> MixReplays:
     """DALI's greedy and window cache at half of the experts (its figure 12) over the
     first `steps` decode steps.
     """
@@ -51,7 +52,7 @@ def _bench(excerpt: Excerpt, batch: int, steps: int) -> Bench:
             # Prefill steps are left out, so steps are numbered anew.
             yield replace(step, step=number)
 
-    return Bench(
+    return MixReplays(
         shape=excerpt.shape,
         profile=profile,
         costs=Costs(profile, excerpt.shape),
@@ -153,7 +154,7 @@ def dali_planning_share(excerpt: Excerpt) -> Figures:
     )
     bench = _bench(excerpt, batch, DECODED)
     # Planning that costs nothing, so that the measured decisions can be added.
-    free_planning = bench.choices()["planning"][0]
+    free_planning = bench.substitutes()["planning"][0]
     working_s = bench.replay_s({"planning": free_planning}, observer=watch)
     figures: Figures = {}
     for name, seconds in watch.seconds.items():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from moesim.analysis.gap_eviction import Wrapped
+from moesim.analysis.gap_eviction import DelegatingCache
 from moesim.policies.registry import resolve
 from moesim.reproduction.experiments.base import Excerpt, Experiment, percent
 from moesim.reproduction.experiments.caches_alone import cache_counts, cache_size
@@ -28,7 +28,7 @@ SOON = 5
 NO_EVICTIONS = "lacks evictions"
 
 
-class Watched(Wrapped):
+class Watched(DelegatingCache):
     """A cache policy whose evictions are written down.
 
     Attributes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moesim.analysis import learned_cache as learned
+from moesim.analysis.trace_split import split
 from moesim.reproduction.experiments.base import Excerpt, Experiment
 from moesim.traces.errors import TraceError
 
@@ -44,11 +45,11 @@ def flashmoe_gain(excerpt: Excerpt) -> Figures:
         )
     try:
         # Judged on later forward passes only, which the network has not seen.
-        training, held_out = learned.split(excerpt.trace, steps=excerpt.most_steps)
+        training, held_out = split(excerpt.trace, steps=excerpt.most_steps)
         network = train(training, excerpt.shape, seed=excerpt.seed).network
     except TraceError as error:
         return dict.fromkeys(rows, f"lacks forward passes to train on: {error}")
-    judged = learned.judge(
+    judged = learned.evaluate(
         (learned.LEARNED, *RIVALS),
         held_out,
         excerpt.shape,

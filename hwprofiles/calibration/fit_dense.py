@@ -1,0 +1,230 @@
+"""Fits dense parts and heads: one roofline through all of them, and of each a curve
+over tokens by shape.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from moesim.hwprofiles import paths
+from moesim.hwprofiles.calibration.estimates import interquartile_range
+from moesim.hwprofiles.calibration.fit_curves import fit_roofline
+from moesim.hwprofiles.calibration.points import LEAST_SAMPLES
+from moesim.hwprofiles.calibration.robust import around_mean, clipped_mean
+from moesim.hwprofiles.dense_costs import DenseWork, dense_reference, dense_work
+from moesim.hwprofiles.paths import DENSE, HEAD
+from moesim.hwprofiles.roofline import flops_per_token
+from moesim.hwprofiles.schema import Curve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from moesim.hwprofiles.calibration.entries import Entries
+    from moesim.hwprofiles.calibration.fit_curves import Roofline
+    from moesim.hwprofiles.calibration.fit_operations import OperationFit
+    from moesim.hwprofiles.calibration.run_spans import RunSpans
+    from moesim.hwprofiles.schema import ReferenceExpert
+    from moesim.traces.format.schema import ModelShape
+
+_CONTEXT_TOKENS = 16
+"""Contexts are rounded up to this, so that dense parts of neighbouring steps are one
+point.
+"""
+_RUN_BITS = 40
+_TOKEN_BITS = 16
+"""Groups of dense parts are numbered by run, tokens and layer, in these bits."""
+
+
+class _DensePart(NamedTuple):
+    """One dense part or head; a head's tokens are the positions whose output is
+    wanted.
+    """
+
+    seconds: float
+    work: DenseWork
+    tokens: int
+    head: bool
+
+
+class _CurveKey(NamedTuple):
+    head: bool
+    shape_number: int
+    tokens: int
+
+
+def fit_dense(
+    all_spans: Sequence[RunSpans],
+    shapes: Sequence[ModelShape],
+    operations: OperationFit,
+    entries: Entries,
+) -> None:
+    """Fit dense parts of all runs.
+
+    Args:
+        all_spans: the runs.
+        shapes: of their models.
+        operations: fits by what dense parts differ after a read.
+        entries: where results go.
+    """
+    by_work: dict[DenseWork, list[float]] = {}
+    by_tokens: dict[_CurveKey, list[_DensePart]] = {}
+    # Taken out first: the roofline is that of dense parts whose caches are their own.
+    factors = _after_read(all_spans, shapes, operations)
+    for spans in all_spans:
+        shape_number = shapes.index(spans.run.shape)
+        for part in _dense_parts(spans, factors.get(shape_number, 1.0)):
+            by_work.setdefault(part.work, []).append(part.seconds)
+            key = _CurveKey(part.head, shape_number, part.tokens)
+            by_tokens.setdefault(key, []).append(part)
+
+    samples = {
+        work: np.array(seconds)
+        for work, seconds in by_work.items()
+        if len(seconds) >= LEAST_SAMPLES
+    }
+    # Three constants need three points.
+    if len(samples) < 3:
+        return
+    roof = fit_roofline(
+        [work.read_bytes for work in samples],
+        [work.flops for work in samples],
+        [around_mean(seconds) for seconds in samples.values()],
+    )
+    entries.put_roofline(
+        DENSE,
+        roof,
+        samples=sum(map(len, samples.values())),
+        source="roofline through dense parts in designed runs",
+    )
+    entries.fit[DENSE] = roof.report.as_table()
+
+    for name, head in ((DENSE, False), (HEAD, True)):
+        references = [dense_reference(shape, head=head) for shape in shapes]
+        # By bytes of the dense part, which need not order models as their experts do.
+        by_size = sorted(
+            range(len(references)), key=lambda number: -references[number].bytes
+        )
+        for small, number in zip((False, True), by_size, strict=False):
+            # A curve needs fewer parts at each size than the roofline, which carries
+            # them all to one reference.
+            parts = {
+                key.tokens: members
+                for key, members in sorted(by_tokens.items(), key=lambda item: item[0])
+                if key.head == head
+                and key.shape_number == number
+                and len(members) >= LEAST_SAMPLES // 2
+            }
+            if parts:
+                path = paths.points(name, small=small)
+                entries.curves[path] = _curve(
+                    parts, roof, references[number], entries.date
+                )
+
+
+def _after_read(
+    all_spans: Sequence[RunSpans],
+    shapes: Sequence[ModelShape],
+    operations: OperationFit,
+) -> dict[int, float]:
+    """By what the dense part is slower after a layer step that read from the SSD, by
+    number of shape.
+    """
+    seconds = []
+    after_read = []
+    groups = []
+    shape_numbers = []
+    for number, spans in enumerate(all_spans):
+        parts = spans.dense_parts()
+        # Heads have a length of their own, and the first layer follows no layer step.
+        chosen = (parts.layer > 0) & (parts.seconds > 0)
+        tokens = spans.of_steps("tokens")[parts.step]
+        group = (number << _RUN_BITS) + (tokens << _TOKEN_BITS) + parts.layer
+        seconds.append(parts.seconds[chosen])
+        after_read.append(parts.after_read[chosen])
+        groups.append(group[chosen])
+        shape_number = shapes.index(spans.run.shape)
+        shape_numbers.append(np.full(int(chosen.sum()), shape_number))
+
+    return operations.after_read(
+        DENSE,
+        np.concatenate(seconds),
+        np.concatenate(after_read),
+        np.concatenate(groups),
+        np.concatenate(shape_numbers),
+    )
+
+
+def _dense_parts(spans: RunSpans, after_read: float) -> Iterator[_DensePart]:
+    """Yield the dense parts and heads of a run; where the layer before read from the
+    SSD, seconds are divided by `after_read`.
+    """
+    run = spans.run
+    tokens_of = spans.of_steps("tokens")
+    sequences_of = spans.of_steps("sequences")
+    parts = spans.dense_parts()
+    for seconds, step, layer, follows_read in zip(*parts, strict=True):
+        tokens = int(tokens_of[step])
+        sequences = int(sequences_of[step])
+        context = int(run.context_tokens[int(step)])
+        blocks = -(-context // _CONTEXT_TOKENS)
+        rounded_context = blocks * _CONTEXT_TOKENS
+        head = bool(layer < 0)
+        yield _DensePart(
+            seconds=float(seconds) / (after_read if follows_read else 1.0),
+            work=dense_work(run.shape, tokens, rounded_context, sequences, head=head),
+            tokens=sequences if head else tokens,
+            head=head,
+        )
+
+
+def _curve(
+    parts: Mapping[int, list[_DensePart]],
+    roof: Roofline,
+    reference: ReferenceExpert,
+    date: str,
+) -> Curve:
+    """Make a curve over tokens of the dense parts of one shape."""
+    samples = [
+        _at_reference(members, roof, reference, tokens)
+        for tokens, members in parts.items()
+    ]
+    return Curve(
+        unit="tokens",
+        at=tuple(map(float, parts)),
+        seconds=tuple(clipped_mean(seconds) for seconds in samples),
+        kind="measured",
+        source=(
+            "dense parts of designed runs over the roofline's, times the roofline"
+            " of the reference"
+        ),
+        samples=min(map(len, samples)),
+        spread=tuple(interquartile_range(seconds) for seconds in samples),
+        date=date,
+        reference=reference,
+    )
+
+
+def _at_reference(
+    parts: Sequence[_DensePart],
+    roof: Roofline,
+    reference: ReferenceExpert,
+    tokens: int,
+) -> np.ndarray:
+    """Seconds of dense parts, each carried by the roofline from its own bytes and FLOPs
+    to the reference's.
+    """
+
+    def roofline_s(read_bytes: float, flops: float) -> float:
+        return roof.overhead_s.value + max(
+            read_bytes / roof.bytes_per_s.value, flops / roof.flops_per_s.value
+        )
+
+    reference_flops = float(flops_per_token(reference)) * tokens
+    reference_s = roofline_s(reference.bytes, reference_flops)
+    # Contexts differ among parts of as many tokens, so each has its own denominator.
+    seconds = []
+    for part in parts:
+        part_s = roofline_s(part.work.read_bytes, part.work.flops)
+        seconds.append(part.seconds * reference_s / part_s)
+    return np.array(seconds)

@@ -1,0 +1,214 @@
+"""Seconds of what is not a routed expert: a layer's dense part, and the head of a step.
+
+The dense part of a layer is attention, norms, gate and shared experts. The head is what
+happens once per step: embedding, feed-forward of dense layers, output projection.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from moesim.hwprofiles.paths import DENSE, HEAD
+from moesim.hwprofiles.roofline import MeasuredPart, RooflineModel, flops_per_token
+from moesim.hwprofiles.schema import ReferenceExpert
+
+if TYPE_CHECKING:
+    from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.traces.format.schema import ModelShape
+
+_WIDE_DTYPES = {"f32", "fp32", "float32"}
+"""Spellings of the only type in use that takes four bytes; all others take two."""
+
+
+class DenseWork(NamedTuple):
+    """What a dense part reads and computes."""
+
+    read_bytes: float
+    flops: float
+
+
+class DenseSizes(NamedTuple):
+    """Parameters outside the routed experts, by when they are read."""
+
+    layer_params: float
+    """One MoE layer: attention, gate, shared experts."""
+    dense_layer_params: float
+    """All layers without routed experts together."""
+    head_params: float
+    """Output head; of the embedding only the tokens' own rows are read."""
+    param_bytes: float
+    kv_bytes: float
+    """Keys and values of one token in one layer."""
+    attention_flops: float
+    """Per query and key: scores and weighted values."""
+    element_bytes: int
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> DenseSizes:
+        """Count parameters; their bytes are `shape.other_bytes` shared out evenly, so
+        bytes are conserved.
+
+        Where the shape does not know its attention (0 heads), four H x H matrices and
+        full-width keys are assumed.
+        """
+        if shape.heads and shape.head_dim:
+            query_width = shape.heads * shape.head_dim
+            kv_width = (shape.kv_heads or shape.heads) * shape.head_dim
+        else:
+            query_width = shape.hidden
+            kv_width = shape.hidden
+
+        # Query and output projections are query_width wide, keys and values kv_width.
+        attention = 2 * shape.hidden * (query_width + kv_width)
+        gate = shape.hidden * shape.experts
+        shared_experts = 3 * shape.hidden * shape.shared_intermediate
+        layer = attention + gate + shared_experts
+
+        feed_forward = 3 * shape.hidden * shape.dense_intermediate
+        dense_layers = len(shape.dense_layers) * (attention + feed_forward)
+
+        # The embedding has as many parameters as the head, and takes bytes as well.
+        head = shape.vocab * shape.hidden
+        params = shape.layers * layer + dense_layers + 2 * head
+
+        element_bytes = 4 if shape.dtype in _WIDE_DTYPES else 2
+        return cls(
+            layer_params=layer,
+            dense_layer_params=dense_layers,
+            head_params=head,
+            param_bytes=shape.other_bytes / params,
+            kv_bytes=2.0 * kv_width * element_bytes,
+            attention_flops=4.0 * query_width,
+            element_bytes=element_bytes,
+        )
+
+    def layer_work(self, tokens: int, context_tokens: int, sequences: int) -> DenseWork:
+        """Return bytes and FLOPs of one layer's dense part."""
+        # q queries at the end of a context of c see c - (q - 1) / 2 keys on average
+        # (causal attention).
+        keys_seen = context_tokens - (tokens / sequences - 1) / 2
+        projections = 2.0 * self.layer_params * tokens
+        attention = self.attention_flops * tokens * keys_seen
+        weights = self.layer_params * self.param_bytes
+        keys_and_values = self.kv_bytes * context_tokens * sequences
+        return DenseWork(weights + keys_and_values, projections + attention)
+
+    def head_work(self, tokens: int, outputs: int) -> DenseWork:
+        """Return bytes and FLOPs of what happens once per step."""
+        # Dense layers see every token; the head only positions whose output is wanted.
+        used = self.dense_layer_params * tokens + self.head_params * outputs
+        params = self.dense_layer_params + self.head_params
+        return DenseWork(
+            read_bytes=params * self.param_bytes,
+            flops=2.0 * used,
+        )
+
+
+class DenseCosts:
+    """Seconds of dense parts of one model on one machine's GPU.
+
+    Args:
+        profile: the machine.
+        shape: the model.
+    """
+
+    def __init__(self, profile: HardwareProfile, shape: ModelShape) -> None:
+        self._profile = profile
+        self._shape = shape
+        self._factors: dict[tuple[str, int], float] = {}
+        self._roof: RooflineModel | None = None
+        self.sizes = DenseSizes.of(shape)
+
+    def layer_s(self, tokens: int, context_tokens: int, sequences: int) -> float:
+        """Return the seconds of one layer's dense part; see `Costs.dense_s`."""
+        work = self.sizes.layer_work(tokens, context_tokens, sequences)
+        in_place = self._in_place(DENSE, self.sizes.layer_params, tokens)
+        roofline_s = self._roofline_s(work.read_bytes, work.flops)
+        return roofline_s * in_place
+
+    def head_s(self, tokens: int, outputs: int) -> float:
+        """Return the seconds of what happens once per step; see `Costs.head_s`."""
+        work = self.sizes.head_work(tokens, outputs)
+        params = self.sizes.dense_layer_params + self.sizes.head_params
+        in_place = self._in_place(HEAD, params, outputs)
+        roofline_s = self._roofline_s(work.read_bytes, work.flops)
+        return roofline_s * in_place
+
+    def _roofline_s(self, read_bytes: float, flops: float) -> float:
+        # Looked up at the first use: a profile may lack costs that no run needs.
+        roof = self._roof
+        if roof is None:
+            roof = self._roof = RooflineModel.of(self._profile, DENSE)
+        reading_s = read_bytes / roof.bytes_per_s
+        computing_s = flops / roof.flops_per_s
+        return roof.overhead_s + max(reading_s, computing_s)
+
+    def _in_place(self, part: str, params: float, tokens: int) -> float:
+        """Return by what factor a dense part of so many tokens differs from the
+        roofline, at the most similar size calibrated; 1 where none was.
+
+        One token is a matrix times a vector, several a product of matrices: libraries
+        are not equally good at both, and less good where rows are short. So the most
+        similar size is that of the nearest width, then bytes.
+        """
+        factor = self._factors.get((part, tokens))
+        if factor is None:
+            factor = self._factors[part, tokens] = self._measured_factor(
+                part, params, tokens
+            )
+        return factor
+
+    def _measured_factor(self, part: str, params: float, tokens: int) -> float:
+        sizes = (
+            MeasuredPart.of(self._profile, part, small=small) for small in (False, True)
+        )
+        calibrated = [measured for measured in sizes if measured is not None]
+        if not calibrated:
+            return 1.0
+
+        part_bytes = max(1.0, params * self.sizes.param_bytes)
+
+        def distance(measured: MeasuredPart) -> tuple[float, float]:
+            # Logarithms: twice as wide is as far away as half as wide.
+            reference = measured.reference
+            width_ratio = reference.hidden / self._shape.hidden
+            size_ratio = reference.bytes / part_bytes
+            return abs(np.log(width_ratio)), abs(np.log(size_ratio))
+
+        nearest = min(calibrated, key=distance)
+        curve = nearest.curve
+        reference = nearest.reference
+        factors = []
+        for at, seconds in zip(curve.at, curve.seconds, strict=True):
+            flops = at * flops_per_token(reference)
+            factors.append(seconds / self._roofline_s(reference.bytes, flops))
+        return float(np.interp(tokens, curve.at, factors))
+
+
+def dense_reference(shape: ModelShape, *, head: bool = False) -> ReferenceExpert:
+    """Describe the dense part of one layer, or the head, as an expert of as many
+    weights: ``6 H F = 2 x weights`` FLOPs per token.
+    """
+    sizes = DenseSizes.of(shape)
+    params = sizes.layer_params
+    if head:
+        params = sizes.dense_layer_params + sizes.head_params
+    return ReferenceExpert(
+        hidden=shape.hidden,
+        intermediate=max(1, round(params / (3 * shape.hidden))),
+        bytes=max(1, round(params * sizes.param_bytes)),
+        dtype=shape.dtype,
+    )
+
+
+def dense_work(
+    shape: ModelShape, tokens: int, context_tokens: int, sequences: int, *, head: bool
+) -> DenseWork:
+    """Return what `Costs.dense_s`, or with `head` `Costs.head_s`, turns into seconds;
+    the head's outputs are one per sequence.
+    """
+    sizes = DenseSizes.of(shape)
+    if head:
+        return sizes.head_work(tokens, sequences)
+    return sizes.layer_work(tokens, context_tokens, sequences)

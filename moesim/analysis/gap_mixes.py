@@ -1,0 +1,249 @@
+"""Replays a policy with any of its parts replaced by parts that know the future.
+
+Trace, machine and memories stay the same; what is replaced is a *mix*: part -> its
+substitute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from moesim.analysis.assignment_grades import GradedAssignment
+from moesim.analysis.gap_eviction import SameStart
+from moesim.policies.planner.planner import Planner
+from moesim.policies.planner.residency import CacheSize
+from moesim.policies.registry import resolve
+from moesim.policies.systems import System
+from moesim.sim.replay import Replay
+from moesim.traces.timeline.spans import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import numpy as np
+
+    from moesim.analysis.assignment_grades import Grades
+    from moesim.hwprofiles.costs import Costs
+    from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.policies.base import AssignmentPolicy, CachePolicy, Future
+    from moesim.policies.planner.plan import MemoryPlan, Policies
+    from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.schema import ModelShape
+
+EVICTION = "eviction"
+ASSIGNMENT = "assignment"
+PREFETCH = "prefetch"
+PLANNING = "planning"
+PARTS = (EVICTION, ASSIGNMENT, PREFETCH, PLANNING)
+BOUND = System(
+    assignment="exact:objective=scheduled", cache="belady", prefetch="clairvoyant"
+)
+"""What parts are replaced by. The scheduled objective knows that copies follow each
+other on a link.
+"""
+BUDGETS = (1, 4, None)
+"""Experts that the clairvoyant prefetcher may copy per layer step; None for all.
+Knowing what comes is not knowing how much of it the link can take: with no limit a slow
+link is flooded and demand fetches wait behind it.
+"""
+FREE = "free planning"
+
+
+class Substitute(NamedTuple):
+    """What a part may be replaced by.
+
+    Attributes:
+        spec: specification of the policy.
+        budget: experts per layer step, for prefetch.
+        label: names both.
+    """
+
+    spec: str
+    budget: int | None
+    label: str
+
+
+class _FreePlanning:
+    """Costs in which decisions take no time."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+
+    # Everything else costs what it costs.
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._costs, name)
+
+    def planning_s(
+        self, policy_name: str, active: int, copies: int = 0, *, tiered: bool = False
+    ) -> float:
+        """Return zero."""
+        del policy_name, active, copies, tiered
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MixReplays:
+    """One trace on one machine, replayed with any of a policy's parts replaced.
+
+    Attributes:
+        shape: the model.
+        profile: the machine.
+        costs: its seconds.
+        memory: sizes of memories, the same for all mixes.
+        system: the policy under study.
+        passes: gives the forward passes anew.
+        future: of the same passes.
+        bound: what parts are replaced by.
+        host_cache: cache policy of limited host memory; never replaced.
+        seed: for policies that draw.
+        calibration: activation counts float64 [L, E] that may fill caches.
+        extras: calibration artefacts by name.
+    """
+
+    shape: ModelShape
+    profile: HardwareProfile
+    costs: Costs
+    memory: MemoryPlan
+    system: System
+    passes: Callable[[], Iterable[RoutedStep]]
+    future: Future
+    bound: System = BOUND
+    host_cache: str = "lru"
+    seed: int = 0
+    calibration: np.ndarray | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def specifications(self) -> dict[str, str]:
+        """Part -> specification under study; planning is named after the assignment it
+        is charged for.
+        """
+        system = self.system
+        return {
+            EVICTION: system.cache,
+            ASSIGNMENT: system.assignment,
+            PREFETCH: system.prefetch,
+            PLANNING: system.assignment.partition(":")[0],
+        }
+
+    def substitutes(self) -> dict[str, list[Substitute]]:
+        """Part -> substitutes, for parts that differ from theirs; planning always
+        does.
+        """
+        # A part that is its own substitute would double the replays for nothing.
+        bound = self.bound
+        under_study = self.specifications()
+        substitutes: dict[str, list[Substitute]] = {}
+        if bound.cache != under_study[EVICTION]:
+            substitutes[EVICTION] = [_unlimited(bound.cache)]
+        if bound.assignment != under_study[ASSIGNMENT]:
+            substitutes[ASSIGNMENT] = [_unlimited(bound.assignment)]
+        if bound.prefetch != under_study[PREFETCH]:
+            substitutes[PREFETCH] = [
+                _with_budget(bound.prefetch, budget) for budget in BUDGETS
+            ]
+        substitutes[PLANNING] = [_unlimited(FREE)]
+        return substitutes
+
+    def replay_s(
+        self,
+        mix: Mapping[str, Substitute],
+        grades: Grades | None = None,
+        *,
+        observer: AssignmentPolicy | None = None,
+    ) -> float:
+        """Return the makespan with some parts replaced, in virtual seconds.
+
+        A replaced cache starts with what the policy's own cache starts with, so only
+        evictions and admissions differ. Decisions are charged as those of the policy's
+        own assignment unless planning is replaced.
+
+        Args:
+            mix: part -> its substitute; other parts stay.
+            grades: collects the quality of every assignment.
+            observer: asked instead of the assignment policy; it starts the ones it asks
+                itself.
+
+        Raises:
+            PolicyError: a policy answered something illegal.
+        """
+        policies = self._policies(mix)
+        if observer is not None:
+            policies.assignment = observer
+        if grades is not None:
+            policies.assignment = GradedAssignment(policies.assignment, grades)
+        return self._run(policies, self._memory(mix), free=PLANNING in mix)
+
+    def resident_s(self) -> float:
+        """Return the makespan if all experts were on the GPUs from the start, with the
+        bound's assignment and free planning.
+        """
+        all_experts = CacheSize.of(
+            self.shape.expert_bytes, self.shape.experts, ratio=1.0
+        )
+        memory = replace(self.memory, gpu=all_experts, host=None)
+        # A static cache is filled from the start, and asks for no copy.
+        system = System(assignment=self.bound.assignment, cache="static:fill=lowest")
+        policies = system.build(gpus=self.profile.gpus, host_cache=None)
+        return self._run(policies, memory, free=True)
+
+    def _memory(self, mix: Mapping[str, Substitute]) -> MemoryPlan:
+        """Sizes of memories, with the prefetch budget of a mix."""
+        budget_bytes = self.memory.prefetch_budget_bytes
+        prefetch = mix.get(PREFETCH)
+        if prefetch is not None and prefetch.budget is not None:
+            most_bytes = prefetch.budget * self.shape.max_expert_bytes
+            # The user's own limit holds for all mixes.
+            if budget_bytes is None or most_bytes < budget_bytes:
+                budget_bytes = most_bytes
+        return replace(self.memory, prefetch_budget_bytes=budget_bytes)
+
+    def _policies(self, mix: Mapping[str, Substitute]) -> Policies:
+        system = self.system
+        if ASSIGNMENT in mix:
+            system = replace(system, assignment=mix[ASSIGNMENT].spec)
+        if PREFETCH in mix:
+            system = replace(system, prefetch=mix[PREFETCH].spec)
+        policies = system.build(
+            gpus=self.profile.gpus,
+            host_cache=self.host_cache if self.memory.host else None,
+        )
+        # Planning seconds are looked up by this name.
+        policies.names = {**policies.names, "assignment": self.system.assignment}
+
+        if EVICTION in mix:
+            # One instance per GPU: caches keep state of their own.
+            spec = mix[EVICTION].spec
+            policies.caches = [
+                SameStart(cast("CachePolicy", resolve(spec, "cache")), cache)
+                for cache in policies.caches
+            ]
+        return policies
+
+    def _run(self, policies: Policies, memory: MemoryPlan, *, free: bool) -> float:
+        costs = self.costs
+        if free:
+            costs = cast("Costs", _FreePlanning(self.costs))
+        planner = Planner(
+            self.shape,
+            costs,
+            policies,
+            memory,
+            seed=self.seed,
+            future=self.future,
+            calibration=self.calibration,
+            extras=self.extras,
+        )
+        timeline = Timeline(self.profile.lanes)
+        result = Replay(self.profile, costs, planner, timeline).run(self.passes())
+        timeline.close()
+        return result.makespan_s
+
+
+def _unlimited(spec: str) -> Substitute:
+    return Substitute(spec, budget=None, label=spec)
+
+
+def _with_budget(spec: str, budget: int | None) -> Substitute:
+    label = spec if budget is None else f"{spec}, {budget} a layer"
+    return Substitute(spec, budget, label)

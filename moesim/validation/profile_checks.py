@@ -1,0 +1,85 @@
+"""Checks a profile before its predictions are compared: another machine, one that
+changed its speed, no calibration.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moesim.runs.parallel import cores
+
+if TYPE_CHECKING:
+    from moesim.hwprofiles.profile import HardwareProfile
+
+MOST_SPEED_CHANGE = 0.05
+"""By how much the last of the identical runs of a calibration may differ from the
+first.
+"""
+_QUIET_LOAD = 0.5
+"""Load average up to which other programs do not disturb a measurement."""
+_COMPARED_VERSIONS = ("cpu", "accelerator", "torch")
+
+
+def speed_change(profile: HardwareProfile) -> str | None:
+    """Describe how the machine changed its speed while a profile was calibrated; None
+    up to `MOST_SPEED_CHANGE`.
+    """
+    drift = profile.fit.get("drift", {}).get("residual_median", 0.0)
+    if drift <= MOST_SPEED_CHANGE:
+        return None
+    return (
+        f"the machine changed its speed by {100 * drift:.0f} % while profile"
+        f" {profile.name} was calibrated, so every time may be off by as much;"
+        " calibrate again"
+    )
+
+
+def machine_differences(profile: HardwareProfile) -> list[str]:
+    """Describe in what a profile's machine differs from this one: processor,
+    accelerator, cores; empty where it does not.
+
+    Versions of libraries are named, too, since they change how fast products are.
+    """
+    # The very procedure that wrote the profile's versions.
+    from moesim.runtime.measure.machine import versions  # noqa: PLC0415 - torch
+
+    local_versions = versions()
+    differences = [
+        f"{key}: the profile's is {profile.versions.get(key, 'unknown')}, this"
+        f" machine's is {local_versions[key]}"
+        for key in _COMPARED_VERSIONS
+        if profile.versions.get(key) != local_versions[key]
+    ]
+    if profile.cores != cores():
+        differences.append(
+            f"cores: the profile's are {profile.cores}, this machine's are {cores()}"
+        )
+    return differences
+
+
+def warnings_of(profile: HardwareProfile, load: float) -> list[str]:
+    """Return what a reader of a validation should know about profile and machine.
+
+    Args:
+        profile: that predicted.
+        load: the machine's load average before the first run.
+    """
+    warnings = [
+        f"profile {profile.name} is another machine's: {difference}"
+        for difference in machine_differences(profile)
+    ]
+    # Only `moesim calibrate` repeats runs, and so knows by how much they scatter.
+    if "noise_floor" not in profile.fit:
+        warnings.append(
+            f"profile {profile.name} was not calibrated through the executor; `moesim"
+            " calibrate --out hw.toml`"
+        )
+    change = speed_change(profile)
+    if change is not None:
+        warnings.append(change)
+    if load > _QUIET_LOAD:
+        warnings.append(
+            f"the machine was not quiet: load average {load:.1f} when it began; times"
+            " scatter by that"
+        )
+    return warnings
