@@ -23,7 +23,7 @@ def git_commit() -> str | None:
             ["git", "rev-parse", "HEAD"],  # noqa: S607 - git is where the user has it
             cwd=_ROOT,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             check=True,
         )
     except (OSError, subprocess.CalledProcessError):

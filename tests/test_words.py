@@ -40,7 +40,7 @@ METAPHORS = (
 """Pictures that stood for what has a name in the field."""
 
 EMPTY_NAMES = {
-    "bad", "found", "late", "one", "own", "said", "say", "stuff", "thing", "things",
+    "bad", "found", "one", "own", "said", "say", "stuff", "thing", "things",
     "told", "what", "whole",
 }  # fmt: skip
 """Names of variables that do not say what the variable holds."""
