@@ -15,7 +15,8 @@ CONTENTION = "contention"
 POWER = "power"
 REFERENCE = "reference"
 COSTS = "costs"
-SECTIONS = (CORES, MEMORY, COSTS, CONTENTION, REFERENCE, POWER)
+PROBES = "probes"
+SECTIONS = (CORES, MEMORY, COSTS, CONTENTION, PROBES, REFERENCE, POWER)
 """Top-level keys that hold numbers, in the order in which a file lists them."""
 
 GPU_BYTES = f"{MEMORY}.gpu_bytes"
@@ -24,6 +25,12 @@ STAGING_EXPERTS = f"{MEMORY}.staging_experts"
 
 PER_OPERATION_S = f"{COSTS}.dispatch.per_op_s"
 PLATFORM_IDLE_W = f"{POWER}.platform.idle_w"
+
+LINK_PAGE_LOCKED = f"{PROBES}.link.page_locked_bytes_per_s"
+LINK_PAGEABLE = f"{PROBES}.link.pageable_bytes_per_s"
+DEVICE_READ = f"{PROBES}.device.read_bytes_per_s"
+HOST_BESIDE_LINK = f"{PROBES}.beside.host_bytes_per_s"
+LINK_BESIDE_HOST = f"{PROBES}.beside.link_bytes_per_s"
 
 ACTIVATION = "activation"
 DENSE = "dense"
@@ -139,3 +146,8 @@ def below(path: str, section: str) -> bool:
 
 def _size(*, small: bool) -> str:
     return "_small" if small else ""
+
+
+def host_read(threads: int | str) -> str:
+    """Rate of reading host memory alone, with so many threads."""
+    return f"{PROBES}.host_read.{threads}.bytes_per_s"

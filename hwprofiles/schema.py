@@ -75,7 +75,20 @@ IN_PLACE: tuple[str, ...] = (
 may lack them.
 """
 
+PROBES: tuple[str, ...] = (
+    paths.host_read("*"),
+    paths.LINK_PAGE_LOCKED,
+    paths.LINK_PAGEABLE,
+    paths.DEVICE_READ,
+    paths.HOST_BESIDE_LINK,
+    paths.LINK_BESIDE_HOST,
+)
+"""Dotted paths of what memories and links reach alone, ``*`` a number of threads; for
+`moesim advise`, and a profile may lack them.
+"""
+
 NUMBERS: tuple[str, ...] = (
+    *PROBES,
     paths.CORES,
     paths.GPU_BYTES,
     paths.HOST_BYTES,

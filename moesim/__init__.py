@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from moesim.version import __version__
 
 if TYPE_CHECKING:
+    from moesim.advice.advise import Advice, advise
+    from moesim.advice.plan.candidates import Job
     from moesim.analysis.gap import gap
     from moesim.analysis.gap_text import gap_text
     from moesim.analysis.hit_rates import hit_rates, hits_figure
@@ -52,7 +54,9 @@ if TYPE_CHECKING:
     from moesim.traces.timeline.spans import Timeline
 
 __all__ = [
+    "Advice",
     "HardwareProfile",
+    "Job",
     "MeasuredConfig",
     "MemoryOptions",
     "Run",
@@ -60,6 +64,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "__version__",
+    "advise",
     "compare",
     "comparison_figure",
     "comparison_text",
@@ -91,6 +96,8 @@ __all__ = [
 
 # A module that moves is one line here.
 _MODULES = {
+    "moesim.advice.advise": ("Advice", "advise"),
+    "moesim.advice.plan.candidates": ("Job",),
     "moesim.analysis.gap": ("gap",),
     "moesim.analysis.gap_text": ("gap_text",),
     "moesim.analysis.hit_rates": ("hit_rates", "hits_figure"),

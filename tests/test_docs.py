@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import bench_files as bench
 import foreign_files as files
 import pytest
 from doc_examples import LANGUAGES, REASONS, PageRun, examples
@@ -27,7 +28,7 @@ PAGES = [page for page in ALL if page.parent != DOCS / "measurements"]
 MARKED = Counter(
     {
         "needs a model": 4,
-        "takes minutes": 4,
+        "takes minutes": 5,
         "needs a network": 2,
         "needs an interruption": 1,
         "needs your trace": 1,
@@ -59,7 +60,28 @@ def make_config(folder):
     (folder / "exp.toml").write_text(toml, encoding="utf-8")
 
 
+def make_rows(folder):
+    """Two rows that the author of moe-speed-of-light measured, as llama-bench has them.
+
+    Source: harshithkantamneni/moe-speed-of-light, host 5090_9950X3D_A.
+    """
+    machine = {
+        "cpu_info": "AMD Ryzen 9 9950X3D 16-Core Processor",
+        "gpu_info": "NVIDIA GeForce RTX 5090",
+        "model_filename": "gpt-oss-120b-MXFP4.gguf",
+        "model_type": "gpt-oss 120B MXFP4 MoE",
+        "n_threads": 16,
+        "spread": 0.002,
+    }
+    rows = [
+        bench.row("tg", 128, 44.5, n_cpu_moe=22, **machine),
+        bench.row("tg", 128, 31.7, n_cpu_moe=32, **machine),
+    ]
+    (folder / "rows.jsonl").write_text(bench.as_jsonl(rows) + "\n")
+
+
 SETUP = {
+    "advise.md": make_rows,
     "configuration.md": make_config,
     "import.md": make_dumps,
     "recording.md": make_prompts,

@@ -263,7 +263,7 @@ def test_a_name_that_a_template_lacks_is_an_error():
 def test_every_template_is_used():
     """Else it would be shipped for nothing, and tested by nothing."""
     used = set()
-    for path in (TEMPLATES.parent).glob("*.py"):
+    for path in TEMPLATES.parents[1].rglob("*.py"):
         used |= set(re.findall(r'"(\w+\.html)"', path.read_text(encoding="utf-8")))
     for path in TEMPLATES.iterdir():
         used |= set(re.findall(r'"(\w+\.\w+)"', path.read_text(encoding="utf-8")))

@@ -27,11 +27,35 @@ PUBLISHED = {
     "kimi-linear-48b-a3b": 48,
     "glm-4.5-air": 106,
     "qwen3-235b-a22b": 235,
+    "qwen3-next-80b-a3b": 80,
+    "qwen3.5-122b-a10b": 122,
+    "qwen3.5-397b-a17b": 397,
+    "qwen3-coder-480b-a35b": 480,
+    "glm-4.5": 355,
+    "glm-4.7-flash": 30,
+    "glm-5": 744,
+    "deepseek-v2": 236,
+    "kimi-k2": 1026,
+    "minimax-m2": 229,
+    "llama-4-scout": 109,
+    "llama-4-maverick": 400,
+    "mixtral-8x22b": 141,
+    "ernie-4.5-21b-a3b": 21.8,
+    "ernie-4.5-300b-a47b": 300,
+    "hunyuan-a13b": 80.4,
+    "dots.llm1": 142,
+    "ling-mini-2.0": 16.3,
+    "ling-flash-2.0": 103,
+    "step-3.5-flash": 196,
+    "mimo-v2-flash": 309,
+    "solar-open-100b": 102.6,
 }
 
 
-def test_every_known_model_but_one_has_a_published_size():
-    assert set(known_models()) - set(PUBLISHED) == {"gemma-4-26b-a4b"}
+def test_every_known_model_but_two_has_a_published_size():
+    """The second one's recurrent layers are not in the shape's formula."""
+    others = {"gemma-4-26b-a4b", "qwen3.6-35b-a3b"}
+    assert set(known_models()) - set(PUBLISHED) == others
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

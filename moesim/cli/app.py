@@ -28,6 +28,7 @@ from moesim.cli.commands import (
     train,
     validate,
 )
+from moesim.cli.commands.advice import advise, model
 from moesim.cli.errors import guarded
 from moesim.version import __version__
 
@@ -35,6 +36,8 @@ from moesim.version import __version__
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "replay": (replay.replay, "Replay a trace through a policy on a machine."),
     "compare": (compare.compare, "Replay one trace under several policies."),
+    "advise": (advise.advise, "Say which llama.cpp flags are fastest here."),
+    "model": (model.model, "Print what a model file holds, by layer."),
     "list": (listing.list_, "List policies, systems, machines, models."),
     "config": (config.config, "Print a configuration file to start from."),
     "record": (record.record, "Run a model and write its routing trace."),

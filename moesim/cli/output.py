@@ -4,6 +4,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from moesim.runs.config import RunConfig
+
 
 def print_written(places: Iterable[Path | None]) -> None:
     """Name the files and folders that were written; None was not asked for."""
@@ -17,3 +19,19 @@ def print_notes(warnings: Iterable[str]) -> None:
     """Print warnings on standard error, so that they are no results."""
     for warning in warnings:
         print(f"note: {warning}", file=sys.stderr)
+
+
+def print_bound(config: RunConfig, makespan_s: float, lead: str = "") -> None:
+    """Print how far a run is from the physical bound, where there is one.
+
+    Args:
+        config: of the run.
+        makespan_s: that it took.
+        lead: words in front, such as whose run it is.
+    """
+    # It walks through the trace, so commands that print no bound do not load it.
+    from moesim.bound.of_replay import bound_of
+
+    bound = bound_of(config)
+    if bound is not None:
+        print(f"bound: {lead}{bound.words(makespan_s)}")

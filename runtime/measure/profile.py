@@ -45,6 +45,7 @@ from moesim.runtime.measure.machine import (
 from moesim.runtime.measure.measurements import Measurements
 from moesim.runtime.measure.planning import measure_planning
 from moesim.runtime.measure.pool_size import pool_bytes
+from moesim.runtime.measure.probes import measure_probes
 from moesim.runtime.models.expert_layout import dtype_name
 
 if TYPE_CHECKING:
@@ -159,6 +160,9 @@ def measure(
         report("hand-offs and planning", 0.8)
         measure_dispatch(measurements, seconds=0.04 * extent.seconds)
         measure_planning(measurements, extent.active, seconds=0.12 * extent.seconds)
+
+        report("what memories and links reach alone", 0.88)
+        measure_probes(measurements, cores, seconds=0.05 * extent.seconds)
 
         # CUDA works beside the host; on one core nothing works beside anything.
         if not cuda and cores > 1:

@@ -132,6 +132,11 @@ def compare(
         print(json.dumps(swept.to_json(), indent=2))
         return
     _print(swept, is_single=is_single)
+    if is_single:
+        runs = swept.by_policy()
+        best = min(runs, key=lambda name: runs[name].metrics["makespan_s"])
+        seconds = runs[best].metrics["makespan_s"]
+        output.print_bound(config.replaced(policy=best), seconds, f"{best} is ")
     output.print_written([out, png, html, table, perfetto])
     warnings = [warning for run in swept.runs.values() for warning in run.warnings]
     # Runs share most of their warnings; each is worth one line.

@@ -2,6 +2,7 @@
 
 import json
 
+from moesim.cli import output
 from moesim.cli.options import AsJson
 from moesim.cli.run_options import with_config
 from moesim.runs.config import RunConfig
@@ -31,3 +32,4 @@ def gap(*, config: RunConfig, as_json: AsJson = False) -> None:
         print(json.dumps(measured.to_json(), indent=2))
         return
     print(gap_text(measured))
+    output.print_bound(config, measured.policy_s, f"{config.policy} is ")

@@ -68,6 +68,7 @@ def replay(
         print(json.dumps(run.to_json(), indent=2))
         return
     print(report.run_text(run))
+    output.print_bound(config, run.metrics["makespan_s"])
     output.print_written([*run_files(out), perfetto])
     output.print_notes(run.warnings)
 

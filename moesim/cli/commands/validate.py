@@ -15,11 +15,11 @@ DEFAULT_POLICIES = "all-cpu+none,on-demand+lru,fixed-mapping+lru,static-threshol
 
 def validate(
     traces: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
             metavar="TRACE…", help="moesim traces (Parquet).", show_default=False
         ),
-    ],
+    ] = None,
     policies: Annotated[
         str, typer.Option(metavar="P,…", help="As assignment+cache+prefetch.")
     ] = DEFAULT_POLICIES,
@@ -50,6 +50,13 @@ def validate(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the report there.")
     ] = None,
+    machines: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Instead: predict other people's measurements in this folder.",
+        ),
+    ] = None,
     earlier: Annotated[
         Path | None,
         typer.Option(
@@ -67,8 +74,14 @@ def validate(
       moesim validate q.parquet --shapes olmoe-1b-7b/2 --hw hw.toml --out report
       moesim validate a.parquet b.parquet --policies greedy+lru,on-demand+lru --cache-ratios 0.2,0.5 --json
       moesim validate q.parquet --hw hw.toml --host-ratios 0.5 --with report/validation.json --out both
+      moesim validate --machines measured --out report
     """
     check_places(folder=out)
+    if machines is not None:
+        _machines(machines, out, as_json=as_json)
+        return
+    if not traces:
+        raise typer.BadParameter("expected traces, or --machines DIR")
     from moesim.cli.progress import steps_of
     from moesim.reporting import validation_page as report
     from moesim.reporting.validation_text import validation_text
@@ -107,3 +120,27 @@ def validate(
     print(validation_text(result))
     output.print_written(places)
     output.print_notes(validation.warnings)
+
+
+def _machines(folder: Path, out: Path | None, *, as_json: bool) -> None:
+    """Predict every row of other people's machines blind, and say how far off.
+
+    Args:
+        folder: with ``decode.csv``, ``llama_bench.csv`` and the like.
+        out: folder for the page and all predictions.
+        as_json: print JSON instead of the table.
+    """
+    from moesim.advice.measured.folder import read_folder
+    from moesim.advice.measured.page import save, terminal_text, to_json
+    from moesim.advice.measured.table import compare
+    from moesim.cli.progress import bar
+
+    rows = read_folder(folder)
+    with bar("predicting", 1.0) as show:
+        comparison = compare(rows, lambda _name, share: show(share))
+    written = save(comparison, out) if out is not None else []
+    if as_json:
+        print(json.dumps(to_json(comparison), indent=2))
+        return
+    print(terminal_text(comparison))
+    output.print_written(written)

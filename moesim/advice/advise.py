@@ -1,0 +1,279 @@
+"""Answers: which flags, how fast, how sure, what limits, what to measure next.
+
+`advise` is what the command line and notebooks call (`moesim.advise`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moesim.advice.bench.observed import ObservedRows, observe
+from moesim.advice.errors import AdviceError
+from moesim.advice.machine.machine import Grade, Machine, describe_machine
+from moesim.advice.machine.profile_probes import machine_of_profile
+from moesim.advice.model.contents import ModelContents
+from moesim.advice.model.resolve import model_contents
+from moesim.advice.plan.candidates import Candidate, Job, bill_of, candidates
+from moesim.advice.plan.questions import Question, next_questions
+from moesim.advice.plan.ranking import Forecast, Prospect
+from moesim.advice.plan.what_if import WhatIf, expert_cache, no_fit_words, what_ifs
+from moesim.advice.times.byte_bound import ByteBound, placement_bound
+from moesim.advice.times.priors import priors_of
+from moesim.advice.times.setting import ALL_LAYERS, Setting
+
+if TYPE_CHECKING:
+    import os
+
+    from moesim.advice.times.latents import Interval
+
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One number of layers on the CPU.
+
+    Attributes:
+        cpu_layers: the number.
+        decode: tokens per second.
+        prefill: tokens per second.
+        gpu_bytes: graphics memory needed.
+        fits: both memories hold what they shall.
+    """
+
+    cpu_layers: int
+    decode: Interval
+    prefill: Interval
+    gpu_bytes: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Everything that was found out.
+
+    Attributes:
+        model: contents of the file.
+        machine: what is known of it.
+        grade: what the speeds rest on.
+        job: what shall be done.
+        prospects: settings, fastest first.
+        curve: speed over layers on the CPU, with the best micro-batch.
+        questions: measurements that would tell most.
+        what_ifs: what other parts would change.
+        observed: rows that were learned from.
+        bound: what no schedule beats with the weights where `best` puts them.
+        plain_kv: the fastest setting with unrounded keys and values.
+        forecast: predicts any other setting.
+    """
+
+    model: ModelContents
+    machine: Machine
+    grade: Grade
+    job: Job
+    prospects: tuple[Prospect, ...]
+    curve: tuple[CurvePoint, ...]
+    questions: tuple[Question, ...]
+    what_ifs: tuple[WhatIf, ...]
+    observed: ObservedRows
+    bound: ByteBound
+    plain_kv: Prospect | None
+    forecast: Forecast = field(repr=False)
+
+    @property
+    def best(self) -> Prospect:
+        """The fastest setting."""
+        return self.prospects[0]
+
+
+def advise(
+    model: str | os.PathLike[str] | ModelContents,
+    *,
+    cpu: str | None = None,
+    ram: str | None = None,
+    gpu: str | None = None,
+    pcie: str | None = None,
+    hw: str | os.PathLike[str] | None = None,
+    bench: str | os.PathLike[str] | None = None,
+    quant: str = "",
+    job: Job | None = None,
+    trace: str | os.PathLike[str] | None = None,
+    replay_cache: bool = False,
+    count: int = SHOWN,
+) -> Advice:
+    """Say which settings are fastest for a model on a machine, how fast and how sure.
+
+    Args:
+        model: a GGUF file, a Hugging Face folder, a name, or contents read before.
+        cpu: its name, or numbers as in ``cores=8,ghz=3.6``.
+        ram: such as ``2x16GB DDR4-3600``.
+        gpu: its name, ``2x NAME``, ``none``, or numbers as in
+            ``vram=16GB,bandwidth=448GB/s,tflops=47``.
+        pcie: such as ``4.0x8``.
+        hw: a profile that `moesim profile` wrote here, for its probes.
+        bench: what llama-bench wrote here.
+        quant: weight formats of a model that is given by name.
+        job: context, prompt and answer; default: `Job`.
+        trace: routing of this model, for the expert cache.
+        replay_cache: also replay an expert cache; takes some seconds.
+        count: settings to return.
+
+    Raises:
+        AdviceError: bad input, in one line; also where nothing fits.
+        TraceError, ProfileError: a broken trace or profile.
+    """
+    # Notebooks read a file once and ask about it many times.
+    if isinstance(model, ModelContents):
+        contents = model
+    else:
+        contents = model_contents(str(model), quant)
+    wanted = _checked(job or Job())
+    # Without rows the beliefs below are the priors.
+    rows = ObservedRows()
+    if bench is not None:
+        from moesim.advice.bench.rows import read_bench  # noqa: PLC0415 # rarely needed
+
+        rows = ObservedRows(rows=tuple(read_bench(Path(bench))))
+
+    machine = _machine(cpu, ram, gpu, pcie, hw, rows)
+    priors = priors_of(machine)
+    beliefs, rows = observe(rows, contents, machine, priors)
+    forecast = Forecast(contents, machine, wanted, beliefs)
+
+    fitting = candidates(contents, machine, wanted)
+    # An empty list has no best entry, and users need to know what is missing.
+    if not fitting:
+        raise _nothing_fits(contents, machine, wanted)
+    prospects = forecast.ranked(fitting, count)
+    best = prospects[0]
+
+    # Rounded keys and values change answers, so the choice is the user's.
+    plain = [each for each in fitting if each.setting.kv_format == "f16"]
+    bound = placement_bound(
+        machine, contents, best.candidate.setting, wanted.mean_depth
+    )
+
+    changes = what_ifs(forecast, best)
+    if replay_cache or trace is not None:
+        place = None if trace is None else Path(trace)
+        changes.insert(0, expert_cache(forecast, best, place))
+    # Rows that were all set aside leave the grade of the machine.
+    grade = Grade.OBSERVED if rows.used else machine.grade
+    return Advice(
+        model=contents,
+        machine=machine,
+        grade=grade,
+        job=wanted,
+        prospects=tuple(prospects),
+        curve=tuple(_curve(forecast, best)),
+        questions=tuple(next_questions(forecast, best.candidate, rows.observations)),
+        what_ifs=tuple(changes),
+        observed=rows,
+        bound=bound,
+        plain_kv=forecast.ranked(plain, 1)[0] if plain else None,
+        forecast=forecast,
+    )
+
+
+def _checked(job: Job) -> Job:
+    """Refuse jobs that nobody can do.
+
+    Raises:
+        AdviceError: a length below 1, or a context that does not hold the rest.
+    """
+    # The command line checks these too; notebooks call this directly.
+    for name in ("context", "prompt", "answer", "sequences"):
+        if getattr(job, name) < 1:
+            raise AdviceError(
+                f"--{name}: expected at least 1, got {getattr(job, name)}"
+            )
+    if job.prompt + job.answer > job.context:
+        raise AdviceError(
+            f"--context {job.context} does not hold a prompt of {job.prompt} and an"
+            f" answer of {job.answer} tokens; give at least {job.prompt + job.answer}"
+        )
+    return job
+
+
+def _machine(
+    cpu: str | None,
+    ram: str | None,
+    gpu: str | None,
+    pcie: str | None,
+    hw: str | os.PathLike[str] | None,
+    rows: ObservedRows,
+) -> Machine:
+    """Describe the machine from words, a profile, or what llama-bench saw of it."""
+    described = [cpu, ram, gpu, pcie]
+    if hw is not None:
+        return machine_of_profile(Path(hw), cpu=cpu, ram=ram, gpu=gpu, pcie=pcie)
+    if not any(described) and not rows.rows:
+        raise AdviceError(
+            "which machine? give --cpu, --ram and --gpu (any device of the table, or"
+            " numbers), --hw FILE of `moesim profile`, or --bench FILE of llama-bench"
+        )
+
+    # llama-bench names the devices itself; words of the user win.
+    seen_cpu, seen_gpu = rows.devices
+    machine = describe_machine(
+        cpu=cpu or seen_cpu,
+        ram=ram,
+        gpu=gpu or seen_gpu,
+        pcie=pcie,
+        lenient=cpu is None and seen_cpu is not None,
+    )
+    if gpu is None and seen_gpu is None and not machine.unified:
+        assumed = (*machine.assumed, "no graphics card")
+        return replace(machine, assumed=assumed)
+    return machine
+
+
+def _nothing_fits(model: ModelContents, machine: Machine, job: Job) -> AdviceError:
+    # The smallest need of all: what it lacks, every setting lacks.
+    leanest = Setting(cpu_layers=ALL_LAYERS, gpu_layers=ALL_LAYERS, micro_batch=512)
+    if not machine.graphics:
+        leanest = replace(leanest, gpu_layers=0)
+    bill = bill_of(model, machine, leanest, job)
+    has = "unknown RAM"
+    if machine.memory.size_bytes is not None:
+        has = f"{machine.memory.size_bytes / 1024**3:.0f} GiB of RAM"
+    if machine.graphics and not machine.unified:
+        has += f" and {machine.vram_bytes / 1024**3:.0f} GiB of graphics memory"
+    return AdviceError(
+        f"{model.name} does not fit: it needs {no_fit_words(model, job)},"
+        f" {machine.name} has {has}, {(bill.host_free or 0) / 1024**3:.1f} GiB of it"
+        " free; take a smaller quantisation, a shorter --context, or more memory"
+    )
+
+
+def _curve(forecast: Forecast, best: Prospect) -> list[CurvePoint]:
+    """Predict every number of layers on the CPU at the best micro-batch."""
+    machine = forecast.machine
+    if not machine.graphics or machine.unified:
+        return []
+
+    points = []
+    last = max(forecast.model.moe_layers, default=-1) + 1
+    # Long models get every second layer: a curve needs no more points.
+    stride = 1 if last <= 64 else 2
+    for count in range(0, last + 1, stride):
+        setting = replace(
+            best.candidate.setting,
+            cpu_layers=count,
+            chosen_layers=None,
+            gpu_layers=ALL_LAYERS,
+        )
+        bill = bill_of(forecast.model, machine, setting, forecast.job)
+        prospect = forecast.prospect(Candidate(setting, bill))
+        points.append(
+            CurvePoint(
+                cpu_layers=count,
+                decode=prospect.decode,
+                prefill=prospect.prefill,
+                gpu_bytes=bill.gpu_bytes,
+                fits=bill.fits,
+            )
+        )
+    return points

@@ -1,0 +1,1 @@
+"""Rows that `llama-bench` measured on the machine in question."""

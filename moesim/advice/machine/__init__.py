@@ -1,0 +1,1 @@
+"""The machine: what its specification, its probes and its owner say about it."""

@@ -1,0 +1,297 @@
+"""Contents of a model by name: from the table of shapes that ``moesim list models``
+prints, in the formats of a label such as ``Q4_K_M``.
+
+Computed bytes are good to a few per cent; where the size of the file is known, the
+experts are scaled so that the sum is right.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from moesim.advice.errors import AdviceError
+from moesim.advice.model.contents import F16_BYTES, LayerContents, ModelContents
+from moesim.advice.model.formats import (
+    Recipe,
+    bytes_per_weight,
+    more_bits,
+    recipe,
+    row_format,
+)
+
+DEFAULT_QUANT = "Q4_K_M"
+
+# Names of the same shape. What follows a name ("-instruct-2507") is cut off anyway.
+ALIASES = {
+    "deepseek-r1": "deepseek-v3",
+    "deepseek-v3.1": "deepseek-v3",
+    "deepseek-v3.2": "deepseek-v3",
+    "deepseek-coder-v2-lite": "deepseek-v2-lite",
+    "deepseek-coder-v2": "deepseek-v2",
+    "glm-4.6": "glm-4.5",
+    "glm-4.7": "glm-4.5",
+    "glm-4.6-air": "glm-4.5-air",
+    "kimi-k2.5": "kimi-k2",
+    "minimax-m2.1": "minimax-m2",
+    "minimax-m2.5": "minimax-m2",
+    "mixtral-8x7b-instruct": "mixtral-8x7b",
+    "qwen3.5-35b-a3b": "qwen3.6-35b-a3b",
+    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
+    "qwen3-vl-30b-a3b": "qwen3-30b-a3b",
+    "qwen3-vl-235b-a22b": "qwen3-235b-a22b",
+    "qwen3-next": "qwen3-next-80b-a3b",
+    "qwen3-coder-next": "qwen3-next-80b-a3b",
+    "qwen2-57b": "qwen2-57b-a14b",
+    "ring-mini-2.0": "ling-mini-2.0",
+    "ring-flash-2.0": "ling-flash-2.0",
+    "olmoe": "olmoe-1b-7b",
+}
+
+NORM_BYTES_PER_WEIGHT = 4
+MATRICES = 3
+
+
+@cache
+def shapes() -> dict[str, dict[str, Any]]:
+    """Return the table of shapes by name."""
+    folder = resources.files("moesim.traces").joinpath("data")
+    text = folder.joinpath("models.yaml").read_text(encoding="utf-8")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    table = yaml.load(text, Loader=loader)  # noqa: S506 # safe, in C or in Python
+    return {row["name"]: row for row in table["models"]}
+
+
+def shape_named(text: str) -> dict[str, Any] | None:
+    """Find the shape whose name begins `text`, the longest one; None if there is none.
+
+    Args:
+        text: such as ``Qwen3-30B-A3B-Instruct-2507``; case and separators do not
+            matter.
+    """
+    wanted = _plain(text)
+    names = {_plain(name): name for name in shapes()}
+    names |= {_plain(alias): name for alias, name in ALIASES.items()}
+
+    # Makers append dates and variants to a name; it is the same shape.
+    fitting = [name for name in names if wanted.startswith(name)]
+    return shapes()[names[max(fitting, key=len)]] if fitting else None
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", text.lower().rsplit("/", maxsplit=1)[-1])
+
+
+def named_contents(
+    name: str, quant: str = "", file_bytes: int | None = None
+) -> ModelContents:
+    """Compute what a file of this model holds.
+
+    Args:
+        name: of the table, or one that begins with such a name.
+        quant: label of the file; default `DEFAULT_QUANT`, or MXFP4 for gpt-oss.
+        file_bytes: size of the file, if known.
+
+    Raises:
+        AdviceError: an unknown model or label, or a size that no such file can have.
+    """
+    row = shape_named(name)
+    if row is None:
+        raise AdviceError(
+            f"model {name!r}: no such file, folder or name; `moesim list models` prints"
+            " the names, and a GGUF file or Hugging Face folder is exact"
+        )
+    # These models were trained in this format and hardly exist in others.
+    native = "MXFP4" if row["name"].startswith("gpt-oss") else DEFAULT_QUANT
+    label = quant or native
+    formats = recipe(label)
+    if formats is None:
+        raise AdviceError(
+            f"quantisation {label!r}: unknown; expected a llama.cpp label such as"
+            " Q4_K_M, UD-Q4_K_XL, IQ2_XXS, Q8_0, MXFP4 or BF16"
+        )
+    if row["name"].startswith("gpt-oss") and formats.up not in ("f16", "bf16", "f32"):
+        # Files of gpt-oss keep the experts as trained, whatever the label says.
+        formats = replace(formats, up="mxfp4", down="mxfp4", down_more="mxfp4")
+
+    contents = _computed(row, formats, label)
+    if file_bytes is not None:
+        contents = _scaled(contents, file_bytes)
+    return contents
+
+
+def _computed(row: dict[str, Any], formats: Recipe, label: str) -> ModelContents:
+    dense_layers = set(row.get("dense_layers", ()))
+    count = row["moe_layers"] + len(dense_layers)
+    layers = tuple(
+        _layer(row, formats, at, count, dense=at in dense_layers) for at in range(count)
+    )
+
+    hidden = row["hidden"]
+    # Recalled shapes may lack the vocabulary.
+    table_weights = row.get("vocab", 0) * hidden
+    tied = row.get("tied", False)
+    assumed = ["bytes follow from the shape and the label"]
+    if "recalled" in row["source"]:
+        assumed.append("the shape is recalled")
+    return ModelContents(
+        name=row["name"],
+        architecture=row["name"],
+        layers=layers,
+        embed_bytes=_stored(table_weights, formats.embed),
+        head_bytes=_stored(table_weights, formats.head),
+        head_weights=table_weights,
+        head_format=formats.head,
+        hidden=hidden,
+        source="shapes",
+        quant=label,
+        tied=tied,
+        assumed=tuple(assumed),
+    )
+
+
+def _layer(
+    row: dict[str, Any], formats: Recipe, at: int, count: int, *, dense: bool
+) -> LayerContents:
+    hidden = row["hidden"]
+    every = row.get("full_every", 0)
+    recurrent = bool(every) and (at + 1) % every != 0
+    mixer = row["linear_weights"] if recurrent else _attention_weights(row)
+
+    # Gates and norms stay in single precision in GGUF files.
+    exact = 2 * hidden
+    if dense:
+        feed_forward = MATRICES * hidden * row["dense_intermediate"]
+    else:
+        feed_forward = MATRICES * hidden * row.get("shared_intermediate", 0)
+        exact += hidden * row["experts"]
+
+    dense_format = row_format(formats.dense, hidden)
+    dense_weights = mixer + feed_forward
+    dense_formats = {
+        dense_format: _stored(dense_weights, dense_format),
+        "f32": exact * NORM_BYTES_PER_WEIGHT,
+    }
+    layer = LayerContents(
+        dense_bytes=sum(dense_formats.values()),
+        dense_weights=dense_weights + exact,
+        dense_formats=dense_formats,
+    )
+    sizes: dict[str, Any] = _context_sizes(row, at, recurrent=recurrent)
+    layer = replace(layer, **sizes)
+    if dense:
+        return layer
+
+    expert_formats = _expert_formats(row, formats, at, count)
+    matrices = row.get("matrices", MATRICES)
+    return replace(
+        layer,
+        experts=row["experts"],
+        top_k=row["top_k"],
+        expert_bytes=sum(expert_formats.values()),
+        expert_weights=row["experts"] * matrices * hidden * row["expert_intermediate"],
+        expert_formats=dict(expert_formats),
+    )
+
+
+def _expert_formats(
+    row: dict[str, Any], formats: Recipe, at: int, count: int
+) -> Counter[str]:
+    """Bytes of all experts of one layer by format."""
+    hidden = row["hidden"]
+    intermediate = row["expert_intermediate"]
+    matrix = row["experts"] * hidden * intermediate
+    up = row_format(formats.up, hidden)
+    # Recipes give some layers more bits, see `more_bits`.
+    down = formats.down_more if more_bits(at, count) else formats.down
+    down = row_format(down, intermediate)
+
+    stored: Counter[str] = Counter()
+    stored[up] += _stored((row.get("matrices", MATRICES) - 1) * matrix, up)
+    stored[down] += _stored(matrix, down)
+    return stored
+
+
+def _attention_weights(row: dict[str, Any]) -> int:
+    hidden = int(row["hidden"])
+    heads = int(row.get("heads", 0))
+
+    if latent := row.get("mla"):
+        both = latent["nope"] + latent["rope"]
+        queries = heads * both
+        if "q" in latent:
+            query_weights = latent["q"] * (hidden + queries)
+        else:
+            query_weights = hidden * queries
+        down = hidden * (latent["kv"] + latent["rope"])
+        up = latent["kv"] * heads * (latent["nope"] + latent["value"])
+        return int(query_weights + down + up + heads * latent["value"] * hidden)
+
+    if row.get("kv_heads") and row.get("head_dim"):
+        # Queries and outputs, keys and values; some models gate their outputs.
+        wide = heads * (3 if row.get("query_gate") else 2) + 2 * int(row["kv_heads"])
+        return hidden * int(row["head_dim"]) * wide
+    return 4 * hidden * hidden
+
+
+def _context_sizes(row: dict[str, Any], at: int, *, recurrent: bool) -> dict[str, int]:
+    """Key-value bytes, window and width of one layer's attention."""
+    heads = int(row.get("heads", 0))
+
+    if recurrent:
+        # A matrix of head size x head size per head, in single precision.
+        return {"state_bytes": heads * 2 * 128 * 128 * 4}
+    if latent := row.get("mla"):
+        entry = latent["kv"] + latent["rope"]
+        return {
+            "kv_bytes_per_token": entry * F16_BYTES,
+            # Prompts are read with full keys and values, not with the compressed ones.
+            "attention_width": heads
+            * (latent["nope"] + latent["rope"] + latent["value"]),
+        }
+
+    head_dim = int(row.get("head_dim", 128))
+    kv_heads = int(row.get("kv_heads", heads)) or 8
+    every = row.get("window_every", 0)
+    windowed = bool(every) and (at + 1) % every != 0
+    return {
+        "kv_bytes_per_token": 2 * kv_heads * head_dim * F16_BYTES,
+        "window_tokens": row["window"] if windowed else 0,
+        "attention_width": 2 * heads * head_dim,
+    }
+
+
+def _stored(weights: int, name: str) -> int:
+    return round(weights * bytes_per_weight(name))
+
+
+def _scaled(contents: ModelContents, file_bytes: int) -> ModelContents:
+    """Scale the experts so that all tensors together have the bytes of the file."""
+    # Attention and head follow the recipe closely; experts vary most.
+    others = contents.file_bytes - contents.expert_bytes
+    factor = (file_bytes - others) / contents.expert_bytes
+
+    if not 1 / 3 < factor < 3:
+        raise AdviceError(
+            f"model {contents.name} in {contents.quant}: expected about"
+            f" {contents.file_bytes / 1e9:.1f} GB, got a file of"
+            f" {file_bytes / 1e9:.1f} GB; is the name or the label another one?"
+        )
+    layers = tuple(
+        replace(
+            layer,
+            expert_bytes=round(layer.expert_bytes * factor),
+            expert_formats={
+                name: round(stored * factor)
+                for name, stored in layer.expert_formats.items()
+            },
+        )
+        for layer in contents.layers
+    )
+    return replace(contents, layers=layers)

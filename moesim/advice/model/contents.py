@@ -1,0 +1,175 @@
+"""What one model file holds, by layer: bytes that must be read, weights, formats.
+
+Everything that predicts time or memory reads these classes; where the numbers came from
+(a GGUF header, safetensors headers, a table of shapes) is one word of provenance.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+F16_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContents:
+    """One transformer layer.
+
+    Attributes:
+        dense_bytes: everything that every token reads: attention or its substitute,
+            norms, gate, shared experts, dense feed-forward.
+        dense_weights: number of weights in those bytes.
+        dense_formats: weight format -> bytes of `dense_bytes`.
+        experts: routed experts; 0 in a dense layer.
+        top_k: of them per token.
+        expert_bytes: all routed experts together.
+        expert_weights: number of weights in those bytes.
+        expert_formats: weight format -> bytes of `expert_bytes`.
+        kv_bytes_per_token: key and value entries of one context token in half
+            precision; 0 in a recurrent layer.
+        window_tokens: attention looks back at most so far; 0 without a window.
+        state_bytes: recurrent state of one sequence, read and written per token.
+        attention_width: heads x (key + value size): multiply-adds per context token.
+    """
+
+    dense_bytes: int
+    dense_weights: int
+    dense_formats: Mapping[str, int]
+    experts: int = 0
+    top_k: int = 0
+    expert_bytes: int = 0
+    expert_weights: int = 0
+    expert_formats: Mapping[str, int] = field(default_factory=dict)
+    kv_bytes_per_token: int = 0
+    window_tokens: int = 0
+    state_bytes: int = 0
+    attention_width: int = 0
+
+    @property
+    def active_share(self) -> float:
+        """Share of the routed experts that one token reads."""
+        return self.top_k / self.experts if self.experts else 0.0
+
+    @property
+    def active_bytes(self) -> float:
+        """Bytes of routed experts that one token reads."""
+        return self.expert_bytes * self.active_share
+
+    def kv_bytes(self, context_tokens: float) -> float:
+        """Key and value bytes, in half precision, behind one token at this depth."""
+        # Beyond a window nothing is read.
+        tokens = context_tokens
+        if self.window_tokens:
+            tokens = min(tokens, self.window_tokens)
+        return self.kv_bytes_per_token * tokens
+
+
+@dataclass(frozen=True)
+class ModelContents:
+    """One model as stored.
+
+    Attributes:
+        name: of the file, folder or table entry.
+        architecture: as its header says, such as ``qwen3moe``.
+        layers: in order; only those that run when a token is made.
+        embed_bytes: token embeddings, kept in host memory; one row is read per token.
+        head_bytes: output head (the embeddings again where both are tied).
+        head_weights: number of weights in the head.
+        head_format: their weight format.
+        hidden: H.
+        source: ``gguf header``, ``safetensors header`` or ``shapes``.
+        quant: the label that people use, such as ``Q4_K_M``.
+        tied: head and embeddings are the same tensor.
+        unused_bytes: stored, but not read when tokens are made (multi-token heads).
+        trained_tokens: longest context of the training; 0 unknown.
+        assumed: what the source did not say.
+    """
+
+    name: str
+    architecture: str
+    layers: tuple[LayerContents, ...]
+    embed_bytes: int
+    head_bytes: int
+    head_weights: int
+    head_format: str
+    hidden: int
+    source: str
+    quant: str = ""
+    tied: bool = False
+    unused_bytes: int = 0
+    trained_tokens: int = 0
+    assumed: tuple[str, ...] = ()
+
+    @cached_property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of layers with routed experts, dense layers counted."""
+        return tuple(at for at, layer in enumerate(self.layers) if layer.experts)
+
+    @cached_property
+    def dense_bytes(self) -> int:
+        """Bytes of all layers that every token reads, without the head."""
+        return sum(layer.dense_bytes for layer in self.layers)
+
+    @cached_property
+    def expert_bytes(self) -> int:
+        """Bytes of all routed experts."""
+        return sum(layer.expert_bytes for layer in self.layers)
+
+    @cached_property
+    def file_bytes(self) -> int:
+        """Bytes of all tensors."""
+        # A tied head is the embeddings again, stored once.
+        head = 0 if self.tied else self.head_bytes
+        weights = self.dense_bytes + self.expert_bytes
+        return weights + head + self.embed_bytes + self.unused_bytes
+
+    @cached_property
+    def weights(self) -> int:
+        """Number of weights, embeddings and head included."""
+        in_layers = sum(
+            layer.dense_weights + layer.expert_weights for layer in self.layers
+        )
+        return in_layers + self.head_weights * (1 if self.tied else 2)
+
+    @cached_property
+    def active_weights(self) -> float:
+        """Weights that one token is multiplied with, the head included."""
+        in_layers = sum(
+            layer.dense_weights + layer.expert_weights * layer.active_share
+            for layer in self.layers
+        )
+        return in_layers + self.head_weights
+
+    @cached_property
+    def expert_formats(self) -> Mapping[str, int]:
+        """Weight format -> bytes of routed experts in it."""
+        formats: Counter[str] = Counter()
+        for layer in self.layers:
+            formats.update(layer.expert_formats)
+        return dict(formats.most_common())
+
+    @property
+    def main_format(self) -> str:
+        """The format that most bytes of routed experts are in."""
+        # Sorted by bytes, so the first one is the main one.
+        return next(iter(self.expert_formats), self.head_format)
+
+    def kv_bytes(self, context_tokens: float, format_share: float = 1.0) -> float:
+        """Bytes of the key-value cache at a depth.
+
+        Args:
+            context_tokens: entries of one sequence.
+            format_share: of half precision; 34 / 64 for ``q8_0``.
+        """
+        half_precision = sum(layer.kv_bytes(context_tokens) for layer in self.layers)
+        return half_precision * format_share
+
+    def renamed(self, name: str) -> ModelContents:
+        """Return the same contents under another name."""
+        return replace(self, name=name)

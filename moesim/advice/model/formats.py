@@ -1,0 +1,183 @@
+"""Weight formats: bytes per weight, and what a file label such as ``Q4_K_M`` mixes.
+
+A label names a recipe, not one format: llama.cpp gives the down projections of some
+layers, the value projections and the head more bits. `recipe` follows those rules as
+far as they move the sum by more than a few per cent; a file's header is exact.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from gguf.constants import GGML_QUANT_SIZES
+
+# Formats of forks, whose block sizes the package `gguf` does not know: bits per weight.
+# Source: ik_llama.cpp's pull requests that introduced them.
+FORK_BITS = {
+    "iq1_kt": 1.75,
+    "iq2_kt": 2.125,
+    "iq3_kt": 3.125,
+    "iq4_kt": 4.0,
+    "iq2_ks": 2.1875,
+    "iq2_kl": 2.6875,
+    "iq2_k": 2.375,
+    "iq3_ks": 3.1875,
+    "iq3_k": 3.4375,
+    "iq4_kss": 4.0,
+    "iq4_ks": 4.25,
+    "iq4_k": 4.5,
+    "iq5_ks": 5.25,
+    "iq5_k": 5.5,
+    "iq6_k": 6.625,
+    "fp8": 8.0,
+    "nvfp4": 4.5,
+}
+
+# What llama.cpp falls back to where a row is no multiple of 256 weights.
+SHORT_ROWS = {
+    "q2_k": "iq4_nl",
+    "q3_k": "iq4_nl",
+    "iq2_xxs": "iq4_nl",
+    "iq2_xs": "iq4_nl",
+    "iq2_s": "iq4_nl",
+    "iq3_xxs": "iq4_nl",
+    "iq3_s": "iq4_nl",
+    "iq4_xs": "iq4_nl",
+    "q4_k": "q5_0",
+    "q5_k": "q5_1",
+    "q6_k": "q8_0",
+}
+BLOCK_WEIGHTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Formats of the tensors of one file.
+
+    Attributes:
+        up: gate and up projections of experts.
+        down: down projections in most layers.
+        down_more: down projections in the layers of `more_bits`.
+        dense: attention and shared experts.
+        head: output head.
+        embed: token embeddings.
+    """
+
+    up: str
+    down: str
+    down_more: str
+    dense: str
+    head: str
+    embed: str
+
+
+def _same(name: str) -> Recipe:
+    return Recipe(name, name, name, name, name, name)
+
+
+# Source: llama.cpp's llama_tensor_get_type (src/llama-quant.cpp), as far as it matters.
+RECIPES = {
+    "q2_k": Recipe("q2_k", "q3_k", "q3_k", "q2_k", "q6_k", "q2_k"),
+    "q2_k_s": Recipe("q2_k", "q2_k", "q3_k", "q2_k", "q6_k", "q2_k"),
+    "q3_k_s": Recipe("q3_k", "q3_k", "q3_k", "q3_k", "q6_k", "q3_k"),
+    "q3_k_m": Recipe("q3_k", "q4_k", "q5_k", "q3_k", "q6_k", "q3_k"),
+    "q3_k_l": Recipe("q3_k", "q5_k", "q5_k", "q4_k", "q6_k", "q3_k"),
+    "q4_0": Recipe("q4_0", "q4_0", "q4_0", "q4_0", "q6_k", "q4_0"),
+    "q4_1": Recipe("q4_1", "q4_1", "q4_1", "q4_1", "q6_k", "q4_1"),
+    "q4_k_s": Recipe("q4_k", "q4_k", "q5_k", "q4_k", "q6_k", "q4_k"),
+    "q4_k_m": Recipe("q4_k", "q4_k", "q6_k", "q4_k", "q6_k", "q4_k"),
+    "q5_0": Recipe("q5_0", "q5_0", "q5_0", "q5_0", "q6_k", "q5_0"),
+    "q5_k_s": Recipe("q5_k", "q5_k", "q5_k", "q5_k", "q6_k", "q5_k"),
+    "q5_k_m": Recipe("q5_k", "q5_k", "q6_k", "q5_k", "q6_k", "q5_k"),
+    "iq1_s": Recipe("iq1_s", "q2_k", "q2_k", "q4_k", "q5_k", "q2_k"),
+    "iq1_m": Recipe("iq1_m", "q2_k", "q2_k", "q4_k", "q5_k", "q2_k"),
+    "iq2_xxs": Recipe("iq2_xxs", "q2_k", "q2_k", "q4_k", "q5_k", "q2_k"),
+    "iq2_xs": Recipe("iq2_xs", "q2_k", "q2_k", "q4_k", "q5_k", "q2_k"),
+    "iq2_s": Recipe("iq2_xs", "iq3_s", "iq3_s", "q4_k", "q5_k", "iq3_s"),
+    "iq2_m": Recipe("iq2_s", "iq3_s", "iq3_s", "q4_k", "q5_k", "iq3_s"),
+    "iq3_xxs": Recipe("iq3_xxs", "q3_k", "q4_k", "q4_k", "q5_k", "iq3_s"),
+    "iq3_xs": Recipe("iq3_xxs", "q3_k", "q4_k", "q4_k", "q6_k", "iq3_s"),
+    "iq3_s": Recipe("iq3_s", "q3_k", "q4_k", "q4_k", "q6_k", "iq3_s"),
+    "iq3_m": Recipe("iq3_s", "q4_k", "q4_k", "q4_k", "q6_k", "iq3_s"),
+    "iq4_nl": Recipe("iq4_nl", "iq4_nl", "q5_k", "iq4_nl", "q6_k", "iq4_nl"),
+    "iq4_xs": Recipe("iq4_xs", "iq4_xs", "q5_k", "iq4_xs", "q6_k", "iq4_xs"),
+    # OpenAI's gpt-oss as converted by the ggml organisation.
+    "mxfp4": Recipe("mxfp4", "mxfp4", "mxfp4", "q8_0", "q8_0", "q8_0"),
+}
+
+# Unsloth's "dynamic" files keep attention, shared experts and head in eight or six
+# bits, and one step more in the down projections.
+_STEP_UP = {
+    "q2_k": "q3_k",
+    "q3_k": "q4_k",
+    "q4_k": "q5_k",
+    "q5_k": "q6_k",
+    "iq1_s": "iq2_xxs",
+    "iq1_m": "iq2_xxs",
+    "iq2_xxs": "iq3_xxs",
+    "iq2_m": "iq3_xxs",
+    "iq3_xxs": "iq4_xs",
+}
+
+
+@cache
+def bytes_per_weight(name: str) -> float:
+    """Return stored bytes per weight of a format; 16 bits for one nobody knows."""
+    for kind, (block, block_bytes) in GGML_QUANT_SIZES.items():
+        if kind.name.lower() == name:
+            return block_bytes / block
+    return FORK_BITS.get(name, 16.0) / 8
+
+
+def known_format(name: str) -> bool:
+    """Tell whether the bytes of a format are known."""
+    names = {kind.name.lower() for kind in GGML_QUANT_SIZES}
+    return name in names or name in FORK_BITS
+
+
+def row_format(name: str, width: int) -> str:
+    """Return the format that rows of `width` weights really get."""
+    if width % BLOCK_WEIGHTS:
+        return SHORT_ROWS.get(name, name)
+    return name
+
+
+def more_bits(layer: int, layers: int) -> bool:
+    """Tell whether llama.cpp gives this layer's down projection more bits.
+
+    The first eighth of the layers, the last eighth, and every third between.
+    """
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def recipe(label: str) -> Recipe | None:
+    """Return the formats behind a label; None for one that says nothing.
+
+    Args:
+        label: such as ``Q4_K_M``, ``UD-Q4_K_XL``, ``IQ1_S_R4`` or ``bf16``.
+    """
+    dynamic = re.search(r"\bUD\b", label, re.IGNORECASE) is not None
+    word = re.search(
+        r"(?:i?q\d(?:_[a-z0-9]+)*|bf16|f16|fp16|f32|fp8|mxfp4|nvfp4)", label.lower()
+    )
+    if word is None:
+        return None
+
+    # Suffixes that change the order of rows in memory, not their size.
+    name = re.sub(r"_(?:r4|r8|r16)$", "", word.group(0)).replace("fp16", "f16")
+    dynamic = dynamic or name.endswith("_xl")
+    name = name.replace("_k_xl", "_k_m")
+
+    if name in RECIPES and dynamic:
+        return _dynamic(RECIPES[name])
+    if name in RECIPES:
+        return RECIPES[name]
+    return _same(name) if known_format(name) else None
+
+
+def _dynamic(plain: Recipe) -> Recipe:
+    down = _STEP_UP.get(plain.up, plain.down)
+    return Recipe(plain.up, down, plain.down_more, "q8_0", "q6_k", "q6_k")

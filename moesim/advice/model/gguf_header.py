@@ -1,0 +1,270 @@
+"""Reads the header of a GGUF file: metadata and table of tensors, no weights.
+
+The package `gguf` knows the constants (value types, weight formats and their block
+sizes). Its own reader maps every tensor's data, which fails on a header that was
+downloaded alone, and takes seconds on a vocabulary; hence the small parser here.
+
+Layout (GGUF specification in the ggml repository): magic, version, tensor count, number
+of metadata pairs; the pairs; one record per tensor (name, dimensions, type, offset).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from gguf.constants import (
+    GGML_QUANT_SIZES,
+    GGUF_DEFAULT_ALIGNMENT,
+    GGMLQuantizationType,
+    GGUFValueType,
+    LlamaFileType,
+)
+
+from moesim.advice.errors import AdviceError
+from moesim.advice.model.tensors import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+
+# A header beyond these counts is garbage, not a model; refuse it before looping.
+MOST_PAIRS = 100_000
+MOST_TENSORS = 1_000_000
+MOST_DIMENSIONS = 8
+LONGEST_TEXT = 1 << 28
+
+_SCALARS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+    GGUFValueType.BOOL: "?",
+}
+_SPLIT = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+
+class _CutOffError(Exception):
+    """The file ends inside its header."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """Metadata and tensors of one model, all parts of a split file together."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: tuple[Tensor, ...]
+
+
+def read_gguf(path: Path) -> GgufHeader:
+    """Read the headers of a GGUF file, or of all parts of a split one.
+
+    Args:
+        path: the file; any part of a split file.
+
+    Raises:
+        AdviceError: not GGUF, an unknown version, a header cut off or damaged, a part
+            missing.
+        OSError: the file cannot be opened.
+    """
+    parts = _parts_of(path)
+    metadata, tensors = _read_part(parts[0])
+    stated = int(metadata.get("split.count", 1) or 1)
+
+    if stated > 1 and stated != len(parts):
+        raise AdviceError(
+            f"{path}: its header says {stated} parts, found {len(parts)} by name;"
+            " split files are named NAME-00001-of-0000N.gguf and lie side by side"
+        )
+    for part in parts[1:]:
+        _, more = _read_part(part)
+        tensors += more
+    return GgufHeader(path, metadata, tuple(tensors))
+
+
+def file_type_label(metadata: Mapping[str, Any]) -> str:
+    """Return the label of the whole file, such as ``Q4_K_M``; empty if it has none."""
+    number = metadata.get("general.file_type")
+    # Files of converters may lack it, or hold a text.
+    if not isinstance(number, int):
+        return ""
+    try:
+        return LlamaFileType(number).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except ValueError:
+        return ""
+
+
+def _parts_of(path: Path) -> list[Path]:
+    match = _SPLIT.match(path.name)
+    if match is None:
+        return [path]
+
+    count = int(match["count"])
+    names = [
+        f"{match['stem']}-{number:05}-of-{count:05}.gguf"
+        for number in range(1, count + 1)
+    ]
+    parts = [path.with_name(name) for name in names]
+    # One missing part would silently make a smaller model.
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise AdviceError(
+            f"{path}: {len(missing)} of {count} parts are missing, the first is"
+            f" {missing[0]}; put all parts into one folder"
+        )
+    return parts
+
+
+def _read_part(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
+    file_bytes = path.stat().st_size
+
+    with path.open("rb", buffering=1 << 20) as file:
+        try:
+            return _Parser(file, path, file_bytes).parse()
+        except _CutOffError:
+            raise AdviceError(
+                f"{path}: the GGUF header is cut off after {file_bytes:,} bytes;"
+                " download the file again (its first 64 MiB are enough here)"
+            ) from None
+
+
+class _Parser:
+    """Walks through one header; every read checks that the file still goes on."""
+
+    def __init__(self, file: BinaryIO, path: Path, file_bytes: int) -> None:
+        self.file = file
+        self.path = path
+        self.file_bytes = file_bytes
+
+    def parse(self) -> tuple[dict[str, Any], list[Tensor]]:
+        """Return metadata and tensors."""
+        magic = self.file.read(4)
+        if magic != MAGIC:
+            raise AdviceError(
+                f"{self.path}: not a GGUF file: expected it to begin with b'GGUF',"
+                f" found {magic!r}"
+            )
+        version = self._number("I")
+        if version not in VERSIONS:
+            raise AdviceError(
+                f"{self.path}: GGUF version {version}: expected 2 or 3; files of the"
+                " opposite byte order cannot be read either"
+            )
+        tensor_count = self._counted(MOST_TENSORS, "tensors")
+        pair_count = self._counted(MOST_PAIRS, "metadata pairs")
+
+        metadata: dict[str, Any] = {}
+        for _ in range(pair_count):
+            key = self._text()
+            metadata[key] = self._value(self._value_type())
+
+        records = [self._record() for _ in range(tensor_count)]
+        return metadata, self._sized(records, metadata)
+
+    def _sized(
+        self, records: list[tuple[str, int, int, int]], metadata: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """Give every tensor its bytes: by its format, or by the next one's offset.
+
+        The distance to the next tensor also works for formats that are younger than
+        the package (those of forks, for example).
+        """
+        alignment = int(metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT))
+        start = -(-self.file.tell() // alignment) * alignment
+        by_place = sorted(record[3] for record in records)
+        following = dict(pairwise(by_place))
+
+        tensors = []
+        for name, weights, type_number, offset in records:
+            try:
+                kind = GGMLQuantizationType(type_number)
+                block, block_bytes = GGML_QUANT_SIZES[kind]
+                label = kind.name.lower()
+                stored = -(-weights // block) * block_bytes
+            except (ValueError, KeyError):
+                label = f"type{type_number}"
+                # The last tensor ends where the file does.
+                end = following.get(offset, self.file_bytes - start)
+                stored = max(0, end - offset)
+            tensors.append(Tensor(name, label, weights, stored))
+        return tensors
+
+    def _record(self) -> tuple[str, int, int, int]:
+        """Return name, number of weights, type number and offset of one tensor."""
+        name = self._text()
+        dimensions = self._number("I")
+        if dimensions > MOST_DIMENSIONS:
+            raise self._damaged(f"tensor {name!r} with {dimensions} dimensions")
+
+        sizes = struct.unpack(f"<{dimensions}Q", self._take(8 * dimensions))
+        type_number = self._number("I")
+        offset = self._number("Q")
+        return name, math.prod(sizes), type_number, offset
+
+    def _value_type(self) -> GGUFValueType:
+        number = self._number("I")
+        try:
+            return GGUFValueType(number)
+        except ValueError:
+            raise self._damaged(f"metadata of type {number}") from None
+
+    def _value(self, kind: GGUFValueType) -> Any:
+        if kind == GGUFValueType.STRING:
+            return self._text()
+        if kind != GGUFValueType.ARRAY:
+            return self._number(_SCALARS[kind])
+
+        inner = self._value_type()
+        length = self._counted(LONGEST_TEXT, "array entries")
+        if inner in _SCALARS:
+            letter = _SCALARS[inner]
+            size = struct.calcsize(letter) * length
+            return struct.unpack(f"<{length}{letter}", self._take(size))
+
+        if inner != GGUFValueType.STRING:
+            raise self._damaged("an array of arrays")
+        # Vocabularies: a few hundred thousand texts that nobody asks for.
+        for _ in range(length):
+            self._take(self._counted(LONGEST_TEXT, "characters"))
+        return ()
+
+    def _text(self) -> str:
+        length = self._counted(LONGEST_TEXT, "characters")
+        return self._take(length).decode("utf-8", errors="replace")
+
+    def _counted(self, most: int, damage: str) -> int:
+        count = self._number("Q")
+        if count > most:
+            raise self._damaged(f"{count:,} {damage}")
+        return count
+
+    def _number(self, letter: str) -> Any:
+        size = struct.calcsize(letter)
+        return struct.unpack(f"<{letter}", self._take(size))[0]
+
+    def _take(self, size: int) -> bytes:
+        # Also keeps a damaged length from asking for gigabytes of memory.
+        if self.file.tell() + size > self.file_bytes:
+            raise _CutOffError
+        return self.file.read(size)
+
+    def _damaged(self, damage: str) -> AdviceError:
+        place = self.file.tell()
+        return AdviceError(
+            f"{self.path}: damaged GGUF header: {damage} before byte {place:,};"
+            " download the file again"
+        )

@@ -1,0 +1,204 @@
+"""Reads a Hugging Face folder: its config and the headers of its safetensors files.
+
+A safetensors file begins with the length of a JSON header that names every tensor with
+its type, shape and place; the weights behind it are never read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from typing import TYPE_CHECKING, Any
+
+from moesim.advice.errors import AdviceError
+from moesim.advice.model.contents import F16_BYTES, LayerContents, ModelContents
+from moesim.advice.model.tensors import LayerTensors, Tensor, sort_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+# A header of more bytes is no header; the largest known models stay below 10 MB.
+LONGEST_HEADER = 1 << 30
+
+# Weight formats as this project names them; two four-bit weights share one byte.
+FORMATS = {
+    "F32": "f32",
+    "F16": "f16",
+    "BF16": "bf16",
+    "F8_E4M3": "fp8",
+    "F8_E5M2": "fp8",
+    "U8": "mxfp4",
+    "I32": "i32",
+}
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k")
+_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Tell whether a folder holds a Hugging Face config."""
+    return path.is_dir() and (path / "config.json").is_file()
+
+
+def hf_contents(folder: Path) -> ModelContents:
+    """Read what a Hugging Face folder holds.
+
+    Raises:
+        AdviceError: a broken or missing header, or a model without experts.
+    """
+    config = _config(folder)
+    run_layers = int(_needed(config, _LAYERS, folder))
+    parts = sort_tensors(_tensors(folder), run_layers)
+
+    routed_bytes = sum(layer.expert_bytes for layer in parts.layers.values())
+    if not routed_bytes:
+        raise AdviceError(
+            f"{folder}: {config.get('model_type', 'this model')}: no routed experts;"
+            " moesim advises on Mixture-of-Experts models only"
+        )
+    experts = int(_needed(config, _EXPERTS, folder))
+    top_k = int(_needed(config, _TOP_K, folder))
+
+    layers = tuple(
+        _layer(parts.layers.get(at, LayerTensors()), at, config, experts, top_k)
+        for at in range(run_layers)
+    )
+    head = parts.head if parts.head.dense_bytes else parts.embed
+    head_format = next(iter(head.dense_formats), "bf16")
+    return ModelContents(
+        name=folder.name,
+        architecture=str(config.get("model_type", "?")),
+        layers=layers,
+        embed_bytes=parts.embed.dense_bytes,
+        head_bytes=head.dense_bytes,
+        head_weights=head.dense_weights,
+        head_format=head_format,
+        hidden=int(config.get("hidden_size", 0)),
+        source="safetensors header",
+        quant=head_format.upper(),
+        tied=not parts.head.dense_bytes,
+        unused_bytes=parts.unused_bytes + parts.rest_bytes,
+        trained_tokens=int(config.get("max_position_embeddings", 0)),
+    )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise AdviceError(
+            f"{path}: not JSON: {error}; download the file again"
+        ) from None
+
+    # Models that also see keep their language part in a table of its own.
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def _needed(config: Mapping[str, Any], names: tuple[str, ...], folder: Path) -> Any:
+    for name in names:
+        if config.get(name) is not None:
+            value = config[name]
+            return max(value) if isinstance(value, list) else value
+    raise AdviceError(
+        f"{folder / 'config.json'}: expected one of {', '.join(names)}, found none"
+    )
+
+
+def _tensors(folder: Path) -> list[Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise AdviceError(
+            f"{folder}: no *.safetensors file beside config.json; their headers hold"
+            " the sizes, so download at least those, or give a GGUF file"
+        )
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        stated = set(
+            json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        )
+        missing = sorted(stated - {path.name for path in files})
+        # Sizes without those files would be too small.
+        if missing:
+            raise AdviceError(
+                f"{folder}: {len(missing)} of {len(stated)} safetensors files are"
+                f" missing, the first is {missing[0]}; download it"
+            )
+    return [tensor for path in files for tensor in _header(path)]
+
+
+def _header(path: Path) -> list[Tensor]:
+    with path.open("rb") as file:
+        size_bytes = file.read(8)
+        length = struct.unpack("<Q", size_bytes)[0] if len(size_bytes) == 8 else 0
+        text = file.read(min(length, LONGEST_HEADER))
+
+    if not length or length > LONGEST_HEADER or len(text) < length:
+        raise AdviceError(
+            f"{path}: the safetensors header is cut off; download the file again"
+        )
+    try:
+        entries = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise AdviceError(
+            f"{path}: damaged safetensors header: not JSON; download the file again"
+        ) from None
+
+    tensors = []
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        label = FORMATS.get(entry["dtype"], entry["dtype"].lower())
+        begin, end = entry["data_offsets"]
+        weights = math.prod(entry["shape"])
+        # Two weights share a byte, and shapes count bytes.
+        if label == "mxfp4":
+            weights *= 2
+        tensors.append(Tensor(name, label, weights, end - begin))
+    return tensors
+
+
+def _layer(
+    sums: LayerTensors, at: int, config: Mapping[str, Any], experts: int, top_k: int
+) -> LayerContents:
+    heads = int(config.get("num_attention_heads", 0))
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    hidden = int(config.get("hidden_size", 0))
+    head_dim = int(config.get("head_dim") or (hidden // heads if heads else 0))
+    rank = int(config.get("kv_lora_rank") or 0)
+    kinds = config.get("layer_types") or []
+    kind = str(kinds[at]) if at < len(kinds) else "full_attention"
+
+    if "linear" in kind or re.search("mamba|recurrent", kind):
+        kv_bytes = width = window = 0
+    elif rank:
+        entry = rank + int(config.get("qk_rope_head_dim", 0))
+        kv_bytes = entry * F16_BYTES
+        sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        width = heads * sum(int(config.get(name, 0)) for name in sizes)
+        window = 0
+    else:
+        kv_bytes = 2 * kv_heads * head_dim * F16_BYTES
+        width = 2 * heads * head_dim
+        window = int(config.get("sliding_window") or 0) if "sliding" in kind else 0
+
+    # Dense layers of a mixed model have none.
+    routed = bool(sums.expert_bytes)
+    return LayerContents(
+        dense_bytes=sums.dense_bytes,
+        dense_weights=sums.dense_weights,
+        dense_formats=dict(sums.dense_formats),
+        experts=experts if routed else 0,
+        top_k=top_k if routed else 0,
+        expert_bytes=sums.expert_bytes,
+        expert_weights=sums.expert_weights,
+        expert_formats=dict(sums.expert_formats),
+        kv_bytes_per_token=kv_bytes,
+        window_tokens=window,
+        attention_width=width,
+    )

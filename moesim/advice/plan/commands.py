@@ -1,0 +1,141 @@
+"""Command lines of llama.cpp for a setting, and of llama-bench for a measurement."""
+
+from __future__ import annotations
+
+import shlex
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from moesim.advice.times.setting import ALL_LAYERS, DEFAULT_BATCH, DEFAULT_MICRO_BATCH
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from moesim.advice.machine.machine import Machine
+    from moesim.advice.model.contents import ModelContents
+    from moesim.advice.plan.candidates import Job
+    from moesim.advice.times.setting import Setting
+
+
+def flags_of(setting: Setting, model: ModelContents, machine: Machine) -> list[str]:
+    """Return llama.cpp's flags for a setting, without model and context."""
+    flags: list[str] = []
+    if machine.graphics:
+        layers = setting.gpu_layers if setting.gpu_layers < ALL_LAYERS else 99
+        flags += ["-ngl", str(layers)]
+
+    on_host = setting.on_host(model)
+    if setting.chosen_layers is not None:
+        flags += ["-ot", override_pattern(setting.chosen_layers)]
+    elif machine.graphics and set(on_host) == set(model.moe_layers):
+        flags.append("--cpu-moe")
+    elif setting.cpu_layers:
+        flags += ["--n-cpu-moe", str(setting.cpu_layers)]
+
+    # Defaults are left out: a short line is easier to trust.
+    if setting.micro_batch != DEFAULT_MICRO_BATCH:
+        flags += ["-ub", str(setting.micro_batch)]
+    if setting.batch != DEFAULT_BATCH:
+        flags += ["-b", str(setting.batch)]
+    flags += ["-t", str(setting.threads or machine.processor.cores)]
+    # Rounded values need flash attention, on the CPU too.
+    if machine.graphics or setting.kv_format != "f16":
+        flags += ["-fa", "on" if setting.flash else "off"]
+    if setting.kv_format != "f16":
+        flags += ["-ctk", setting.kv_format, "-ctv", setting.kv_format]
+    if on_host and machine.graphics and setting.page_locked:
+        flags.append("--no-mmap")
+    return flags
+
+
+def server_command(
+    setting: Setting, model: ModelContents, machine: Machine, job: Job
+) -> str:
+    """Return the line that starts llama-server with a setting."""
+    words = ["llama-server", "-m", model_file(model), "-c", str(job.context)]
+    if job.sequences > 1:
+        # The context is shared out among the requests.
+        words[-1] = str(job.context * job.sequences)
+        words += ["--parallel", str(job.sequences)]
+    return shlex.join([*words, *flags_of(setting, model, machine)])
+
+
+def bench_command(
+    setting: Setting,
+    model: ModelContents,
+    machine: Machine,
+    *,
+    prompt_tokens: int = 0,
+    answer_tokens: int = 0,
+) -> str:
+    """Return the line that measures one speed of a setting with llama-bench."""
+    words = ["llama-bench", "-m", model_file(model)]
+    if machine.graphics:
+        words += ["-ngl", "99"]
+    if setting.cpu_layers:
+        count = min(setting.cpu_layers, len(model.layers))
+        words += ["-ncmoe", str(count)]
+    if machine.graphics:
+        words += ["-fa", "1"]
+    if prompt_tokens:
+        words += ["-ub", str(setting.micro_batch), "-b", str(setting.batch)]
+    if setting.on_host(model) and machine.graphics:
+        # Without it pages of a mapped file would be uploaded slowly.
+        words += ["-mmp", "0" if setting.page_locked else "1"]
+    words += ["-t", str(setting.threads or machine.processor.cores)]
+    words += ["-p", str(prompt_tokens), "-n", str(answer_tokens), "-o", "jsonl"]
+    return shlex.join(words) + " >> rows.jsonl"
+
+
+def model_file(model: ModelContents) -> str:
+    """Return the file name to write on a command line."""
+    # The user's own file; otherwise a usual name to replace.
+    if model.source == "gguf header":
+        return model.name
+    return f"{model.name.split()[0]}-{model.quant or 'Q4_K_M'}.gguf"
+
+
+def override_pattern(layers: Iterable[int]) -> str:
+    r"""Write ``-ot``'s expression: ``blk\.(0|3|[5-9])\.ffn_.*_exps.*=CPU``."""
+    numbers = "|".join(_runs(sorted(layers)))
+    return rf"blk\.({numbers})\.ffn_.*_exps.*=CPU"
+
+
+def _runs(numbers: list[int]) -> list[str]:
+    """Shorten runs of one-digit neighbours into ``[3-7]``, as far as digits allow."""
+    words: list[str] = []
+    at = 0
+    while at < len(numbers):
+        end = at
+        while end + 1 < len(numbers) and _neighbours(numbers[end], numbers[end + 1]):
+            end += 1
+        first, last = numbers[at], numbers[end]
+        # Two numbers are shorter than a range.
+        if end - at < 2:
+            words += [str(number) for number in numbers[at : end + 1]]
+        else:
+            head = str(first)[:-1]
+            words.append(f"{head}[{first % 10}-{last % 10}]")
+        at = end + 1
+    return words
+
+
+def _neighbours(first: int, second: int) -> bool:
+    """Tell whether two numbers follow each other within one decade."""
+    return second == first + 1 and second // 10 == first // 10
+
+
+def layers_in_words(layers: Iterable[int]) -> str:
+    """Write ``0-5, 8, 11``."""
+    numbers = sorted(layers)
+    if not numbers:
+        return "none"
+    pieces = [[numbers[0], numbers[0]]]
+    for before, number in pairwise(numbers):
+        if number == before + 1:
+            pieces[-1][1] = number
+        else:
+            pieces.append([number, number])
+    return ", ".join(
+        str(first) if first == last else f"{first}-{last}" for first, last in pieces
+    )

@@ -1,0 +1,314 @@
+"""What other memory, link, quantisation or an expert cache would change.
+
+The first three exchange one figure of machine or model and predict again; the last
+replays the routing through a cache and takes its hit rate.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moesim.advice.errors import AdviceError
+from moesim.advice.model.catalogue import named_contents
+from moesim.advice.model.formats import bytes_per_weight, recipe
+from moesim.advice.plan.candidates import Job, candidates
+from moesim.advice.times.cache_engine import (
+    EngineTraits,
+    EngineWork,
+    HostRates,
+    engine_latents,
+    engine_priors,
+    engine_seconds,
+    steps_from_hits,
+)
+from moesim.advice.times.latents import Beliefs, Interval, Prior
+from moesim.advice.times.predictor import misfits_of
+from moesim.advice.times.priors import PriorTable
+from moesim.traces.format.schema import ModelShape
+
+if TYPE_CHECKING:
+    from moesim.advice.model.contents import ModelContents
+    from moesim.advice.plan.ranking import Forecast, Prospect
+
+FASTER_MEMORY = 1.25
+QUANTS = ("IQ3_XXS", "Q4_K_M", "Q5_K_M", "Q8_0")
+CACHE_POLICY = "lfu:decay=0.96"
+# Copies into the cache per token, as a share of its misses, under that policy.
+ADMITTED_SHARE = 0.3
+SYNTHETIC_TOKENS = 384
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One change and what it would bring.
+
+    Attributes:
+        change: in words.
+        decode: tokens per second then.
+        factor: against the advised setting now.
+        note: what the figure rests on.
+    """
+
+    change: str
+    decode: Interval
+    factor: float
+    note: str = ""
+
+
+def what_ifs(forecast: Forecast, best: Prospect) -> list[WhatIf]:
+    """Exchange one part of machine or model after the other."""
+    answers = []
+    machine = forecast.machine
+    has_link = bool(machine.graphics) and not machine.unified
+
+    # One part at a time, or the gains could not be told apart.
+    rates = {"host_read": FASTER_MEMORY}
+    percent = round(100 * (FASTER_MEMORY - 1))
+    words = f"host memory {percent} % faster"
+    if machine.unified:
+        rates = {"device_read": FASTER_MEMORY}
+        words = f"memory {percent} % faster"
+    answers.append(_scaled(forecast, best, words, rates))
+    if has_link:
+        answers.append(
+            _scaled(
+                forecast, best, "a link twice as wide (prompts only)", {"upload": 2.0}
+            )
+        )
+    answers += _quantisations(forecast, best)
+    return answers
+
+
+def _scaled(
+    forecast: Forecast, best: Prospect, words: str, factors: dict[str, float]
+) -> WhatIf:
+    """Predict the advised setting with some latents multiplied."""
+    beliefs = scaled_beliefs(forecast.beliefs, factors)
+    decode, prefill = forecast.targets(best.candidate)
+    step = decode.predicted(beliefs)
+    prompt = prefill.predicted(beliefs)
+    sequences = best.candidate.setting.sequences
+    speed = Interval(sequences / step.value, step.spread)
+    now = forecast.job.prompt / best.prefill.value
+    note = f"prompt {prompt.value:.2g} s instead of {now:.2g} s"
+    return WhatIf(words, speed, speed.value / best.decode.value, note)
+
+
+def scaled_beliefs(beliefs: Beliefs, factors: dict[str, float]) -> Beliefs:
+    """Return beliefs about a machine some of whose rates are multiplied."""
+    priors = {name: beliefs.priors[name] for name in beliefs.priors}
+    for name, factor in factors.items():
+        if name in priors:
+            prior = priors[name]
+            priors[name] = Prior(prior.value * factor, prior.spread, prior.why)
+
+    mean = beliefs.mean.copy()
+    for name, factor in factors.items():
+        if name in beliefs.names:
+            # Logarithms add where rates multiply.
+            mean[beliefs.names.index(name)] += math.log(factor)
+    return Beliefs(PriorTable(priors), beliefs.names, mean, beliefs.covariance)
+
+
+def _quantisations(forecast: Forecast, best: Prospect) -> list[WhatIf]:
+    """Predict other quantisations, with the experts' bytes scaled by their recipes."""
+    model = forecast.model
+    answers = []
+    for label in QUANTS:
+        other = requantised(model, label)
+        if other is None or label == model.quant:
+            continue
+        # Some models keep their experts as trained, whatever the label says.
+        if other.expert_bytes == model.expert_bytes:
+            continue
+        fitting = candidates(other, forecast.machine, forecast.job)
+        # Said, because a missing line looks like an oversight.
+        if not fitting:
+            answers.append(
+                WhatIf(
+                    f"quantisation {label}", Interval(1e-9, 0.0), 0.0, "does not fit"
+                )
+            )
+            continue
+        again = type(forecast)(other, forecast.machine, forecast.job, forecast.beliefs)
+        fastest = again.ranked(fitting, 1)[0]
+        answers.append(
+            WhatIf(
+                f"quantisation {label}",
+                fastest.decode,
+                fastest.decode.value / best.decode.value,
+                f"{other.file_bytes / 1e9:.1f} GB instead of"
+                f" {model.file_bytes / 1e9:.1f}",
+            )
+        )
+    return answers
+
+
+def requantised(model: ModelContents, label: str) -> ModelContents | None:
+    """Return the model with its experts in another format; None if nothing is known.
+
+    Attention and head stay as they are: recipes hardly change their share.
+    """
+    formats = recipe(label)
+    if formats is None or model.main_format == formats.up:
+        return None
+    try:
+        named = named_contents(model.name, label)
+    except AdviceError:
+        named = None
+    if named is not None and len(named.layers) == len(model.layers):
+        layers = tuple(
+            replace(
+                layer,
+                expert_bytes=other.expert_bytes,
+                expert_formats=other.expert_formats,
+            )
+            for layer, other in zip(model.layers, named.layers, strict=True)
+        )
+        return replace(model, layers=layers, quant=label)
+    return _by_bits(model, label)
+
+
+def _by_bits(model: ModelContents, label: str) -> ModelContents:
+    """Scale the experts by bits per weight."""
+    formats = recipe(label)
+    assert formats is not None
+    layers = []
+    for layer in model.layers:
+        stored = round(layer.expert_weights * _mixed_bytes(label))
+        changed = replace(
+            layer, expert_bytes=stored, expert_formats={formats.up: stored}
+        )
+        layers.append(changed if layer.experts else layer)
+    return replace(model, layers=tuple(layers), quant=label)
+
+
+def _mixed_bytes(label: str) -> float:
+    formats = recipe(label)
+    assert formats is not None
+    down = (bytes_per_weight(formats.down) + bytes_per_weight(formats.down_more)) / 2
+    return (2 * bytes_per_weight(formats.up) + down) / 3
+
+
+def expert_cache(
+    forecast: Forecast, best: Prospect, trace: Path | None = None
+) -> WhatIf:
+    """Replay an expert cache in the graphics memory that the advised setting fills.
+
+    Args:
+        forecast: of the machine.
+        best: the advised setting.
+        trace: routing to replay; None draws synthetic routing of the model's shape.
+
+    Raises:
+        AdviceError: a machine without a card, or a trace of another model.
+    """
+    model = forecast.model
+    machine = forecast.machine
+    if not machine.graphics or machine.unified:
+        raise AdviceError(
+            "an expert cache needs a graphics card with memory of its own"
+        )
+
+    layer = model.layers[model.moe_layers[0]]
+    # What the setting gives to experts, and what it leaves unused.
+    kept = best.candidate.bill.gpu["experts"] + best.candidate.bill.gpu_left
+    ratio = min(1.0, max(0.0, kept / model.expert_bytes))
+    hit_rate, note = _replayed_hits(model, ratio, trace)
+
+    traits = EngineTraits()
+    misses = (1 - hit_rate) * layer.top_k * len(model.moe_layers)
+    size = layer.expert_bytes / layer.experts
+    dense: Counter[str] = Counter({model.head_format: model.head_bytes})
+    for each in model.layers:
+        dense.update(each.dense_formats)
+    work = EngineWork(
+        steps=steps_from_hits(model, hit_rate, traits),
+        expert_bytes=size,
+        expert_format=model.main_format,
+        top_k=layer.top_k,
+        layers=len(model.layers),
+        dense=dict(dense),
+        background_bytes=ADMITTED_SHARE * misses * size,
+        traits=traits,
+    )
+    speed = _engine_speed(forecast, work)
+    words = f"an expert cache of {100 * ratio:.0f} % of the experts ({CACHE_POLICY})"
+    factor = speed.value / best.decode.value
+    return WhatIf(words, speed, factor, f"hit rate {100 * hit_rate:.0f} %, {note}")
+
+
+def _engine_speed(forecast: Forecast, work: EngineWork) -> Interval:
+    machine = forecast.machine
+    priors = {name: forecast.beliefs.priors[name] for name in forecast.beliefs.priors}
+    table = PriorTable({**priors, **engine_priors(machine)})
+    learned = forecast.beliefs
+    beliefs = Beliefs(table, learned.names, learned.mean, learned.covariance)
+
+    reach = learned.median("host_read") * learned.median("host_reach")
+    host = HostRates.of(reach, learned.median("upload"), None)
+    misfits = misfits_of(forecast.model)
+    seconds = beliefs.predict(
+        lambda rates: engine_seconds(work, machine, host, rates) * rates[misfits[0]],
+        sorted(engine_latents(work) | set(misfits)),
+    )
+    return seconds.inverse()
+
+
+def _replayed_hits(
+    model: ModelContents, ratio: float, trace: Path | None
+) -> tuple[float, str]:
+    """Hit rate of a cache of that size on the user's routing, or on synthetic one."""
+    from moesim.runs.cache_replay import replay_cache  # noqa: PLC0415
+    from moesim.runs.memory import MemoryOptions  # noqa: PLC0415 # replays load much
+    from moesim.traces.synthetic.generate import stated, synthesise  # noqa: PLC0415
+
+    memory = MemoryOptions(cache_ratio=ratio, scope="layer")
+    if trace is not None:
+        counts = replay_cache(trace, CACHE_POLICY, memory=memory)
+        return float(counts["hit_rate_active"]), f"replayed on {trace.name}"
+
+    shape = shape_of(model)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "synthetic.parquet"
+        statistics = stated(shape, skew=0.8, reuse=0.35, generated=SYNTHETIC_TOKENS)
+        synthesise(statistics, path, tokens=SYNTHETIC_TOKENS)
+        counts = replay_cache(path, CACHE_POLICY, memory=memory)
+    return float(counts["hit_rate_active"]), "on synthetic routing, --trace takes yours"
+
+
+def shape_of(model: ModelContents) -> ModelShape:
+    """Return what traces and replays know of a model."""
+    layer = model.layers[model.moe_layers[0]]
+    weights = layer.expert_weights // layer.experts
+    hidden = model.hidden or 2048
+    return ModelShape(
+        name=model.name.split()[0],
+        layers=len(model.moe_layers),
+        experts=layer.experts,
+        top_k=layer.top_k,
+        hidden=hidden,
+        expert_intermediate=max(1, weights // (3 * hidden)),
+        expert_bytes=tuple(
+            model.layers[at].expert_bytes // model.layers[at].experts
+            for at in model.moe_layers
+        ),
+        other_bytes=model.dense_bytes + model.head_bytes + model.embed_bytes,
+        dense_layers=tuple(
+            at for at in range(len(model.layers)) if at not in model.moe_layers
+        ),
+    )
+
+
+def no_fit_words(model: ModelContents, job: Job) -> str:
+    """Say what a model needs at least."""
+    return (
+        f"{model.file_bytes / 1024**3:.1f} GiB of weights and"
+        f" {model.kv_bytes(job.context) / 1024**3:.1f} GiB of keys and values at"
+        f" {job.context} tokens"
+    )

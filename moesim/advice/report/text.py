@@ -1,0 +1,299 @@
+"""Advice as text for a terminal: the best command line, how fast, what limits it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moesim.advice.plan.commands import layers_in_words, server_command
+from moesim.advice.report.words import (
+    interval_words,
+    limit_words,
+    memory_words,
+    speed_words,
+    term_words,
+)
+from moesim.advice.times.latents import NINETY
+from moesim.reporting.tables import aligned, facts_lines
+from moesim.reporting.units import ms, number
+from moesim.traces.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moesim.advice.advise import Advice
+    from moesim.advice.model.contents import ModelContents
+    from moesim.advice.plan.ranking import Prospect
+
+
+def advice_text(advice: Advice, *, explain: bool = False) -> str:
+    """Lay out an answer.
+
+    Args:
+        advice: what was found out.
+        explain: also print the seconds of every term.
+    """
+    blocks = [facts_lines(_asked(advice)), _command_lines(advice)]
+    blocks.append(facts_lines(_answer(advice)))
+    blocks.append(aligned(setting_rows(advice), lead=1))
+    blocks.append(_tie_lines(advice))
+    if explain:
+        blocks.append(aligned(term_rows(advice.best)))
+    if advice.what_ifs:
+        blocks.append(["what would change it:", *facts_lines(_change_facts(advice))])
+    blocks.append(_row_lines(advice))
+    blocks.append(_question_lines(advice))
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+
+def _asked(advice: Advice) -> list[tuple[str, str]]:
+    """Model, machine and job in words."""
+    machine = advice.machine
+    facts = [("model", model_words(advice.model))]
+    facts.append(("machine", f"{machine.name}{memory_words(machine)}"))
+    facts.append(("known from", grade_words(advice)))
+    if machine.assumed:
+        facts.append(("assumed", "; ".join(machine.assumed)))
+    job = advice.job
+    words = (
+        f"prompt of {job.prompt:,} and answer of {job.answer:,} tokens, context"
+        f" {job.context:,}"
+    )
+    if job.sequences > 1:
+        words += f", {job.sequences} requests at the same time"
+    facts.append(("job", words))
+    return facts
+
+
+def model_words(model: ModelContents) -> str:
+    """Put a model in words: name, format, size, experts."""
+    layer = model.layers[model.moe_layers[0]]
+    # File names often hold the format already.
+    name = model.name if model.quant in model.name else f"{model.name} {model.quant}"
+    return (
+        f"{name.strip()}, {format_bytes(model.file_bytes)};"
+        f" {len(model.moe_layers)} MoE layers with {layer.experts} experts,"
+        f" {layer.top_k} per token ({model.source})"
+    )
+
+
+def grade_words(advice: Advice) -> str:
+    """Say what the speeds rest on."""
+    grades = {
+        "spec": "specification alone",
+        "probed": "probes on the machine",
+        "observed": f"{len(advice.observed.used)} measured rows",
+    }
+    return grades[advice.grade.value]
+
+
+def _command_lines(advice: Advice) -> list[str]:
+    best = advice.best.candidate.setting
+    return [server_command(best, advice.model, advice.machine, advice.job)]
+
+
+def _answer(advice: Advice) -> list[tuple[str, str]]:
+    """Speeds of the best setting with intervals, limits, bill and bound."""
+    best = advice.best
+    bill = best.candidate.bill
+    facts = [
+        ("decode", f"{speed_words(best.decode)}; {limit_words(best.decode_terms)}"),
+        ("prompt", f"{speed_words(best.prefill)}; {limit_words(best.prefill_terms)}"),
+        ("the job", interval_words(best.job, "s")),
+    ]
+    # Without a card there is no cliff.
+    if advice.machine.graphics:
+        words = (
+            f"{format_bytes(bill.gpu_bytes)} of {format_bytes(bill.gpu_free)};"
+            f" {format_bytes(bill.gpu_left)} to the cliff"
+        )
+        facts.append(("graphics memory", words))
+    host = format_bytes(bill.host_bytes)
+    if bill.host_left is not None:
+        host += f"; {format_bytes(bill.host_left)} to spare"
+    facts.append(("host memory", host))
+    facts.append(("bound", bound_words(advice)))
+    return facts
+
+
+def bound_words(advice: Advice) -> str:
+    """Say how far the advised setting is from what bytes over bandwidth allow."""
+    bound = advice.bound
+    share = advice.best.decode.value / (
+        bound.tokens_per_s * advice.best.candidate.setting.sequences
+    )
+    return (
+        f"decode at {100 * share:.0f} % of what this machine can do at best with the"
+        f" weights in these places: {number(bound.tokens_per_s)} steps/s, set by"
+        f" {bound.resource}"
+    )
+
+
+def setting_rows(advice: Advice) -> list[list[str]]:
+    """One row per setting, fastest first."""
+    rows = [
+        ["layers on the CPU", "-ub", "KV", "decode t/s", "prompt t/s", "job", "GPU"]
+    ]
+    for prospect in advice.prospects:
+        setting = prospect.candidate.setting
+        rows.append(
+            [
+                place_words(advice, prospect) + (" =" if prospect.tied else ""),
+                str(setting.micro_batch),
+                setting.kv_format,
+                speed_words(prospect.decode, unit=""),
+                speed_words(prospect.prefill, unit=""),
+                ms(prospect.job.value),
+                format_bytes(prospect.candidate.bill.gpu_bytes),
+            ]
+        )
+    return rows
+
+
+def place_words(advice: Advice, prospect: Prospect) -> str:
+    """Say where a setting puts layers."""
+    setting = prospect.candidate.setting
+    if not advice.machine.graphics:
+        return "all"
+    on_host = setting.on_host(advice.model)
+    layers = setting.first_gpu_layer(advice.model)
+    # Whole layers off the card matter more than where experts are.
+    if layers:
+        return f"{layers} whole layers"
+    if setting.chosen_layers is not None:
+        return f"experts of {layers_in_words(on_host)}"
+    return str(setting.cpu_layers) if on_host else "none"
+
+
+def _tie_lines(advice: Advice) -> list[str]:
+    """Name ties, and what other formats of keys and values would give."""
+    lines = []
+    ties = sum(prospect.tied for prospect in advice.prospects)
+    if ties:
+        lines.append(
+            f"= {ties} of these cannot be told from the first: the difference is within"
+            " the noise of two runs"
+        )
+    if advice.best.candidate.setting.kv_format != "f16" and advice.plain_kv:
+        lines.append(
+            "rounded keys and values (-ctk, -ctv) change answers a little; with f16:"
+            f" {place_words(advice, advice.plain_kv)} layers on the CPU, decode"
+            f" {speed_words(advice.plain_kv.decode)}"
+        )
+    return lines
+
+
+def term_rows(prospect: Prospect) -> list[list[str]]:
+    """Seconds by term: of one decode step and of the prompt."""
+    rows = [["where the time goes", "a decode step", "share", "the prompt", "share"]]
+    # Decode and prompt share most terms; each gets one line.
+    names = [*prospect.decode_terms, *prospect.prefill_terms]
+    rows += [
+        [
+            term_words(name),
+            *_term_cells(prospect.decode_terms, name),
+            *_term_cells(prospect.prefill_terms, name),
+        ]
+        for name in dict.fromkeys(names)
+    ]
+    return rows
+
+
+def _term_cells(terms: Mapping[str, float], name: str) -> list[str]:
+    seconds = terms.get(name)
+    if not seconds:
+        return ["", ""]
+    return [ms(seconds), f"{100 * seconds / sum(terms.values()):.0f} %"]
+
+
+def what_if_rows(advice: Advice) -> list[list[str]]:
+    """One row per change of machine or model."""
+    rows = [["change", "decode t/s", "factor", "note"]]
+    for change in advice.what_ifs:
+        speed = number(change.decode.value) if change.factor else "-"
+        factor = f"{change.factor:.2f}" if change.factor else "-"
+        rows.append([change.change, speed, factor, change.note])
+    return rows
+
+
+def _change_facts(advice: Advice) -> list[tuple[str, str]]:
+    return [
+        (change, f"{speed} tokens/s, {factor} times; {note}" if speed != "-" else note)
+        for change, speed, factor, note in what_if_rows(advice)[1:]
+    ]
+
+
+def _row_lines(advice: Advice) -> list[str]:
+    """Say which measured rows were used, and which contradict the rest."""
+    observed = advice.observed
+    if not observed.rows:
+        return []
+    lines = [f"learned from {len(observed.used)} of {len(observed.rows)} rows"]
+    for row, reason in observed.contradicting:
+        lines.append(f"  set aside: {row.words}: {reason}")
+    # Many rows of one file are one line.
+    names = sorted({row.text("model_filename") for row in observed.foreign})
+    lines += [f"  of a model that is not at hand: {name}" for name in names]
+    return lines
+
+
+def _question_lines(advice: Advice) -> list[str]:
+    if not advice.questions:
+        return []
+    lines = ["to know more, run these and give --bench rows.jsonl:"]
+    for question in advice.questions:
+        lines.append(f"  {question.command}")
+        before = 100 * NINETY * question.spread_before
+        after = 100 * NINETY * question.spread_after
+        lines.append(
+            f"    {question.reason}; the job is then known to +-{after:.1f} % instead"
+            f" of +-{before:.1f} %"
+        )
+    return lines
+
+
+def model_text(model: ModelContents) -> str:
+    """Lay out what a model file holds, layer by layer."""
+    weights = (
+        f"{model.weights / 1e9:.2f} G, {model.active_weights / 1e9:.2f} G per token"
+    )
+    head = f"{format_bytes(model.head_bytes)} {model.head_format}"
+    if model.tied:
+        head += " (the embeddings)"
+    keys = f"{format_bytes(model.kv_bytes(1024))} per 1,024 tokens in f16"
+    facts = [
+        ("model", model_words(model)),
+        ("architecture", model.architecture),
+        ("weights", weights),
+        ("embeddings", format_bytes(model.embed_bytes)),
+        ("head", head),
+        ("keys and values", keys),
+    ]
+    if model.unused_bytes:
+        facts.append(("not run", format_bytes(model.unused_bytes)))
+    if model.assumed:
+        facts.append(("assumed", "; ".join(model.assumed)))
+    lines = [*facts_lines(facts), "", *aligned(layer_rows(model))]
+    return "\n".join(lines)
+
+
+def layer_rows(model: ModelContents) -> list[list[str]]:
+    """One row for each run of equal layers."""
+    rows = [["layers", "dense", "experts", "per token", "expert formats"]]
+    start = 0
+    for at in range(1, len(model.layers) + 1):
+        # Runs of equal layers are one line; models have up to 94.
+        if at < len(model.layers) and model.layers[at] == model.layers[start]:
+            continue
+        layer = model.layers[start]
+        last = at - 1
+        rows.append(
+            [
+                str(start) if start == last else f"{start}-{last}",
+                format_bytes(layer.dense_bytes),
+                format_bytes(layer.expert_bytes) if layer.experts else "-",
+                format_bytes(layer.dense_bytes + layer.active_bytes),
+                " ".join(layer.expert_formats) or "-",
+            ]
+        )
+        start = at
+    return rows

@@ -1,0 +1,1 @@
+"""The model of times: what decode and prefill take, as terms with priors and a fit."""

@@ -1,0 +1,334 @@
+"""Work to seconds: the terms of one decode step and of a prompt.
+
+Every rate is a *latent*: a positive number that is known with a spread, named by a
+string such as ``host_read``. `moesim.advice.times.priors` gives the spreads, a fit
+narrows them, and the functions here say what they mean:
+
+Decode, one token
+    device weights + key-value reads + kernels of each layer on the GPU, then per layer
+    with experts in host memory a floor (two small copies, waking the threads) and
+    reading. CPU and GPU never work at the same time in llama.cpp, so terms add up.
+
+Prefill, one micro-batch
+    uploads of the used experts of each such layer, products on the GPU, weight reads on
+    the GPU, attention. Batches below the engine's threshold are computed on the CPU.
+
+Source of both pictures: llama.cpp#15346 and #25859, ik_llama.cpp#520.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from moesim.advice.times.work import used_share
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moesim.advice.machine.machine import Machine
+    from moesim.advice.times.setting import Setting
+    from moesim.advice.times.work import DecodeWork, ExpertGroup, PrefillWork
+
+# Sharpness of "the slower of reading and unpacking": 1 adds both, infinity takes the
+# larger. Source: 4 had the smallest error on machines left out, of 1, 2, 4 and 8.
+SHARPNESS = 4.0
+
+# Bytes per second that one fast core unpacks and multiplies, by weight format.
+# Source: instruction counts of ggml's AVX2 dot products at about 4 GHz (MXFP4 looks up
+# 32 weights in some 11 cycles, Q8_0 loads them in some 6); good to a third.
+CORE_BYTES_PER_S = {
+    "float": 24e9,
+    "eight": 18e9,
+    "quant": 12e9,
+    "mxfp4": 8e9,
+    "small": 6e9,
+    "lookup": 3.5e9,
+}
+
+# An efficiency core counts as this share of a fast one.
+SMALL_CORE = 0.5
+FLOPS_PER_WEIGHT = 2
+MILLION = 1e6
+
+
+@cache
+def family(name: str) -> str:  # noqa: PLR0911 # one answer per family
+    """Return the group of weight formats whose kernels are alike.
+
+    Args:
+        name: weight format, such as ``q4_k``.
+    """
+    if name in {"f32", "f16", "bf16"}:
+        return "float"
+    if name in {"mxfp4", "nvfp4"}:
+        return "mxfp4"
+    if name.startswith(("q8", "fp8", "q6")):
+        return "eight"
+    if name in {"q2_k", "q3_k"}:
+        return "small"
+    # Forks have formats of few bits without a codebook: iq2_k, iq3_ks and the like.
+    if name.startswith(("iq2_k", "iq3_k")) and not name.endswith("kt"):
+        return "small"
+    # Codebook formats of one to three bits are limited by table look-ups.
+    if name.startswith(("iq1", "iq2", "iq3")):
+        return "lookup"
+    return "quant"
+
+
+def busy_cores(machine: Machine, threads: int | None) -> float:
+    """Return how many fast cores' worth of work so many threads do.
+
+    Two threads of one core share its units, so they count once.
+    """
+    processor = machine.processor
+    wanted = processor.cores if threads is None else threads
+    fast = min(wanted, processor.cores)
+    small = min(max(0, wanted - processor.cores), processor.small_cores)
+    return max(1.0, fast + SMALL_CORE * small)
+
+
+def decode_terms(
+    work: DecodeWork, machine: Machine, setting: Setting, rates: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the seconds of one decode step by term.
+
+    Args:
+        work: what the step reads.
+        machine: for its cores.
+        setting: for its threads.
+        rates: value of every latent that `decode_latents` names.
+    """
+    terms = {"step": rates["step_s"]}
+
+    if work.device:
+        terms["gpu weights"] = device_seconds(work.device, rates)
+        terms["gpu kernels"] = work.device_layers * rates["layer_s"]
+    if work.device_recurrent:
+        terms["gpu kernels"] += work.device_recurrent * rates["recurrent_s"]
+    if work.device_kv_bytes:
+        rate = rates["device_read"] * rates["kv_reach"]
+        terms["gpu keys and values"] = work.device_kv_bytes / rate
+
+    if work.host_expert_layers:
+        reading = _host_seconds(work.host_experts, machine, setting, rates)
+        terms["cpu experts"] = reading
+        terms["cpu floor"] = work.host_expert_layers * rates["floor_s"]
+
+    if work.host_dense_layers or work.host_dense:
+        reading = _host_seconds(work.host_dense, machine, setting, rates)
+        terms["cpu other layers"] = (
+            reading + work.host_dense_layers * rates["host_layer_s"]
+        )
+        # Attention on the CPU reads its keys and values like any other bytes.
+        kv_rate = rates["host_read"] * rates["host_reach"]
+        terms["cpu keys and values"] = work.host_kv_bytes / kv_rate
+    return terms
+
+
+def device_seconds(formats: Mapping[str, float], rates: Mapping[str, float]) -> float:
+    """Seconds to read and multiply weights on a GPU, one token at a time."""
+    reach = rates["device_read"] * rates["device_reach"]
+    return sum(
+        stored / (reach * rates[f"reach:{family(name)}"])
+        for name, stored in formats.items()
+    )
+
+
+def _host_seconds(
+    formats: Mapping[str, float],
+    machine: Machine,
+    setting: Setting,
+    rates: Mapping[str, float],
+) -> float:
+    """Seconds to read and multiply weights on the CPU."""
+    cores = busy_cores(machine, setting.threads)
+    read = rates["host_read"] * rates["host_reach"]
+    seconds = 0.0
+    for name, stored in formats.items():
+        group = family(name)
+        unpack = cores * CORE_BYTES_PER_S[group] * rates[f"core:{group}"]
+        slower = (read**-SHARPNESS + unpack**-SHARPNESS) ** (1 / SHARPNESS)
+        seconds += stored * slower
+    return seconds * rates.get("crowding", 1.0)
+
+
+def decode_latents(work: DecodeWork) -> set[str]:
+    """Name the latents that a decode step depends on."""
+    names = {"step_s"}
+    if work.device:
+        names |= {"device_read", "device_reach", "layer_s"}
+        names |= {f"reach:{family(name)}" for name in work.device}
+    if work.device_recurrent:
+        names.add("recurrent_s")
+    if work.device_kv_bytes:
+        names.add("kv_reach")
+    if work.host_bytes:
+        names |= {"host_read", "host_reach"}
+        formats = {*work.host_experts, *work.host_dense}
+        names |= {f"core:{family(name)}" for name in formats}
+    if work.host_expert_layers:
+        names.add("floor_s")
+    if work.host_dense_layers:
+        names.add("host_layer_s")
+    return names
+
+
+def gpu_threshold(setting: Setting) -> float:
+    """Return the micro-batch from which host experts are computed on the GPU.
+
+    Source: llama.cpp offloads products of 32 rows or more (GGML_OP_OFFLOAD_MIN_BATCH);
+    ik_llama.cpp#520 asks for 32 rows per expert on average.
+    """
+    if setting.gpu_from_tokens is not None:
+        return setting.gpu_from_tokens
+    return 32.0
+
+
+def prefill_terms(
+    work: PrefillWork, machine: Machine, setting: Setting, rates: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the seconds of a prompt by term.
+
+    Args:
+        work: the prompt, cut into micro-batches.
+        machine: for its cards and cores.
+        setting: for thresholds and page-locking.
+        rates: value of every latent that `prefill_latents` names.
+    """
+    terms = dict.fromkeys(("upload", "gpu products", "gpu weights", "gpu kernels"), 0.0)
+    terms |= dict.fromkeys(("attention", "cpu experts", "cpu other layers"), 0.0)
+
+    for (tokens, before), count in work.chunks.items():
+        chunk = _chunk_terms(work, machine, setting, rates, tokens, before)
+        for name, seconds in chunk.items():
+            terms[name] += count * seconds
+
+    if setting.overlapped:
+        # Patched engines upload the next layer while this one computes.
+        compute = sum(seconds for name, seconds in terms.items() if name != "upload")
+        terms["upload"] = max(0.0, terms["upload"] - compute)
+    return {name: seconds for name, seconds in terms.items() if seconds}
+
+
+def _chunk_terms(
+    work: PrefillWork,
+    machine: Machine,
+    setting: Setting,
+    rates: Mapping[str, float],
+    tokens: int,
+    before: int,
+) -> dict[str, float]:
+    """Seconds of one micro-batch by term."""
+    gpu = bool(machine.graphics)
+    terms: dict[str, float] = {}
+    device_flops = FLOPS_PER_WEIGHT * work.device_dense_weights * tokens
+    host_flops = FLOPS_PER_WEIGHT * work.host_dense_weights * tokens
+    upload_s = 0.0
+    host_s = 0.0
+
+    for group in work.groups:
+        share = used_share(group.experts, group.top_k, tokens, rates[_skew(setting)])
+        on_gpu = not group.host_format
+        if group.host_format and gpu and tokens >= gpu_threshold(setting):
+            uploaded = share if setting.used_only else 1.0
+            link = rates["upload"]
+            if not setting.page_locked:
+                link *= rates["pageable"]
+            upload_s += group.layers * (
+                uploaded * group.stored_bytes / link + rates["upload_floor_s"]
+            )
+            on_gpu = True
+
+        if on_gpu:
+            # Each used expert's rows are padded to whole tiles.
+            rows = tokens * group.top_k + rates["tile"] * share * group.experts
+            device_flops += FLOPS_PER_WEIGHT * group.layers * rows * group.weights
+        else:
+            host_s += group.layers * _host_batch(
+                group, machine, setting, rates, tokens, share
+            )
+
+    if gpu:
+        flops_rate = machine.device_flops * rates["flops_reach"]
+        terms["gpu products"] = device_flops / flops_rate
+        read = rates["device_read"] * rates["device_reach"]
+        terms["gpu weights"] = work.device_bytes / read
+        terms["gpu kernels"] = work.layers * rates["batch_layer_s"]
+        terms["attention"] = _attention_flops(work, tokens, before) / (
+            flops_rate * rates["attention_reach"]
+        )
+    else:
+        host_flops += _attention_flops(work, tokens, before)
+    terms["upload"] = upload_s
+    terms["cpu experts"] = host_s
+    if host_flops:
+        terms["cpu other layers"] = host_flops / _host_flops(machine, setting, rates)
+    return terms
+
+
+def _skew(setting: Setting) -> str:
+    return "skew" if setting.random_tokens else "text_skew"
+
+
+def _host_flops(
+    machine: Machine, setting: Setting, rates: Mapping[str, float]
+) -> float:
+    return busy_cores(machine, setting.threads) * rates["core_flops"]
+
+
+def _host_batch(
+    group: ExpertGroup,
+    machine: Machine,
+    setting: Setting,
+    rates: Mapping[str, float],
+    tokens: int,
+    share: float,
+) -> float:
+    """Seconds of one layer's experts on the CPU for several tokens.
+
+    Used experts are read once, whatever their number of tokens; then arithmetic counts.
+    """
+    formats = {group.host_format: share * group.stored_bytes}
+    reading = _host_seconds(formats, machine, setting, rates)
+    flops = FLOPS_PER_WEIGHT * tokens * group.top_k * group.weights
+    computing = flops / _host_flops(machine, setting, rates)
+    return max(reading, computing) + rates["floor_s"]
+
+
+def _attention_flops(work: PrefillWork, tokens: int, before: int) -> float:
+    """Products of queries with keys and of weights with values, all layers.
+
+    Kernels walk through the whole micro-batch for each of its tokens, so the mask saves
+    nothing inside it.
+    """
+    flops = 0.0
+    for (width, window), layers in work.attention_widths.items():
+        context = before + tokens
+        if window:
+            context = min(context, window + tokens)
+        flops += layers * FLOPS_PER_WEIGHT * width * tokens * context
+    return flops
+
+
+def prefill_latents(work: PrefillWork, machine: Machine, setting: Setting) -> set[str]:
+    """Name the latents that a prompt depends on."""
+    names = {_skew(setting)}
+    host = {group.host_format for group in work.groups if group.host_format}
+    smallest = min(tokens for tokens, _ in work.chunks)
+
+    if machine.graphics:
+        names |= {"device_read", "device_reach", "flops_reach", "tile"}
+        names |= {"batch_layer_s", "attention_reach"}
+        if host:
+            names |= {"upload", "upload_floor_s"}
+        if host and not setting.page_locked:
+            names.add("pageable")
+    if work.host_dense_weights or not machine.graphics:
+        names.add("core_flops")
+
+    threshold = gpu_threshold(setting)
+    if host and (smallest < threshold or not machine.graphics):
+        names |= {"core_flops", "host_read", "host_reach", "floor_s"}
+        names |= {f"core:{family(name)}" for name in host}
+    return names
