@@ -59,14 +59,16 @@ def with_config(
     }
 
     def decorate(command: Command) -> Command:
-        own = inspect.signature(command).parameters
+        declared = inspect.signature(command).parameters
         # The name in the signature says what the command can work with.
-        several = "configs" in own
+        several = "configs" in declared
         parameters = {
             name: _parameter(field, several=several, from_file=from_file)
             for name, field in shared.items()
         }
-        ordered = _ordered(own.values(), parameters, before or {}, from_file=from_file)
+        ordered = _ordered(
+            declared.values(), parameters, before or {}, from_file=from_file
+        )
 
         @functools.wraps(command)
         def call(**values: Any) -> None:
@@ -86,7 +88,7 @@ def with_config(
                 values["configs"] = configs
             else:
                 values["config"] = configs[0]
-            if "context" in own:
+            if "context" in declared:
                 values["context"] = context
             command(**values)
 
@@ -98,7 +100,7 @@ def with_config(
 
 
 def _ordered(
-    own: Iterable[inspect.Parameter],
+    declared: Iterable[inspect.Parameter],
     shared: Mapping[str, inspect.Parameter],
     before: Mapping[str, Sequence[str]],
     *,
@@ -107,9 +109,9 @@ def _ordered(
     """All parameters in the order in which help shows them.
 
     Args:
-        own: those of the command itself.
+        declared: those of the command itself.
         shared: those made of fields, by name.
-        before: names of shared ones that stand before an own one.
+        before: names of shared ones that stand before a declared one.
         from_file: whether ``--config`` closes the shared ones.
     """
     moved = {name for names in before.values() for name in names}
@@ -118,7 +120,7 @@ def _ordered(
         rest.append(_keyword("config_file", ConfigFileOption, None))
 
     ordered: list[inspect.Parameter] = []
-    for parameter in own:
+    for parameter in declared:
         ordered += [shared[name] for name in before.get(parameter.name, ())]
         if parameter.name in {"config", "configs"}:
             ordered += rest

@@ -1,4 +1,4 @@
-"""What lies on any GPU: the question that routing and prefetching ask alike."""
+"""Mask of a layer's experts that are on any GPU, for routing and prefetching."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def present(view: MachineView, layer: int, *, in_flight: bool = True) -> np.ndar
     """Bool [E]: experts of a layer that are on some GPU, or (unless `in_flight` is
     false) on their way to one.
     """
-    found = view.resident(layer)
+    mask = view.resident(layer)
     for gpu in range(view.gpus):
         if gpu:
-            found = found | view.resident(layer, gpu)
+            mask = mask | view.resident(layer, gpu)
         if in_flight:
-            found = found | view.in_flight(layer, gpu)
-    return found
+            mask = mask | view.in_flight(layer, gpu)
+    return mask

@@ -187,9 +187,15 @@ class CudaDevice:
         anchor = self._anchor
         assert anchor is not None, "a run begins before its first step is done"
         for op, start, end in self._untold:
-            times = anchor.time_of(start), anchor.time_of(end)
             timeline.span(
-                op.lane, op.kind, op.step, op.layer, op.expert, *times, op.nbytes
+                op.lane,
+                op.kind,
+                op.step,
+                op.layer,
+                op.expert,
+                start_s=anchor.time_of(start),
+                end_s=anchor.time_of(end),
+                nbytes=op.nbytes,
             )
         self._untold.clear()
         self._drop_anchor()

@@ -65,9 +65,8 @@ def live_shape(
         gate_facts(offloaded.model, live_blocks(offloaded)),
     )
     records = tuple(store.record_bytes(layer) for layer in range(store.layers))
-    dtype = store.layout(
-        0
-    ).dtype  # the frame's tensors were never loaded: theirs says nothing
+    # The frame's tensors were never loaded, so their type says nothing.
+    dtype = store.layout(0).dtype
     return replace(
         shape,
         expert_bytes=records,
@@ -125,12 +124,12 @@ def encode(local: LocalModel, prompts: Sequence[str | bytes]) -> list[list[int]]
     """
     ids = [local.encode(prompt) for prompt in prompts]
     vocabulary = int(local.model.get_input_embeddings().num_embeddings)
-    for one, tokens in enumerate(ids):
+    for prompt, tokens in enumerate(ids):
         if not tokens or max(tokens) >= vocabulary:
-            found = "none" if not tokens else f"token {max(tokens)}"
+            largest = "none" if not tokens else f"token {max(tokens)}"
             raise TraceError(
-                f"prompt {one}: expected tokens below {vocabulary}, found {found}; has"
-                " the model a tokenizer?"
+                f"prompt {prompt}: expected tokens below {vocabulary}, found {largest};"
+                " has the model a tokenizer?"
             )
     if not ids:
         raise TraceError("prompts: expected at least one, found none")
@@ -188,8 +187,9 @@ class Foresight:
 
     def predict(self, layer: int, state: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return column -> scores [T, E] for a coming layer; none past the last one."""
-        found = {}
+        predicted = {}
         for column in self._columns:
+            # Columns are named after their distance: pred1, pred2, pred3.
             coming = layer + int(column[len("pred")])
             if coming >= len(self._blocks):
                 continue
@@ -206,8 +206,8 @@ class Foresight:
                     f"{block.name}: its gate shows only its choice; {column!r} cannot"
                     " be predicted"
                 )
-            found[column] = self._facts.scores(every)
-        return found
+            predicted[column] = self._facts.scores(every)
+        return predicted
 
 
 def _further_arguments(block: MoeBlock) -> dict[str, Any]:
@@ -216,9 +216,9 @@ def _further_arguments(block: MoeBlock) -> dict[str, Any]:
     """
     _, *further = inspect.signature(block.gate.forward).parameters.values()
     return {
-        one.name: value
-        for one in further
-        if (value := getattr(block.owner, one.name, None)) is not None
+        parameter.name: value
+        for parameter in further
+        if (value := getattr(block.owner, parameter.name, None)) is not None
     }
 
 
@@ -299,9 +299,8 @@ class LiveRun:
         self._predicts = bool(wanted)
         self._scores = "scores" in columns
         self._gate_input = self._gate_output = torch.empty(0)
-        self._kept: torch.Tensor | None = (
-            None  # rows that are no padding; None where all are kept
-        )
+        # Rows that are no padding; None where all are kept.
+        self._kept: torch.Tensor | None = None
         self._inputs: dict[str, Any] = {}
         self._fresh = True
         self._step = -1
@@ -359,9 +358,10 @@ class LiveRun:
         answer = self._executor.layer(routed, hidden, weights, groups)
         if kept is None:
             return answer
-        whole = torch.zeros_like(hidden_all)
-        whole[kept] = answer
-        return whole
+        # Padding keeps zeros: the model masks these positions.
+        padded = torch.zeros_like(hidden_all)
+        padded[kept] = answer
+        return padded
 
     def _routed(
         self, layer: int, index: torch.Tensor, weights: torch.Tensor
@@ -373,10 +373,15 @@ class LiveRun:
         index, weights = best_first(index, weights, output)
         chosen = index.cpu().numpy().astype(np.uint16)
         groups = group_tokens(chosen)
-        # In full: a token whose experts a policy keeps must keep its answer.
-        own = weights.float().cpu().numpy()
         routed = RoutedLayer(
-            layer, groups.experts, groups.tokens, chosen, own, None, {}
+            layer=layer,
+            experts=groups.experts,
+            tokens=groups.tokens,
+            routing=chosen,
+            # In full: a token whose experts a policy keeps must keep its answer.
+            weights=weights.float().cpu().numpy(),
+            scores=None,
+            predicted={},
         )
         if self._scores and output is not None:
             routed.scores = _half(self._facts.scores(output))
@@ -408,8 +413,17 @@ class LiveRun:
             names = ("input_ids", "attention_mask", "position_ids", "logits_to_keep")
             self._inputs = {name: kwargs[name] for name in names if name in kwargs}
             self._fresh = fresh
+        # Counts are known when the pass has ended.
         self.result.steps.append(
-            RoutedStep(self._step, phase, self._batch, 0, 0, 0, [])
+            RoutedStep(
+                step=self._step,
+                phase=phase,
+                batch=self._batch,
+                tokens=0,
+                context_tokens=0,
+                sequences=0,
+                layers=[],
+            )
         )
         self._executor.begin_step(self._step, phase, self._batch)
 
@@ -451,11 +465,11 @@ class LiveRun:
         noted.sequences = sequences
         noted.context_tokens = int(step.positions.max()) + 1
         if noted.phase == Phase.DECODE:
-            for one, (token, alive) in enumerate(
-                zip(step.tokens[:, -1].tolist(), step.keep[:, -1].tolist(), strict=True)
-            ):
-                if alive:
-                    self._generated[one].append(token)
+            tokens_of = step.tokens[:, -1].tolist()
+            running = step.keep[:, -1].tolist()
+            for sequence, token in enumerate(tokens_of):
+                if running[sequence]:
+                    self._generated[sequence].append(token)
         self._executor.end_step(tokens, sequences)
 
 
@@ -491,15 +505,15 @@ def verify(plain: Any, passes: Sequence[PassRecord], dtype: str) -> Verdict:
     if hasattr(plain, "set_experts_implementation"):
         plain.set_experts_implementation("eager")
     with torch.inference_mode():
-        for one in passes:
+        for record in passes:
             out = plain(
-                **one.inputs,
-                past_key_values=None if one.fresh else cache,
+                **record.inputs,
+                past_key_values=None if record.fresh else cache,
                 use_cache=True,
             )
             cache = out.past_key_values
             expected = out.logits[:, -1].float().cpu()
-            largest = max(largest, float((expected - one.logits).abs().max()))
+            largest = max(largest, float((expected - record.logits).abs().max()))
             scale = max(scale, float(expected.abs().max()))
             count += expected.numel()
     return Verdict(largest, TOLERANCES[dtype] * max(1.0, scale), count)
@@ -526,16 +540,26 @@ def made_up_steps(
             predicted = dict.fromkeys(sorted(reach), scores)
             layers.append(
                 RoutedLayer(
-                    layer,
-                    groups.experts,
-                    groups.tokens,
-                    chosen,
-                    weights,
-                    scores,
-                    predicted,
+                    layer=layer,
+                    experts=groups.experts,
+                    tokens=groups.tokens,
+                    routing=chosen,
+                    weights=weights,
+                    scores=scores,
+                    predicted=predicted,
                 )
             )
-        steps.append(RoutedStep(step, Phase.DECODE, 0, 1, step + 1, 1, layers))
+        steps.append(
+            RoutedStep(
+                step=step,
+                phase=Phase.DECODE,
+                batch=0,
+                tokens=1,
+                context_tokens=step + 1,
+                sequences=1,
+                layers=layers,
+            )
+        )
     return steps
 
 

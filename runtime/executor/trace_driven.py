@@ -71,7 +71,7 @@ def check_store(store: ExpertStore, shape: ModelShape) -> None:
         StoreError: it has others.
     """
     layout = store.layout(0)
-    found = (
+    stored = (
         store.layers,
         store.experts(0),
         layout.tensors[0].shape[1],
@@ -85,11 +85,11 @@ def check_store(store: ExpertStore, shape: ModelShape) -> None:
         shape.expert_intermediate,
         shape.expert_bytes[0],
     )
-    if found != expected:
+    if stored != expected:
         words = "{} layers x {} experts of {} x {}, {} bytes"
         raise StoreError(
             f"{store.directory}: expected {words.format(*expected)} ({shape.name}),"
-            f" found {words.format(*found)}; name another directory"
+            f" found {words.format(*stored)}; name another directory"
         )
 
 

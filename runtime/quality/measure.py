@@ -1,11 +1,11 @@
 """Measures what a policy does to a model's predictions, on given text.
 
 Two readers go through the same text, token by token: the model as it is, and the model
-whose gates are overruled. At every layer a planner is asked exactly as in a run, and
-the experts get what its routing policy makes of the gate's choice. Both readers then
-give the probability of the text's next token. Nothing is generated, so one unlucky
-token does not lead the two apart; but the overruled reader's own past (its KV cache) is
-overruled too.
+whose routing a policy alters. At every layer a planner is asked exactly as in a run,
+and the experts get what its routing policy makes of the gate's choice. Both readers
+then give the probability of the text's next token. Nothing is generated, so one unlucky
+token does not lead the two apart; but the KV cache of the altered reader is altered,
+too.
 
 Residency follows from the planner alone, without a clock: *every copy that a layer step
 asks for has landed before the next layer step begins*. So the same text gives the same
