@@ -157,6 +157,12 @@ def test_variables_say_what_they_hold():
     assert not silent
 
 
+COMPILED = {
+    "belady_stack", "list_schedule", "look_up", "pack_span", "self._count_decode",
+}  # fmt: skip
+"""Compiled functions: a keyword costs a call of theirs a microsecond, or is refused."""
+
+
 def test_no_call_passes_more_than_six_arguments_by_position():
     """Signatures of compiled functions are types, not calls."""
     long = [
@@ -166,5 +172,6 @@ def test_no_call_passes_more_than_six_arguments_by_position():
         if isinstance(node, ast.Call)
         and len(node.args) > 6
         and not ast.unparse(node.func).startswith("nb.")
+        and ast.unparse(node.func) not in COMPILED
     ]
     assert not long
