@@ -33,6 +33,8 @@ class Dispatch(Generic[Op]):
         self.pending = 0
         self.fetched = 0
         self._world = world
+        self._planner = planner
+        self._report = transfers.report
         self._start_on_cpu = transfers.when_in_host_memory
         self._start_on_gpu = transfers.when_on_gpu
         self._cpu = world.lanes.index("cpu")
@@ -98,26 +100,39 @@ class Dispatch(Generic[Op]):
         """Count a product that was started ahead of its gate, unless it has ended."""
         product = self._precomputes.pop((layer, expert), None)
         if product is not None:
-            product.on_end = self._computed
+            product.on_end = self._awaited_precompute_ended
             self.pending += 1
 
     def _precompute_ended(self, product: Op) -> None:
+        """Let go of a product ahead of its gate that nobody has awaited yet."""
         # A wrong guess of an earlier step may end after its successor has begun.
         place = product.layer, product.expert
         if self._precomputes.get(place) is product:
             del self._precomputes[place]
+        self._report(self._planner.precompute_ended, *place)
+
+    def _awaited_precompute_ended(self, product: Op) -> None:
+        place = product.layer, product.expert
+        self._report(self._planner.precompute_ended, *place)
+        self._count(product)
 
     def _computed(self, product: Op) -> None:
-        """Count a product that has ended; the last one ends the lanes' work."""
-        self.pending -= 1
-        if not self.pending:
-            self._world.computed(product)
+        """Let go of the weights, then count the product."""
+        gpu = self._gpu_of[product.lane]
+        self._report(self._planner.computed, gpu, product.layer, product.expert)
+        self._count(product)
 
     def _fetched_computed(self, product: Op) -> None:
         self.fetched -= 1
         if not self.fetched:
             self._release_held()
         self._computed(product)
+
+    def _count(self, product: Op) -> None:
+        """Count a product that has ended; the last one ends the lanes' work."""
+        self.pending -= 1
+        if not self.pending:
+            self._world.computed(product)
 
     def _release_held(self) -> None:
         """Let the CPU of a serial plan begin."""

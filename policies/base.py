@@ -32,9 +32,10 @@ RESIDENT = 2
 """States of an expert in one memory."""
 
 Late = Literal["keep", "drop", "active"]
-"""What becomes of a prefetch whose layer has come before its copy started: see
-`PrefetchPolicy`.
-"""
+"""What becomes of a prefetch whose layer has come before its copy started."""
+
+NoPlace = Literal["stage", "drop", "wait"]
+"""What becomes of a prefetch that finds no place in the cache when it could start."""
 
 
 class PolicyError(ValueError):
@@ -305,20 +306,26 @@ class PrefetchPolicy(Policy, ABC):
     """What should be on its way before it is asked for?
 
     Copies wait in a queue, behind all demand, in the order in which they were named.
-    Two rules say what becomes of those that have not started; what has started is never
-    stopped.
+    Until one starts it changes nothing: it has no place, and nobody has left for it.
+    What a layer step turns out to need becomes a demand fetch, if the plan wants it on
+    a GPU. What has started is never stopped.
 
     Attributes:
-        late: whose layer has come: ``keep`` makes all of them demand fetches, ``drop``
-            none, ``active`` those of experts that the layer's gate, which has just
-            spoken, did choose (before any routing policy).
-        requeue: whether all others are taken back as well before each layer step, so
-            that naming them again, or not, sorts the queue anew; what is taken back
-            loses its place in the cache until then.
+        late: what becomes of the others that have not started when their layer comes:
+            ``drop`` forgets them, ``keep`` leaves them in the queue, where they may
+            serve a later step through the cache. ``active`` is an older word for
+            ``drop``.
+        requeue: whether those for all other layers are forgotten as well before each
+            layer step, so that naming them again, or not, sorts the queue anew.
+        no_place: what becomes of a copy that the cache policy declines, or for which
+            everybody is held: ``stage`` uses a staging slot if one can be spared and
+            drops it otherwise, ``drop`` never stages, ``wait`` keeps it at the head of
+            the queue until the cache has a place.
     """
 
-    late: Late = "keep"
+    late: Late = "drop"
     requeue: bool = False
+    no_place: NoPlace = "stage"
 
     @abstractmethod
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:

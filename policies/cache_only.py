@@ -14,7 +14,7 @@ import numpy as np
 from moesim.policies.base import ABSENT, LayerWork, RunContext
 from moesim.policies.kernels import lowest, outscored, soonest
 from moesim.policies.planner.initial_content import fitting
-from moesim.policies.planner.memory_level import Tier
+from moesim.policies.planner.memory_level import MemoryLevel
 from moesim.policies.planner.residency import GLOBAL, CacheSize, Residency
 from moesim.traces.compilation import compiled
 from numba import types as nb
@@ -73,7 +73,7 @@ def drive(
         PolicyError: the policy answered something illegal.
     """
     memory = Residency(shape.layers, shape.experts, shape.expert_bytes, size)
-    tier = Tier(memory, cache, name)
+    level = MemoryLevel(memory, cache, name, staging=shape.experts)
     seen = future if cache.oracle else None
     cache.start(
         RunContext(
@@ -84,40 +84,38 @@ def drive(
     if keys is None and calibration is not None:
         keys = fitting(-calibration, size.slots, size.scope)
     if keys is not None:
-        tier.fill(keys)
+        level.fill(keys)
     counts = CacheCounts(
         np.zeros(shape.layers, np.int64), np.zeros(shape.layers, np.int64)
     )
     for step in steps:
         for routed in step.layers:
-            _drive_layer(tier, step, routed, counts)
+            _drive_layer(level, step, routed, counts)
     return counts
 
 
 def _drive_layer(
-    tier: Tier, step: RoutedStep, routed: RoutedLayer, counts: CacheCounts
+    level: MemoryLevel, step: RoutedStep, routed: RoutedLayer, counts: CacheCounts
 ) -> None:
-    memory = tier.memory
+    memory = level.memory
     layer = routed.layer
     experts = routed.experts
     work = _bare_work(step.step, routed, memory.state[layer][experts], step.phase)
     memory.hold(layer, experts)
-    tier.cache.accessed(work)
+    level.cache.accessed(work)
     missing = experts[work.state == ABSENT]
     counts.hits_by_layer[layer] += len(experts) - len(missing)
     counts.accesses_by_layer[layer] += len(experts)
     if len(missing):
-        tier.admit(
-            work,
-            layer,
-            missing.astype(np.int64) + layer * memory.experts,
-            np.zeros(len(missing)),
-        )
+        keys = missing.astype(np.int64) + layer * memory.experts
+        level.demand(work, layer, keys)
+        for key in keys.tolist():
+            level.start(key, 0.0, reserve=0)
         for expert in missing.tolist():
             memory.land(layer, expert)
     memory.release(layer, experts)
-    if memory.staged_count[layer]:
-        memory.drop_staged(memory.staged_of(layer))
+    for expert in memory.staged_of(layer) if memory.staged_count[layer] else ():
+        memory.drop_staged(layer, expert)
 
 
 def _bare_work(
