@@ -42,7 +42,8 @@ from moesim.policies.registry import names
 from moesim.policies.systems import SYSTEMS, System, compose
 from moesim.runtime.executor.trace_driven import ForcedRouting, shape_for
 from moesim.runtime.models.dense import DenseSizes, DenseStack
-from moesim.runtime.models.train_cache import Recipe, train
+from moesim.runtime.train.cache_network import train
+from moesim.runtime.train.cache_recipe import Recipe
 from moesim.sim.replay import Replay
 from moesim.traces.errors import TraceError
 from moesim.traces.format.batch import compose as compose_steps

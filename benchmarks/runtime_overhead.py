@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from moesim.runtime.executor.host_device import HostDevice
 from moesim.runtime.executor.trace_driven import shape_for
-from moesim.runtime.store.memory import HostTier
+from moesim.runtime.store.memory import HostSlots
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
@@ -162,8 +162,8 @@ def bare_copy_s(store: ExpertStore, _run: Any, copies: list[tuple[int, int]]) ->
     places = [(slot, (source - first) // store.slot_bytes) for slot, source in copies]
     slots, records = (1 + max(column) for column in zip(*places, strict=True))
     with (
-        HostTier(records, store.slot_bytes) as host,
-        HostTier(slots, store.slot_bytes) as device,
+        HostSlots(records, store.slot_bytes) as host,
+        HostSlots(slots, store.slot_bytes) as device,
     ):
         return _bare_s(
             [
@@ -182,7 +182,7 @@ def bare_read_s(store: ExpertStore, run: Any, _copies: list[tuple[int, int]]) ->
         .to_numpy()
         .tolist()
     )
-    with HostTier(24, store.slot_bytes) as host:
+    with HostSlots(24, store.slot_bytes) as host:
         return _bare_s(
             [
                 partial(store.read_into, *key, host.record(i % 24))
@@ -201,7 +201,7 @@ def bare_product_s(
     rounds = 3
     layout = store.layout(0)
     hidden = torch.randn(1, SHAPE.hidden)
-    with HostTier(count, store.slot_bytes) as device, torch.inference_mode():
+    with HostSlots(count, store.slot_bytes) as device, torch.inference_mode():
         views = [layout.views(device.record(slot)) for slot in range(count)]
 
         def product(weights: Any) -> None:

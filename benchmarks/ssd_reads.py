@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from moesim.runtime.executor.trace_driven import shape_for
-from moesim.runtime.store.memory import HostTier, Slots
+from moesim.runtime.store.memory import HostSlots, Slots
 
 from benchmarks.runtime_overhead import SHAPE, SLOTS, TOKENS, made_up_trace
 from moesim.runs import replay as api
@@ -50,7 +50,7 @@ def private(store: ExpertStore) -> Slots:
 
 def huge(store: ExpertStore) -> Slots:
     """Slots as the runtime has them."""
-    return HostTier(HOST_SLOTS, store.slot_bytes)
+    return HostSlots(HOST_SLOTS, store.slot_bytes)
 
 
 KINDS: dict[str, Callable[[ExpertStore], Slots]] = {

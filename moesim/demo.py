@@ -146,9 +146,9 @@ def _record(path: Path) -> Trace:
     """Let the shipped model read and continue text from the evaluation part of its
     corpus.
     """
-    from moesim.runtime.models import corpus  # noqa: PLC0415 - as above
     from moesim.runtime.record.record import load_model, record  # noqa: PLC0415
     from moesim.runtime.record.residual import Residual  # noqa: PLC0415
+    from moesim.runtime.text import corpus  # noqa: PLC0415 - as above
 
     _title("2. Record a routing trace from the model that ships with moesim")
     model = load_model("tiny")

@@ -1,4 +1,4 @@
-"""What can go wrong in the real world, as one line: place, expected, found, way out."""
+"""Errors of real runs, as one line: place, expected, found, way out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ class StoreError(ValueError):
     """
 
 
-class RuntimeFault(RuntimeError):  # noqa: N818 - the machine's fault, not a mistake in the input
+# No "Error" in the name: the machine is at fault, not the input.
+class RuntimeFault(RuntimeError):  # noqa: N818 - see above
     """The machine did not give what a run needs: memory, page-locking, or a disk that
     answers.
     """

@@ -44,7 +44,8 @@ class Artefacts(Mapping[str, dict[str, np.ndarray]]):
 @cache
 def trained():
     """The network of the shipped model."""
-    from moesim.runtime.models.train_cache import Recipe, train
+    from moesim.runtime.train.cache_network import train
+    from moesim.runtime.train.cache_recipe import Recipe
     from moesim.traces.format.reader import open_trace
 
     from moesim.analysis import learned_cache as learned

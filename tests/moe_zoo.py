@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from moesim.runtime.models.hf import LocalModel, find_blocks
+from moesim.runtime.models.local_model import LocalModel
+from moesim.runtime.models.moe_blocks import find_blocks
 from torch import nn
 from transformers import AutoModelForCausalLM
 

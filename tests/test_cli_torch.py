@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from moesim.runtime.models import tiny
+from moesim.runtime.train import tiny
 from moesim.traces.format.reader import open_trace
 
 from moesim import cli, demo

@@ -24,7 +24,7 @@ from moesim.runtime.executor.operations import Precompute
 from moesim.runtime.executor.world import RealWorld
 from moesim.runtime.models.expert_math import expert_forward, group_tokens
 from moesim.runtime.store.build import build_random_store
-from moesim.runtime.store.memory import HostTier
+from moesim.runtime.store.memory import HostSlots
 from moesim.traces.format.batch import RoutedLayer
 from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape, Phase
 from moesim.traces.timeline.spans import Timeline
@@ -148,7 +148,7 @@ def test_a_token_is_served_ahead_only_where_that_was_predicted_for_it(
     second = torch.randn(3, 32, generator=draw)
     with (
         build_random_store(shape(), tmp_path / "s", dtype="float32") as store,
-        HostTier(1, store.slot_bytes) as tier,
+        HostSlots(1, store.slot_bytes) as tier,
     ):
 
         def answer(expert, row):

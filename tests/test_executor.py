@@ -203,7 +203,7 @@ def test_a_run_takes_no_more_memory_than_its_budget_says(tmp_path, monkeypatch):
     from moesim.runtime.executor import slot_map as places
 
     taken = []
-    for module, name in ((host_lanes, "DeviceSlots"), (places, "HostTier")):
+    for module, name in ((host_lanes, "DeviceSlots"), (places, "HostSlots")):
         real = getattr(module, name)
 
         def noting(slots, slot_bytes, *more, real=real, name=name, **named):
@@ -222,7 +222,7 @@ def test_a_run_takes_no_more_memory_than_its_budget_says(tmp_path, monkeypatch):
         memory=memory,
     )
     assert [entry for entry in taken if entry[1] > 0] == [
-        ("HostTier", 7, 8192),
+        ("HostSlots", 7, 8192),
         ("DeviceSlots", 8, 8192),
     ]
     assert run.metrics["memory_high_bytes"]["host"] <= 5 * 8192
@@ -242,7 +242,7 @@ def test_forced_routing_computes_what_the_trace_says(tmp_path):
     from moesim.runtime.executor.host_device import HostDevice
     from moesim.runtime.models.expert_math import expert_forward, group_tokens
     from moesim.runtime.store.build import build_random_store
-    from moesim.runtime.store.memory import HostTier
+    from moesim.runtime.store.memory import HostSlots
     from moesim.traces.format.batch import RoutedLayer
     from moesim.traces.format.schema import Phase
     from moesim.traces.timeline.spans import Timeline
@@ -255,7 +255,7 @@ def test_forced_routing_computes_what_the_trace_says(tmp_path):
     profile = host_profile()
     with (
         build_random_store(small, tmp_path / "s", dtype="float32") as store,
-        HostTier(1, store.slot_bytes) as tier,
+        HostSlots(1, store.slot_bytes) as tier,
     ):
         answers = {}
         for expert in (0, 3, 5):
@@ -331,7 +331,7 @@ def test_dense_layers_serve_ragged_batches(tokens, sequences, context):
         shape(heads=4, kv_heads=2, head_dim=8, shared_intermediate=8, vocab=50)
     )
     stack = DenseStack(sizes, torch.float32, torch.device("cpu"))
-    stack.make_room(sequences, context)
+    stack.allocate_cache(sequences, context)
     out, normed = stack.layer(1, stack.embed(tokens), sequences, context)
     stack.head(out, sequences)
     assert out.shape == normed.shape == (tokens, 32)

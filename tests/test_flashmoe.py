@@ -20,14 +20,9 @@ from moesim.policies.cache._learned_network import History, Network, sizes
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache.flashmoe import FlashMoE
 from moesim.policies.systems import System
-from moesim.runtime.models.train_cache import (
-    Recipe,
-    distance_labels,
-    forward,
-    observe,
-    scaled,
-    train,
-)
+from moesim.runtime.train.cache_network import forward, train
+from moesim.runtime.train.cache_recipe import Recipe
+from moesim.runtime.train.cache_samples import distance_labels, observe, scaled
 from moesim.traces.errors import TraceError
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace

@@ -9,8 +9,11 @@ import itertools
 import pytest
 import torch
 from moe_zoo import KINDS, zoo
-from moesim.runtime.models import hf
-from moesim.runtime.models.gates import best_first
+from moesim.runtime.models.gates import best_first, gate_facts, read_gate
+from moesim.runtime.models.local_model import load_model
+from moesim.runtime.models.model_shape import model_shape
+from moesim.runtime.models.model_weights import weights_digest
+from moesim.runtime.models.moe_blocks import find_blocks
 from moesim.traces.errors import TraceError
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -22,7 +25,7 @@ def test_gates_are_understood_without_code_per_model(name):
     """
     kind = KINDS[name]
     local = zoo(name)
-    facts = hf.gate_facts(local.model, hf.find_blocks(local.model))
+    facts = gate_facts(local.model, find_blocks(local.model))
     assert (facts.top_k, facts.norm_topk) == (kind.top_k, kind.norm_topk)
     assert (facts.scoring, facts.assumed) == (
         (kind.scoring, ()) if kind.scoring else ("softmax", ("scoring",))
@@ -37,7 +40,7 @@ def test_the_shape_counts_every_byte_once(name):
     """
     kind = KINDS[name]
     local = zoo(name)
-    shape = hf.model_shape(local.model, name)
+    shape = model_shape(local.model, name)
     layers = 3 - len(kind.dense_layers)
     assert shape.expert_bytes == (4 * kind.expert_parameters,) * layers
     assert (shape.layers, shape.experts, shape.hidden, shape.expert_intermediate) == (
@@ -67,7 +70,7 @@ def test_bytes_follow_the_loaded_dtype():
     config = zoo("qwen2").model.config
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    shape = hf.model_shape(model, "half")
+    shape = model_shape(model, "half")
     assert (shape.expert_bytes[0], shape.dtype) == (2 * 3 * 32 * 16, "bf16")
     assert (shape.scoring, shape.norm_topk, shape.assumed) == ("softmax", False, ())
 
@@ -78,9 +81,9 @@ def test_gate_outputs_are_read_by_meaning_in_any_order():
     """
     parts = (torch.randn(5, 8), torch.rand(5, 2), torch.randint(8, (5, 2)))
     for order in itertools.permutations(parts):
-        for read, part in zip(hf.read_gate(order, 8), parts, strict=True):
+        for read, part in zip(read_gate(order, 8), parts, strict=True):
             assert torch.equal(read, part)
-    logits, weights, index = hf.read_gate(parts[0].view(1, 5, 8), 8)
+    logits, weights, index = read_gate(parts[0].view(1, 5, 8), 8)
     assert logits.shape == (5, 8)
     assert weights is None
     assert index is None
@@ -89,7 +92,7 @@ def test_gate_outputs_are_read_by_meaning_in_any_order():
 def test_a_gate_that_already_scored_is_not_softmaxed_again(monkeypatch):
     """Some versions of the library return probabilities where others return logits."""
     local = zoo("qwen2")
-    blocks = hf.find_blocks(local.model)
+    blocks = find_blocks(local.model)
     gate = blocks[-1].gate
     original = gate.forward
 
@@ -98,7 +101,7 @@ def test_a_gate_that_already_scored_is_not_softmaxed_again(monkeypatch):
         return (logits.softmax(-1), *rest)
 
     monkeypatch.setattr(gate, "forward", scored)
-    facts = hf.gate_facts(local.model, blocks)
+    facts = gate_facts(local.model, blocks)
     assert (facts.scoring, facts.already_scored, facts.norm_topk) == (
         "softmax",
         True,
@@ -114,7 +117,7 @@ def test_a_gate_that_cannot_be_asked_leaves_stated_assumptions():
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(zoo("olmoe").model.config)
-    facts = hf.gate_facts(model, hf.find_blocks(model))
+    facts = gate_facts(model, find_blocks(model))
     assert (facts.top_k, facts.norm_topk, facts.assumed) == (
         4,
         False,
@@ -148,16 +151,16 @@ def test_a_dense_model_is_refused_in_one_line():
     with pytest.raises(
         TraceError, match=r"^LlamaForCausalLM: expected MoE layers .* found none"
     ):
-        hf.find_blocks(AutoModelForCausalLM.from_config(config))
+        find_blocks(AutoModelForCausalLM.from_config(config))
 
 
 def test_a_directory_without_tokenizer_reads_bytes(tmp_path):
     """What was saved is what is loaded, and text becomes its UTF-8 bytes."""
     zoo("mixtral").model.save_pretrained(tmp_path / "bytes")
-    local = hf.load_model(tmp_path / "bytes")
+    local = load_model(tmp_path / "bytes")
     assert local.name == "bytes"
     assert local.encode("é!") == local.encode("é!".encode()) == [0xC3, 0xA9, 0x21]
-    assert hf.weights_digest(local.model) == hf.weights_digest(zoo("mixtral").model)
+    assert weights_digest(local.model) == weights_digest(zoo("mixtral").model)
 
 
 def test_a_directory_with_tokenizer_uses_it(tmp_path):
@@ -171,7 +174,7 @@ def test_a_directory_with_tokenizer_uses_it(tmp_path):
         tmp_path
     )
     zoo("mixtral").model.save_pretrained(tmp_path)
-    assert hf.load_model(tmp_path).encode("world hello moon") == [2, 1, 0]
+    assert load_model(tmp_path).encode("world hello moon") == [2, 1, 0]
 
 
 def test_a_large_vocabulary_without_tokenizer_is_refused(tmp_path):
@@ -182,24 +185,24 @@ def test_a_large_vocabulary_without_tokenizer_is_refused(tmp_path):
     with pytest.raises(
         TraceError, match=r"expected a tokenizer .* or a byte-level vocabulary"
     ):
-        hf.load_model(tmp_path)
+        load_model(tmp_path)
 
 
 def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(TraceError, match="expected a Hugging Face model directory"):
-        hf.load_model(tmp_path / "nowhere")
+        load_model(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
     with pytest.raises(TraceError, match="not a loadable causal language model"):
-        hf.load_model(tmp_path)
+        load_model(tmp_path)
 
 
 def test_the_weights_digest_sees_one_changed_number():
     local = zoo("phimoe")
-    before = hf.weights_digest(local.model)
-    weight = hf.find_blocks(local.model)[1].gate.weight
+    before = weights_digest(local.model)
+    weight = find_blocks(local.model)[1].gate.weight
     kept = weight[0, 0].item()
     with torch.no_grad():
         weight[0, 0] = kept + 1
-        assert hf.weights_digest(local.model) != before
+        assert weights_digest(local.model) != before
         weight[0, 0] = kept
-    assert hf.weights_digest(local.model) == before
+    assert weights_digest(local.model) == before

@@ -20,18 +20,15 @@ torch = pytest.importorskip("torch", reason="the runtime extra is not installed"
 
 from moesim.runtime.errors import RuntimeFault  # noqa: E402
 from moesim.runtime.measure import disk as measure_disk  # noqa: E402
-from moesim.runtime.measure import lanes as measure_lanes  # noqa: E402
+from moesim.runtime.measure.contention import LaneWork, measure_contention  # noqa: E402
+from moesim.runtime.measure.copies import CopyPool  # noqa: E402
 from moesim.runtime.measure.dense import DenseLayer  # noqa: E402
-from moesim.runtime.measure.experts import (  # noqa: E402
-    CopyPool,
-    ExpertPool,
-    Size,
-    last_level_cache_bytes,
-    pool_bytes,
-)
-from moesim.runtime.measure.lanes import LaneWork, measure_contention  # noqa: E402
+from moesim.runtime.measure.dispatch import measure_dispatch  # noqa: E402
+from moesim.runtime.measure.experts import ExpertPool, Size  # noqa: E402
+from moesim.runtime.measure.measurements import Measurements  # noqa: E402
+from moesim.runtime.measure.pool_size import last_level_cache_bytes, pool_bytes  # noqa: E402
 from moesim.runtime.measure.profile import _workers, measure  # noqa: E402
-from moesim.runtime.measure.timing import Findings, sample  # noqa: E402
+from moesim.runtime.measure.timing import sample  # noqa: E402
 from moesim.runtime.store.direct_io import DirectFile  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +137,7 @@ def test_every_byte_that_is_read_was_written_before():
 
 GROWTH = """
 import psutil
-from moesim.runtime.measure.experts import CopyPool
+from moesim.runtime.measure.copies import CopyPool
 resident_bytes = lambda: psutil.Process().memory_info().rss
 before = resident_bytes()
 copies = CopyPool(64 << 20)
@@ -205,11 +202,11 @@ def test_a_dense_layer_counts_its_bytes_and_flops():
 
 def test_a_memory_file_system_is_said_and_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(measure_disk, "_file_system", lambda _: "tmpfs")
-    findings = Findings("2026-01-01")
+    findings = Measurements("2026-01-01")
     report = measure_disk.measure_disk(
         findings, tmp_path, file_bytes=1 << 20, seconds=0.01
     )
-    assert "tmpfs" in report.words
+    assert "tmpfs" in report.summary
     assert report.core_share is None
     assert findings.numbers == {}
 
@@ -218,11 +215,11 @@ def test_reads_through_the_page_cache_are_called_so(tmp_path, monkeypatch):
     monkeypatch.setattr(
         measure_disk, "DirectFile", lambda path: DirectFile(path, direct=False)
     )
-    findings = Findings("2026-01-01")
+    findings = Measurements("2026-01-01")
     report = measure_disk.measure_disk(
         findings, tmp_path, file_bytes=16 << 20, seconds=0.05
     )
-    assert "page cache" in report.words
+    assert "page cache" in report.summary
     assert "page cache" in findings.numbers["costs.ssd.bytes_per_s"].source
     assert list(tmp_path.iterdir()) == []
 
@@ -230,25 +227,25 @@ def test_reads_through_the_page_cache_are_called_so(tmp_path, monkeypatch):
 def test_a_full_or_missing_disk_is_one_line(tmp_path):
     with pytest.raises(RuntimeFault, match=r"fewer than .* MiB are free"):
         measure_disk.measure_disk(
-            Findings("2026-01-01"), tmp_path, file_bytes=1 << 60, seconds=0.01
+            Measurements("2026-01-01"), tmp_path, file_bytes=1 << 60, seconds=0.01
         )
     with pytest.raises(RuntimeFault, match="cannot measure reads: No such file"):
         measure_disk.measure_disk(
-            Findings("2026-01-01"),
+            Measurements("2026-01-01"),
             tmp_path / "absent",
             file_bytes=1 << 20,
             seconds=0.01,
         )
 
 
-def test_a_neighbour_that_fails_is_heard_and_nobody_waits_for_it():
+def test_a_neighbour_that_fails_is_reported_and_not_waited_for():
     def fail(_):
         raise RuntimeFault("the neighbour broke")
 
     lanes = {"cpu": LaneWork(1, lambda _: None), "gpu": LaneWork(1, fail)}
     with pytest.raises(RuntimeFault, match="the neighbour broke"):
         measure_contention(
-            Findings("2026-01-01"), lanes, [("cpu", "gpu")], seconds=0.01
+            Measurements("2026-01-01"), lanes, [("cpu", "gpu")], seconds=0.01
         )
     assert not [
         thread
@@ -268,7 +265,7 @@ def test_contention_is_the_ratio_beside_over_alone():
             time.sleep(asleep_s)
         time.sleep(away_s)
 
-    findings = Findings("2026-01-01")
+    findings = Measurements("2026-01-01")
     lanes = {
         "cpu": LaneWork(1, lambda _: hold(1e-4, 0)),
         "gpu": LaneWork(1, lambda _: hold(8e-3, 1e-3)),
@@ -278,8 +275,8 @@ def test_contention_is_the_ratio_beside_over_alone():
 
 
 def test_dispatch_leaves_no_thread_behind():
-    findings = Findings("2026-01-01")
-    measure_lanes.measure_dispatch(findings, seconds=0.05)
+    findings = Measurements("2026-01-01")
+    measure_dispatch(findings, seconds=0.05)
     assert set(findings.numbers) == {
         f"costs.dispatch.{key}" for key in ("first_op_s", "per_op_s", "join_s")
     }

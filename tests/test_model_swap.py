@@ -12,22 +12,27 @@ import torch
 import transformers
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models import tiny
-from moesim.runtime.models.expert_math import (
+from moesim.runtime.models.expert_layout import (
     ALPHA_SWIGLU,
     MODULE_GATING,
-    UNUSED,
     ExpertWeights,
     Gating,
-    combine,
-    expert_forward,
-    group_tokens,
     pack_layout,
     swiglu_layout,
 )
-from moesim.runtime.models.hf import read_gate, tensor_bytes
+from moesim.runtime.models.expert_math import (
+    UNUSED,
+    combine,
+    expert_forward,
+    group_tokens,
+)
+from moesim.runtime.models.experts_module import layout_of
+from moesim.runtime.models.gates import read_gate
+from moesim.runtime.models.model_weights import tensor_bytes
+from moesim.runtime.models.moe_blocks import offloadable_blocks
 from moesim.runtime.models.offloaded import OffloadedModel, StoreExperts
 from moesim.runtime.store.build import build_store
-from moesim.runtime.store.sources import CheckpointSource, layout_of, moe_blocks
+from moesim.runtime.store.checkpoint_source import CheckpointSource
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn import functional
@@ -188,7 +193,7 @@ def test_every_expert_matters_to_the_comparison(swapped):
 
 
 def test_expert_weights_never_enter_the_module(swapped):
-    blocks = moe_blocks(swapped.plain)
+    blocks = offloadable_blocks(swapped.plain)
     assert [layer.name for layer in swapped.offloaded.layers] == [
         f"{block.name}.experts" for block in blocks
     ]
@@ -207,7 +212,7 @@ def test_expert_weights_never_enter_the_module(swapped):
 def test_one_expert_equals_the_librarys_eager_forward(swapped):
     """A token that goes to expert e alone with weight 1 is expert e's own answer."""
     hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(3))
-    experts = moe_blocks(swapped.plain)[0].experts
+    experts = offloadable_blocks(swapped.plain)[0].experts
     layout = layout_of(experts, torch.float32)
     for expert in range(8):
         weights = ExpertWeights(
@@ -224,19 +229,24 @@ def test_one_expert_equals_the_librarys_eager_forward(swapped):
 
 
 def test_gates_are_seen_before_their_experts_with_the_layers_own_index(swapped):
-    heard = []
+    calls = []
     ours = swapped.offloaded
     inner = ours.handler
 
-    class Listening:
+    class Observed:
         def experts(self, layer, hidden, index, weights):
-            heard.append(("experts", layer, index.clone()))
+            calls.append(("experts", layer, index.clone()))
             return inner.experts(layer, hidden, index, weights)
 
-    ours.handler = Listening()
-    handles = ours.watch_gates(
-        lambda layer, _hidden, output: heard.append(("gate", layer, output))
-    )
+    ours.handler = Observed()
+    handles = [
+        layer.gate.register_forward_hook(
+            lambda _gate, _args, output, index=layer.index: calls.append(
+                ("gate", index, output)
+            )
+        )
+        for layer in ours.layers
+    ]
     try:
         with torch.inference_mode():
             ours.model(torch.arange(6)[None])
@@ -244,10 +254,10 @@ def test_gates_are_seen_before_their_experts_with_the_layers_own_index(swapped):
         ours.handler = inner
         for handle in handles:
             handle.remove()
-    assert [what[:2] for what in heard] == [
+    assert [call[:2] for call in calls] == [
         (kind, layer) for layer in range(2) for kind in ("gate", "experts")
     ]
-    for (_, _, gate), (_, _, index) in zip(heard[::2], heard[1::2], strict=True):
+    for (_, _, gate), (_, _, index) in zip(calls[::2], calls[1::2], strict=True):
         scores, _, chosen = read_gate(gate, 8)
         assert scores.shape == (6, 8)
         if chosen is not None:

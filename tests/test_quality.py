@@ -21,16 +21,14 @@ from moesim.policies.cache.lru import LRU
 from moesim.policies.planner.planner import Planner
 from moesim.policies.systems import System
 from moesim.runtime.models.expert_math import UNUSED
-from moesim.runtime.models.hf import (
-    LocalModel,
-    find_blocks,
-    load_model,
-    model_shape,
-    read_gate,
-)
+from moesim.runtime.models.gates import read_gate
+from moesim.runtime.models.local_model import LocalModel, load_model
+from moesim.runtime.models.model_shape import model_shape
+from moesim.runtime.models.moe_blocks import find_blocks
 from moesim.runtime.models.offloaded import StoreExperts
-from moesim.runtime.models.quality import Passages, measure
-from moesim.runtime.models.routing_override import Trial
+from moesim.runtime.quality.measure import measure
+from moesim.runtime.quality.passages import Passages
+from moesim.runtime.quality.policy_under_test import PolicyUnderTest
 from moesim.traces.errors import TraceError
 from moesim.traces.format.batch import RoutedStep
 from moesim.traces.format.schema import Phase
@@ -108,7 +106,9 @@ def tiny():
     return load_model("tiny")
 
 
-def trial(local, system, ratio=0.25, *, own_input=False, cls=Trial, full=False):
+def trial(
+    local, system, ratio=0.25, *, own_input=False, cls=PolicyUnderTest, full=False
+):
     shape = model_shape(local.model, local.name)
     plan = MemoryOptions(cache_ratio=ratio, staging=4).plan(shape, PROFILE, system)
     counts = np.ones((shape.layers, shape.experts)) if full else None
@@ -315,7 +315,7 @@ def test_experts_that_are_left_out_are_not_counted(tiny):
     assert found.kl.max() > 0
 
 
-class Witness(Trial):
+class Witness(PolicyUnderTest):
     """Keeps what the gates said, and looks at the books after every layer step."""
 
     __slots__ = ("seen",)

@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from moe_zoo import KINDS, by_hand, zoo
-from moesim.runtime.models.hf import find_blocks, load_model
+from moesim.runtime.models.local_model import load_model
+from moesim.runtime.models.moe_blocks import find_blocks
 from moesim.runtime.record.record import read_prompts, record
 from moesim.runtime.record.residual import Residual, mean_drift, residual_vectors
 from moesim.traces.errors import TraceError
@@ -392,7 +393,7 @@ def test_columns_that_nobody_wants_are_left_out(tmp_path):
     ]
 
 
-def test_listening_leaves_the_model_as_it_was_and_says_what_it_costs(tmp_path):
+def test_recording_leaves_the_model_as_it_was_and_says_what_it_costs(tmp_path):
     """Hooks are gone afterwards; the overhead was sampled on real tokens; progress ends
     at what was promised.
     """

@@ -1,6 +1,4 @@
-"""A model whose experts stay on the disk is heard saying what it says with all of them
-in memory.
-"""
+"""A model whose experts stay on the disk gives the recording of the complete model."""
 
 import json
 
@@ -10,10 +8,10 @@ import pytest
 import torch
 from moe_zoo import zoo
 from moesim.runtime.errors import StoreError
-from moesim.runtime.models.hf import load_model
-from moesim.runtime.record.offloaded import stored_model
+from moesim.runtime.models.local_model import load_model
 from moesim.runtime.record.record import record
 from moesim.runtime.record.residual import residual_vectors
+from moesim.runtime.record.stored_model import stored_model
 
 from moesim import cli
 
@@ -63,13 +61,13 @@ def test_ids_are_those_of_the_plain_recording_whatever_the_memory(
         done = record(
             local, PROMPTS, tmp_path / "t.parquet", residual=residual, **FIXED
         )
-        visits = local.visits
+        cache = local.cache
     shape = plain.header.shape
     total = shape.layers * shape.experts
     assert done.header.shape == shape
     assert len(done.header.provenance["checkpoint"]) == 32
-    assert visits.slots == min(experts, total)
-    assert visits.reads <= total if experts > total else visits.reads > total
+    assert cache.slots == min(experts, total)
+    assert cache.reads <= total if experts > total else cache.reads > total
     mine = pq.read_table(done.path)
     theirs = pq.read_table(plain.path)
     assert mine.column_names == theirs.column_names

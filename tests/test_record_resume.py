@@ -81,7 +81,7 @@ def test_a_killed_recording_goes_on_to_the_same_bytes(tmp_path, whole):
     shorter = tmp_path / "shorter.parquet"
     shutil.copytree(parts_dir(out), parts_dir(shorter))
     made = finish(shorter)
-    assert (made.sequences, made.asked) == (4, 5)
+    assert (made.sequences, made.planned) == (4, 5)
     full = pq.read_table(whole)
     assert pq.read_table(shorter).equals(full.filter(full["seq"].to_numpy() < 4))
     said = open_trace(shorter).header.provenance

@@ -11,17 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moesim.runtime.errors import RuntimeFault, StoreError
-from moesim.runtime.store import direct_io, sources
+from moesim.runtime.store import checkpoint_source, direct_io
 from moesim.runtime.store.build import build_random_store, build_store
 from moesim.runtime.store.direct_io import BLOCK_BYTES, DirectFile
-from moesim.runtime.store.memory import DeviceSlots, HostTier, huge_tensor
-from moesim.runtime.store.store import (
-    DATA_NAME,
-    INDEX_NAME,
-    JOURNAL_NAME,
-    SEAL_NAME,
-    ExpertStore,
-)
+from moesim.runtime.store.index import INDEX_NAME
+from moesim.runtime.store.memory import DeviceSlots, HostSlots, huge_tensor
+from moesim.runtime.store.store import BUILD_LOG_NAME, DATA_NAME, SEAL_NAME, ExpertStore
 from moesim.traces.format.schema import ModelShape
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -104,13 +99,13 @@ def contents(directory):
 def test_every_expert_reads_back_bit_for_bit(mixtral, tmp_path):
     with (
         build_store(mixtral, tmp_path / "s") as store,
-        HostTier(1, store.slot_bytes) as tier,
+        HostSlots(1, store.slot_bytes) as slots,
     ):
         for layer in range(2):
             experts = mixtral.model.layers[layer].mlp.experts
             for expert in range(4):
-                store.read_into(layer, expert, tier.record(0), check=True)
-                weights = tier.weights(0, store.layout(layer))
+                store.read_into(layer, expert, slots.record(0), check=True)
+                weights = slots.weights(0, store.layout(layer))
                 assert torch.equal(weights.up, experts.gate_up_proj[expert])
                 assert torch.equal(weights.down, experts.down_proj[expert])
 
@@ -127,13 +122,15 @@ def test_converting_whole_layers_gives_the_same_bytes_as_one_expert_at_a_time(
     checkpoint, tmp_path, monkeypatch
 ):
     build_store(checkpoint, tmp_path / "one").close()
-    monkeypatch.setattr(sources._Recipe, "one_by_one", lambda self, count: False)
+    monkeypatch.setattr(
+        checkpoint_source._Recipe, "is_per_expert", lambda self, count: False
+    )
     build_store(checkpoint, tmp_path / "whole").close()
     assert contents(tmp_path / "one") == contents(tmp_path / "whole")
 
 
 def test_one_expert_at_a_time_never_reads_the_tensors_of_another(checkpoint):
-    source = sources.CheckpointSource(checkpoint)
+    source = checkpoint_source.CheckpointSource(checkpoint)
     asked = []
     read = source._tensor
     source._tensor = lambda key, part=None: (asked.append(key), read(key, part))[1]
@@ -156,11 +153,11 @@ def test_records_are_contiguous_and_begin_on_blocks(mixtral, tmp_path):
 def test_a_store_may_hold_another_dtype_than_its_model(checkpoint, mixtral, tmp_path):
     with (
         build_store(checkpoint, tmp_path / "s", dtype="bfloat16") as store,
-        HostTier(1, store.slot_bytes) as tier,
+        HostSlots(1, store.slot_bytes) as slots,
     ):
-        store.read_into(0, 3, tier.record(0))
+        store.read_into(0, 3, slots.record(0))
         expected = mixtral.model.layers[0].mlp.experts.down_proj[3].bfloat16()
-        assert torch.equal(tier.weights(0, store.layout(0)).down, expected)
+        assert torch.equal(slots.weights(0, store.layout(0)).down, expected)
 
 
 # -- random stores ---------------------------------------------------------------------
@@ -179,14 +176,14 @@ def test_distinct_records_bound_the_disk_and_are_used_in_turn(tmp_path):
     """
     with (
         build_random_store(SHAPE, tmp_path / "s", distinct=5) as store,
-        HostTier(2, store.slot_bytes) as tier,
+        HostSlots(2, store.slot_bytes) as slots,
     ):
         assert store.index.distinct == 5
         assert store.index.data_bytes == 5 * SHAPE_STRIDE
         assert store.index.records == ((0, 1, 2, 3), (4, 0, 1, 2), (3, 4, 0, 1))
-        store.read_into(0, 0, tier.record(0))
-        store.read_into(1, 1, tier.record(1))
-        assert torch.equal(tier.record(0), tier.record(1))
+        store.read_into(0, 0, slots.record(0))
+        store.read_into(1, 1, slots.record(1))
+        assert torch.equal(slots.record(0), slots.record(1))
         store.verify()
 
 
@@ -236,7 +233,7 @@ def test_what_the_journal_vouches_for_is_checked(tmp_path):
     with (tmp_path / "s" / (DATA_NAME + ".part")).open("r+b") as data:
         data.seek(2 * SHAPE_STRIDE + 100)
         data.write(b"lost")
-    with (tmp_path / "s" / JOURNAL_NAME).open("a") as journal:
+    with (tmp_path / "s" / BUILD_LOG_NAME).open("a") as journal:
         journal.write("6 12345")
     seen = []
     build_random_store(SHAPE, tmp_path / "s", progress=seen.append).close()
@@ -320,10 +317,10 @@ def test_a_truncated_store_is_refused(store):
 def test_a_store_truncated_while_open_is_noticed_by_the_read(store):
     os.truncate(store.directory / DATA_NAME, 11 * SHAPE_STRIDE + 512)
     with (
-        HostTier(1, store.slot_bytes) as tier,
+        HostSlots(1, store.slot_bytes) as slots,
         pytest.raises(StoreError, match="at byte 45056, the file ended after"),
     ):
-        store.read_into(2, 3, tier.record(0))
+        store.read_into(2, 3, slots.record(0))
 
 
 def test_a_flipped_bit_is_found_where_it_is(store):
@@ -335,10 +332,13 @@ def test_a_flipped_bit_is_found_where_it_is(store):
         StoreError, match=r"layer 1, expert 2 \(byte 24576\): checksum does not match"
     ):
         ExpertStore(store.directory).trusted()
-    with ExpertStore(store.directory) as damaged, HostTier(1, store.slot_bytes) as tier:
-        damaged.read_into(1, 1, tier.record(0), check=True)
+    with (
+        ExpertStore(store.directory) as damaged,
+        HostSlots(1, store.slot_bytes) as slots,
+    ):
+        damaged.read_into(1, 1, slots.record(0), check=True)
         with pytest.raises(StoreError, match="layer 1, expert 2"):
-            damaged.read_into(1, 2, tier.record(0), check=True)
+            damaged.read_into(1, 2, slots.record(0), check=True)
 
 
 def test_an_altered_index_is_refused(store):
@@ -394,12 +394,12 @@ def read_blocks(path, first, blocks, *, pretend_direct=False):
     I/O on any file system.
     """
     with (
-        HostTier(1, blocks * BLOCK_BYTES) as tier,
+        HostSlots(1, blocks * BLOCK_BYTES) as slots,
         DirectFile(path, direct=False) as file,
     ):
         file.direct = pretend_direct
-        file.read_into(first * BLOCK_BYTES, memoryview(tier.record(0).numpy()))
-        return tier.record(0).clone()
+        file.read_into(first * BLOCK_BYTES, memoryview(slots.record(0).numpy()))
+        return slots.record(0).clone()
 
 
 @pytest.mark.parametrize("most", [BLOCK_BYTES, 5000, 3 * BLOCK_BYTES + 1])
@@ -473,53 +473,55 @@ def test_a_file_system_without_direct_io_is_said_plainly_and_its_cache_is_droppe
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
         monkeypatch.setattr(direct_io, "_probe", refuse)
-    with DirectFile(path) as file, HostTier(1, BLOCK_BYTES) as tier:
+    with DirectFile(path) as file, HostSlots(1, BLOCK_BYTES) as slots:
         assert not file.direct
         assert "refuses" in file.reason
         assert "page cache" in file.reason
-        file.read_into(BLOCK_BYTES, memoryview(tier.record(0).numpy()))
-        assert torch.equal(tier.record(0), raw[BLOCK_BYTES : 2 * BLOCK_BYTES])
+        file.read_into(BLOCK_BYTES, memoryview(slots.record(0).numpy()))
+        assert torch.equal(slots.record(0), raw[BLOCK_BYTES : 2 * BLOCK_BYTES])
     assert forgotten == [(BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_DONTNEED)]
 
 
 # -- memory ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [HostTier, DeviceSlots])
+@pytest.mark.parametrize("kind", [HostSlots, DeviceSlots])
 def test_slots_are_aligned_disjoint_and_handed_out_lowest_first(kind):
-    with kind(3, 5000) as tier:
-        assert tier.slot_bytes == 8192
-        assert [tier.take(), tier.take(), tier.take()] == [0, 1, 2]
-        assert all(tier.record(slot).data_ptr() % BLOCK_BYTES == 0 for slot in range(3))
-        tier.record(1).fill_(7)
-        assert (int(tier.record(0).max()), int(tier.record(2).max())) == (0, 0)
+    with kind(3, 5000) as slots:
+        assert slots.slot_bytes == 8192
+        assert [slots.take(), slots.take(), slots.take()] == [0, 1, 2]
+        assert all(
+            slots.record(slot).data_ptr() % BLOCK_BYTES == 0 for slot in range(3)
+        )
+        slots.record(1).fill_(7)
+        assert (int(slots.record(0).max()), int(slots.record(2).max())) == (0, 0)
         with pytest.raises(
             RuntimeFault, match="all 3 slots of 8192 bytes on cpu are taken"
         ):
-            tier.take()
-        tier.give_back(1)
-        assert (tier.free, tier.take()) == (1, 1)
+            slots.take()
+        slots.give_back(1)
+        assert (slots.free, slots.take()) == (1, 1)
 
 
 def test_views_share_the_slot(store):
-    with HostTier(1, store.slot_bytes) as tier:
-        store.read_into(0, 0, tier.record(0))
-        weights = tier.weights(0, store.layout(0))
-        assert weights.up.data_ptr() == tier.record(0).data_ptr()
+    with HostSlots(1, store.slot_bytes) as slots:
+        store.read_into(0, 0, slots.record(0))
+        weights = slots.weights(0, store.layout(0))
+        assert weights.up.data_ptr() == slots.record(0).data_ptr()
         weights.down.fill_(1.0)
         at = store.layout(0).tensors[1].offset_bytes
         assert torch.equal(
-            tier.record(0)[at : at + 2].view(torch.bfloat16),
+            slots.record(0)[at : at + 2].view(torch.bfloat16),
             torch.ones(1, dtype=torch.bfloat16),
         )
-        assert tier.weights(0, store.layout(0)) is weights
+        assert slots.weights(0, store.layout(0)) is weights
 
 
 def test_memory_is_there_before_the_run():
     """Untouched pages would not count: 64 MiB of slots are 64 MiB resident."""
-    with HostTier(16, 4 << 20) as tier:
-        assert tier.total_bytes == 64 << 20
-        assert int(mapping(tier.memory.data_ptr())["Rss"][0]) >= 64 << 10
+    with HostSlots(16, 4 << 20) as slots:
+        assert slots.total_bytes == 64 << 20
+        assert int(mapping(slots.memory.data_ptr())["Rss"][0]) >= 64 << 10
 
 
 def test_slots_lie_in_huge_pages_where_the_system_has_them():
@@ -529,8 +531,8 @@ def test_slots_lie_in_huge_pages_where_the_system_has_them():
     advised = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not advised.exists() or "[never]" in advised.read_text():
         pytest.skip("this system gives no transparent huge pages")
-    with HostTier(16, 4 << 20) as tier:
-        flags = mapping(tier.memory.data_ptr())["VmFlags"]
+    with HostSlots(16, 4 << 20) as slots:
+        flags = mapping(slots.memory.data_ptr())["VmFlags"]
     assert "hg" in flags, "the mapping is advised"
 
 
@@ -544,7 +546,7 @@ def test_weights_of_no_width_are_a_tensor_too():
 
 def test_more_memory_than_there_is_is_refused_in_words():
     with pytest.raises(RuntimeFault, match=r"GiB available; ask for a smaller cache"):
-        HostTier(1 << 20, 1 << 30)
+        HostSlots(1 << 20, 1 << 30)
 
 
 def test_page_locking_without_a_gpu_is_refused_in_words(monkeypatch):
@@ -552,7 +554,7 @@ def test_page_locking_without_a_gpu_is_refused_in_words(monkeypatch):
     with pytest.raises(
         RuntimeFault, match=r"cannot page-lock .* there is no CUDA device"
     ):
-        HostTier(1, BLOCK_BYTES, page_lock=True)
+        HostSlots(1, BLOCK_BYTES, page_lock=True)
 
 
 def test_page_locking_that_cuda_refuses_names_the_way_out(monkeypatch):
@@ -574,7 +576,7 @@ def test_page_locking_that_cuda_refuses_names_the_way_out(monkeypatch):
         RuntimeFault,
         match=r"CUDA error 2; ask for less host memory, or raise the limit",
     ):
-        HostTier(1, BLOCK_BYTES, page_lock=True)
+        HostSlots(1, BLOCK_BYTES, page_lock=True)
     assert launched == ["cuda"], "the failure is not left for whoever launches next"
 
 
@@ -582,14 +584,14 @@ def test_page_locking_that_cuda_refuses_names_the_way_out(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_page_locked_slots_copy_to_device_slots(store):
     with (
-        HostTier(1, store.slot_bytes, page_lock=True) as tier,
+        HostSlots(1, store.slot_bytes, page_lock=True) as slots,
         DeviceSlots(1, store.slot_bytes, "cuda") as device,
     ):
-        assert tier.memory.is_pinned()
-        store.read_into(1, 2, tier.record(0), check=True)
-        device.record(0).copy_(tier.record(0), non_blocking=True)
+        assert slots.memory.is_pinned()
+        store.read_into(1, 2, slots.record(0), check=True)
+        device.record(0).copy_(slots.record(0), non_blocking=True)
         torch.cuda.synchronize()
         assert torch.equal(
             device.weights(0, store.layout(1)).up.cpu(),
-            tier.weights(0, store.layout(1)).up,
+            slots.weights(0, store.layout(1)).up,
         )

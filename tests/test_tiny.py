@@ -13,7 +13,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the runtime extra is not installed")
 
-from moesim.runtime.models import corpus, tiny  # noqa: E402 - needs torch
+from moesim.runtime.models import tiny  # noqa: E402 - needs torch
+from moesim.runtime.text import corpus  # noqa: E402 - needs torch
+from moesim.runtime.train import tiny as training  # noqa: E402 - needs torch
 
 WINDOWED_NATS = (
     1.215  # of the shipped checkpoint on these windows of Python 3.11.7's library
@@ -45,7 +47,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def held(model):
-    return tiny.held_out(model, WINDOWS)
+    return training.held_out(model, WINDOWS)
 
 
 def unigram_nats_per_byte(text: bytes) -> float:
@@ -127,7 +129,7 @@ def test_digests_name_different_texts_differently():
 
 
 def test_the_corpus_does_not_import_torch():
-    code = "import sys, moesim.runtime.models.corpus; sys.exit('torch' in sys.modules)"
+    code = "import sys, moesim.runtime.text.corpus; sys.exit('torch' in sys.modules)"
     subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1]
     )
@@ -184,9 +186,9 @@ def test_no_layer_has_collapsed_onto_a_few_experts(held):
 
 
 def test_recorded_curve_falls_to_its_end(recorded):
-    points = [tiny.LossPoint(*point) for point in recorded["curve"]]
+    points = [training.LossPoint(*point) for point in recorded["curve"]]
     assert points == sorted(points)
-    assert 0 <= recorded["steps"] - points[-1].step < tiny.CURVE_STEPS
+    assert 0 <= recorded["steps"] - points[-1].step < training.CURVE_STEPS
     assert points[-1].train_nats_per_byte < 0.5 * points[0].train_nats_per_byte
 
 
@@ -202,39 +204,39 @@ def test_it_continues_source_code(model):
 
 
 def test_training_lowers_the_loss_and_writes_a_loadable_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny, "CURVE_STEPS", 1)
-    monkeypatch.setattr(tiny, "HELD_OUT_WINDOWS", 4)
+    monkeypatch.setattr(training, "CURVE_STEPS", 1)
+    monkeypatch.setattr(training, "HELD_OUT_WINDOWS", 4)
     monkeypatch.setattr(
-        tiny, "RECIPE", tiny.Recipe(batch=2, window_bytes=128, warmup_steps=1)
+        training, "RECIPE", training.Recipe(batch=2, window_bytes=128, warmup_steps=1)
     )
     out = tmp_path / "models" / "mine"
     seen = []
-    training = tiny.train_tiny(out, 1, seed=5, progress=seen.append, max_steps=4)
+    facts = training.train_tiny(out, 1, seed=5, progress=seen.append, max_steps=4)
 
     assert [point.step for point in seen] == [1, 2, 3, 4]
     assert seen[0].train_nats_per_byte == pytest.approx(math.log(256), abs=0.5)
     assert seen[-1].train_nats_per_byte < seen[0].train_nats_per_byte - 0.3
-    assert training["steps"] == 4
-    assert training["finished"]
+    assert facts["steps"] == 4
+    assert facts["finished"]
     assert (
-        training["command"]
-        == "runtime.tiny.train_tiny(out_dir, minutes=1, seed=5, max_steps=4)"
+        facts["command"]
+        == "moesim.runtime.train.tiny.train_tiny(out_dir, minutes=1, seed=5, max_steps=4)"
     )
-    assert training["corpus"]["training"]["digest"] == corpus.digest("training")
+    assert facts["corpus"]["training"]["digest"] == corpus.digest("training")
     assert json.loads((out / "training.json").read_text()) == json.loads(
-        json.dumps(training)
+        json.dumps(facts)
     )
     # Nothing left beside it.
     assert [path.name for path in out.parent.iterdir()] == ["mine"]
     assert str(tmp_path) not in (out / "training.json").read_text()
 
-    again = tiny.held_out(tiny.load_tiny(out), 4)
+    again = training.held_out(tiny.load_tiny(out), 4)
     assert again.nats_per_byte == pytest.approx(
-        training["held_out"]["nats_per_byte"], abs=1e-3
+        facts["held_out"]["nats_per_byte"], abs=1e-3
     )
     assert tiny.load_tiny(out, torch.bfloat16).dtype is torch.bfloat16
 
-    repeated = tiny.train_tiny(out, 1, seed=5, max_steps=4)  # replaces the folder
+    repeated = training.train_tiny(out, 1, seed=5, max_steps=4)  # replaces the folder
     losses = [point.train_nats_per_byte for point in repeated["curve"]]
     assert losses == pytest.approx(
         [point.train_nats_per_byte for point in seen], abs=2e-3
@@ -242,18 +244,18 @@ def test_training_lowers_the_loss_and_writes_a_loadable_folder(tmp_path, monkeyp
 
 
 def test_a_failed_save_keeps_the_earlier_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny, "HELD_OUT_WINDOWS", 1)
-    monkeypatch.setattr(tiny, "RECIPE", tiny.Recipe(batch=1, window_bytes=32))
+    monkeypatch.setattr(training, "HELD_OUT_WINDOWS", 1)
+    monkeypatch.setattr(training, "RECIPE", training.Recipe(batch=1, window_bytes=32))
     out = tmp_path / "mine"
-    tiny.train_tiny(out, 1, max_steps=1)
+    training.train_tiny(out, 1, max_steps=1)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
     def disk_full(*_args, **_options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tiny.Qwen3MoeForCausalLM, "save_pretrained", disk_full)
+    monkeypatch.setattr(training.Qwen3MoeForCausalLM, "save_pretrained", disk_full)
     with pytest.raises(OSError, match="No space left"):
-        tiny.train_tiny(out, 1, seed=1, max_steps=1)
+        training.train_tiny(out, 1, seed=1, max_steps=1)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert list(tmp_path.iterdir()) == [out]
 
@@ -263,9 +265,9 @@ def test_training_refuses_to_replace_something_else(tmp_path):
     with pytest.raises(
         FileExistsError, match=r"expected nothing, or an earlier checkpoint"
     ):
-        tiny.train_tiny(tmp_path, 1)
+        training.train_tiny(tmp_path, 1)
     with pytest.raises(ValueError, match="minutes > 0"):
-        tiny.train_tiny(tmp_path / "new", 0)
+        training.train_tiny(tmp_path / "new", 0)
 
 
 def test_a_missing_checkpoint_says_how_to_make_one(tmp_path):
@@ -287,13 +289,13 @@ def test_experts_split_by_token_compute_what_transformers_computes(model):
                 experts.down_proj[expert] @ (torch.nn.functional.silu(gate) * up)
             )
     torch.testing.assert_close(
-        tiny._split_experts(experts, hidden, index, weights), expected
+        training._split_experts(experts, hidden, index, weights), expected
     )
 
 
 def test_balance_term_is_one_when_equal_and_e_over_k_when_collapsed():
     equal = torch.eye(8) * 50  # token t chooses expert t, ...
-    assert float(tiny._imbalance(equal, 1)) == pytest.approx(1.0, abs=1e-3)
+    assert float(training._imbalance(equal, 1)) == pytest.approx(1.0, abs=1e-3)
     collapsed = torch.zeros(8, 8)
     collapsed[:, 0] = 50  # ... or every token chooses expert 0: 8 experts / top-1
-    assert float(tiny._imbalance(collapsed, 1)) == pytest.approx(8.0, abs=1e-3)
+    assert float(training._imbalance(collapsed, 1)) == pytest.approx(8.0, abs=1e-3)

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.plan import Policies
-    from moesim.runtime.models.hf import LocalModel
-    from moesim.runtime.models.quality import Passages, Scores
+    from moesim.runtime.models.local_model import LocalModel
+    from moesim.runtime.quality.measure import Scores
+    from moesim.runtime.quality.passages import Passages
     from moesim.runtime.record.residual import Residual
     from moesim.traces.format.schema import ModelShape
 
@@ -59,7 +60,7 @@ class Row:
         kl: mean KL(unmodified || modified).
         agreement: share of tokens after which both find the same next token most
         likely. gate_mass_kept, altered, stale, hit_rate_active, experts_used: see
-        `moesim.runtime.models.quality.Scores`.
+        `moesim.runtime.quality.measure.Scores`.
     """
 
     routing: str
@@ -167,14 +168,12 @@ def quality(
     options = _sizes(memory or MemoryOptions(), cache_ratios)
     columns = _columns([system for _, system in systems], host_cache)
 
-    from moesim.runtime.models.hf import (  # noqa: PLC0415
-        find_blocks,
-        gate_facts,
-        load_model,
-        model_shape,
-    )
-    from moesim.runtime.models.quality import measure  # noqa: PLC0415
-    from moesim.runtime.models.routing_override import Trial  # noqa: PLC0415
+    from moesim.runtime.models.gates import gate_facts  # noqa: PLC0415
+    from moesim.runtime.models.local_model import load_model  # noqa: PLC0415
+    from moesim.runtime.models.model_shape import model_shape  # noqa: PLC0415
+    from moesim.runtime.models.moe_blocks import find_blocks  # noqa: PLC0415
+    from moesim.runtime.quality.measure import measure  # noqa: PLC0415
+    from moesim.runtime.quality.policy_under_test import PolicyUnderTest  # noqa: PLC0415
     from moesim.runtime.record.residual import residual_for  # noqa: PLC0415 - torch
 
     local = load_model(model, device=device, dtype=dtype)
@@ -199,7 +198,7 @@ def quality(
             artefacts=artefacts,
         )
         settings.append((value, system, setup.memory))
-        trials.append(Trial(setup.planner(), own_input))
+        trials.append(PolicyUnderTest(setup.planner(), own_input))
     shipped = (lambda: local) if local.name == "tiny" else None
     scored = measure(
         local,
@@ -447,7 +446,7 @@ def _passages(
     """Read as many passages as hold `tokens` scored tokens, or as many as the text
     has.
     """
-    from moesim.runtime.models.quality import Passages  # noqa: PLC0415 - torch
+    from moesim.runtime.quality.passages import Passages  # noqa: PLC0415 - torch
 
     most = -(-tokens // scored)
     if text is None:

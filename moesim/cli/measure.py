@@ -151,8 +151,8 @@ def record(
     from moesim.cli.progress import bar, only_ours
 
     only_ours()
-    from moesim.runtime.models.datasets import read_dataset, read_prompts
     from moesim.runtime.record.record import record as run
+    from moesim.runtime.text.datasets import read_dataset, read_prompts
 
     texts = (
         read_dataset(dataset_file, column, limit)
@@ -224,7 +224,7 @@ def train_tiny(
     from moesim.cli.progress import bar, only_ours
 
     only_ours()
-    from moesim.runtime.models import tiny
+    from moesim.runtime.train import tiny
 
     with bar("training", 60 * minutes) as show:
         facts = tiny.train_tiny(out, minutes, seed, lambda point: show(point.seconds_s))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from moesim.runtime.models.hf import LocalModel
+    from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.record.record import Recording
     from moesim.runtime.record.residual import Residual
 
@@ -65,7 +65,7 @@ def finish(out: Path, *, as_json: bool) -> None:
         facts = {
             "trace": str(made.path),
             "sequences": made.sequences,
-            "asked_sequences": made.asked,
+            "asked_sequences": made.planned,
             "prompt_tokens": made.prompt_tokens,
             "decode_tokens": made.decode_tokens,
             "rows": made.rows,
@@ -73,7 +73,7 @@ def finish(out: Path, *, as_json: bool) -> None:
         print(json.dumps(facts, indent=2))
         return
     print(
-        f"{made.sequences} of {made.asked} sequences, {made.rows:,} rows\nwrote"
+        f"{made.sequences} of {made.planned} sequences, {made.rows:,} rows\nwrote"
         f" {made.path}"
     )
 
@@ -118,12 +118,12 @@ def opened_model(
 ) -> Iterator[LocalModel]:
     """Load a model, or open it with its experts in a store."""
     if store is None:
-        from moesim.runtime.models.hf import load_model
+        from moesim.runtime.models.local_model import load_model
 
         yield load_model(spec, device=device)
         return
     from moesim.cli.progress import bar
-    from moesim.runtime.record.offloaded import stored_model
+    from moesim.runtime.record.stored_model import stored_model
 
     host_bytes = DEFAULT_HOST_BYTES if host_bytes is None else host_bytes
     with ExitStack() as held:
@@ -178,13 +178,13 @@ def facts_of(done: Recording, local: LocalModel) -> dict[str, Any]:
         "tokens_per_s": done.tokens_per_s,
         "slowdown": done.overhead.slowdown if done.overhead else None,
     }
-    visits = getattr(local, "visits", None)
-    if visits is not None:
+    cache = getattr(local, "cache", None)
+    if cache is not None:
         facts |= {
-            "host_experts": visits.slots,
-            "reads": visits.reads,
-            "read_bytes": visits.read_bytes,
-            "hits": visits.hits,
+            "host_experts": cache.slots,
+            "reads": cache.reads,
+            "read_bytes": cache.read_bytes,
+            "hits": cache.hits,
         }
     return facts
 

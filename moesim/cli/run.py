@@ -174,7 +174,7 @@ def run(
     from moesim.runs import live as live_runs
     from moesim.runs import measured as runs
     from moesim.runs.result import run_files, save_run
-    from moesim.runtime.models.datasets import read_prompts
+    from moesim.runtime.text.datasets import read_prompts
 
     options.check_places(
         folder=out, files=[*run_files(out), perfetto], inputs=[trace, prompt, residual]
@@ -271,7 +271,7 @@ def build(
     from moesim.cli.progress import bar
     from moesim.runtime.models.tiny import tiny_dir
     from moesim.runtime.store.build import build_store
-    from moesim.runtime.store.store import INDEX_NAME
+    from moesim.runtime.store.index import INDEX_NAME
     from moesim.traces.sizes import format_bytes
 
     folder, dtype = (

@@ -88,7 +88,8 @@ def train_cache(
     from moesim.analysis import learned_cache as learned
     from moesim.cli.progress import bar, messages
     from moesim.policies.base import PolicyError
-    from moesim.runtime.models.train_cache import Recipe, train
+    from moesim.runtime.train.cache_network import train
+    from moesim.runtime.train.cache_recipe import Recipe
     from moesim.traces.files import written_beside
     from moesim.traces.format.reader import open_trace
 

@@ -111,8 +111,8 @@ def run_live(
         RuntimeFault: the machine does not give what the run needs.
     """
     from moesim.runtime.executor import live  # noqa: PLC0415 - torch
-    from moesim.runtime.models.expert_math import torch_dtype  # noqa: PLC0415
-    from moesim.runtime.models.hf import load_model  # noqa: PLC0415
+    from moesim.runtime.models.expert_layout import torch_dtype  # noqa: PLC0415
+    from moesim.runtime.models.local_model import load_model  # noqa: PLC0415
     from moesim.runtime.models.offloaded import OffloadedModel  # noqa: PLC0415
     from moesim.runtime.models.tiny import tiny_dir  # noqa: PLC0415
     from moesim.runtime.record.residual import residual_for  # noqa: PLC0415
@@ -237,7 +237,7 @@ def run_live(
 
 def _own_dtype(folder: Path) -> str:
     """Name the type that a checkpoint's weights have."""
-    from moesim.runtime.store.sources import read_config  # noqa: PLC0415 - torch
+    from moesim.runtime.models.configuration import read_config  # noqa: PLC0415 - torch
 
     return str(read_config(folder)[0].dtype or "float32").removeprefix("torch.")
 
@@ -282,8 +282,8 @@ def open_model_store(
     """Open a model's store, or build it first (or continue a build that was
     stopped).
     """
+    from moesim.runtime.models.checkpoint import checkpoint_digest  # noqa: PLC0415 - torch
     from moesim.runtime.store.build import build_store  # noqa: PLC0415
-    from moesim.runtime.store.sources import checkpoint_digest  # noqa: PLC0415 - torch
     from moesim.runtime.store.store import ExpertStore  # noqa: PLC0415
 
     if isinstance(store, ExpertStore):

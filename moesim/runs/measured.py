@@ -238,7 +238,9 @@ def run_trace(
         if own is not store:
             own.close()
     in_host = device.device.type == "cpu"
-    run.footprint = meter.footprint(dense.bytes * in_host, dense.kept_bytes * in_host)
+    run.footprint = meter.footprint(
+        dense.bytes * in_host, dense.kv_cache_bytes * in_host
+    )
     if run.footprint.peak > run.footprint.budget:
         run.warnings.append("memory: the run took more than its budget")
     run.startup |= {

@@ -306,8 +306,8 @@ def _git_commit() -> str | None:
     head = root / ".git" / "HEAD"
     if not head.is_file() or shutil.which("git") is None:
         return None
-    text = head.read_text().strip()
+    text = head.read_text(encoding="utf-8").strip()
     if not text.startswith("ref: "):
         return text
     ref = root / ".git" / text[5:]
-    return ref.read_text().strip() if ref.is_file() else None
+    return ref.read_text(encoding="utf-8").strip() if ref.is_file() else None

@@ -218,9 +218,9 @@ def foreign(profile: HardwareProfile) -> list[str]:
 
     Versions of libraries are named, too, since they change how fast products are.
     """
-    from moesim.runtime.measure.profile import _versions  # noqa: PLC0415 - torch
+    from moesim.runtime.measure.machine import versions  # noqa: PLC0415 - torch
 
-    here = _versions()
+    here = versions()
     said = [
         f"{key}: the profile's is {profile.versions.get(key, 'unknown')}, this"
         f" machine's is {here[key]}"

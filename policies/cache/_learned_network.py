@@ -2,7 +2,7 @@
 
 Per layer, every expert has two numbers: how long ago it was used, and how often. The
 network turns them into one number per expert, larger for those it expects back later.
-Training (`runtime/models/train_cache.py`) and replay use the same `History`, so that a
+Training (`runtime/train/cache_network.py`) and replay use the same `History`, so that a
 policy never meets features it was not trained on.
 
 L MoE layers, N experts per layer, h hidden units.

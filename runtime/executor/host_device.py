@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from moesim.runtime.executor.device import weighted_sum
-from moesim.runtime.store.memory import DeviceSlots, HostTier
+from moesim.runtime.store.memory import DeviceSlots, HostSlots
 from moesim.runtime.store.streaming import streamed
 
 if TYPE_CHECKING:
@@ -90,6 +90,6 @@ class HostDevice:
         """
 
 
-def spare_record(nbytes: int) -> HostTier:
+def spare_record(nbytes: int) -> HostSlots:
     """One aligned record in host memory, to read into."""
-    return HostTier(1, nbytes)
+    return HostSlots(1, nbytes)

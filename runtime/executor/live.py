@@ -20,20 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from moesim.policies.base import PolicyError
+from moesim.runtime.models.configuration import skeleton
 from moesim.runtime.models.expert_math import UNUSED, group_tokens
-from moesim.runtime.models.gates import best_first
+from moesim.runtime.models.gates import best_first, gate_facts, read_gate
 from moesim.runtime.models.generate import Pass, Sampling, generate
-from moesim.runtime.models.hf import (
-    DTYPES,
-    LocalModel,
-    MoeBlock,
-    find_blocks,
-    gate_facts,
-    model_shape,
-    read_gate,
-)
+from moesim.runtime.models.local_model import LocalModel
+from moesim.runtime.models.model_shape import model_shape
+from moesim.runtime.models.model_weights import DTYPES
+from moesim.runtime.models.moe_blocks import MoeBlock, find_blocks
 from moesim.runtime.models.offloaded import StoreExperts
-from moesim.runtime.store.sources import skeleton
 from moesim.traces.errors import TraceError
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
@@ -43,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.runtime.executor.executor import Executor
-    from moesim.runtime.models.hf import GateFacts
+    from moesim.runtime.models.gates import GateFacts
     from moesim.runtime.models.offloaded import OffloadedModel
     from moesim.runtime.record.residual import Residual
     from moesim.runtime.store.store import ExpertStore
@@ -82,8 +77,8 @@ def live_shape(
 
 
 def live_blocks(offloaded: OffloadedModel) -> list[MoeBlock]:
-    """List an offloaded model's MoE layers as `moesim.runtime.models.hf.find_blocks`
-    lists those of a whole one.
+    """List an offloaded model's MoE layers as
+    `moesim.runtime.models.moe_blocks.find_blocks` lists those of a whole one.
     """
     blocks = []
     for layer in offloaded.layers:

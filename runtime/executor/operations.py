@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moesim.runtime.executor.device import Device
     from moesim.runtime.executor.lanes import Worker
     from moesim.runtime.executor.slot_map import HostSlotMap, SlotMap
-    from moesim.runtime.models.expert_math import ExpertLayout
+    from moesim.runtime.models.expert_layout import ExpertLayout
     from moesim.runtime.store.store import ExpertStore
 
     Gating = Callable[[torch.Tensor], torch.Tensor]

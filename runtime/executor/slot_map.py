@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from moesim.policies.base import RESIDENT
 from moesim.policies.planner.residency import GLOBAL
-from moesim.runtime.store.memory import HostTier
+from moesim.runtime.store.memory import HostSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
     from moesim.policies.planner.residency import CacheSize, Residency
-    from moesim.runtime.models.expert_math import ExpertWeights
+    from moesim.runtime.models.expert_layout import ExpertWeights
     from moesim.runtime.store.memory import Slots
     from moesim.runtime.store.store import ExpertStore
 
@@ -110,12 +110,12 @@ class HostSlotMap:
         self.limited: SlotMap | None = None
         if memory is None or size is None:
             count = len(store.index.offsets)
-            self.tier = HostTier(count, store.slot_bytes, page_lock=page_lock)
+            self.tier = HostSlots(count, store.slot_bytes, page_lock=page_lock)
             self._record_of = [record for row in store.index.records for record in row]
             self._layouts = [store.layout(layer) for layer in range(store.layers)]
         else:
             count = cache_slots(size, expert_bytes) + staging
-            self.tier = HostTier(count, store.slot_bytes, page_lock=page_lock)
+            self.tier = HostSlots(count, store.slot_bytes, page_lock=page_lock)
             self.limited = SlotMap(self.tier, memory, store)
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> int:

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models.dense import DenseSizes, DenseStack
-from moesim.runtime.models.expert_math import group_tokens, swiglu_layout, torch_dtype
-from moesim.runtime.store.store import record_stride
+from moesim.runtime.models.expert_layout import swiglu_layout, torch_dtype
+from moesim.runtime.models.expert_math import group_tokens
+from moesim.runtime.store.index import record_stride
 from moesim.traces.models import model_shape
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class ForcedRouting:
         # Cutting a trace into steps is no part of a run, nor is memory for keys and
         # values.
         self._steps = list(steps)
-        dense.make_room(
+        dense.allocate_cache(
             max((step.sequences for step in self._steps), default=1),
             max((step.context_tokens for step in self._steps), default=1),
         )

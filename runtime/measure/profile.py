@@ -1,4 +1,4 @@
-"""Measure this PC: what a hardware profile says about the machine it was written on.
+"""Measures this PC and writes its hardware profile.
 
 Half a minute of real work: experts on the lanes that will compute them, copies between
 the memories that will hold them, reads of the disk that stores them, hand-offs,
@@ -8,42 +8,47 @@ stands in: one core with memory of its own, which computes and does its own copi
 that busy workers never exceed cores.
 
 These are operations in isolation. A run is slower than their sum (see
-`docs/hardware.md`); calibration through the executor tells by how much.
+`docs/hardware.md`); calibration through the executor measures by how much.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import os
-import platform
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
 import psutil
 import torch
 from moesim.hwprofiles.profile import HardwareProfile, save_profile
 from moesim.hwprofiles.schema import Quantity
+from moesim.runtime.measure.contention import LaneWork, measure_contention
+from moesim.runtime.measure.copies import CopyPool, measure_host_copies
 from moesim.runtime.measure.cuda import event_timer, measure_cuda_copies
 from moesim.runtime.measure.dense import measure_dense
 from moesim.runtime.measure.disk import measure_disk
+from moesim.runtime.measure.dispatch import measure_dispatch
 from moesim.runtime.measure.experts import (
-    CopyPool,
     ExpertPool,
     Size,
     choose_dtype,
     measure_experts,
     measure_first_expert,
-    measure_host_copies,
-    pool_bytes,
 )
-from moesim.runtime.measure.lanes import LaneWork, measure_contention, measure_dispatch
+from moesim.runtime.measure.machine import (
+    accelerator_name,
+    available_cores,
+    load_average,
+    processor,
+    versions,
+)
+from moesim.runtime.measure.measurements import Measurements
 from moesim.runtime.measure.planning import measure_planning
-from moesim.runtime.measure.timing import Findings
-from moesim.runtime.models.expert_math import dtype_name
+from moesim.runtime.measure.pool_size import pool_bytes
+from moesim.runtime.models.expert_layout import dtype_name
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator
 
     from moesim.traces.format.schema import ModelShape
@@ -67,14 +72,29 @@ class _Extent(NamedTuple):
 
 
 _FULL: Final = _Extent(
-    38.0,
-    (1, 2, 4, 8, 16, 32, 64, 128, 256),
-    (256, 1024, 2048),
-    (1, 8, 64),
-    (4, 8, 32, 128),
-    512 << 20,
+    seconds=38.0,
+    tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    widths=(256, 1024, 2048),
+    dense_tokens=(1, 8, 64),
+    active=(4, 8, 32, 128),
+    file_bytes=512 << 20,
 )
-_QUICK: Final = _Extent(6.0, (1, 4, 16, 64), (256, 1024), (1, 16), (4, 32), 64 << 20)
+_QUICK: Final = _Extent(
+    seconds=6.0,
+    tokens=(1, 4, 16, 64),
+    widths=(256, 1024),
+    dense_tokens=(1, 16),
+    active=(4, 32),
+    file_bytes=64 << 20,
+)
+
+
+class _Subject(NamedTuple):
+    """What is measured: an expert, in which dtype, on how many cores."""
+
+    size: Size
+    dtype: torch.dtype
+    cores: int
 
 
 def measure(
@@ -105,122 +125,145 @@ def measure(
     """
     extent = _QUICK if quick else _FULL
     target = Path(out)
-    findings = Findings(date=dt.datetime.now(tz=dt.UTC).date().isoformat())
-    tell = progress or (lambda _what, _done: None)
-    load = os.getloadavg()[0]
-    cores = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else psutil.cpu_count() or 1
-    )
+    folder = Path(disk_dir) if disk_dir is not None else target.resolve().parent
+    report = progress or (lambda _stage, _share: None)
+    measurements = Measurements(date=dt.datetime.now(tz=dt.UTC).date().isoformat())
+    # Before anything of ours runs: it says how busy others keep the machine.
+    load = load_average()
+    cores = available_cores()
     size = REFERENCE if shape is None else Size(shape.hidden, shape.expert_intermediate)
     cuda = torch.cuda.is_available()
+
+    # One core stays free for the accelerator, as in a run. The shares of seconds below
+    # follow how much each figure decides, and add up to about one.
     with _torch_threads(max(1, cores - 1)):
-        tell("expert compute on the CPU", 0.0)
+        report("expert compute on the CPU", 0.0)
         dtype = choose_dtype(size, seconds=0.05 * extent.seconds)
-        _measure_cpu(findings, size, dtype, cores, extent)
-        tell("the accelerator: experts, copies and the dense part", 0.35)
+        subject = _Subject(size, dtype, cores)
+        _measure_cpu(measurements, subject, extent)
+
+        report("the accelerator: experts, copies and the dense part", 0.35)
         if cuda:
-            _measure_gpu(findings, size, extent)
+            _measure_gpu(measurements, size, extent)
         else:
-            _measure_host_accelerator(findings, size, dtype, cores, extent)
-        tell("disk reads", 0.68)
-        folder = Path(disk_dir) if disk_dir is not None else target.resolve().parent
+            _measure_host_accelerator(measurements, subject, extent)
+
+        report("disk reads", 0.68)
         disk = measure_disk(
-            findings, folder, file_bytes=extent.file_bytes, seconds=0.1 * extent.seconds
+            measurements,
+            folder,
+            file_bytes=extent.file_bytes,
+            seconds=0.1 * extent.seconds,
         )
-        tell("hand-offs and planning", 0.8)
-        measure_dispatch(findings, seconds=0.04 * extent.seconds)
-        measure_planning(findings, extent.active, seconds=0.12 * extent.seconds)
+
+        report("hand-offs and planning", 0.8)
+        measure_dispatch(measurements, seconds=0.04 * extent.seconds)
+        measure_planning(measurements, extent.active, seconds=0.12 * extent.seconds)
+
+        # CUDA works beside the host; on one core nothing works beside anything.
         if not cuda and cores > 1:
-            tell("what lanes cost each other", 0.9)
-            _measure_host_contention(findings, size, dtype, cores, extent)
-    _state_memory(findings, cores)
+            report("what lanes cost each other", 0.9)
+            _measure_host_contention(measurements, subject, extent)
+
+    _note_memory(measurements, cores)
+    # With more cores a read that keeps one busy has one of its own.
     reads_share = cores <= 2 and (disk.core_share or 0.0) > _BUSY_READ
+    gpus = torch.cuda.device_count() if cuda else 0
     profile = HardwareProfile(
         name=target.stem,
         kind="measured",
         description=(
-            f"{_processor()}, {cores} cores, {_accelerator_name()}; {dtype_name(dtype)}"
-            f" experts on the CPU; {disk.words}; load average {load:.1f} when it began"
+            f"{processor()}, {cores} cores, {accelerator_name()}; {dtype_name(dtype)}"
+            f" experts on the CPU; {disk.summary}; load average {load:.1f} when it"
+            " began"
         ),
-        date=findings.date,
+        date=measurements.date,
         accelerator="cuda" if cuda else "host",
-        workers=_workers(
-            cores, torch.cuda.device_count() if cuda else 0, reads_share=reads_share
-        ),
-        numbers=findings.numbers,
-        curves=findings.curves,
-        versions=_versions(),
-        fit=findings.fit,
+        workers=_workers(cores, gpus, reads_share=reads_share),
+        numbers=measurements.numbers,
+        curves=measurements.curves,
+        versions=versions(),
+        fit=measurements.fit,
         where=target.name,
     )
     save_profile(profile, target)
-    tell("done", 1.0)
+    report("done", 1.0)
     return profile
 
 
 def _measure_cpu(
-    findings: Findings, size: Size, dtype: torch.dtype, cores: int, extent: _Extent
+    measurements: Measurements, subject: _Subject, extent: _Extent
 ) -> None:
-    threads = max(1, cores - 1)
+    """Measure experts on the CPU lane."""
+    threads = max(1, subject.cores - 1)
     source = f"{threads} thread{'s' * (threads > 1)}, weights read from memory"
+    # Most of the time goes here: the CPU's curve decides every assignment.
     measure_experts(
-        findings,
+        measurements,
         "cpu",
-        size,
-        dtype,
+        subject.size,
+        subject.dtype,
         tokens=extent.tokens,
         seconds=0.22 * extent.seconds,
         source=source,
     )
     measure_first_expert(
-        findings, size, dtype, seconds=0.04 * extent.seconds, source=source
+        measurements,
+        subject.size,
+        subject.dtype,
+        seconds=0.04 * extent.seconds,
+        source=source,
     )
 
 
 def _measure_host_accelerator(
-    findings: Findings, size: Size, dtype: torch.dtype, cores: int, extent: _Extent
+    measurements: Measurements, subject: _Subject, extent: _Extent
 ) -> None:
-    """Measure one core: with two cores it is what the CPU lane has too, so its experts
-    are not measured again.
-    """
+    """Measure one core: experts, the dense part and copies."""
     source = "host accelerator, 1 thread, weights read from memory"
     with _torch_threads(1):
-        if cores > 2:
+        if subject.cores > 2:
             measure_experts(
-                findings,
+                measurements,
                 "gpu",
-                size,
-                dtype,
+                subject.size,
+                subject.dtype,
                 tokens=extent.tokens,
                 seconds=0.15 * extent.seconds,
                 source=source,
             )
         else:
-            for key in ("overhead_s", "bytes_per_s", "flops_per_s"):
-                findings.numbers[f"costs.gpu.{key}"] = findings.numbers[
-                    f"costs.cpu.{key}"
-                ]
-            findings.curves["costs.gpu.points"] = findings.curves["costs.cpu.points"]
+            _copy_cpu_costs(measurements)
         measure_dense(
-            findings,
-            dtype,
+            measurements,
+            subject.dtype,
             widths=extent.widths,
             tokens=extent.dense_tokens,
             seconds=0.12 * extent.seconds,
             source=source,
         )
-        measure_host_copies(findings, seconds=0.12 * extent.seconds)
+        measure_host_copies(measurements, seconds=0.12 * extent.seconds)
 
 
-def _measure_gpu(findings: Findings, size: Size, extent: _Extent) -> None:
+def _copy_cpu_costs(measurements: Measurements) -> None:
+    """Give the accelerator the CPU's costs: with two cores each has one, so experts are
+    not measured again.
+    """
+    for key in ("overhead_s", "bytes_per_s", "flops_per_s"):
+        quantity = measurements.numbers[f"costs.cpu.{key}"]
+        measurements.numbers[f"costs.gpu.{key}"] = quantity
+    measurements.curves["costs.gpu.points"] = measurements.curves["costs.cpu.points"]
+
+
+def _measure_gpu(measurements: Measurements, size: Size, extent: _Extent) -> None:
+    """Measure experts, the dense part and copies on the first GPU."""
     device = "cuda:0"
+    # The dtype in which models are published, whatever the CPU does well.
     dtype = torch.bfloat16
     source = f"{torch.cuda.get_device_name(0)}, CUDA events"
     once = event_timer(device)
     measure_experts(
-        findings,
+        measurements,
         "gpu",
         size,
         dtype,
@@ -231,7 +274,7 @@ def _measure_gpu(findings: Findings, size: Size, extent: _Extent) -> None:
         source=source,
     )
     measure_dense(
-        findings,
+        measurements,
         dtype,
         widths=extent.widths,
         tokens=extent.dense_tokens,
@@ -240,64 +283,69 @@ def _measure_gpu(findings: Findings, size: Size, extent: _Extent) -> None:
         once=once,
         source=source,
     )
-    measure_cuda_copies(findings, device, seconds=0.12 * extent.seconds)
+    measure_cuda_copies(measurements, device, seconds=0.12 * extent.seconds)
 
 
 def _measure_host_contention(
-    findings: Findings, size: Size, dtype: torch.dtype, cores: int, extent: _Extent
+    measurements: Measurements, subject: _Subject, extent: _Extent
 ) -> None:
     """Measure the CPU lane beside the host accelerator's compute and copies, and both
     of those beside it.
     """
-    experts = ExpertPool(size, dtype)
-    others = ExpertPool(size, dtype)
-    copies = CopyPool(pool_bytes(2 * experts.layout.expert_bytes))
+    cpu_experts = ExpertPool(subject.size, subject.dtype)
+    # Pools of their own: shared weights would come from a shared cache.
+    accelerator_experts = ExpertPool(subject.size, subject.dtype)
+    expert_bytes = cpu_experts.layout.expert_bytes
+    copies = CopyPool(pool_bytes(2 * expert_bytes))
     work = {
-        "cpu": LaneWork(max(1, cores - 1), experts.work(1)),
-        "gpu": LaneWork(1, others.work(1)),
-        "h2d": LaneWork(1, copies.work(experts.layout.expert_bytes)),
+        "cpu": LaneWork(max(1, subject.cores - 1), cpu_experts.work(1)),
+        "gpu": LaneWork(1, accelerator_experts.work(1)),
+        "h2d": LaneWork(1, copies.work(expert_bytes)),
     }
     pairs = [("cpu", "gpu"), ("gpu", "cpu"), ("cpu", "h2d"), ("h2d", "cpu")]
-    measure_contention(findings, work, pairs, seconds=0.12 * extent.seconds)
-    for here, there in (("cpu", "h2d"), ("h2d", "cpu")):
-        mirrored = (name.replace("h2d", "d2h") for name in (here, there))
-        findings.numbers[f"contention.{'.'.join(mirrored)}"] = findings.numbers[
-            f"contention.{here}.{there}"
-        ]
-    experts.close()
-    others.close()
+    measure_contention(measurements, work, pairs, seconds=0.12 * extent.seconds)
+
+    # Both directions are the same copy between two host memories.
+    numbers = measurements.numbers
+    numbers["contention.cpu.d2h"] = numbers["contention.cpu.h2d"]
+    numbers["contention.d2h.cpu"] = numbers["contention.h2d.cpu"]
+    cpu_experts.close()
+    accelerator_experts.close()
 
 
-def _state_memory(findings: Findings, cores: int) -> None:
+def _note_memory(measurements: Measurements, cores: int) -> None:
     """Note what was counted, and the shares of memory that experts may take."""
-    findings.numbers["cores"] = Quantity(
+    measurements.numbers["cores"] = Quantity(
         cores,
         "measured",
         "cores this process may run on",
         samples=1,
         spread=0.0,
-        date=findings.date,
+        date=measurements.date,
     )
-    total = psutil.virtual_memory().total
-    numbers = {
-        "host_bytes": (total // 2, f"half of {total / 2**30:.1f} GiB host memory")
-    }
+
+    # The rest of the memory is for the system, other programs and our own records.
+    host = psutil.virtual_memory().total
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0).total_memory
-        words = (
+        gpu_bytes = device * 3 // 4
+        gpu_source = (
             f"three quarters of {device / 2**30:.1f} GiB; the rest holds dense weights,"
             " KV cache and workspace"
         )
-        numbers["gpu_bytes"] = (device * 3 // 4, words)
     else:
-        words = (
-            f"a quarter of {total / 2**30:.1f} GiB host memory, the host"
+        gpu_bytes = host // 4
+        gpu_source = (
+            f"a quarter of {host / 2**30:.1f} GiB host memory, the host"
             " accelerator's own"
         )
-        numbers["gpu_bytes"] = (total // 4, words)
-    numbers["staging_experts"] = (2, "one expert computing while the next arrives")
-    for key, (value, source) in numbers.items():
-        findings.numbers[f"memory.{key}"] = Quantity(value, "assumed", source)
+    shares = {
+        "host_bytes": (host // 2, f"half of {host / 2**30:.1f} GiB host memory"),
+        "gpu_bytes": (gpu_bytes, gpu_source),
+        "staging_experts": (2, "one expert computing while the next arrives"),
+    }
+    for key, (value, source) in shares.items():
+        measurements.numbers[f"memory.{key}"] = Quantity(value, "assumed", source)
 
 
 def _workers(cores: int, gpus: int, *, reads_share: bool) -> dict[str, tuple[str, ...]]:
@@ -310,11 +358,11 @@ def _workers(cores: int, gpus: int, *, reads_share: bool) -> dict[str, tuple[str
     that is not there.
     """
     cpu = ("ssd", "cpu") if reads_share else ("cpu",)
-    own_ssd = {} if reads_share else {"ssd": ("ssd",)}
+    ssd_worker = {} if reads_share else {"ssd": ("ssd",)}
     if gpus:
         devices = {
-            f"{kind}{index}": (f"{kind}{index}",)
-            for kind in ("gpu", "h2d", "d2h")
+            f"{lane}{index}": (f"{lane}{index}",)
+            for lane in ("gpu", "h2d", "d2h")
             for index in range(gpus)
         }
         host = (
@@ -322,50 +370,21 @@ def _workers(cores: int, gpus: int, *, reads_share: bool) -> dict[str, tuple[str
             if cores > 1
             else {"cpu": ("control", *cpu)}
         )
-        return {**host, **devices, **own_ssd}
+        return {**host, **devices, **ssd_worker}
+
+    # In a worker's order of turns: planning before computing, computing before copies.
     accelerator = ("gpu0", "h2d0", "d2h0")
     if cores == 1:
-        return {"cpu": ("control", *cpu, *accelerator), **own_ssd}
-    return {"cpu": ("control", *cpu), "accelerator": accelerator, **own_ssd}
+        return {"cpu": ("control", *cpu, *accelerator), **ssd_worker}
+    return {"cpu": ("control", *cpu), "accelerator": accelerator, **ssd_worker}
 
 
 @contextmanager
 def _torch_threads(threads: int) -> Iterator[None]:
+    """Let torch compute on so many threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _processor() -> str:
-    """Name the CPU as the kernel does."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _accelerator_name() -> str:
-    return (
-        torch.cuda.get_device_name(0)
-        if torch.cuda.is_available()
-        else "host accelerator"
-    )
-
-
-def _versions() -> dict[str, str]:
-    """Name what a profile depends on: a profile of another machine or library is a
-    foreign one.
-    """
-    return {
-        "cpu": _processor(),
-        "accelerator": _accelerator_name(),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }

@@ -1,5 +1,4 @@
-"""Everything of a model that is not a routed expert, with random weights: what the
-device does between experts.
+"""The dense part of a model, everything but its routed experts, with random weights.
 
 Per MoE layer: norm, query/key/value projections, attention over a growing key/value
 cache, output projection, norm, gate with softmax and top-k (its choice is waited for
@@ -9,13 +8,13 @@ for the last position of each sequence. Every layer has weights of its own, so t
 from memory, as they do in the model.
 
 Shape legend: T tokens, B sequences, Q tokens of each, C context, H hidden, E experts, K
-experts per token.
+experts per token, D width of a head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from moesim.runtime.store.memory import huge_tensor
@@ -24,7 +23,8 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
 
-_SPREAD = 0.02
+# Small, so that numbers stay finite through any number of layers.
+_STANDARD_DEVIATION: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class DenseSizes:
 
     @classmethod
     def of(cls, shape: ModelShape) -> DenseSizes:
-        """Read them off a model's shape."""
+        """Take them from a model's shape."""
         heads = 1
         kv_heads = 1
         head_dim = shape.hidden
@@ -56,17 +56,17 @@ class DenseSizes:
             kv_heads = shape.kv_heads or shape.heads
             head_dim = shape.head_dim
         return cls(
-            shape.hidden,
-            heads,
-            kv_heads,
-            head_dim,
-            shape.experts,
-            shape.top_k,
-            shape.layers,
-            shape.shared_intermediate,
-            len(shape.dense_layers),
-            shape.dense_intermediate,
-            shape.vocab,
+            hidden=shape.hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            experts=shape.experts,
+            top_k=shape.top_k,
+            layers=shape.layers,
+            shared=shape.shared_intermediate,
+            dense_layers=len(shape.dense_layers),
+            dense_width=shape.dense_intermediate,
+            vocab=shape.vocab,
         )
 
     @property
@@ -80,13 +80,12 @@ class DenseSizes:
         costs count it, too).
         """
         layer = self.attention + self.hidden * (self.experts + 3 * self.shared)
-        dense = self.dense_layers * (
-            self.attention + 3 * self.hidden * self.dense_width
-        )
+        feed_forward = 3 * self.hidden * self.dense_width
+        dense = self.dense_layers * (self.attention + feed_forward)
         return self.layers * layer + dense + 2 * self.vocab * self.hidden
 
 
-class _Layer(NamedTuple):
+class _MoeLayer(NamedTuple):
     """Weights [out, in] of one MoE layer's dense part; `up` and `down` of its shared
     expert.
     """
@@ -96,6 +95,15 @@ class _Layer(NamedTuple):
     gate: torch.Tensor
     up: torch.Tensor | None
     down: torch.Tensor | None
+
+
+class _DenseLayer(NamedTuple):
+    """Weights [out, in] of a layer without experts."""
+
+    qkv: torch.Tensor
+    out: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
 
 
 class DenseStack:
@@ -115,67 +123,60 @@ class DenseStack:
         self._dtype = dtype
         self._device = device
         self._draws = torch.Generator(device).manual_seed(seed)
-        width = sizes.heads * sizes.head_dim
-        kv_width = sizes.kv_heads * sizes.head_dim
-        shared = sizes.shared
-        self._layers = [
-            _Layer(
-                self._draw(width + 2 * kv_width, sizes.hidden),
-                self._draw(sizes.hidden, width),
-                self._draw(sizes.experts, sizes.hidden),
-                self._draw(2 * shared, sizes.hidden) if shared else None,
-                self._draw(sizes.hidden, shared) if shared else None,
-            )
-            for _ in range(sizes.layers)
-        ]
-        self._dense = [
-            (
-                self._draw(2 * width, sizes.hidden),
-                self._draw(sizes.hidden, width),
-                self._draw(2 * sizes.dense_width, sizes.hidden),
-                self._draw(sizes.hidden, sizes.dense_width),
-            )
-            for _ in range(sizes.dense_layers)
-        ]
+        self._width = sizes.heads * sizes.head_dim
+        self._kv_width = sizes.kv_heads * sizes.head_dim
+
+        # The order of these draws decides the weights: keep it.
+        self._layers = [self._draw_moe_layer() for _ in range(sizes.layers)]
+        self._dense = [self._draw_dense_layer() for _ in range(sizes.dense_layers)]
         self._head = self._draw(sizes.vocab, sizes.hidden) if sizes.vocab else None
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._room = (0, 0)
+
+        # Per MoE layer, keys and values [B, heads, C, D]; empty until their extent is
+        # known.
+        self._kv_cache: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sequences = 0
+        self._context = 0
 
     @property
     def bytes(self) -> int:
         """Bytes of all weights, the key/value cache not counted."""
         tensors = [w for layer in self._layers for w in layer if w is not None]
-        tensors += [w for layer in self._dense for w in layer] + (
-            [] if self._head is None else [self._head]
-        )
+        tensors += [w for dense_layer in self._dense for w in dense_layer]
+        if self._head is not None:
+            tensors.append(self._head)
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of the key/value cache."""
+        tensors = (tensor for pair in self._kv_cache for tensor in pair)
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
     def embed(self, tokens: int) -> torch.Tensor:
         """Draw hidden states [T, H] that a step begins with."""
-        drawn = torch.randn(
+        hidden = torch.randn(
             tokens, self.sizes.hidden, generator=self._draws, device=self._device
         )
-        return drawn.to(self._dtype)
+        return hidden.to(self._dtype)
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the key/value cache."""
-        return sum(
-            tensor.numel() * tensor.itemsize for pair in self._kept for tensor in pair
-        )
-
-    def make_room(self, sequences: int, context: int) -> None:
+    def allocate_cache(self, sequences: int, context: int) -> None:
         """Have a written key/value cache for so many sequences and positions; called
         before a run.
         """
-        if sequences <= self._room[0] and context <= self._room[1]:
+        if sequences <= self._sequences and context <= self._context:
             return
-        self._room = max(sequences, self._room[0]), max(context, self._room[1])
+        self._sequences = max(sequences, self._sequences)
+        self._context = max(context, self._context)
+
+        # The old cache goes first: both together might not fit.
+        self._kv_cache = []
         sizes = self.sizes
-        shape = (self._room[0], sizes.kv_heads, self._room[1], sizes.head_dim)
-        self._kept = []
+        shape = (self._sequences, sizes.kv_heads, self._context, sizes.head_dim)
         for _ in range(sizes.layers):
-            self._kept.append((self._draw(*shape), self._draw(*shape)))
+            # Written, since unwritten memory is read from one zero page.
+            keys = self._draw(*shape)
+            values = self._draw(*shape)
+            self._kv_cache.append((keys, values))
 
     def layer(
         self, index: int, hidden: torch.Tensor, sequences: int, context: int
@@ -189,49 +190,20 @@ class DenseStack:
             context: C, own tokens included.
 
         Returns:
-            The residual stream [T, H], to which the experts' answers are added, and its
-            norm [T, H], about which gate and experts are asked.
+            The residual stream [T, H], to which the experts' results are added, and its
+            norm [T, H], which is the input of gate and experts.
         """
         weights = self._layers[index]
-        sizes = self.sizes
-        normed = functional.rms_norm(hidden, (sizes.hidden,))
-        width = sizes.heads * sizes.head_dim
-        kv_width = sizes.kv_heads * sizes.head_dim
-        query, key, value = functional.linear(normed, weights.qkv).split(
-            (width, kv_width, kv_width), dim=1
-        )
-        each = -(-len(hidden) // sequences)
-        parts = [
-            self._by_head(part, sequences, each, heads)
-            for part, heads in (
-                (query, sizes.heads),
-                (key, sizes.kv_heads),
-                (value, sizes.kv_heads),
-            )
-        ]
-        keys, values = (kept[:sequences, :, :context] for kept in self._kept[index])
-        keys[:, :, context - each :], values[:, :, context - each :] = (
-            parts[1],
-            parts[2],
-        )
-        attended = functional.scaled_dot_product_attention(
-            parts[0],
-            keys,
-            values,
-            is_causal=1 < each == context,
-            enable_gqa=sizes.heads != sizes.kv_heads,
-        )
-        joined = attended.transpose(1, 2).reshape(sequences * each, width)[
-            : len(hidden)
-        ]
-        hidden = hidden + functional.linear(joined, weights.out)
-        normed = functional.rms_norm(hidden, (sizes.hidden,))
-        chosen = torch.topk(
-            functional.linear(normed, weights.gate).float().softmax(-1), sizes.top_k
-        ).indices
-        # nobody reads it, but nobody plans before a gate has spoken: a GPU is waited
-        # for here
+        attended = self._attend(index, hidden, sequences, context)
+        hidden = hidden + functional.linear(attended, weights.out)
+        normed = self._norm(hidden)
+
+        scores = functional.linear(normed, weights.gate).float().softmax(-1)
+        chosen = torch.topk(scores, self.sizes.top_k).indices
+        # The choice is not used, but planning needs a gate's answer on the host: a GPU
+        # is waited for here.
         chosen.cpu()
+
         if weights.up is not None and weights.down is not None:
             hidden = hidden + _feed_forward(normed, weights.up, weights.down)
         return hidden, normed
@@ -240,35 +212,92 @@ class DenseStack:
         """Compute what happens once per step: layers without experts, then logits of
         each sequence's last token.
         """
-        for qkv, out, up, down in self._dense:
-            mixed = functional.linear(
-                functional.rms_norm(hidden, (self.sizes.hidden,)), qkv
-            )[:, : out.shape[1]]
-            hidden = hidden + functional.linear(mixed, out)
-            hidden = hidden + _feed_forward(
-                functional.rms_norm(hidden, (self.sizes.hidden,)), up, down
-            )
+        for layer in self._dense:
+            # Their attention is reduced to its projections: the cache holds no keys and
+            # values for them.
+            projected = functional.linear(self._norm(hidden), layer.qkv)
+            mixed = projected[:, : layer.out.shape[1]]
+            hidden = hidden + functional.linear(mixed, layer.out)
+            hidden = hidden + _feed_forward(self._norm(hidden), layer.up, layer.down)
+
         if self._head is not None:
             functional.linear(hidden[-sequences:], self._head).argmax(-1)
+
+    def _attend(
+        self, index: int, hidden: torch.Tensor, sequences: int, context: int
+    ) -> torch.Tensor:
+        """Attend over the cache, into which the new keys and values are written; return
+        [T, heads * D].
+        """
+        sizes = self.sizes
+        weights = self._layers[index]
+        query, key, value = functional.linear(self._norm(hidden), weights.qkv).split(
+            (self._width, self._kv_width, self._kv_width), dim=1
+        )
+
+        # Rounded up: in a ragged prefill the last sequence is the shorter one.
+        each = -(-len(hidden) // sequences)
+        queries = self._by_head(query, sequences, each, sizes.heads)
+        keys, values = (
+            tensor[:sequences, :, :context] for tensor in self._kv_cache[index]
+        )
+        first = context - each
+        keys[:, :, first:] = self._by_head(key, sequences, each, sizes.kv_heads)
+        values[:, :, first:] = self._by_head(value, sequences, each, sizes.kv_heads)
+
+        attended = functional.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            # Causal only in a prefill: a decoded token sees all that is there.
+            is_causal=1 < each == context,
+            enable_gqa=sizes.heads != sizes.kv_heads,
+        )
+        rows = attended.transpose(1, 2).reshape(sequences * each, self._width)
+        return rows[: len(hidden)]
+
+    def _norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(hidden, (self.sizes.hidden,))
 
     def _by_head(
         self, rows: torch.Tensor, sequences: int, each: int, heads: int
     ) -> torch.Tensor:
-        """Lay rows [T, heads * d] out as [B, heads, Q, d]."""
+        """Lay rows [T, heads * D] out as [B, heads, Q, D]."""
         missing = sequences * each - len(rows)
         padded = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
         return padded.view(sequences, each, heads, self.sizes.head_dim).transpose(1, 2)
 
+    def _draw_moe_layer(self) -> _MoeLayer:
+        sizes = self.sizes
+        qkv = self._draw(self._width + 2 * self._kv_width, sizes.hidden)
+        out = self._draw(sizes.hidden, self._width)
+        gate = self._draw(sizes.experts, sizes.hidden)
+        if not sizes.shared:
+            return _MoeLayer(qkv, out, gate, up=None, down=None)
+        up = self._draw(2 * sizes.shared, sizes.hidden)
+        down = self._draw(sizes.hidden, sizes.shared)
+        return _MoeLayer(qkv, out, gate, up, down)
+
+    def _draw_dense_layer(self) -> _DenseLayer:
+        sizes = self.sizes
+        return _DenseLayer(
+            qkv=self._draw(2 * self._width, sizes.hidden),
+            out=self._draw(sizes.hidden, self._width),
+            up=self._draw(2 * sizes.dense_width, sizes.hidden),
+            down=self._draw(sizes.hidden, sizes.dense_width),
+        )
+
     def _draw(self, *shape: int) -> torch.Tensor:
         if self._device.type == "cpu":
-            drawn = huge_tensor(shape, self._dtype)
+            tensor = huge_tensor(shape, self._dtype)
         else:
-            drawn = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return drawn.normal_(std=_SPREAD, generator=self._draws)
+            tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return tensor.normal_(std=_STANDARD_DEVIATION, generator=self._draws)
 
 
 def _feed_forward(
     hidden: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
+    """Apply a SwiGLU network; `up` holds gate and up one above the other."""
     gate, lifted = functional.linear(hidden, up).chunk(2, dim=-1)
     return functional.linear(functional.silu(gate) * lifted, down)

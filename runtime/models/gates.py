@@ -1,249 +1,105 @@
-"""Listening at the gates: what every MoE layer chose in one forward pass, and what its
-neighbours would have said.
+"""What gates return, and how they choose: scoring, top-k, renormalisation.
 
-Hooks sit on both sides of the joint that `runtime/models/hf.py` finds. Chosen ids and
-weights are the arguments that the `experts` module receives, so they are what the model
-used, whatever masks, biases or groups the gate applied. When layer l's gate has run, it
-is asked again about the gate inputs of layers l-1, l-2 and l-3: these are those layers'
-predictions for layer l (`pred1_raw` …), and at most three hidden states are kept at a
-time.
+A gate's tensors are read by what they are: integers are ids, a float for every expert
+is the gate's output. How a gate turns that output into scores (softmax, sigmoid,
+already done) is not declared anywhere uniform. So it is measured: the gate is called on
+random states, and the scoring is the function of its output to which the weights it
+returns are proportional.
 
-T tokens of the pass, E routed experts, K chosen per token, H hidden, L MoE layers.
+T tokens, E routed experts, K chosen per token, H hidden.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Self
+import inspect
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from moesim.runtime.models.hf import GateFacts, MoeBlock, read_gate
-from moesim.traces.errors import TraceError
+from moesim.runtime.models.configuration import first_setting, text_config
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
+    from moesim.runtime.models.moe_blocks import MoeBlock
     from torch import nn
 
-AHEAD: Final = 3
-"""How many layers ahead predictions are recorded: `pred1_raw`, `pred2_raw`,
-`pred3_raw`.
+SCORINGS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: functional.softplus(logits).sqrt(),  # DeepSeek-V4
+}
+"""Gate output [T, E] -> scores [T, E]; every gate of Transformers 5.23 uses one of
+them.
 """
 
+_PROBE_TOKENS: Final = 64
 
-@dataclass(slots=True)
-class Heard:
-    """One MoE layer in one forward pass.
+# bfloat16 weights scatter by 0.4 %; a wrong scoring by tens of per cent.
+_MAX_SPREAD: Final = 0.02
+
+# Against division by a score or a mean of zero.
+_TINY: Final = 1e-12
+
+
+class GateFacts(NamedTuple):
+    """How the gates of a model choose.
 
     Attributes:
-        hidden: [T, H] what the gate was asked; emptied once no later gate needs it.
-        output: [T, E] what the gate answered about every expert, None where it shows
-            only its choice.
-        experts: int64 [T, K] as the experts module received them, best first.
-        weights: [T, K] as the experts module received them, in the order of `experts`.
-        scores: float32 [T, E], when asked for.
-        predicted: column name -> float32 [T, E] scores for a coming layer; absent past
-            the last layer.
+        top_k: experts per token.
+        scoring: a name in `SCORINGS`.
+        already_scored: the gate's output is scores, not logits.
+        norm_topk: the chosen experts' weights are scaled to a constant sum.
+        assumed: fields that could not be measured.
     """
 
-    hidden: torch.Tensor
-    output: torch.Tensor | None
-    experts: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
-    predicted: dict[str, torch.Tensor] = field(default_factory=dict)
+    top_k: int
+    scoring: str
+    already_scored: bool
+    norm_topk: bool
+    assumed: tuple[str, ...] = ()
 
-    def named(self, column: str) -> torch.Tensor | None:
-        """Return what belongs into a column of the trace, None where this layer has
-        nothing.
-        """
-        own = {"experts": self.experts, "weights": self.weights, "scores": self.scores}
-        return own[column] if column in own else self.predicted.get(column)
+    def scores(self, output: torch.Tensor) -> torch.Tensor:
+        """Turn a gate's output [T, E] into float32 scores [T, E]."""
+        logits = output.float()
+        return logits if self.already_scored else SCORINGS[self.scoring](logits)
 
 
-class GateTap:
-    """Hear all MoE layers of a model while the context is open; `heard` holds the last
-    forward pass, by MoE layer.
+def read_gate(
+    output: Any, count: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Read what a gate returned by what it is, whatever its order.
 
     Args:
-        blocks: the MoE layers, from `find_blocks`.
-        facts: how gates score, from `gate_facts`.
-        scores: keep full gate scores.
-        predictions: ask later gates about earlier states.
-        residual: float32 [L, H], added to a layer's gate input for `pred1_res` (DALI's
-            correction).
-        states_only: keep nothing but gate inputs (calibration).
+        output: a tensor or a tuple with tensors.
+        count: routed experts E.
+
+    Returns:
+        Output for every expert [T, E] (logits, or scores), combine weights [T, K] and
+        ids [T, K]; None where absent.
     """
+    parts = output if isinstance(output, tuple) else (output,)
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
 
-    def __init__(
-        self,
-        blocks: list[MoeBlock],
-        facts: GateFacts,
-        *,
-        scores: bool = True,
-        predictions: bool = True,
-        residual: torch.Tensor | None = None,
-        states_only: bool = False,
-    ) -> None:
-        self.heard: list[Heard] = []
-        self._blocks = blocks
-        self._facts = facts
-        self._scores = scores
-        self._predictions = predictions
-        self._residual = residual
-        self._states_only = states_only
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> Self:
-        """Attach the hooks."""
-        for layer, block in enumerate(self._blocks):
-            self._hooks.append(
-                block.gate.register_forward_hook(self._on_gate(layer), with_kwargs=True)
-            )
-            if not self._states_only:
-                hook = block.experts.register_forward_pre_hook(
-                    self._on_experts(layer), with_kwargs=True
-                )
-                self._hooks.append(hook)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Remove the hooks; what was heard is forgotten."""
-        while self._hooks:
-            self._hooks.pop().remove()
-        self.heard = []
-
-    def check(self) -> None:
-        """Refuse a pass that was not heard completely.
-
-        Raises:
-            TraceError: a layer's gate did not run, or its experts received no ids.
-        """
-        missing = [
-            block.name
-            for block, heard in zip(self._blocks, self.heard, strict=False)
-            if heard.experts is None
-        ]
-        missing += [block.name for block in self._blocks[len(self.heard) :]]
-        if missing:
-            raise TraceError(
-                f"{missing[0]}: expected `experts` to be called with hidden states,"
-                " expert ids and weights; it was not, so what the model chose cannot"
-                " be seen; this kind of MoE layer is not supported"
-            )
-
-    def _on_gate(self, layer: int) -> Callable[..., None]:
-        """Return the hook that runs after a layer's gate."""
-
-        def hook(
-            gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-        ) -> None:
-            if layer == 0:
-                self.heard = []
-            if layer != len(self.heard):
-                raise TraceError(
-                    f"{self._blocks[layer].name}: expected gates to run once each, in"
-                    " the order of their layers, found this one after"
-                    f" {len(self.heard)} others; this kind of model is not supported"
-                )
-            keywords = dict(kwargs)
-            state = args[0] if args else keywords.pop(next(iter(keywords)))
-            hidden = state.reshape(-1, state.shape[-1])
-            if self._states_only:
-                self.heard.append(Heard(hidden, None))
-                return
-            every, _, _ = read_gate(output, self._blocks[layer].count)
-            heard = Heard(hidden, every)
-            if self._scores and every is not None:
-                heard.scores = self._facts.scores(every)
-            self.heard.append(heard)
-            if self._predictions and every is not None:
-                self._predict(
-                    layer,
-                    lambda asked: gate.forward(
-                        asked.to(state).view_as(state), *args[1:], **keywords
-                    ),
-                )
-            self._forget(layer - AHEAD)
-
-        return hook
-
-    def _predict(self, layer: int, ask: Callable[[torch.Tensor], Any]) -> None:
-        """Let this layer's gate judge the states that earlier layers showed to theirs;
-        hooks stay silent.
-        """
-        for ahead in range(1, min(AHEAD, layer) + 1):
-            earlier = self.heard[layer - ahead]
-            earlier.predicted[f"pred{ahead}_raw"] = self._judge(
-                layer, ask, earlier.hidden
-            )
-            if ahead == 1 and self._residual is not None:
-                corrected = earlier.hidden + self._residual[layer - 1].to(
-                    earlier.hidden
-                )
-                earlier.predicted["pred1_res"] = self._judge(layer, ask, corrected)
-
-    def _judge(
-        self, layer: int, ask: Callable[[torch.Tensor], Any], states: torch.Tensor
-    ) -> torch.Tensor:
-        """Return a gate's scores [T, E] for states [T, H]."""
-        every, _, _ = read_gate(ask(states), self._blocks[layer].count)
-        assert every is not None, "a gate answers alike each time"
-        return self._facts.scores(every)
-
-    def _forget(self, layer: int) -> None:
-        """Let go of a hidden state that no later gate will be asked about."""
-        if layer >= 0:
-            self.heard[layer].hidden = self.heard[layer].hidden[:0]
-
-    def _on_experts(self, layer: int) -> Callable[..., None]:
-        """Return the hook that runs before a layer's experts."""
-
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensors = [
-                value
-                for value in (*args, *kwargs.values())
-                if isinstance(value, torch.Tensor)
-            ]
-            index = next(
-                (
-                    one
-                    for one in tensors
-                    if not one.is_floating_point() and one.dim() == 2
-                ),
-                None,
-            )
-            if index is None or layer >= len(self.heard):
-                return
-            floats = [
-                one
-                for one in tensors[1:]
-                if one.is_floating_point() and one.shape == index.shape
-            ]
-            if floats:
-                heard = self.heard[layer]
-                heard.experts, heard.weights = best_first(
-                    index, floats[0], heard.output
-                )
-
-        return hook
+    index = next((part for part in tensors if not part.is_floating_point()), None)
+    scored = next((part for part in floats if part.shape[-1] == count), None)
+    weights = None
+    if index is not None:
+        # Where K = E both floats have the same shape: the first one is the output.
+        candidates = (part for part in floats if part is not scored)
+        weights = next((part for part in candidates if part.shape == index.shape), None)
+    return None if scored is None else scored.reshape(-1, count), weights, index
 
 
 def best_first(
     index: torch.Tensor, weights: torch.Tensor, output: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort each token's experts by the gate's own judgement, best first; ties keep the
+    """Sort each token's experts by the gate's own output, best first; ties keep the
     model's order.
 
-    The judgement is the gate's output; weights stand in where a gate shows none. Both
-    agree for every model but Phi-3.5-MoE, whose second expert may weigh more than its
-    first.
+    Weights stand in where a gate shows no output. Both agree for every model but
+    Phi-3.5-MoE, whose second expert may weigh more than its first.
 
     Args:
         index: ids [T, K].
@@ -256,3 +112,141 @@ def best_first(
     key = weights if output is None else output.gather(1, index)
     order = key.sort(dim=-1, descending=True, stable=True).indices
     return index.gather(1, order), weights.gather(1, order)
+
+
+def gate_facts(model: nn.Module, blocks: list[MoeBlock]) -> GateFacts:
+    """Measure how the gates score and whether top-k weights are renormalised.
+
+    The last gate is called on random hidden states; no expert is computed. Where
+    weights are proportional to no known function of the output (Phi-3.5-MoE's
+    sparsemixer), or the gate cannot be called alone, the configuration answers and the
+    field is listed in `assumed`.
+    """
+    config = text_config(model)
+    declared = _declared_scoring(config)
+    probe = _probe(blocks[-1], int(config.hidden_size))
+    if probe is None:
+        return _declared_facts(config, declared)
+
+    spreads = _spreads(probe, declared)
+    best = min(spreads, key=lambda name: spreads[name])
+    certain = spreads[best] < _MAX_SPREAD
+    best = best if certain else declared
+    facts = GateFacts(
+        top_k=probe.index.shape[1],
+        scoring="softmax" if best == "given" else best,
+        already_scored=best == "given",
+        norm_topk=True,
+        assumed=() if certain else ("scoring",),
+    )
+
+    totals = probe.weights.sum(-1)
+    if not certain:
+        # Without a scoring to compare with, only sums of one show renormalisation.
+        return facts._replace(norm_topk=bool(((totals - 1).abs() < _MAX_SPREAD).all()))
+
+    # Renormalised weights have equal sums; others are an equal share of the scores.
+    # A model's constant factor on its weights changes neither test.
+    chosen_scores = facts.scores(probe.output).gather(1, probe.index)
+    share = totals / chosen_scores.sum(-1)
+    return facts._replace(norm_topk=_variation(totals) <= _variation(share))
+
+
+class _Probe(NamedTuple):
+    """A gate's answer to random states: output [T, E] and weights [T, K] in float32,
+    ids int64 [T, K].
+    """
+
+    output: torch.Tensor
+    weights: torch.Tensor
+    index: torch.Tensor
+
+
+def _declared_scoring(config: Any) -> str:
+    """Return the scoring that a configuration names, softmax where it names none."""
+    names = ("scoring_func", "score_function", "moe_router_activation_func")
+    declared = str(first_setting(config, names, "softmax"))
+    return declared if declared in SCORINGS else "softmax"
+
+
+def _declared_facts(config: Any, scoring: str) -> GateFacts:
+    """Take a configuration's word for what cannot be measured."""
+    widths = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+    return GateFacts(
+        top_k=int(first_setting(config, widths, 1)),
+        scoring=scoring,
+        already_scored=False,
+        norm_topk=bool(first_setting(config, ("norm_topk_prob",), default=True)),
+        assumed=("scoring", "norm_topk"),
+    )
+
+
+def _probe(block: MoeBlock, hidden: int) -> _Probe | None:
+    """Call a gate on random states; None where it cannot be called alone."""
+    weight = next(iter(block.gate.parameters()), None)
+    if weight is None or weight.is_meta:
+        return None
+
+    draws = torch.Generator().manual_seed(0)
+    states = torch.randn(_PROBE_TOKENS, hidden, generator=draws).to(weight)
+
+    # Further arguments of a gate (a correction bias) are attributes of its owner with
+    # the same name, as the library passes them.
+    _, *further = inspect.signature(block.gate.forward).parameters.values()
+    extra = {}
+    for parameter in further:
+        value = getattr(block.owner, parameter.name, None)
+        if value is not None:
+            extra[parameter.name] = value
+        elif parameter.default is parameter.empty:
+            return None
+
+    with torch.inference_mode():
+        output, weights, index = read_gate(
+            block.gate.forward(states, **extra), block.count
+        )
+    if output is None or weights is None or index is None:
+        return None
+    return _Probe(output.float(), weights.float(), index.long())
+
+
+def _spreads(probe: _Probe, declared: str) -> dict[str, float]:
+    """Compare weights with each scoring of the output; the declared one stands before
+    the others, so that it wins a tie with them.
+    """
+    output = probe.output
+    spreads: dict[str, float] = {}
+    totals = output.sum(-1)
+    is_distribution = bool((output >= 0).all()) and torch.allclose(
+        totals, torch.ones(()).to(output), atol=1e-2
+    )
+    # Scores that the gate itself returned, which `scores` must not score again.
+    if is_distribution:
+        spreads["given"] = _spread(probe.weights, output.gather(1, probe.index))
+
+    for name in sorted(SCORINGS, key=lambda name: name != declared):
+        scores = SCORINGS[name](output).gather(1, probe.index)
+        spreads[name] = _spread(probe.weights, scores)
+    return spreads
+
+
+def _spread(weights: torch.Tensor, scores: torch.Tensor) -> float:
+    """Measure how far weights [T, K] are from proportional to scores [T, K], per token
+    or over all of them.
+    """
+    ratio = weights / scores.clamp(min=_TINY)
+    over_all = _variation(ratio)
+    # One expert per token is proportional to anything within its token.
+    if ratio.shape[1] == 1:
+        return over_all
+
+    means = ratio.mean(-1).abs().clamp(min=_TINY)
+    within = float((ratio.std(-1) / means).mean())
+    return min(over_all, within)
+
+
+def _variation(values: torch.Tensor) -> float:
+    """Return standard deviation over mean."""
+    if values.numel() <= 1:
+        return 0.0
+    return float(values.std() / values.mean().abs().clamp(min=_TINY))

@@ -1,8 +1,8 @@
-"""A plain decoding loop: prompts in, tokens out, with a look at every forward pass.
+"""Generates tokens with a plain decoding loop; an observer sees every forward pass.
 
 Prompts of one batch are aligned at their ends (left padding), so that each decode pass
 appends one token to every sequence. Each sequence draws from its own generator, so what
-is sampled does not depend on its company.
+is sampled does not depend on the other sequences.
 
 B sequences, S tokens of a pass per sequence (pads included), V vocabulary.
 """
@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moesim.runtime.models.hf import LocalModel
+    from moesim.runtime.models.local_model import LocalModel
 
 
 class Pass(NamedTuple):
@@ -35,7 +35,7 @@ class Pass(NamedTuple):
     keep: torch.Tensor
 
 
-class Listener(Protocol):
+class PassObserver(Protocol):
     """Called after every forward pass."""
 
     def __call__(self, step: Pass) -> None:
@@ -55,7 +55,7 @@ def generate(
     local: LocalModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    listen: Listener,
+    observe: PassObserver,
     *,
     first: int = 0,
     sampling: Sampling | None = None,
@@ -70,48 +70,61 @@ def generate(
         local: the model.
         prompts: token ids of B prompts, none empty.
         max_new_tokens: >= 0.
-        listen: called after every pass.
+        observe: called after every pass.
         first: number of the first sequence, for its random draws.
         sampling: greedy when None.
     """
     sampling = sampling or Sampling()
-    draws = [_generator(sampling.seed, first + one) for one in range(len(prompts))]
+    draws = [
+        _generator(sampling.seed, first + number) for number in range(len(prompts))
+    ]
     ends = _end_tokens(local.model)
-    device = local.device
-    width = max(map(len, prompts))
-    tokens = torch.tensor(
-        [[0] * (width - len(ids)) + list(ids) for ids in prompts], device=device
-    )
-    mask = torch.tensor(
-        [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device
-    )
+    # Not every model takes positions, or can leave out logits that are not used.
+    accepted = inspect.signature(local.model.forward).parameters
+
+    tokens, mask = _padded(prompts, local.device)
     lengths = mask.sum(-1, keepdim=True)
+    # Pads get position 0, which every model has; their results are not kept.
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     keep = mask.bool()
     cache = None
-    accepted = inspect.signature(local.model.forward).parameters
-    for made in range(max_new_tokens + 1):
-        offered = {"position_ids": positions, "logits_to_keep": 1}
+
+    for generated in range(max_new_tokens + 1):
+        optional = {"position_ids": positions, "logits_to_keep": 1}
         with torch.inference_mode():
             out = local.model(
                 input_ids=tokens,
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=True,
-                **{name: value for name, value in offered.items() if name in accepted},
+                **{name: value for name, value in optional.items() if name in accepted},
             )
-        listen(Pass(tokens, positions, keep))
-        if made == max_new_tokens:
+        observe(Pass(tokens, positions, keep))
+        if generated == max_new_tokens:
             return
+
+        # Ended sequences stay in the batch as rows that are not kept: so the KV cache
+        # needs no change.
         alive = keep[:, -1]
         chosen = _choose(out.logits[:, -1], sampling.temperature, draws)
-        keep = (alive & ~torch.isin(chosen, ends.to(device)))[:, None]
+        keep = (alive & ~torch.isin(chosen, ends.to(local.device)))[:, None]
         if not keep.any():
             return
+
         tokens = chosen[:, None]
         cache = out.past_key_values
-        positions = lengths + made
+        positions = lengths + generated
         mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+
+
+def _padded(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Align prompts at their ends: token ids and attention mask, int64 [B, S] each."""
+    width = max(map(len, prompts))
+    tokens = [[0] * (width - len(ids)) + list(ids) for ids in prompts]
+    mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
+    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
 
 
 def _choose(
@@ -120,25 +133,31 @@ def _choose(
     """Choose the next token of every sequence, int64 [B], from logits [B, V]."""
     if temperature <= 0:
         return logits.argmax(-1)
+
+    # Drawn on the CPU, so that every device samples the same tokens.
     chances = (logits.float() / temperature).softmax(-1).cpu()
-    drawn = [
+    tokens = [
         torch.multinomial(row, 1, generator=draw)
         for row, draw in zip(chances, draws, strict=True)
     ]
-    return torch.cat(drawn).to(logits.device)
+    return torch.cat(tokens).to(logits.device)
 
 
 def _generator(seed: int, sequence: int) -> torch.Generator:
     """Give a sequence a source of randomness of its own."""
     digest = hashlib.sha256(f"{seed}:{sequence}".encode()).digest()
+    # Seven bytes, because a seed must fit into a signed 64-bit number.
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def _end_tokens(model: Any) -> torch.Tensor:
     """List the tokens that end a sequence, int64."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = model.config.get_text_config().eos_token_id if ends is None else ends
-    return torch.tensor(
-        [] if ends is None else ends if isinstance(ends, list) else [ends],
-        dtype=torch.int64,
-    )
+    if ends is None:
+        ends = model.config.get_text_config().eos_token_id
+
+    if ends is None:
+        ends = []
+    elif not isinstance(ends, list):
+        ends = [ends]
+    return torch.tensor(ends, dtype=torch.int64)

@@ -1,11 +1,11 @@
-"""A Hugging Face model whose experts are ours.
+"""A Hugging Face model whose experts are computed by a handler of ours.
 
 The library calls every experts module through a registry: a name in the configuration
 picks the function that gets ``(module, hidden [T, H], ids [T, K], weights [T, K])`` and
 returns [T, H]. We register one function under one name. It looks up which MoE layer the
-module is and hands over to a *handler*: an executor that computes experts where its
-plan says, or `StoreExperts`, which reads them one after the other. Everything else of
-the model (attention, norms, gates, shared experts) stays the library's own code.
+module is and calls a *handler*: an executor that computes experts where its plan says,
+or `StoreExperts`, which reads them one after the other. Everything else of the model
+(attention, norms, gates, shared experts) stays the library's own code.
 
 Expert weights never enter the module. Its class is extended by one step: as soon as the
 model's frame exists, on the ``meta`` device and without memory, the experts modules
@@ -24,38 +24,31 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from moesim.runtime.errors import RuntimeFault, StoreError
-from moesim.runtime.models.expert_math import (
-    MODULE_GATING,
-    ExpertLayout,
-    combine,
-    expert_forward,
-    group_tokens,
-)
-from moesim.runtime.models.hf import tensor_bytes
-from moesim.runtime.store.memory import HostTier
-from moesim.runtime.store.sources import (
-    checkpoint_digest,
-    layout_of,
-    moe_blocks,
-    read_config,
-)
+from moesim.runtime.models.checkpoint import checkpoint_digest
+from moesim.runtime.models.configuration import read_config
+from moesim.runtime.models.expert_layout import MODULE_GATING
+from moesim.runtime.models.expert_math import combine, expert_forward, group_tokens
+from moesim.runtime.models.experts_module import gating_function, layout_of
+from moesim.runtime.models.model_weights import tensor_bytes
+from moesim.runtime.models.moe_blocks import offloadable_blocks
+from moesim.runtime.store.memory import HostSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moesim.runtime.models.hf import MoeBlock
+    from moesim.runtime.models.expert_layout import ExpertLayout
+    from moesim.runtime.models.moe_blocks import MoeBlock
     from moesim.runtime.store.store import ExpertStore
     from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
 IMPLEMENTATION: Final = "moesim"
 """The name under which the library finds our experts function."""
 
-_SEAT: Final = "_moesim_seat"
+_BINDING: Final = "_moesim_binding"
 
 
 class ExpertsHandler(Protocol):
-    """Whoever computes the experts."""
+    """Computes the routed experts of a model."""
 
     def experts(
         self,
@@ -83,7 +76,7 @@ class MoeLayer:
 
     Attributes:
         index: MoE layer, 0-based (dense layers not counted).
-        name: where its experts module sits, e.g. ``model.layers.3.mlp.experts``.
+        name: of its experts module, e.g. ``model.layers.3.mlp.experts``.
         experts: routed experts E.
         layout: its experts' shapes and arithmetic in the model's dtype; a store may
             hold another dtype.
@@ -106,7 +99,7 @@ class OffloadedModel:
     Attributes:
         model: the library's model, in evaluation mode.
         layers: its MoE layers.
-        handler: who computes the experts; may be set and replaced at any time between
+        handler: computes the experts; may be set and replaced at any time between
             forward passes.
         digest: names the checkpoint, as `StoreIndex.model_digest` does.
         dense_bytes: bytes of everything that is loaded.
@@ -125,7 +118,9 @@ class OffloadedModel:
         self.handler = handler
         self.dense_bytes = tensor_bytes(model)
         for layer in self.layers:
-            setattr(model.get_submodule(layer.name), _SEAT, _Seat(self, layer.index))
+            # On the module itself: the library's function is given nothing else.
+            binding = _Binding(self, layer.index)
+            setattr(model.get_submodule(layer.name), _BINDING, binding)
 
     @classmethod
     def load(
@@ -140,7 +135,7 @@ class OffloadedModel:
 
         Args:
             model_dir: a Hugging Face directory.
-            handler: who computes the experts.
+            handler: computes the experts.
             device: where the loaded part lives and computes.
             dtype: to compute in; the checkpoint's own when None.
 
@@ -150,11 +145,13 @@ class OffloadedModel:
             RuntimeFault: the device has not enough memory.
         """
         directory = Path(model_dir)
+        # Before loading: the name in the configuration must be known by then.
         _register()
-        config, kind = read_config(directory)
-        found: list[MoeLayer] = []
+        config, model_class = read_config(directory)
+
+        layers: list[MoeLayer] = []
         try:
-            model = _without_experts(kind, found).from_pretrained(
+            model = _without_experts(model_class, layers).from_pretrained(
                 directory,
                 config=config,
                 dtype="auto" if dtype is None else dtype,
@@ -165,16 +162,15 @@ class OffloadedModel:
             raise StoreError(
                 f"{directory}: cannot load: {str(error).splitlines()[0]}"
             ) from None
+
         try:
             model = model.eval().to(device)
-        except (
-            RuntimeError,
-            AssertionError,
-        ) as error:  # out of memory; or a torch without CUDA
+        # A torch without CUDA raises an AssertionError, a full device a RuntimeError.
+        except (RuntimeError, AssertionError) as error:
             raise RuntimeFault(
                 f"{device}: no room for {directory.name}: {str(error).splitlines()[0]}"
             ) from None
-        return cls(model, found, checkpoint_digest(directory), handler)
+        return cls(model, layers, checkpoint_digest(directory), handler)
 
     def check_store(self, store: ExpertStore) -> None:
         """Make sure that a store holds this model's experts, from this very checkpoint.
@@ -189,30 +185,13 @@ class OffloadedModel:
                 " a store from this directory"
             )
 
-    def watch_gates(
-        self, seen: Callable[[int, torch.Tensor, Any], None]
-    ) -> list[RemovableHandle]:
-        """Observe the gates: `seen` gets the MoE layer, the gate's input and whatever
-        it returned, as it returns.
-
-        `moesim.runtime.models.hf.read_gate` reads the output. Remove the handles to
-        stop watching.
-        """
-
-        def hook(layer: int) -> Callable[[nn.Module, Any, Any], None]:
-            return lambda _module, inputs, output: seen(layer, inputs[0], output)
-
-        return [
-            layer.gate.register_forward_hook(hook(layer.index)) for layer in self.layers
-        ]
-
 
 class StoreExperts:
-    """The plainest handler: read each active expert, compute it, forget it. Slow,
-    simple, and the yardstick.
+    """The plainest handler: reads each active expert, computes it, and keeps nothing.
+    It is slow and simple, so others are checked against it.
 
     Args:
-        store: where the experts are.
+        store: holds the experts.
         gatings: per layer, the model's own gating or None (`MoeLayer.gating`).
         check: compare the checksum of every read.
     """
@@ -227,7 +206,7 @@ class StoreExperts:
         self._store = store
         self._gatings = gatings or [None] * store.layers
         self._check = check
-        self._tier = HostTier(1, store.slot_bytes)
+        self._slots = HostSlots(1, store.slot_bytes)
 
     def experts(
         self,
@@ -236,31 +215,29 @@ class StoreExperts:
         index: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Answer as `ExpertsHandler.experts`."""
+        """Compute as `ExpertsHandler.experts`."""
         layout = self._store.layout(layer)
+        gating = self._gatings[layer]
         groups = group_tokens(index.cpu().numpy())
         pairs = torch.from_numpy(groups.pairs).to(hidden.device)
-        slot = self._tier.record(0)
+        slot = self._slots.record(0)
+
         results = []
         for position, expert in enumerate(groups.experts.tolist()):
-            mine = pairs[groups.starts[position] : groups.starts[position + 1]]
+            expert_pairs = pairs[groups.starts[position] : groups.starts[position + 1]]
             self._store.read_into(layer, expert, slot, check=self._check)
+            # On the CPU the slot itself is computed with, so it is read again only
+            # after its result is there.
             record = slot if hidden.device.type == "cpu" else slot.to(hidden.device)
-            rows = hidden[mine // index.shape[1]]
-            results.append(
-                (
-                    mine,
-                    expert_forward(
-                        layout.views(record), rows, layout, self._gatings[layer]
-                    ),
-                )
-            )
+            rows = hidden[expert_pairs // index.shape[1]]
+            result = expert_forward(layout.views(record), rows, layout, gating)
+            results.append((expert_pairs, result))
         return combine(torch.zeros_like(hidden), results, weights)
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
-    """What an experts module knows: whose it is, and which MoE layer it serves."""
+class _Binding:
+    """Ties an experts module to its offloaded model and its MoE layer."""
 
     owner: OffloadedModel
     layer: int
@@ -272,51 +249,58 @@ def _register() -> None:
         ALL_EXPERTS_FUNCTIONS,
     )
 
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _dispatch)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _call_handler)
 
 
-def _dispatch(
+def _call_handler(
     module: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Hand a layer's experts over to the handler of its model."""
-    seat: _Seat = getattr(module, _SEAT)
-    handler = seat.owner.handler
+    """Let the handler of a module's model compute its experts."""
+    binding: _Binding = getattr(module, _BINDING)
+    handler = binding.owner.handler
     assert handler is not None, "set OffloadedModel.handler before calling the model"
-    return handler.experts(seat.layer, hidden, index, weights)
+    return handler.experts(binding.layer, hidden, index, weights)
 
 
-def _without_experts(kind: Any, found: list[MoeLayer]) -> Any:
-    """Extend a model class: its instances describe their MoE layers in `found` and drop
-    their expert parameters.
+def _without_experts(model_class: Any, layers: list[MoeLayer]) -> Any:
+    """Extend a model class: its instances describe their MoE layers in `layers` and
+    drop their expert parameters.
 
     The new class keeps name and module of the old one, by which the library finds its
     conversions.
     """
 
-    def __init__(self: Any, config: Any, *further: Any, **named: Any) -> None:  # noqa: N807 - a method in the making
-        kind.__init__(self, config, *further, **named)
-        found.clear()
-        for index, block in enumerate(moe_blocks(self)):
-            found.append(_describe(index, block))
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - a method in the making
+        model_class.__init__(self, config, *args, **kwargs)
+
+        # The library may build the model more than once; the last one counts.
+        layers.clear()
+        for index, block in enumerate(offloadable_blocks(self)):
+            layers.append(_describe(index, block))
             for name, _ in list(block.experts.named_parameters()):
                 delattr(block.experts, name)
-            block.experts._is_hf_initialized = True  # noqa: SLF001 - nothing left for the library to initialise
-        names = {re.escape(f"{layer.name}.") for layer in found}
-        self._keys_to_ignore_on_load_unexpected = (
-            set(self._keys_to_ignore_on_load_unexpected or ()) | names
-        )
+            # Nothing is left there for the library to initialise.
+            block.experts._is_hf_initialized = True  # noqa: SLF001 - the library's own mark
 
-    return type(
-        kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__}
-    )
+        # Else it warns of every expert tensor in the checkpoint.
+        patterns = {re.escape(f"{layer.name}.") for layer in layers}
+        ignored = set(self._keys_to_ignore_on_load_unexpected or ())
+        self._keys_to_ignore_on_load_unexpected = ignored | patterns
+
+    members = {"__init__": __init__, "__module__": model_class.__module__}
+    return type(model_class.__name__, (model_class,), members)
 
 
 def _describe(index: int, block: MoeBlock) -> MoeLayer:
     """Describe one MoE layer while its parameters are still there."""
     experts: Any = block.experts
     layout = layout_of(experts, next(experts.parameters()).dtype)
-    own = experts._apply_gate if layout.gating.gated else experts.act_fn  # noqa: SLF001 - the library's joint
-    gating = own if layout.gating.act == MODULE_GATING else None
+    has_no_name = layout.gating.act == MODULE_GATING
     return MoeLayer(
-        index, f"{block.name}.experts", block.count, layout, block.gate, gating
+        index=index,
+        name=f"{block.name}.experts",
+        experts=block.count,
+        layout=layout,
+        gate=block.gate,
+        gating=gating_function(experts) if has_no_name else None,
     )

@@ -1,4 +1,4 @@
-"""Everything that policies may know of a model beforehand, in one file.
+"""Writes a calibration file: all that policies may know of a model beforehand.
 
 Counted from a trace that no evaluation uses, beside the residual vectors of the same
 model: a safetensors file with named tensors, each of which a policy asks for by its
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.runtime.record.residual import Residual
-    from moesim.traces.format.reader import Trace
+    from moesim.traces.format.reader import SequenceRows, Trace
 
 FACTS_KEY: Final = "moesim_calibration"
 _RESIDUAL_KEY: Final = "moesim"
-_GATING: Final = ("weights", "pred1_raw")
+_GATING_COLUMNS: Final = ("weights", "pred1_raw")
+_NAMED_FACTS: Final = ("model", "weights", "prompts", "sequences", "date")
+
 THRESHOLD: Final = (0.005 / 0.27) ** 0.5
 """Share of the weight below which AdapMoE's gating, with its default budget and
 sensitivity, leaves an expert out.
@@ -53,50 +55,30 @@ def count(trace: Trace) -> dict[str, np.ndarray]:
     """
     layers = trace.shape.layers
     experts = trace.shape.experts
-    follows = Transitions(layers, experts)
+    transitions = Transitions(layers, experts)
     matrices = []
-    more = _GATING if set(_GATING) <= trace.columns else ()
-    alone = np.zeros(layers)
-    right = np.zeros(layers)
-    seen = np.zeros((2, layers))
-    for rows in trace.sequences(more):
+    has_gating = set(_GATING_COLUMNS) <= trace.columns
+    gating = _GatingCounts(layers)
+
+    for rows in trace.sequences(_GATING_COLUMNS if has_gating else ()):
         flat = rows.layer.astype(np.int64)[:, None] * experts + rows.experts
-        matrices.append(
-            np.bincount(flat.ravel(), minlength=layers * experts).reshape(
-                layers, experts
-            )
-        )
+        uses = np.bincount(flat.ravel(), minlength=layers * experts)
+        matrices.append(uses.reshape(layers, experts))
         for layer in range(layers - 1):
-            here = rows.layer == layer
-            next_ = rows.layer == layer + 1
-            _, mine, theirs = np.intersect1d(
-                rows.pos[here], rows.pos[next_], assume_unique=True, return_indices=True
-            )
-            follows.observe(
-                layer, rows.experts[here][mine], rows.experts[next_][theirs]
-            )
-            if more:
-                best = rows.columns["pred1_raw"][here][mine].argmax(axis=1)
-                right[layer + 1] += (
-                    (best[:, None] == rows.experts[next_][theirs]).any(axis=1).sum()
-                )
-                seen[0, layer + 1] += len(mine)
-        for layer in range(layers) if more else ():
-            weights = rows.columns["weights"][rows.layer == layer]
-            alone[layer] += len(weights) * kept_alone(weights, THRESHOLD)
-            seen[1, layer] += len(weights)
-    each = np.asarray(matrices, np.float64)
-    found = {
-        "transitions": follows.table(),
-        "activation_matrices": each,
-        "activation_counts": each.sum(axis=0),
+            current, following = _same_tokens(rows, layer)
+            transitions.observe(layer, rows.experts[current], rows.experts[following])
+            if has_gating:
+                gating.count_predictions(rows, layer, current, following)
+        if has_gating:
+            gating.count_single(rows)
+
+    activations = np.asarray(matrices, np.float64)
+    tensors = {
+        "transitions": transitions.table(),
+        "activation_matrices": activations,
+        "activation_counts": activations.sum(axis=0),
     }
-    if more:
-        found |= {
-            "prefetch_accuracy": right / np.maximum(seen[0], 1),
-            "single_share": alone / np.maximum(seen[1], 1),
-        }
-    return found
+    return tensors | gating.shares() if has_gating else tensors
 
 
 def write_calibration(
@@ -117,21 +99,23 @@ def write_calibration(
         TraceError: the trace is damaged, or belongs to an evaluation.
     """
     opened = open_trace(trace)
+    # What was learned from a text must not be measured on it.
     if opened.header.split != "calibration":
         raise TraceError(
             f"{trace}: expected a trace of calibration text, found split"
             f" {opened.header.split!r}"
         )
+
     tensors = count(opened)
     metadata = {}
     if residual is not None:
         tensors["residual"] = np.ascontiguousarray(residual.vectors, np.float32)
+        # Under the key of a residual file, as which this one loads too.
         metadata[_RESIDUAL_KEY] = json.dumps(residual.facts, sort_keys=True)
-    said = opened.header.provenance
+
+    provenance = opened.header.provenance
     facts: dict[str, Any] = {
-        name: said[name]
-        for name in ("model", "weights", "prompts", "sequences", "date")
-        if name in said
+        name: provenance[name] for name in _NAMED_FACTS if name in provenance
     }
     facts["tensors"] = {
         name: list(tensor.shape) for name, tensor in sorted(tensors.items())
@@ -140,3 +124,58 @@ def write_calibration(
     with written_beside(out) as part:
         save_file(tensors, part, metadata=metadata)
     return facts
+
+
+class _GatingCounts:
+    """Counts, per layer, what AdapMoE's gating and prefetching would do. All [L]."""
+
+    def __init__(self, layers: int) -> None:
+        self._single = np.zeros(layers)
+        self._tokens = np.zeros(layers)
+        self._correct = np.zeros(layers)
+        self._predicted = np.zeros(layers)
+
+    def count_predictions(
+        self,
+        rows: SequenceRows,
+        layer: int,
+        current: np.ndarray,
+        following: np.ndarray,
+    ) -> None:
+        """Count tokens whose best predicted expert is among those of the next layer."""
+        best = rows.columns["pred1_raw"][current].argmax(axis=1)
+        correct = (best[:, None] == rows.experts[following]).any(axis=1)
+        # Counted for the layer that was predicted, not for the one that predicts.
+        self._correct[layer + 1] += correct.sum()
+        self._predicted[layer + 1] += len(current)
+
+    def count_single(self, rows: SequenceRows) -> None:
+        """Count tokens that gating leaves one expert."""
+        for layer in range(len(self._tokens)):
+            weights = rows.columns["weights"][rows.layer == layer]
+            self._single[layer] += len(weights) * kept_alone(weights, THRESHOLD)
+            self._tokens[layer] += len(weights)
+
+    def shares(self) -> dict[str, np.ndarray]:
+        """Return the shares of tokens, by tensor name."""
+        # A layer without tokens has zero counts: divided by one they stay zero.
+        return {
+            "prefetch_accuracy": self._correct / np.maximum(self._predicted, 1),
+            "single_share": self._single / np.maximum(self._tokens, 1),
+        }
+
+
+def _same_tokens(rows: SequenceRows, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of one layer and of the next, in pairs of the same token.
+
+    By position: a damaged or foreign trace may lack tokens at one of the two layers.
+    """
+    current = np.flatnonzero(rows.layer == layer)
+    following = np.flatnonzero(rows.layer == layer + 1)
+    _, at_current, at_following = np.intersect1d(
+        rows.pos[current],
+        rows.pos[following],
+        assume_unique=True,
+        return_indices=True,
+    )
+    return current[at_current], following[at_following]

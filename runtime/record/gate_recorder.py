@@ -1,5 +1,4 @@
-"""The clerk: what the gates said in one batch, on sheets of paper that are handed over
-sequence by sequence.
+"""Buffers one batch's gate outputs; returns trace rows per sequence.
 
 Where there is no layer l+1 (l+2, l+3), prediction columns hold zeros.
 
@@ -13,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from moesim.runtime.models.gates import AHEAD, GateTap
-from moesim.runtime.models.hf import (
-    LocalModel,
-    find_blocks,
-    gate_facts,
-    model_shape,
-    weights_digest,
-)
-from moesim.runtime.record.offloaded import StoredModel
+from moesim.runtime.models.gates import gate_facts
+from moesim.runtime.models.model_shape import model_shape
+from moesim.runtime.models.model_weights import weights_digest
+from moesim.runtime.models.moe_blocks import find_blocks
+from moesim.runtime.record.gate_observer import PREDICTION_DEPTH, GateObserver
+from moesim.runtime.record.stored_model import StoredModel
 from moesim.traces.errors import TraceError
 from moesim.traces.format.schema import ModelShape, Phase
 
@@ -29,12 +25,27 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moesim.runtime.models.generate import Pass
+    from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.record.residual import Residual
 
 
-class Clerk:
-    """Takes the notes of one batch: arrays [B, T, L, …], filled pass by pass, read
-    sequence by sequence.
+class GateRecorder:
+    """Buffers the gate outputs of one batch: arrays [B, T, L, …], filled pass by pass,
+    read sequence by sequence.
+
+    Args:
+        model: whose gates are recorded.
+        scores: record full gate scores.
+        predictions: record `pred1_raw`, `pred2_raw`, `pred3_raw`.
+        residual: vectors for `pred1_res`.
+
+    Attributes:
+        shape: of the model.
+        columns: optional columns of the trace.
+
+    Raises:
+        TraceError: the residual vectors are another model's, or there are no MoE
+            layers.
     """
 
     def __init__(
@@ -45,107 +56,110 @@ class Clerk:
         predictions: bool,
         residual: Residual | None,
     ) -> None:
+        # A stored model's frame has no experts, so it brings what it knows of them.
         if isinstance(model, StoredModel):
             self._blocks = model.blocks
-            self._facts = model.facts
+            facts = model.facts
             self.shape = model.shape
         else:
             self._blocks = find_blocks(model.model)
-            self._facts = gate_facts(model.model, self._blocks)
-            self.shape = model_shape(model.model, model.name, self._blocks, self._facts)
+            facts = gate_facts(model.model, self._blocks)
+            self.shape = model_shape(model.model, model.name, self._blocks, facts)
+
+        vectors = None
         if residual is not None:
             _check_residual(residual, self.shape, model)
-        vectors = (
-            None
-            if residual is None
-            else torch.from_numpy(residual.vectors).to(model.device)
-        )
-        self._tap = GateTap(
+            vectors = torch.from_numpy(residual.vectors).to(model.device)
+        self._observer = GateObserver(
             self._blocks,
-            self._facts,
+            facts,
             scores=scores,
             predictions=predictions or residual is not None,
             residual=vectors,
         )
-        predicted = (
-            [f"pred{ahead}_raw" for ahead in range(1, AHEAD + 1)] if predictions else []
-        )
-        self._predicted = (*predicted, *(["pred1_res"] if residual is not None else []))
-        self._full = (*(["scores"] if scores else []), *self._predicted)
-        self.columns = ("weights", *self._full, "token")
-        self._notes: dict[str, np.ndarray] = {}
+
+        # Columns with a value for every expert.
+        self._wide: list[str] = ["scores"] if scores else []
+        if predictions:
+            self._wide += [f"pred{d}_raw" for d in range(1, PREDICTION_DEPTH + 1)]
+        if residual is not None:
+            self._wide.append("pred1_res")
+        self.columns = ("weights", *self._wide, "token")
+        self._buffers: dict[str, np.ndarray] = {}
         self._lengths = np.zeros(0, dtype=np.int64)
 
-    def open(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> GateTap:
-        """Take a fresh sheet for these prompts; hooks are in place while the returned
+    def open(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> GateObserver:
+        """Allocate buffers for these prompts; hooks are in place while the returned
         context is open.
         """
         shape = self.shape
-        cells = (len(prompts), max(map(len, prompts)) + max_new_tokens, shape.layers)
+        positions = max(map(len, prompts)) + max_new_tokens
+        cells = (len(prompts), positions, shape.layers)
         self._lengths = np.zeros(len(prompts), dtype=np.int64)
-        self._notes = {"token": np.zeros(cells[:2], dtype=np.int32)}
-        self._notes["experts"] = np.zeros((*cells, shape.top_k), dtype=np.uint16)
-        self._notes["weights"] = np.zeros((*cells, shape.top_k), dtype=np.float16)
-        for name in self._full:
-            self._notes[name] = np.zeros((*cells, shape.experts), dtype=np.float16)
-        return self._tap
+        self._buffers = {
+            "token": np.zeros(cells[:2], dtype=np.int32),
+            "experts": np.zeros((*cells, shape.top_k), dtype=np.uint16),
+            "weights": np.zeros((*cells, shape.top_k), dtype=np.float16),
+        }
+        for name in self._wide:
+            self._buffers[name] = np.zeros((*cells, shape.experts), dtype=np.float16)
+        return self._observer
 
     def note(self, step: Pass) -> None:
-        """Copy what the tap heard in this pass; pads and ended sequences are left
+        """Copy what was observed in this pass; pads and ended sequences are left
         out.
         """
-        self._tap.check()
+        self._observer.check()
         kept = step.keep.flatten().nonzero().flatten()
         sequence = (kept // step.keep.shape[1]).cpu().numpy()
         position = step.positions.flatten()[kept].cpu().numpy()
-        self._notes["token"][sequence, position] = (
-            step.tokens.flatten()[kept].cpu().numpy()
-        )
-        np.maximum.at(self._lengths, sequence, position + 1)
-        for name, notes in self._notes.items():
-            if name != "token":
-                heard = [
-                    values
-                    for layer in self._tap.heard
-                    if (values := layer.named(name)) is not None
-                ]
-                self._check_widths(name, heard)
-                if heard:  # the first layers: predictions end before the last one
-                    notes[sequence, position, : len(heard)] = _to_numpy(heard, kept)
+        tokens = step.tokens.flatten()[kept].cpu().numpy()
 
-    def rows(self, one: int, prompt_tokens: int) -> dict[str, Any]:
+        np.maximum.at(self._lengths, sequence, position + 1)
+        for name, buffer in self._buffers.items():
+            if name == "token":
+                buffer[sequence, position] = tokens
+                continue
+            columns = [layer.column(name) for layer in self._observer.layers]
+            values = [column for column in columns if column is not None]
+            self._check_widths(name, values)
+            # The first layers have values: predictions end before the last one.
+            if values:
+                buffer[sequence, position, : len(values)] = _to_numpy(values, kept)
+
+    def rows(self, sequence: int, prompt_tokens: int) -> dict[str, Any]:
         """Return the rows of one sequence by position and layer, as `TraceWriter.write`
-        wants them.
+        takes them.
         """
-        length = int(self._lengths[one])
+        length = int(self._lengths[sequence])
         layers = self.shape.layers
         position = np.repeat(np.arange(length, dtype=np.int32), layers)
+        phase = np.where(position < prompt_tokens, Phase.PREFILL, Phase.DECODE)
         rows: dict[str, Any] = {
             "pos": position,
             "layer": np.tile(np.arange(layers, dtype=np.int16), length),
-            "phase": (
-                np.where(position < prompt_tokens, Phase.PREFILL, Phase.DECODE).astype(
-                    np.int8
-                )
-            ),
+            "phase": phase.astype(np.int8),
         }
-        for name, notes in self._notes.items():
-            cells = notes[one, :length]
+        for name, buffer in self._buffers.items():
+            values = buffer[sequence, :length]
+            # A token is the same at every layer.
             rows[name] = (
-                np.repeat(cells, layers)
+                np.repeat(values, layers)
                 if name == "token"
-                else cells.reshape(length * layers, -1)
+                else values.reshape(length * layers, -1)
             )
         return rows
 
-    def _check_widths(self, name: str, heard: list[torch.Tensor]) -> None:
+    def _check_widths(self, name: str, values: list[torch.Tensor]) -> None:
         """Refuse a layer that does not have the model's shape."""
-        expected = self._notes[name].shape[-1]
-        for block, values in zip(self._blocks, heard, strict=False):
-            if values.shape[-1] != expected:
+        expected = self._buffers[name].shape[-1]
+        for block, tensor in zip(self._blocks, values, strict=False):
+            if tensor.shape[-1] != expected:
                 raise TraceError(
                     f"{block.name}: {name}: expected {expected} per token, got"
-                    f" {values.shape[-1]}"
+                    f" {tensor.shape[-1]}"
                 )
 
 
@@ -154,14 +168,11 @@ def _to_numpy(layers: list[torch.Tensor], kept: torch.Tensor) -> np.ndarray:
     become 16 bits wide.
     """
     # Layers of a large model may lie on several devices.
-    picked = [values.to(kept.device)[kept] for values in layers]
-    stacked: np.ndarray = (
-        torch.stack(
-            [one.half() if one.is_floating_point() else one for one in picked], 1
-        )
-        .cpu()
-        .numpy()
-    )
+    columns = [values.to(kept.device)[kept] for values in layers]
+    columns = [
+        column.half() if column.is_floating_point() else column for column in columns
+    ]
+    stacked: np.ndarray = torch.stack(columns, 1).cpu().numpy()
     return stacked
 
 
@@ -174,10 +185,12 @@ def _check_residual(residual: Residual, shape: ModelShape, model: LocalModel) ->
             f"residual {residual.id}: expected shape {expected}, got"
             f" {residual.vectors.shape}; {way_out}"
         )
-    digest = residual.facts.get("weights")
+
+    # A stored model's vectors may come from the complete model, whose digest the frame
+    # alone does not give.
     if isinstance(model, StoredModel) and residual.facts.get("model") == model.name:
-        # calibrated on the whole model, whose digest the frame alone does not tell
         return
+    digest = residual.facts.get("weights")
     if digest is not None and digest != weights_digest(model.model):
         raise TraceError(
             f"residual {residual.id}: calibrated on {residual.facts.get('model')!r}"

@@ -1,11 +1,11 @@
-"""A model runs; what its gates say becomes a trace.
+"""Records a routing trace: a model runs on prompts, and its gates' outputs are kept.
 
-Imagine a clerk at every MoE layer who notes, for each token that passes, which experts
-it was sent to, with what weights, what the gate thought of all the others, and what the
-gates of the next layers would have answered already now. Notes are collected per batch
-(`runtime/record/gate_recorder.py`) and filed when a batch is done
+For each token and each MoE layer the trace holds the chosen experts with their weights,
+the gate's scores of all others, and what the gates of the next layers would have
+answered already now. Outputs are buffered per batch
+(`runtime/record/gate_recorder.py`) and written when a batch is done
 (`runtime/record/segments.py`), so a recording can be stopped at any moment; the trace
-appears under its name when it is whole.
+appears under its name when it is complete.
 
 E routed experts, L MoE layers.
 """
@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import statistics
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers
-from moesim.runtime.models.datasets import read_prompts
 from moesim.runtime.models.generate import Pass, Sampling, generate
-from moesim.runtime.models.hf import LocalModel, load_model, weights_digest
-from moesim.runtime.record.gate_recorder import Clerk
-from moesim.runtime.record.offloaded import StoredModel
+from moesim.runtime.models.local_model import LocalModel, load_model
+from moesim.runtime.models.model_weights import weights_digest
+from moesim.runtime.record.gate_recorder import GateRecorder
+from moesim.runtime.record.overhead import Overhead, sample_overhead
 from moesim.runtime.record.segments import Segments
+from moesim.runtime.record.stored_model import StoredModel
+from moesim.runtime.text.datasets import read_prompts
 from moesim.traces.errors import TraceError
 from moesim.traces.format.schema import TraceHeader
 
@@ -46,30 +47,9 @@ __all__ = [
     "record",
 ]
 
-_SAMPLE_TOKENS: Final = 64  # prompt and decode tokens of the overhead sample
-_SAMPLE_DECODE: Final = 16
-_SAMPLE_RUNS: Final = 5
-_SAMPLE_LIMIT_S: Final = 20.0
-
-
-class Overhead(NamedTuple):
-    """What listening costs: medians of the same short generation without and with it,
-    taken in turn.
-    """
-
-    plain_tokens_per_s: float
-    recording_tokens_per_s: float
-    tokens: int
-    runs: int
-
-    @property
-    def slowdown(self) -> float:
-        """How many times longer recording takes than running."""
-        return self.plain_tokens_per_s / self.recording_tokens_per_s
-
 
 class Recording(NamedTuple):
-    """What `record` has done.
+    """A finished recording.
 
     `seconds_s` and `tokens_per_s` are of this session and include writing; `overhead`
     was sampled afterwards; `resumed` sequences were there already.
@@ -130,16 +110,16 @@ def record(
         split: ``calibration`` or ``evaluation``: which split the prompts belong to.
         progress: called with tokens done and tokens expected at most.
         provenance: further facts for the header; `date` (ISO) replaces today's.
-        measure_overhead: sample the speed with and without listening afterwards.
+        measure_overhead: sample the speed with and without recording afterwards.
         resume: go on with a recording of the same that was stopped
             (`moesim.runtime.record.segments`), where there is one; the trace has the
             bytes that it would have had without the stop. Else an unfinished one is
             replaced.
 
     Raises:
-        TraceError: no MoE layers or none that can be heard, an empty prompt, a residual
-            of another model, a number out of range, scores that are not finite, or,
-            with `resume`, an unfinished recording of something else.
+        TraceError: no MoE layers or none that can be observed, an empty prompt, a
+            residual of another model, a number out of range, scores that are not
+            finite, or, with `resume`, an unfinished recording of something else.
     """
     if max_new_tokens < 0 or batch < 1 or temperature < 0:
         raise TraceError(
@@ -152,93 +132,124 @@ def record(
         )
     if device is not None:
         model.model.to(device)
-    texts = [model.encode(prompt) for prompt in prompts]
-    if not texts or not all(texts):
-        where = (
-            "prompts"
-            if not texts
-            else f"prompt {[bool(ids) for ids in texts].index(False)}"
-        )
-        raise TraceError(
-            f"record: {where}: expected at least one token, found none; drop it or"
-            " write something"
-        )
-    clerk = Clerk(model, scores=scores, predictions=predictions, residual=residual)
-    sampling = Sampling(temperature, seed)
-    settings = {
+    sequences = _encode(model, prompts)
+
+    recorder = GateRecorder(
+        model, scores=scores, predictions=predictions, residual=residual
+    )
+    facts = _provenance(model, sequences) | {
         "batch": batch,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
     }
     header = TraceHeader(
-        shape=clerk.shape,
-        provenance=_provenance(model, texts) | settings | dict(provenance or {}),
-        calibration=(
-            {}
-            if residual is None
-            else {"residual": {"id": residual.id, **residual.facts}}
-        ),
+        shape=recorder.shape,
+        # The caller's facts come last: they may replace ours.
+        provenance=facts | dict(provenance or {}),
+        calibration=_calibration(residual),
         split=split,
     )
-    begin = time.perf_counter()
-    expected = sum(map(len, texts)) + max_new_tokens * len(texts)
-    done = heard = 0
 
-    def listen(step: Pass) -> None:
-        nonlocal done, heard
-        clerk.note(step)
-        tokens = int(step.keep.sum())
-        done = done + tokens
-        heard = heard + tokens
+    # At most: a sequence may end before `max_new_tokens`.
+    begin_s = time.perf_counter()
+    expected_tokens = sum(map(len, sequences)) + max_new_tokens * len(sequences)
+    resumed_tokens = 0
+    recorded_tokens = 0
+
+    def observe(step: Pass) -> None:
+        nonlocal recorded_tokens
+        recorder.note(step)
+        recorded_tokens += int(step.keep.sum())
         if progress is not None:
-            progress(done, expected)
+            progress(resumed_tokens + recorded_tokens, expected_tokens)
 
-    with Segments(out, header, clerk.columns, batch, resume=resume) as segments:
-        done = sum(map(len, texts[: segments.done])) + max_new_tokens * segments.done
-        kept = segments.done
-        for first in range(kept, len(texts), batch):
-            ids = texts[first : first + batch]
-            with clerk.open(ids, max_new_tokens):
+    with Segments(out, header, recorder.columns, batch, resume=resume) as segments:
+        resumed = segments.done
+        resumed_tokens = sum(map(len, sequences[:resumed])) + max_new_tokens * resumed
+        for first in range(resumed, len(sequences), batch):
+            group = sequences[first : first + batch]
+            # Hooks come and go with each group, so an error leaves the model as it was.
+            with recorder.open(group, max_new_tokens):
                 generate(
-                    model, ids, max_new_tokens, listen, first=first, sampling=sampling
+                    model,
+                    group,
+                    max_new_tokens,
+                    observe,
+                    first=first,
+                    sampling=Sampling(temperature, seed),
                 )
             segments.write(
-                [clerk.rows(one, len(prompt)) for one, prompt in enumerate(ids)]
+                [recorder.rows(row, len(prompt)) for row, prompt in enumerate(group)]
             )
-        made = segments.merge()
-    seconds_s = time.perf_counter() - begin
-    overhead = _overhead(model, texts[0], clerk) if measure_overhead else None
+        merged = segments.merge()
+    seconds_s = time.perf_counter() - begin_s
+
+    overhead = None
+    if measure_overhead:
+        # The first prompt stands for all: the sample takes seconds, not minutes.
+        overhead = sample_overhead(model, sequences[0], recorder)
     return Recording(
-        made.path,
-        made.sequences,
-        made.prompt_tokens,
-        made.decode_tokens,
-        made.rows,
-        seconds_s,
-        heard / seconds_s,
-        overhead,
-        made.header,
-        kept,
+        path=merged.path,
+        sequences=merged.sequences,
+        prompt_tokens=merged.prompt_tokens,
+        decode_tokens=merged.decode_tokens,
+        rows=merged.rows,
+        seconds_s=seconds_s,
+        tokens_per_s=recorded_tokens / seconds_s,
+        overhead=overhead,
+        header=merged.header,
+        resumed=resumed,
     )
 
 
-def _provenance(model: LocalModel, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Say where a trace comes from."""
+def _encode(model: LocalModel, prompts: Sequence[str | bytes]) -> list[list[int]]:
+    """Turn prompts into token ids.
+
+    Raises:
+        TraceError: there are none, or one is empty.
+    """
+    sequences = [model.encode(prompt) for prompt in prompts]
+    empty = [number for number, ids in enumerate(sequences) if not ids]
+    if not sequences or empty:
+        where = f"prompt {empty[0]}" if empty else "prompts"
+        raise TraceError(
+            f"record: {where}: expected at least one token, found none; drop it or"
+            " write something"
+        )
+    return sequences
+
+
+def _calibration(residual: Residual | None) -> dict[str, Any]:
+    """Name in the header what the recording was calibrated with."""
+    if residual is None:
+        return {}
+    return {"residual": {"id": residual.id, **residual.facts}}
+
+
+def _provenance(
+    model: LocalModel, sequences: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Describe where a trace comes from."""
     digest = hashlib.sha256()
-    for ids in texts:
+    for ids in sequences:
+        # With its length, so that tokens cannot move from one prompt to the next.
         digest.update(np.asarray([len(ids), *ids], dtype="<i4").tobytes())
-    return {
+    facts = {
         "model": model.name,
+        # Known only of a model that came from a hub.
         "revision": getattr(model.model.config, "_commit_hash", None) or "",
         "weights": weights_digest(model.model),
         "prompts": digest.hexdigest(),
-        "sequences": len(texts),
+        "sequences": len(sequences),
         "tool": f"moesim record {_version()}",
         "engine": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "device": model.device.type,
         "date": datetime.now(UTC).date().isoformat(),
-    } | ({"checkpoint": model.checkpoint} if isinstance(model, StoredModel) else {})
+    }
+    if isinstance(model, StoredModel):
+        facts["checkpoint"] = model.checkpoint
+    return facts
 
 
 def _version() -> str:
@@ -247,42 +258,3 @@ def _version() -> str:
         return importlib.metadata.version("moesim")
     except importlib.metadata.PackageNotFoundError:  # a checkout on the path
         return "(not installed)"
-
-
-def _overhead(model: LocalModel, prompt: Sequence[int], clerk: Clerk) -> Overhead:
-    """Time a short generation without and with the clerk, in turn, after one round that
-    does not count.
-    """
-    ids = [list(prompt[: _SAMPLE_TOKENS - _SAMPLE_DECODE])]
-    tokens = 0
-
-    def count(step: Pass) -> None:
-        nonlocal tokens
-        tokens += int(step.keep.sum())
-
-    def timed(run: Callable[[], None]) -> float:
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-
-    def recorded() -> None:
-        with clerk.open(ids, _SAMPLE_DECODE):
-            generate(model, ids, _SAMPLE_DECODE, clerk.note)
-
-    begin = time.perf_counter()
-    generate(model, ids, _SAMPLE_DECODE, count)
-    plain_s: list[float] = []
-    recording_s: list[float] = []
-    while len(plain_s) < _SAMPLE_RUNS and (
-        not plain_s or time.perf_counter() - begin < _SAMPLE_LIMIT_S
-    ):
-        plain_s.append(
-            timed(lambda: generate(model, ids, _SAMPLE_DECODE, lambda _: None))
-        )
-        recording_s.append(timed(recorded))
-    return Overhead(
-        tokens / statistics.median(plain_s),
-        tokens / statistics.median(recording_s),
-        tokens,
-        len(plain_s),
-    )

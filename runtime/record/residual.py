@@ -1,9 +1,9 @@
-"""How far the hidden state drifts from one gate to the next: DALI's residual vectors.
+"""Residual vectors: the mean drift of the hidden state from one gate to the next.
 
-A gate asked about the state one layer early sees a state that the coming attention and
+A gate called on the state one layer early sees a state that the coming attention and
 experts have not yet moved. Part of that movement is the same for every token; its mean
 over a calibration text is one vector per layer, and `pred1_res` is what the next gate
-says once that vector has been added. Whether that helps depends on the model.
+scores once that vector has been added. Whether that helps depends on the model.
 
 L MoE layers, H hidden, T tokens.
 """
@@ -12,22 +12,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from moesim.runtime.models import corpus
-from moesim.runtime.models.gates import GateTap
-from moesim.runtime.models.hf import LocalModel, find_blocks, gate_facts, weights_digest
+from moesim.runtime.models.gates import gate_facts
+from moesim.runtime.models.model_weights import weights_digest
+from moesim.runtime.models.moe_blocks import find_blocks
+from moesim.runtime.record.gate_observer import GateObserver
+from moesim.runtime.text import corpus
 from moesim.traces.errors import TraceError
+from moesim.traces.files import written_beside
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from moesim.runtime.models.local_model import LocalModel
 
 _TENSOR: Final = "residual"
 _METADATA: Final = "moesim"
@@ -56,16 +60,10 @@ class Residual:
 
     def save(self, path: Path | str) -> None:
         """Write a safetensors file: beside the target, then renamed onto it."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(target.name + ".part")
         vectors = np.ascontiguousarray(self.vectors, dtype=np.float32)
-        save_file(
-            {_TENSOR: vectors},
-            beside,
-            metadata={_METADATA: json.dumps(self.facts, sort_keys=True)},
-        )
-        os.replace(beside, target)  # noqa: PTH105 - named as the promise is
+        metadata = {_METADATA: json.dumps(self.facts, sort_keys=True)}
+        with written_beside(path) as part:
+            save_file({_TENSOR: vectors}, part, metadata=metadata)
 
     @classmethod
     def load(cls, path: Path | str) -> Residual:
@@ -116,39 +114,43 @@ def residual_vectors(
     Raises:
         TraceError: no text has a token, or the model has no MoE layers.
     """
-    chosen = (
-        corpus.prompts("calibration", _TEXTS, _TEXT_BYTES, seed=0)
-        if texts is None
-        else texts
-    )
+    if texts is None:
+        texts = corpus.prompts("calibration", _TEXTS, _TEXT_BYTES, seed=0)
     blocks = find_blocks(local.model)
+    facts = gate_facts(local.model, blocks)
+
+    # Takes the shape of the first text's drift.
     total = np.zeros(())
     tokens = 0
     digest = hashlib.sha256()
     with (
-        GateTap(blocks, gate_facts(local.model, blocks), states_only=True) as tap,
+        GateObserver(blocks, facts, states_only=True) as observer,
         torch.inference_mode(),
     ):
-        for ids in filter(None, map(local.encode, chosen)):
+        for ids in filter(None, map(local.encode, texts)):
             local.model(
                 input_ids=torch.tensor([ids], device=local.device), use_cache=False
             )
-            total = total + len(ids) * mean_drift(
-                [heard.hidden.float().cpu().numpy() for heard in tap.heard]
-            )
+            states = [layer.hidden.float().cpu().numpy() for layer in observer.layers]
+            # Weighted by length, so that a long text is not worth a short one.
+            total = total + len(ids) * mean_drift(states)
             tokens += len(ids)
+            # With its length, so that tokens cannot move from one text to the next.
             digest.update(np.asarray([len(ids), *ids], dtype="<i4").tobytes())
     if not tokens:
         raise TraceError(
             "calibration texts: expected at least one token, found none; pass some text"
         )
-    facts = {
-        "model": local.name,
-        "weights": weights_digest(local.model),
-        "texts": digest.hexdigest(),
-        "tokens": tokens,
-    }
-    return Residual((total / tokens).astype(np.float32), facts)
+
+    return Residual(
+        (total / tokens).astype(np.float32),
+        facts={
+            "model": local.name,
+            "weights": weights_digest(local.model),
+            "texts": digest.hexdigest(),
+            "tokens": tokens,
+        },
+    )
 
 
 def residual_for(
@@ -164,8 +166,9 @@ def residual_for(
         shipped: loads the shipped model, where that is the one that runs.
 
     Returns:
-        None where nobody reads them, or nobody has them.
+        None where no policy reads them, or there are none.
     """
+    # Calibrating takes seconds, so it is done only where a policy reads the column.
     if "pred1_res" not in columns:
         return None
     if isinstance(given, Residual):

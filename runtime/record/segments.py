@@ -1,16 +1,14 @@
-"""A recording in progress: finished sequences lie beside the trace to be, each group of
-them a whole small trace.
+"""A recording in progress: every finished group of sequences is a trace of its own.
 
-Whoever pulls the plug loses the group at work and nothing else. The folder
-``OUT.parts`` holds a journal, which says what is being recorded (the trace's header),
-and one segment per finished group. At the end the segments are poured into one file in
+A recording that is killed loses the group at work and nothing else. The folder
+``OUT.parts`` holds a plan, which says what is being recorded (the trace's header), and
+one segment per finished group. At the end the segments are merged into one file in
 their order, and the folder goes; since rows and header are the same, so are the bytes,
 however often the recording was stopped.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 from dataclasses import replace
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
+from moesim.runtime.file_lock import try_lock
 from moesim.traces.errors import TraceError
 from moesim.traces.files import written_beside
 from moesim.traces.format.reader import open_trace
@@ -28,18 +27,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
-_JOURNAL: Final = "journal.json"
-_LOCK: Final = "lock"
+# The name that unfinished recordings have on disk.
+_PLAN_NAME: Final = "journal.json"
+_LOCK_NAME: Final = "lock"
 
 
 class Merged(NamedTuple):
-    """A trace made of segments: how many sequences of how many asked for, tokens and
-    rows.
+    """A trace made of segments: how many sequences of how many that were planned,
+    tokens and rows.
     """
 
     path: Path
     sequences: int
-    asked: int
+    planned: int
     prompt_tokens: int
     decode_tokens: int
     rows: int
@@ -47,7 +47,7 @@ class Merged(NamedTuple):
 
 
 def parts_dir(out: Path | str) -> Path:
-    """Where the segments of a recording lie until it is whole: the trace's name with
+    """Where the segments of a recording lie until it is complete: the trace's name with
     ``.parts`` behind it.
     """
     out = Path(out)
@@ -57,27 +57,27 @@ def parts_dir(out: Path | str) -> Path:
 def unfinished(out: Path | str) -> int | None:
     """How many sequences an unfinished recording holds; None where there is none."""
     folder = parts_dir(out)
-    if not (folder / _JOURNAL).is_file():
+    if not (folder / _PLAN_NAME).is_file():
         return None
-    header, columns, batch = _read_journal(folder)
-    return _count(folder, header, columns, batch)
+    return _count_finished(folder, _read_plan(folder))
 
 
 def finish(out: Path | str) -> Merged:
     """Make a trace of what an unfinished recording has, and end it. Its header says how
-    many sequences were asked for.
+    many sequences were planned.
 
     Raises:
         TraceError: no unfinished recording, not one finished sequence in it, or it is
             still at work.
     """
-    out, folder = Path(out), parts_dir(out)
-    if not (folder / _JOURNAL).is_file():
+    out = Path(out)
+    folder = parts_dir(out)
+    if not (folder / _PLAN_NAME).is_file():
         raise TraceError(
             f"{out}: expected an unfinished recording in {folder.name}, found none"
         )
-    header, columns, batch = _read_journal(folder)
-    with Segments(out, header, columns, batch, resume=True) as segments:
+    plan = _read_plan(folder)
+    with Segments(out, plan.header, plan.columns, plan.batch, resume=True) as segments:
         return segments.merge()
 
 
@@ -87,7 +87,7 @@ class Segments:
 
     Args:
         out: the trace to be.
-        header: of the whole recording. Where a recording goes on, the first one's is
+        header: of the complete recording. Where a recording goes on, the first one's is
             kept (it has the date).
         columns: optional columns.
         batch: sequences per segment.
@@ -121,16 +121,9 @@ class Segments:
     def __enter__(self) -> Self:
         """Take the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self._folder / _LOCK).open("w")
+        self._lock = (self._folder / _LOCK_NAME).open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise TraceError(
-                f"{self.out}: another recording is at work in {self._folder.name}; wait"
-                " for it"
-            ) from None
-        try:
+            self._check_alone()
             self._begin()
         except BaseException:
             self._lock.close()
@@ -146,96 +139,126 @@ class Segments:
         """Leave what is finished; leave nothing where nothing is."""
         if not self.done:
             shutil.rmtree(self._folder, ignore_errors=True)
+        # Last, so that no other recording takes a folder that is being removed.
         self._lock.close()
-
-    def _begin(self) -> None:
-        """Go on, or begin anew."""
-        if self._resume and (self._folder / _JOURNAL).is_file():
-            header, columns, batch = _read_journal(self._folder)
-            self._check_same(header, columns)
-            self.header = header
-            self.done = _count(self._folder, header, columns, batch)
-            return
-        (self._folder / _JOURNAL).unlink(missing_ok=True)
-        for path in self._folder.glob("*.parquet*"):
-            path.unlink()
-        journal = {
-            "header": self.header.to_json(),
-            "columns": self.columns,
-            "batch": self.batch,
-        }
-        with written_beside(self._folder / _JOURNAL) as part:
-            part.write_text(json.dumps(journal), encoding="utf-8")
 
     def write(self, sequences: list[dict[str, Any]]) -> None:
         """Write the next sequences as one segment: rows by name, as `TraceWriter.write`
         takes them.
         """
-        with TraceWriter(
-            _segment(self._folder, self.done), self.header, self.columns
-        ) as writer:
-            for one, rows in enumerate(sequences):
-                writer.write(seq=self.done + one, **rows)
+        path = _segment(self._folder, self.done)
+        with TraceWriter(path, self.header, self.columns) as writer:
+            for number, rows in enumerate(sequences):
+                writer.write(seq=self.done + number, **rows)
         self.done += len(sequences)
 
     def merge(self) -> Merged:
-        """Pour all segments into the trace, one sequence at a time, and remove them.
+        """Copy all segments into the trace, one sequence at a time, and remove them.
 
         Raises:
             TraceError: there is none, or one is damaged.
         """
-        asked = int(self.header.provenance["sequences"])
+        planned = int(self.header.provenance["sequences"])
         if not self.done:
             raise TraceError(
                 f"{self.out}: expected a finished sequence, found none; --resume"
                 " goes on"
             )
+        # A shorter trace says so: it is not the recording that was asked for.
         header = self.header
-        if self.done < asked:
-            facts = header.provenance | {
-                "sequences": self.done,
-                "asked_sequences": asked,
-            }
-            header = replace(header, provenance=facts)
+        if self.done < planned:
+            shorter = {"sequences": self.done, "asked_sequences": planned}
+            header = replace(header, provenance=header.provenance | shorter)
+
+        rows, prompt_rows = self._copy_rows(header)
+        # The plan goes first, so that a kill from here on leaves nothing to resume.
+        (self._folder / _PLAN_NAME).unlink()
+        shutil.rmtree(self._folder)
+
+        # A token has one row per MoE layer.
+        tokens = rows // header.shape.layers
+        prompt_tokens = prompt_rows // header.shape.layers
+        return Merged(
+            path=self.out,
+            sequences=self.done,
+            planned=planned,
+            prompt_tokens=prompt_tokens,
+            decode_tokens=tokens - prompt_tokens,
+            rows=rows,
+            header=header,
+        )
+
+    def _check_alone(self) -> None:
+        """Take the folder's lock, or refuse."""
+        if not try_lock(self._lock):
+            raise TraceError(
+                f"{self.out}: another recording is at work in {self._folder.name};"
+                " wait for it"
+            )
+
+    def _begin(self) -> None:
+        """Go on, or begin anew."""
+        if self._resume and (self._folder / _PLAN_NAME).is_file():
+            plan = _read_plan(self._folder)
+            self._check_same(plan)
+            self.header = plan.header
+            self.done = _count_finished(self._folder, plan)
+            return
+
+        # The old plan goes before its segments: a kill in between must not leave it
+        # with some of them.
+        (self._folder / _PLAN_NAME).unlink(missing_ok=True)
+        for path in self._folder.glob("*.parquet*"):
+            path.unlink()
+        body = {
+            "header": self.header.to_json(),
+            "columns": self.columns,
+            "batch": self.batch,
+        }
+        with written_beside(self._folder / _PLAN_NAME) as part:
+            part.write_text(json.dumps(body), encoding="utf-8")
+
+    def _copy_rows(self, header: TraceHeader) -> tuple[int, int]:
+        """Write the trace; return its rows, and how many of them are prefill."""
         prompt_rows = 0
         with TraceWriter(self.out, header, self.columns) as writer:
             for first in range(0, self.done, self.batch):
-                for rows in open_trace(_segment(self._folder, first)).sequences(
-                    self.columns
-                ):
+                segment = open_trace(_segment(self._folder, first))
+                for rows in segment.sequences(self.columns):
                     writer.write(
-                        rows.seq,
-                        rows.pos,
-                        rows.phase,
-                        rows.layer,
-                        rows.experts,
+                        seq=rows.seq,
+                        pos=rows.pos,
+                        phase=rows.phase,
+                        layer=rows.layer,
+                        experts=rows.experts,
                         **rows.columns,
                     )
                     prompt_rows += int(np.count_nonzero(rows.phase == Phase.PREFILL))
-        layers = header.shape.layers
-        (
-            self._folder / _JOURNAL
-        ).unlink()  # first, so that a kill from here on leaves nothing to go on with
-        shutil.rmtree(self._folder)
-        prompt = prompt_rows // layers
-        tokens = writer.rows // layers
-        return Merged(
-            self.out, self.done, asked, prompt, tokens - prompt, writer.rows, header
-        )
+        return writer.rows, prompt_rows
 
-    def _check_same(self, header: TraceHeader, columns: tuple[str, ...]) -> None:
-        """Compare what was recorded so far with what is asked for now."""
-        before = _facts(header, columns)
+    def _check_same(self, plan: _Plan) -> None:
+        """Compare what was recorded so far with what is to be recorded now."""
+        before = _facts(plan.header, plan.columns)
         now = _facts(self.header, self.columns)
-        for name in sorted(
+        # Another model changes nearly every fact: name it first.
+        names = sorted(
             before.keys() | now.keys(), key=lambda name: (name != "model", name)
-        ):
+        )
+        for name in names:
             if before.get(name) != now.get(name):
                 raise TraceError(
                     f"{self.out}: --resume: {name}: expected {before.get(name)!r} as in"
                     f" the unfinished recording, got {now.get(name)!r}; use the same"
                     f" model, prompts and options, or remove {self._folder.name}"
                 )
+
+
+class _Plan(NamedTuple):
+    """What an unfinished recording records."""
+
+    header: TraceHeader
+    columns: tuple[str, ...]
+    batch: int
 
 
 def _facts(header: TraceHeader, columns: Iterable[str]) -> dict[str, Any]:
@@ -250,35 +273,34 @@ def _segment(folder: Path, first: int) -> Path:
     return folder / f"{first:09d}.parquet"
 
 
-def _read_journal(folder: Path) -> tuple[TraceHeader, tuple[str, ...], int]:
-    place = folder / _JOURNAL
+def _read_plan(folder: Path) -> _Plan:
+    path = folder / _PLAN_NAME
     try:
-        raw = json.loads(place.read_text(encoding="utf-8"))
-        return (
-            TraceHeader.from_json(raw["header"], where=str(place)),
-            tuple(raw["columns"]),
-            int(raw["batch"]),
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return _Plan(
+            header=TraceHeader.from_json(raw["header"], where=str(path)),
+            columns=tuple(raw["columns"]),
+            batch=int(raw["batch"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TraceError(
-            f"{place}: not the journal of a recording: {error}; remove {folder.name}"
+            f"{path}: not the journal of a recording: {error}; remove {folder.name}"
         ) from None
 
 
-def _count(
-    folder: Path, header: TraceHeader, columns: Iterable[str], batch: int
-) -> int:
-    """Count the sequences of the leading segments that are whole; what a crash of the
-    machine tore is done again.
+def _count_finished(folder: Path, plan: _Plan) -> int:
+    """Count the sequences of the leading segments that are complete; what a crash of
+    the machine tore is done again.
     """
-    asked = int(header.provenance["sequences"])
+    planned = int(plan.header.provenance["sequences"])
     done = 0
-    while done < asked:
+    while done < planned:
         try:
             segment = open_trace(_segment(folder, done))
         except TraceError:
             break
-        if segment.header != header or segment.columns != frozenset(columns):
+        if segment.header != plan.header or segment.columns != frozenset(plan.columns):
             break
-        done += min(batch, asked - done)
+        # The last group may be smaller.
+        done += min(plan.batch, planned - done)
     return done

@@ -1,15 +1,14 @@
-"""Filling the warehouse: one expert after the other, stoppable at any moment.
+"""Builds an expert store, one expert after the other; stoppable at any moment.
 
-A build writes records into a file beside the final one and notes each in a journal.
+A build writes records into a file beside the final one and notes each in a build log.
 Killed, it leaves both; the next build of the same model reads the noted records back,
 compares them with their checksums, and continues behind the last good one, so the
-finished store has the same bytes either way. The ledger comes last
-(`runtime/store/store.py`).
+finished store has the same bytes either way. The index comes last
+(`runtime/store/index.py`).
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import zlib
@@ -18,22 +17,21 @@ from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from moesim.runtime.errors import StoreError
-from moesim.runtime.models.expert_math import torch_dtype
-from moesim.runtime.store.sources import (
-    CheckpointSource,
-    ExpertSource,
-    ModuleSource,
-    RandomSource,
-)
-from moesim.runtime.store.store import (
-    DATA_NAME,
+from moesim.runtime.file_lock import try_lock
+from moesim.runtime.models.expert_layout import torch_dtype
+from moesim.runtime.store.checkpoint_source import CheckpointSource
+from moesim.runtime.store.index import (
     INDEX_NAME,
-    JOURNAL_NAME,
-    BuildProgress,
-    ExpertStore,
     StoreIndex,
     digest_of,
     record_stride,
+)
+from moesim.runtime.store.sources import ExpertSource, ModuleSource, RandomSource
+from moesim.runtime.store.store import (
+    BUILD_LOG_NAME,
+    DATA_NAME,
+    BuildProgress,
+    ExpertStore,
 )
 
 if TYPE_CHECKING:
@@ -103,7 +101,7 @@ def build_random_store(
 
 
 class _Record(NamedTuple):
-    """One record to write: whose it is and where it goes."""
+    """One record to write: the expert it holds, and where it goes."""
 
     layer: int
     expert: int
@@ -116,86 +114,113 @@ def _build(
     directory: Path,
     progress: Callable[[BuildProgress], None] | None,
 ) -> ExpertStore:
-    """Write what is missing, then the ledger."""
+    """Write what is missing, then the index."""
     if (directory / INDEX_NAME).is_file():
-        store = ExpertStore(directory)
-        same = store.index.model_digest == source.digest
-        if not same or store.index.per_layer != tuple(source.layouts):
-            store.close()
-            expected = source.layouts[0].dtype
-            found = store.layout(0).dtype
-            what = f"that of {store.index.model} (or another version of it)"
-            if same and found != expected:
-                what = f"it in {found} instead of {expected}"
-            raise StoreError(
-                f"{directory}: expected no store or that of {source.name}, found"
-                f" {what}; choose another directory"
-            )
-        return store.trusted(progress)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        opened = (directory / JOURNAL_NAME).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise StoreError(
-            f"{directory}: cannot write here: {error.strerror}; choose another"
-            " directory"
-        ) from None
-    with opened as journal:
-        try:
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        return _open_existing(source, directory, progress)
+
+    with _open_log(directory) as log:
+        if not try_lock(log):
             raise StoreError(
                 f"{directory}: another build is at work here; wait for it to end"
-            ) from None
-        index = _write_records(source, directory, journal, progress)
+            )
+        index = _write_records(source, directory, log, progress)
+
+        # The index is renamed last: with it, there is a store. A kill between the two
+        # renames leaves data that the next build takes up again.
         part = directory / (INDEX_NAME + ".part")
         part.write_text(index.to_json(), encoding="utf-8")
         (directory / _PART_NAME).replace(directory / DATA_NAME)
         part.replace(directory / INDEX_NAME)
-        (directory / JOURNAL_NAME).unlink()
+        (directory / BUILD_LOG_NAME).unlink()
+
     store = ExpertStore(directory)
     store.seal()
     return store
 
 
+def _open_existing(
+    source: ExpertSource,
+    directory: Path,
+    progress: Callable[[BuildProgress], None] | None,
+) -> ExpertStore:
+    """Open a store that is there, if it is that of `source`."""
+    store = ExpertStore(directory)
+    same_model = store.index.model_digest == source.digest
+    if same_model and store.index.per_layer == tuple(source.layouts):
+        return store.trusted(progress)
+
+    store.close()
+    content = f"that of {store.index.model} (or another version of it)"
+    expected = source.layouts[0].dtype
+    stored = store.layout(0).dtype
+    if same_model and stored != expected:
+        content = f"it in {stored} instead of {expected}"
+    raise StoreError(
+        f"{directory}: expected no store or that of {source.name}, found {content};"
+        " choose another directory"
+    )
+
+
+def _open_log(directory: Path) -> IO[str]:
+    """Make the directory and open its build log, keeping what is in it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return (directory / BUILD_LOG_NAME).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise StoreError(
+            f"{directory}: cannot write here: {error.strerror}; choose another"
+            " directory"
+        ) from None
+
+
 def _write_records(
     source: ExpertSource,
     directory: Path,
-    journal: IO[str],
+    log: IO[str],
     progress: Callable[[BuildProgress], None] | None,
 ) -> StoreIndex:
-    """Write every record that the journal does not vouch for."""
+    """Write every record that the build log does not have."""
+    # In order of appearance, so that equal models have equal indexes.
     layouts = tuple(dict.fromkeys(source.layouts))
     plan, rows = _plan(source)
-    total = plan[-1].offset + plan[-1].size
+    total_bytes = plan[-1].offset + plan[-1].size
+
     part = directory / _PART_NAME
-    # Killed between the last two renames.
+    # Killed between the last two renames, a build left its data under the final name.
     if not part.exists() and (directory / DATA_NAME).exists():
         (directory / DATA_NAME).replace(part)
+
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        head = {
-            "model_digest": source.digest,
-            "layouts": [one.to_json() for one in layouts],
-            "data_bytes": total,
-        }
-        checksums = _resume(descriptor, journal, digest_of(head), plan)
-        done = sum(record.size for record in plan[: len(checksums)])
-        _check_space(directory, total - done)
+        plan_digest = digest_of(
+            {
+                "model_digest": source.digest,
+                "layouts": [layout.to_json() for layout in layouts],
+                "data_bytes": total_bytes,
+            }
+        )
+        checksums = _resume(descriptor, log, plan_digest, plan)
+        done_bytes = sum(record.size for record in plan[: len(checksums)])
+        _check_space(directory, total_bytes - done_bytes)
+
         for number in range(len(checksums), len(plan)):
             record = plan[number]
             raw = _encode(source, record)
+            checksum = zlib.crc32(raw)
+            # The record first: the log must never name bytes that are not there.
             _write_all(descriptor, raw, record.offset, part)
-            checksums.append(zlib.crc32(raw))
-            journal.write(f"{number} {checksums[-1]}\n")
-            journal.flush()
-            done += record.size
+            log.write(f"{number} {checksum}\n")
+            log.flush()
+            checksums.append(checksum)
+            done_bytes += record.size
             if progress is not None:
-                progress(BuildProgress(number + 1, len(plan), done, total))
-        os.ftruncate(descriptor, total)
+                progress(BuildProgress(number + 1, len(plan), done_bytes, total_bytes))
+
+        # Before the renames: an index must never vouch for bytes still in memory.
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
     return StoreIndex(
         model=source.name,
         model_digest=source.digest,
@@ -204,7 +229,7 @@ def _write_records(
         records=rows,
         offsets=tuple(record.offset for record in plan),
         checksums=tuple(checksums),
-        data_bytes=total,
+        data_bytes=total_bytes,
         distinct=source.distinct,
     )
 
@@ -215,18 +240,21 @@ def _plan(source: ExpertSource) -> tuple[list[_Record], tuple[tuple[int, ...], .
     """
     plan: list[_Record] = []
     rows: list[tuple[int, ...]] = []
-    at = flat = 0
+    offset = 0
+    number = 0
     for layer, (layout, count) in enumerate(
         zip(source.layouts, source.experts, strict=True)
     ):
         size = record_stride(layout)
         row: list[int] = []
         for expert in range(count):
-            if source.distinct is None or flat < source.distinct:
-                plan.append(_Record(layer, expert, at, size))
-                at += size
-            row.append(flat if source.distinct is None else flat % source.distinct)
-            flat += 1
+            if source.distinct is None or number < source.distinct:
+                plan.append(_Record(layer, expert, offset, size))
+                offset += size
+            # Sharing in turn spreads the reads of a layer over the disk.
+            shared = number if source.distinct is None else number % source.distinct
+            row.append(shared)
+            number += 1
         rows.append(tuple(row))
     return plan, tuple(rows)
 
@@ -235,11 +263,12 @@ def _encode(source: ExpertSource, record: _Record) -> bytearray:
     """Lay one expert out as the bytes of its record, padding zeroed."""
     layout = source.layouts[record.layer]
     raw = bytearray(record.size)
-    views = layout.views(torch.frombuffer(raw, dtype=torch.uint8))
+    weights = layout.views(torch.frombuffer(raw, dtype=torch.uint8))
+    # An expert without biases leaves those fields empty.
+    views = [view for view in weights if view is not None]
     tensors = source.expert(record.layer, record.expert)
-    for spec, view, tensor in zip(
-        layout.tensors, (v for v in views if v is not None), tensors, strict=True
-    ):
+
+    for spec, view, tensor in zip(layout.tensors, views, tensors, strict=True):
         if tuple(tensor.shape) != spec.shape:
             raise StoreError(
                 f"{source.name}: layer {record.layer}, expert {record.expert},"
@@ -250,38 +279,42 @@ def _encode(source: ExpertSource, record: _Record) -> bytearray:
 
 
 def _resume(
-    descriptor: int, journal: IO[str], plan_digest: str, plan: list[_Record]
+    descriptor: int, log: IO[str], plan_digest: str, plan: list[_Record]
 ) -> list[int]:
     """Return checksums of the leading records that an earlier build of the same plan
-    finished; start the journal.
+    finished; start the build log.
 
     Each is read back and compared, so a crash that lost written pages costs time, not
     trust.
     """
-    journal.seek(0)
+    log.seek(0)
     # What follows the last newline was torn off.
-    lines = journal.read().split("\n")[:-1]
+    lines = log.read().split("\n")[:-1]
     checksums: list[int] = []
     if lines and lines[0] == plan_digest:
-        for record, line in zip(plan, lines[1:], strict=False):
-            number, _, checksum = line.partition(" ")
-            if number != str(len(checksums)) or not checksum.isdigit():
-                break
-            if zlib.crc32(os.pread(descriptor, record.size, record.offset)) != int(
-                checksum
-            ):
-                break
-            checksums.append(int(checksum))
-    journal.seek(0)
-    journal.truncate()
-    journal.write(
-        "".join(
-            f"{line}\n"
-            for line in [plan_digest, *(f"{i} {c}" for i, c in enumerate(checksums))]
-        )
-    )
-    journal.flush()
+        checksums = _finished(descriptor, lines[1:], plan)
+
+    log.seek(0)
+    log.truncate()
+    entries = [f"{number} {checksum}" for number, checksum in enumerate(checksums)]
+    log.write("".join(f"{line}\n" for line in [plan_digest, *entries]))
+    log.flush()
     os.ftruncate(descriptor, sum(record.size for record in plan[: len(checksums)]))
+    return checksums
+
+
+def _finished(descriptor: int, lines: list[str], plan: list[_Record]) -> list[int]:
+    """Return checksums of the leading records that are on disk as the log says."""
+    checksums: list[int] = []
+    # Fewer lines than records: the build was stopped in between.
+    for record, line in zip(plan, lines, strict=False):
+        number, _, checksum = line.partition(" ")
+        if number != str(len(checksums)) or not checksum.isdigit():
+            break
+        raw = os.pread(descriptor, record.size, record.offset)
+        if zlib.crc32(raw) != int(checksum):
+            break
+        checksums.append(int(checksum))
     return checksums
 
 
@@ -297,14 +330,14 @@ def _write_all(descriptor: int, raw: bytearray, offset: int, path: Path) -> None
                 " and run the build again to continue"
             ) from None
         view = view[written:]
-        offset = offset + written
+        offset += written
 
 
 def _check_space(directory: Path, needed_bytes: int) -> None:
     """Refuse to begin what the disk cannot hold."""
-    free = shutil.disk_usage(directory).free
-    if needed_bytes > free:
+    free_bytes = shutil.disk_usage(directory).free
+    if needed_bytes > free_bytes:
         raise StoreError(
             f"{directory}: expected {needed_bytes / 2**30:.2f} GiB of free disk space,"
-            f" found {free / 2**30:.2f} GiB; choose another disk"
+            f" found {free_bytes / 2**30:.2f} GiB; choose another disk"
         )

@@ -1,10 +1,10 @@
-"""Reads that really go to the disk.
+"""Direct file reads: they go to the disk, around the operating system's page cache.
 
 An operating system answers most reads from its page cache, so an expert "on the SSD"
 would quietly come from memory. Direct I/O goes around that cache, at a price: file
 offset, length and memory address must all be multiples of the block size. Where a file
 system refuses it (some network and overlay file systems do), reads go through the
-cache, and each one asks the kernel to forget what it read; `DirectFile.direct` and
+cache, and each one asks the kernel to drop what it read; `DirectFile.direct` and
 `.reason` say which of the two happened.
 """
 
@@ -27,11 +27,16 @@ BLOCK_BYTES: Final = 4096
 
 # Linux moves at most 2 GiB - 4 KiB per call; stay a multiple of the block.
 _MAX_READ_BYTES: Final = 1 << 30
-_PATIENCE: Final = 3  # reads without progress before a disk counts as broken
+
+# Reads without progress before a disk counts as broken.
+_MOST_STALLS: Final = 3
+
+# How a system without direct I/O refuses it, in `open` or in the first read.
+_REFUSALS: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class DirectFile:
-    """An open file that is read at aligned places. Safe to share between threads: reads
+    """An open file that is read block by block. Safe to share between threads: reads
     carry their own offset.
 
     Args:
@@ -49,6 +54,7 @@ class DirectFile:
     """
 
     def __init__(self, path: Path, *, direct: bool = True) -> None:
+        # Until the system agrees, reads are not direct.
         self.path = path
         self.direct = False
         self.reason = "not asked for"
@@ -60,7 +66,8 @@ class DirectFile:
                 self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             status = os.fstat(self._descriptor)
         except OSError as error:
-            raise StoreError(f"{path}: cannot open: {_words(error)}") from None
+            raise StoreError(f"{path}: cannot open: {_describe(error)}") from None
+
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise StoreError(f"{path}: expected a regular file")
@@ -70,7 +77,7 @@ class DirectFile:
         """Fill `target` from the file, however many system calls that takes.
 
         Interrupted calls are repeated by Python; short reads are continued from the
-        last whole block.
+        last full block.
 
         Args:
             offset_bytes: where in the file; a multiple of `BLOCK_BYTES`.
@@ -82,41 +89,28 @@ class DirectFile:
                 and again.
             StoreError: the file ends before `target` is full.
         """
-        wanted = target.nbytes
-        done = stuck = 0
-        while done < wanted:
-            try:
-                got = os.preadv(
-                    self._descriptor,
-                    [target[done : done + _MAX_READ_BYTES]],
-                    offset_bytes + done,
-                )
-            except OSError as error:
+        size = target.nbytes
+        done = 0
+        stalls = 0
+        while done < size:
+            count = self._read_some(offset_bytes + done, target[done:])
+            end = done + count
+            if end < size:
+                self._check_not_ended(offset_bytes, end, size)
+                # Direct I/O can go on at a block only: the rest is read again.
+                end -= end % BLOCK_BYTES if self.direct else 0
+
+            stalls = stalls + 1 if end == done else 0
+            if stalls > _MOST_STALLS:
                 raise RuntimeFault(
-                    f"{self.path}: reading {wanted - done} bytes at byte"
-                    f" {offset_bytes + done} failed: {_words(error)}; check the disk"
-                ) from None
-            end = done + got
-            if (
-                end < wanted
-                and offset_bytes + end >= os.fstat(self._descriptor).st_size
-            ):
-                raise StoreError(
-                    f"{self.path}: expected {wanted} bytes at byte {offset_bytes}, the"
-                    f" file ended after {end}; it was truncated: remove the folder and"
-                    " build the store again"
+                    f"{self.path}: reading {size - done} bytes at byte"
+                    f" {offset_bytes + done} gave {count} bytes, {stalls} times in a"
+                    " row; check the disk"
                 )
-            whole = end if end >= wanted or not self.direct else end - end % BLOCK_BYTES
-            stuck = stuck + 1 if whole == done else 0
-            if stuck > _PATIENCE:
-                raise RuntimeFault(
-                    f"{self.path}: reading {wanted - done} bytes at byte"
-                    f" {offset_bytes + done} gave {got} bytes, {stuck} times in a row;"
-                    " check the disk"
-                )
-            done = whole
+            done = end
+
         if not self.direct and self._descriptor >= 0:
-            _forget(self._descriptor, offset_bytes, wanted)
+            _drop_from_cache(self._descriptor, offset_bytes, size)
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
@@ -137,6 +131,28 @@ class DirectFile:
         """Close on leaving."""
         self.close()
 
+    def _read_some(self, offset_bytes: int, target: memoryview) -> int:
+        """Read once; return how many bytes came."""
+        try:
+            return os.preadv(self._descriptor, [target[:_MAX_READ_BYTES]], offset_bytes)
+        except OSError as error:
+            raise RuntimeFault(
+                f"{self.path}: reading {target.nbytes} bytes at byte {offset_bytes}"
+                f" failed: {_describe(error)}; check the disk"
+            ) from None
+
+    def _check_not_ended(self, offset_bytes: int, end: int, size: int) -> None:
+        """Refuse to go on behind the end of the file.
+
+        Its size is asked for anew: a file can be truncated while it is open.
+        """
+        if offset_bytes + end >= os.fstat(self._descriptor).st_size:
+            raise StoreError(
+                f"{self.path}: expected {size} bytes at byte {offset_bytes}, the file"
+                f" ended after {end}; it was truncated: remove the folder and build the"
+                " store again"
+            )
+
     def _open_direct(self) -> None:
         """Open for direct I/O and try one block; leave the descriptor closed and say
         why if that is refused.
@@ -145,47 +161,51 @@ class DirectFile:
         if flag is None:
             self.reason = "this system has no O_DIRECT"
             return
+
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | flag)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            if error.errno not in _REFUSALS:
                 raise
             self.reason = (
-                f"the file system refuses O_DIRECT ({_words(error)}); reads go through"
-                " the page cache"
+                f"the file system refuses O_DIRECT ({_describe(error)}); reads go"
+                " through the page cache"
             )
             return
+
+        # Some file systems accept the flag and refuse the read.
         try:
             _probe(descriptor)
         except OSError as error:
             os.close(descriptor)
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            if error.errno not in _REFUSALS:
                 raise
             self.reason = (
-                f"the file system refuses direct reads ({_words(error)}); reads go"
+                f"the file system refuses direct reads ({_describe(error)}); reads go"
                 " through the page cache"
             )
             return
+
         self._descriptor = descriptor
         self.direct = True
         self.reason = ""
 
 
 def _probe(descriptor: int) -> None:
-    """Read one block: some file systems accept the flag and refuse the read."""
+    """Read one block."""
+    # Mapped memory begins on a page, as direct reads demand.
     with mmap.mmap(-1, BLOCK_BYTES) as block:
         os.preadv(descriptor, [block], 0)
 
 
-def _forget(descriptor: int, offset_bytes: int, length_bytes: int) -> None:
+def _drop_from_cache(descriptor: int, offset_bytes: int, length_bytes: int) -> None:
     """Ask the kernel to drop these pages from its cache, where the system knows how."""
     advise = getattr(os, "posix_fadvise", None)
     if advise is not None:
         advise(descriptor, offset_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
 
 
-def _words(error: OSError) -> str:
-    return (
-        f"{error.strerror or error}"
-        f" ({errno.errorcode.get(error.errno or 0, error.errno)})"
-    )
+def _describe(error: OSError) -> str:
+    """Say what went wrong, with the error's symbol."""
+    symbol = errno.errorcode.get(error.errno or 0, error.errno)
+    return f"{error.strerror or error} ({symbol})"

@@ -1,16 +1,15 @@
-"""How much host memory a run may take, and how much it took.
+"""The host memory that a run may take, and how much it took.
 
-A budget is a sum: what the process held before, each shelf of expert slots, the weights
-that are no experts, keys and values, and a stated allowance for what a run works with
-(activations, its records, code that is loaded on first use). The kernel keeps the
-highest mark of what was resident; set back before a run, it says whether the sum was
-true.
+A budget is a sum: what the process held before, the expert slots of each memory, the
+weights that are no experts, keys and values, and a stated allowance for what a run
+works with (activations, its records, code that is loaded on first use). The kernel
+keeps the highest mark of what was resident; set back before a run, it says whether the
+sum was right.
 """
 
 from __future__ import annotations
 
 import contextlib
-import resource
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -24,6 +23,11 @@ WORKING_BYTES: Final = 64 << 20
 """Allowance for everything that has no size of its own in a budget; beside it, one
 record while memories are filled.
 """
+
+_PROC: Final = Path("/proc/self")
+
+# proc(5): writing 5 to clear_refs sets the highest mark back to what is resident.
+_RESET_PEAK: Final = "5"
 
 
 class Footprint(NamedTuple):
@@ -54,48 +58,49 @@ class Footprint(NamedTuple):
 
     def to_json(self) -> dict[str, int]:
         """Plain values."""
-        return {f"{name}_bytes": value for name, value in self._asdict().items()} | {
-            "budget_bytes": self.budget
-        }
+        values = {f"{name}_bytes": value for name, value in self._asdict().items()}
+        return values | {"budget_bytes": self.budget}
 
 
 class Meter:
-    """Watches one run; make it before anything of the run is allocated. The mark is set
-    back where the system can.
+    """Measures the host memory of one run. Make it before anything of the run is
+    allocated: it notes what is resident, and sets the highest mark back where the
+    system can.
     """
 
     def __init__(self) -> None:
         with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            (_PROC / "clear_refs").write_text(_RESET_PEAK, encoding="ascii")
         self._before = int(psutil.Process().memory_info().rss)
-        self._peak = self._host_slots = self._device_slots = self._record = 0
+        self._peak = 0
+        self._host_slots = 0
+        self._device_slots = 0
+        self._record = 0
 
     def read(self, executor: Executor) -> None:
-        """Note what the run's shelves hold, and the most that was resident; call before
-        they are given back.
+        """Note the bytes of the run's slots, and the most that was resident; call
+        before the slots are freed.
         """
-        self._host_slots = executor.memories.host.tier.total_bytes
-        self._device_slots = (
-            executor.memories.slots.slots.total_bytes
-            if executor.device.device.type == "cpu"
-            else 0
-        )
-        self._record = executor.memories.host.tier.slot_bytes
+        host = executor.memories.host.tier
+        self._host_slots = host.total_bytes
+        self._record = host.slot_bytes
+        # A GPU's slots lie in its own memory.
+        if executor.device.device.type == "cpu":
+            self._device_slots = executor.memories.slots.slots.total_bytes
         self._peak = peak_bytes()
 
     def footprint(self, dense: int, kept: int) -> Footprint:
-        """Lay out the bill, given the bytes of non-expert weights and of keys and
-        values in host memory.
+        """Sum up, given the bytes of non-expert weights and of keys and values in host
+        memory.
         """
-        working = WORKING_BYTES + self._record
         return Footprint(
-            self._before,
-            dense,
-            kept,
-            self._host_slots,
-            self._device_slots,
-            working,
-            self._peak,
+            before=self._before,
+            dense=dense,
+            kept=kept,
+            host_slots=self._host_slots,
+            device_slots=self._device_slots,
+            working=WORKING_BYTES + self._record,
+            peak=self._peak,
         )
 
 
@@ -104,14 +109,20 @@ def peak_bytes() -> int:
     start where it cannot be.
     """
     try:
-        lines = (
-            Path("/proc/self/status")
-            .read_text(encoding="ascii", errors="replace")
-            .splitlines()
-        )
-        return next(
-            int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")
-        )
-    except (OSError, StopIteration):
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most << 10
+        status = (_PROC / "status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return _peak_since_start()
+
+    for line in status.splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) << 10  # the kernel writes kB
+    return _peak_since_start()
+
+
+def _peak_since_start() -> int:
+    """Ask the system for the highest mark since the process began."""
+    import resource  # noqa: PLC0415 - not on every system
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes, all others KiB.
+    return most if sys.platform == "darwin" else most << 10

@@ -1,14 +1,14 @@
-"""Memory for experts: rows of equal slots, taken once and really there.
+"""Memory for experts: rows of equal slots, allocated once and written before use.
 
-Both tiers below the disk are the same thing, a shelf of fixed-size slots: one in host
-memory, one on the device. The whole shelf is allocated before the run and written once,
-because memory that was never written is not memory yet (its first use costs a page
-fault, and reading it measures the zero page). A slot holds any expert's record; looking
-at it as weight tensors costs nothing, since the views are made once per slot and
+Both memory levels below the disk are the same thing, a row of slots of fixed size: one
+in host memory, one on the device. A whole row is allocated before the run and written
+once, because memory that was never written is not memory yet (its first use costs a
+page fault, and reading it measures the zero page). A slot holds any expert's record;
+viewing it as weight tensors costs nothing, since the views are made once per slot and
 layout.
 
-Who may use which slot is decided elsewhere (`policies/planner/residency.py`); a shelf
-only knows free from taken, and only one thread takes and gives back.
+Which expert may use which slot is decided elsewhere (`policies/planner/residency.py`);
+a row only knows free from taken, and only one thread takes and gives back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Self
 import psutil
 import torch
 from moesim.runtime.errors import RuntimeFault
-from moesim.runtime.models.expert_math import ExpertLayout, ExpertWeights, round_up
+from moesim.runtime.models.expert_layout import ExpertLayout, ExpertWeights, round_up
 from moesim.runtime.store.direct_io import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -33,17 +33,17 @@ _PORTABLE: Final = 1
 
 
 class Slots:
-    """A shelf of `slots` slots over one contiguous uint8 tensor.
+    """A row of slots over one contiguous uint8 tensor.
 
     Args:
         memory: uint8 [slots * slot_bytes], written.
         slot_bytes: size of each slot, a multiple of `BLOCK_BYTES`.
 
     Attributes:
-        memory: the whole shelf.
+        memory: the bytes of all slots.
         slots: how many.
         slot_bytes: size of each.
-        device: where the shelf is.
+        device: where the memory is.
     """
 
     def __init__(self, memory: torch.Tensor, slot_bytes: int) -> None:
@@ -51,19 +51,22 @@ class Slots:
         self.slot_bytes = slot_bytes
         self.slots: int = memory.numel() // slot_bytes
         self.device = memory.device
+        # A view of no rows is ambiguous, so none is made.
         self._rows = list(memory.view(self.slots, slot_bytes)) if self.slots else []
-        self._free = list(range(self.slots - 1, -1, -1))  # lowest first from the end
+
+        # Taken from the end, so that the lowest slot comes first.
+        self._free = list(range(self.slots - 1, -1, -1))
         self._taken = [False] * self.slots
         self._views: dict[tuple[int, int], tuple[ExpertLayout, ExpertWeights]] = {}
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the whole shelf."""
+        """Bytes of all slots."""
         return self.slots * self.slot_bytes
 
     @property
     def free(self) -> int:
-        """Slots that nobody has taken."""
+        """Slots that are not taken."""
         return len(self._free)
 
     def take(self) -> int:
@@ -82,7 +85,7 @@ class Slots:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """Make a taken slot free again. Its bytes stay until someone writes there."""
+        """Make a taken slot free again. Its bytes stay until it is written again."""
         assert self._taken[slot], f"slot {slot} is free already"
         self._taken[slot] = False
         self._free.append(slot)
@@ -92,19 +95,17 @@ class Slots:
         return self._rows[slot]
 
     def weights(self, slot: int, layout: ExpertLayout) -> ExpertWeights:
-        """Look at a slot as the weight tensors of `layout`: views, made once and kept.
+        """View a slot as the weight tensors of `layout`; views are made once and kept.
 
         A layout is known by its identity, so ask with the store's own objects.
         """
         key = (slot, id(layout))
-        found = self._views.get(key)
-        if found is None:
-            # The layout stays, so does its id.
-            found = self._views[key] = (
-                layout,
-                layout.views(self._rows[slot]),
-            )
-        return found[1]
+        entry = self._views.get(key)
+        if entry is None:
+            # The layout is kept beside its views, so that no other gets its id.
+            entry = (layout, layout.views(self._rows[slot]))
+            self._views[key] = entry
+        return entry[1]
 
     def close(self) -> None:
         """Let go of the memory; views handed out keep theirs alive."""
@@ -113,7 +114,7 @@ class Slots:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> Self:
-        """Use as ``with HostTier(...) as tier``."""
+        """Use as ``with HostSlots(...) as slots``."""
         return self
 
     def __exit__(
@@ -126,7 +127,7 @@ class Slots:
         self.close()
 
 
-class HostTier(Slots):
+class HostSlots(Slots):
     """Slots in host memory, page-aligned, so that direct reads land in them without
     another copy.
 
@@ -142,16 +143,15 @@ class HostTier(Slots):
 
     def __init__(self, slots: int, slot_bytes: int, *, page_lock: bool = False) -> None:
         self.page_locked = False
-        super().__init__(
-            _host_memory(slots, round_up(slot_bytes, BLOCK_BYTES)),
-            round_up(slot_bytes, BLOCK_BYTES),
-        )
+        slot_bytes = round_up(slot_bytes, BLOCK_BYTES)
+        super().__init__(_host_memory(slots, slot_bytes), slot_bytes)
         if page_lock and self.slots:
             _page_lock(self.memory)
             self.page_locked = True
 
     def close(self) -> None:
         """Unlock the pages and let go of them."""
+        # CUDA must forget the pages before the kernel hands them to others.
         if self.page_locked:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
             self.page_locked = False
@@ -175,62 +175,22 @@ class DeviceSlots(Slots):
         self, slots: int, slot_bytes: int, device: str | torch.device = "cpu"
     ) -> None:
         where = torch.device(device)
-        size = round_up(slot_bytes, BLOCK_BYTES)
+        slot_bytes = round_up(slot_bytes, BLOCK_BYTES)
         if where.type == "cpu":
-            super().__init__(_host_memory(slots, size), size)
+            super().__init__(_host_memory(slots, slot_bytes), slot_bytes)
             return
+
+        total_bytes = slots * slot_bytes
         try:
-            memory = torch.zeros(slots * size, dtype=torch.uint8, device=where)
-        except (
-            RuntimeError,
-            AssertionError,
-        ) as error:  # out of memory; or a torch without CUDA
+            memory = torch.zeros(total_bytes, dtype=torch.uint8, device=where)
+        # A torch without CUDA raises an AssertionError, a full device a RuntimeError.
+        except (RuntimeError, AssertionError) as error:
             raise RuntimeFault(
-                f"{where}: expected {slots} slots of {size} bytes"
-                f" ({slots * size / 2**30:.2f} GiB), got: {str(error).splitlines()[0]};"
+                f"{where}: expected {slots} slots of {slot_bytes} bytes"
+                f" ({total_bytes / 2**30:.2f} GiB), got: {str(error).splitlines()[0]};"
                 " ask for a smaller expert cache"
             ) from None
-        super().__init__(memory, size)
-
-
-def _host_memory(slots: int, slot_bytes: int) -> torch.Tensor:
-    """Allocate and write page-aligned host memory, uint8 [slots * slot_bytes]."""
-    if slots < 0 or slot_bytes < 1:
-        raise ValueError(
-            f"expected slots >= 0 and slot_bytes >= 1, got {slots} and {slot_bytes}"
-        )
-    if slots == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    total = slots * slot_bytes
-    # Writing more than this would end in a kill, not in an error.
-    found = psutil.virtual_memory().available
-    try:
-        pages = _pages(total) if total <= found else None
-    except (OSError, OverflowError):
-        pages = None
-    if pages is None:
-        raise RuntimeFault(
-            f"host memory: expected {slots} slots of {slot_bytes} bytes"
-            f" ({total / 2**30:.2f} GiB), found {found / 2**30:.2f} GiB available; ask"
-            " for a smaller cache"
-        )
-    return torch.frombuffer(pages, dtype=torch.uint8).zero_()
-
-
-def _pages(nbytes: int) -> mmap.mmap:
-    """Map memory of this process alone, of huge pages where the system has them.
-
-    A direct read is cut into a piece for every run of neighbouring pages that it lands
-    in. Over scattered pages of 4 KiB the same read took 1.2 to 2.5 times as long, slot
-    by slot and run by run differently (4.5 MiB, virtual disk).
-    """
-    if not hasattr(mmap, "MAP_PRIVATE"):  # not a POSIX system
-        return mmap.mmap(-1, nbytes)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
+        super().__init__(memory, slot_bytes)
 
 
 def huge_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -242,9 +202,54 @@ def huge_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     same run differed from one allocation to the next.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    if not nbytes:  # a shape without dense feed-forward, say: no system maps nothing
+    # A shape without dense feed-forward has such tensors; no system maps nothing.
+    if not nbytes:
         return torch.empty(*shape, dtype=dtype)
-    return torch.frombuffer(_pages(nbytes), dtype=dtype).view(*shape)
+    return torch.frombuffer(_map_pages(nbytes), dtype=dtype).view(*shape)
+
+
+def _host_memory(slots: int, slot_bytes: int) -> torch.Tensor:
+    """Allocate and write page-aligned host memory, uint8 [slots * slot_bytes]."""
+    if slots < 0 or slot_bytes < 1:
+        raise ValueError(
+            f"expected slots >= 0 and slot_bytes >= 1, got {slots} and {slot_bytes}"
+        )
+    if slots == 0:
+        return torch.empty(0, dtype=torch.uint8)
+
+    total_bytes = slots * slot_bytes
+    available_bytes = psutil.virtual_memory().available
+    # Writing more than this would end in a kill, not in an error.
+    fits = total_bytes <= available_bytes
+    try:
+        pages = _map_pages(total_bytes) if fits else None
+    except (OSError, OverflowError):
+        pages = None
+    if pages is None:
+        raise RuntimeFault(
+            f"host memory: expected {slots} slots of {slot_bytes} bytes"
+            f" ({total_bytes / 2**30:.2f} GiB), found {available_bytes / 2**30:.2f} GiB"
+            " available; ask for a smaller cache"
+        )
+    return torch.frombuffer(pages, dtype=torch.uint8).zero_()
+
+
+def _map_pages(nbytes: int) -> mmap.mmap:
+    """Map memory of this process alone, of huge pages where the system has them.
+
+    A direct read is cut into a piece for every run of neighbouring pages that it lands
+    in. Over scattered pages of 4 KiB the same read took 1.2 to 2.5 times as long, slot
+    by slot and run by run differently (4.5 MiB, virtual disk).
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):  # not a POSIX system
+        return mmap.mmap(-1, nbytes)
+
+    # Private, because the kernel gives shared mappings no huge pages by itself.
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def _page_lock(memory: torch.Tensor) -> None:
@@ -257,12 +262,13 @@ def _page_lock(memory: torch.Tensor) -> None:
             f"cannot page-lock {gib:.2f} GiB of host memory: there is no CUDA device to"
             " lock it for"
         )
+
     code = torch.cuda.cudart().cudaHostRegister(
         memory.data_ptr(), memory.numel(), _PORTABLE
     )
     if int(code) != 0:
         with contextlib.suppress(RuntimeError, AssertionError):
-            # CUDA tells of this failure again at the next launch: let that be this one.
+            # CUDA reports this failure again at the next launch: let that be this one.
             torch.zeros(1, device="cuda")
         raise RuntimeFault(
             f"cannot page-lock {gib:.2f} GiB of host memory: CUDA error {int(code)};"

@@ -1,44 +1,36 @@
-"""The expert store: every expert of a model in one file, each a single aligned read
-away.
+"""The expert store: every expert of a model in one file, each a single aligned read.
 
-Picture a warehouse with a ledger. `experts.bin` is the warehouse: records of fixed
-maps, one per expert, each beginning on a block boundary, so that one direct read brings
-one expert. `store.json` is the ledger: which record holds which expert, how its bytes
-become weights, and a checksum of each. The ledger is written last and sealed with its
-own digest; without it there is no store, so a build that was killed leaves nothing that
-could be mistaken for one. It leaves a journal instead, and the next build of the same
-model continues where it stopped (`runtime/store/build.py`). A seal, `checked`, notes in
-which state of both files every checksum was right, so reads need not compare them
-again; where a file was touched since, all of it is read before anybody uses it.
+`experts.bin` holds records of fixed layout, one per expert, each beginning on a block
+boundary, so that one direct read brings one expert. `store.json` is its index
+(`runtime/store/index.py`): which record holds which expert, how its bytes become
+weights, and a checksum of each. A build that was killed leaves no index but a build
+log, and the next build of the same model continues where it stopped
+(`runtime/store/build.py`). A seal, `checked`, notes in which state of both files every
+checksum was right, so reads need not compare them again; where a file was touched
+since, all of it is read before the store is used.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from moesim.runtime.errors import StoreError
-from moesim.runtime.models.expert_math import ExpertLayout, round_up
 from moesim.runtime.store.direct_io import BLOCK_BYTES, DirectFile
-from moesim.runtime.store.memory import HostTier
+from moesim.runtime.store.index import INDEX_NAME, StoreIndex, record_stride
+from moesim.runtime.store.memory import HostSlots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from types import TracebackType
 
     import torch
+    from moesim.runtime.models.expert_layout import ExpertLayout
 
-
-FORMAT: Final = "moesim-experts"
-VERSION: Final = 1
-INDEX_NAME: Final = "store.json"
 DATA_NAME: Final = "experts.bin"
-JOURNAL_NAME: Final = "experts.journal"
+BUILD_LOG_NAME: Final = "experts.journal"
 SEAL_NAME: Final = "checked"
 
 
@@ -51,100 +43,6 @@ class BuildProgress(NamedTuple):
     total_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StoreIndex:
-    """What `store.json` says. R records, L MoE layers.
-
-    Attributes:
-        model: the model's name.
-        model_digest: the checkpoint (or the draw) the experts came from.
-        layouts: the different maps of a record.
-        layer_layouts: [L] which of them each layer uses.
-        records: per layer, the record of each expert.
-        offsets: [R] where each record begins, a multiple of `BLOCK_BYTES`.
-        checksums: [R] CRC-32 of each record, padding included.
-        data_bytes: size of `experts.bin`.
-        distinct: fewer records than experts on purpose: how many; None where every
-            expert has its own.
-    """
-
-    model: str
-    model_digest: str
-    layouts: tuple[ExpertLayout, ...]
-    layer_layouts: tuple[int, ...]
-    records: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]
-    checksums: tuple[int, ...]
-    data_bytes: int
-    distinct: int | None = None
-
-    @property
-    def per_layer(self) -> tuple[ExpertLayout, ...]:
-        """[L] the map of each layer's records."""
-        return tuple(self.layouts[layout] for layout in self.layer_layouts)
-
-    def to_json(self) -> str:
-        """Serialise, sealed with a digest; equal stores are equal bytes."""
-        body: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
-            "model": self.model,
-            "model_digest": self.model_digest,
-            "layouts": [layout.to_json() for layout in self.layouts],
-            "layer_layouts": list(self.layer_layouts),
-            "records": [list(row) for row in self.records],
-            "offsets": list(self.offsets),
-            "checksums": list(self.checksums),
-            "data_bytes": self.data_bytes,
-            "distinct": self.distinct,
-        }
-        return json.dumps(body | {"digest": digest_of(body)}, sort_keys=True) + "\n"
-
-    @classmethod
-    def read(cls, path: Path) -> StoreIndex:
-        """Read and check a ledger.
-
-        Raises:
-            StoreError: not a ledger, of another version, or altered.
-        """
-        try:
-            body = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            body = None
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise StoreError(
-                f"{path}: expected the index of an expert store, found something else"
-            )
-        if body.get("version") != VERSION:
-            raise StoreError(
-                f"{path}: store version: expected {VERSION}, found"
-                f" {body.get('version')}; remove the folder and build the store again"
-            )
-        sealed = body.pop("digest", None)
-        if sealed != digest_of(body):
-            raise StoreError(
-                f"{path}: its digest does not match: it was altered; remove the folder"
-                " and build the store again"
-            )
-        try:
-            return cls(
-                model=body["model"],
-                model_digest=body["model_digest"],
-                layouts=tuple(ExpertLayout.from_json(raw) for raw in body["layouts"]),
-                layer_layouts=tuple(body["layer_layouts"]),
-                records=tuple(tuple(row) for row in body["records"]),
-                offsets=tuple(body["offsets"]),
-                checksums=tuple(body["checksums"]),
-                data_bytes=body["data_bytes"],
-                distinct=body["distinct"],
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(
-                f"{path}: {type(error).__name__}: {error}; remove the folder and build"
-                " the store again"
-            ) from None
-
-
 class ExpertStore:
     """An open store. Reads are safe from several threads at once.
 
@@ -153,7 +51,7 @@ class ExpertStore:
         direct: read around the page cache where the file system allows it.
 
     Attributes:
-        index: the ledger.
+        index: where the records lie.
         direct: whether reads go around the page cache; `reason` says why not.
         slot_bytes: a slot of this size holds any record.
 
@@ -166,18 +64,14 @@ class ExpertStore:
         self.directory = Path(directory)
         path = self.directory / INDEX_NAME
         if not path.is_file():
-            unfinished = (self.directory / JOURNAL_NAME).is_file()
-            found = (
-                "an unfinished build; run it again to continue"
-                if unfinished
-                else "none; `moesim store build` makes one"
-            )
             raise StoreError(
                 f"{self.directory}: expected an expert store with {INDEX_NAME}, found"
-                f" {found}"
+                f" {self._instead_of_index()}"
             )
+
         self.index = StoreIndex.read(path)
         self._file = DirectFile(self.directory / DATA_NAME, direct=direct)
+        # Checked at once: else a truncated file fails in the middle of a run.
         if self._file.size_bytes != self.index.data_bytes:
             self._file.close()
             raise StoreError(
@@ -187,6 +81,7 @@ class ExpertStore:
             )
         self.direct = self._file.direct
         self.reason = self._file.reason
+        # Layers may differ in size; slots do not.
         self._strides = tuple(record_stride(layout) for layout in self.index.layouts)
         self.slot_bytes = max(self._strides)
 
@@ -200,11 +95,11 @@ class ExpertStore:
         return len(self.index.records[layer])
 
     def layout(self, layer: int) -> ExpertLayout:
-        """Return the map of a layer's records; the same object every time."""
+        """Return the layout of a layer's records; the same object every time."""
         return self.index.layouts[self.index.layer_layouts[layer]]
 
     def record_bytes(self, layer: int) -> int:
-        """Bytes that one read of this layer moves: the record and its padding to whole
+        """Bytes that one read of this layer moves: the record and its padding to full
         blocks.
         """
         return self._strides[self.index.layer_layouts[layer]]
@@ -228,18 +123,21 @@ class ExpertStore:
             RuntimeFault: the disk fails.
             StoreError: the file ends too soon, or the checksum differs.
         """
-        size = self.record_bytes(layer)
-        record = self.index.records[layer][expert]
         assert target.data_ptr() % BLOCK_BYTES == 0, (
             "direct reads need slots on a block boundary"
         )
+        size = self.record_bytes(layer)
+        record = self.index.records[layer][expert]
+        offset = self.index.offsets[record]
+
+        # Padding is read too: direct reads have full blocks.
         view = memoryview(target.numpy())[:size]
-        self._file.read_into(self.index.offsets[record], view)
+        self._file.read_into(offset, view)
         if check and zlib.crc32(view) != self.index.checksums[record]:
             raise StoreError(
-                f"{self._file.path}: layer {layer}, expert {expert} (byte"
-                f" {self.index.offsets[record]}): checksum does not match: the file was"
-                " altered; remove the folder and build the store again"
+                f"{self._file.path}: layer {layer}, expert {expert} (byte {offset}):"
+                " checksum does not match: the file was altered; remove the folder and"
+                " build the store again"
             )
         return size
 
@@ -249,24 +147,20 @@ class ExpertStore:
         Raises:
             StoreError: a record was altered.
         """
+        # Experts may share a record.
         seen: set[int] = set()
-        done = 0
-        with HostTier(1, self.slot_bytes) as tier:
+        done_bytes = 0
+        with HostSlots(1, self.slot_bytes) as slots:
             for layer, row in enumerate(self.index.records):
                 for expert, record in enumerate(row):
                     if record in seen:
                         continue
                     seen.add(record)
-                    done += self.read_into(layer, expert, tier.record(0), check=True)
+                    done_bytes += self.read_into(
+                        layer, expert, slots.record(0), check=True
+                    )
                     if progress is not None:
-                        progress(
-                            BuildProgress(
-                                len(seen),
-                                len(self.index.offsets),
-                                done,
-                                self.index.data_bytes,
-                            )
-                        )
+                        progress(self._progress(len(seen), done_bytes))
         self.seal()
 
     def trusted(self, progress: Callable[[BuildProgress], None] | None = None) -> Self:
@@ -279,6 +173,7 @@ class ExpertStore:
         try:
             if not self._is_sealed():
                 self.verify(progress)
+        # Ctrl-C too: the caller never gets the store, so cannot close it.
         except BaseException:
             self.close()
             raise
@@ -286,29 +181,10 @@ class ExpertStore:
 
     def seal(self) -> None:
         """Note that every checksum is right for the files as they are; where that
-        cannot be written, all look again.
+        cannot be written, all is compared again next time.
         """
         with suppress(OSError):
             (self.directory / SEAL_NAME).write_text(self._state(), encoding="utf-8")
-
-    def _is_sealed(self) -> bool:
-        try:
-            return (self.directory / SEAL_NAME).read_text(
-                encoding="utf-8"
-            ) == self._state()
-        except (OSError, ValueError):
-            return False
-
-    def _state(self) -> str:
-        """Which files these are, and when they were last touched."""
-        files = [(self.directory / name).stat() for name in (DATA_NAME, INDEX_NAME)]
-        return (
-            " ".join(
-                f"{one.st_ino} {one.st_size} {one.st_mtime_ns} {one.st_ctime_ns}"
-                for one in files
-            )
-            + "\n"
-        )
 
     def close(self) -> None:
         """Close the file."""
@@ -327,14 +203,32 @@ class ExpertStore:
         """Close on leaving."""
         self.close()
 
+    def _instead_of_index(self) -> str:
+        """Say what a directory without an index holds."""
+        if (self.directory / BUILD_LOG_NAME).is_file():
+            return "an unfinished build; run it again to continue"
+        return "none; `moesim store build` makes one"
 
-def record_stride(layout: ExpertLayout) -> int:
-    """Bytes from one record to the next: whole blocks."""
-    return round_up(layout.expert_bytes, BLOCK_BYTES)
+    def _progress(self, records: int, done_bytes: int) -> BuildProgress:
+        return BuildProgress(
+            records, len(self.index.offsets), done_bytes, self.index.data_bytes
+        )
 
+    def _is_sealed(self) -> bool:
+        try:
+            sealed = (self.directory / SEAL_NAME).read_text(encoding="utf-8")
+            return sealed == self._state()
+        except (OSError, ValueError):
+            return False
 
-def digest_of(body: Mapping[str, Any]) -> str:
-    """Name a JSON object: BLAKE2b of its canonical text, in hexadecimal."""
-    return hashlib.blake2b(
-        json.dumps(body, sort_keys=True).encode(), digest_size=16
-    ).hexdigest()
+    def _state(self) -> str:
+        """Which files these are, and when they were last touched."""
+        facts = []
+        for name in (DATA_NAME, INDEX_NAME):
+            status = (self.directory / name).stat()
+            # Inode and change time too: a copy keeps size and modification time.
+            facts.append(
+                f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
+                f" {status.st_ctime_ns}"
+            )
+        return " ".join(facts) + "\n"

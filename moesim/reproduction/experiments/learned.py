@@ -26,7 +26,7 @@ def flashmoe_gain(load: Workload) -> Found:
         _saved(_NAMES[rival]) for rival in RIVALS[:2]
     ]
     try:
-        from moesim.runtime.models.train_cache import train  # noqa: PLC0415 - torch
+        from moesim.runtime.train.cache_network import train  # noqa: PLC0415 - torch
     except ImportError:
         return dict.fromkeys(
             rows,

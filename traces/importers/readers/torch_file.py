@@ -189,21 +189,20 @@ class Archive:
             str, tuple[int, int, int]
         ] = {}  # name -> local header, bytes, crc
         self._ahead = 0, b""  # what was read last, and where it begins
-        self._file = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._file)
-        size = os.fstat(self._file).st_size
+        # Unbuffered, and by seek: Windows has no `os.pread`.
+        self._file = path.open("rb", buffering=0)
+        weakref.finalize(self, self._file.close)
+        size = os.fstat(self._file.fileno()).st_size
         tail_at = max(0, size - _TAIL_BYTES)
-        tail = os.pread(self._file, _TAIL_BYTES, tail_at)
+        tail = self._bytes(_TAIL_BYTES, tail_at)
         end = tail.rfind(b"PK\x05\x06")
         if end < 0:
             raise zipfile.BadZipFile("File is not a zip file")
         count, length, at = struct.unpack_from("<HLL", tail, end + 10)
         if end >= 20 and tail[end - 20 : end - 16] == b"PK\x06\x07":
             (large,) = struct.unpack_from("<Q", tail, end - 12)
-            count, length, at = struct.unpack_from(
-                "<QQQ", os.pread(self._file, 56, large), 32
-            )
-        directory = os.pread(self._file, min(length, size), at)
+            count, length, at = struct.unpack_from("<QQQ", self._bytes(56, large), 32)
+        directory = self._bytes(min(length, size), at)
         place = 0
         for _ in range(count):
             mark, method, crc, packed, unpacked, name, extra, note, header = (
@@ -223,13 +222,18 @@ class Archive:
             self.members[called] = (header, unpacked, crc)
             place += name + extra + note
 
+    def _bytes(self, count: int, offset: int) -> bytes:
+        """Bytes of the file; fewer at its end."""
+        self._file.seek(offset)
+        return self._file.read(count)
+
     def read(self, name: str) -> bytes:
         """A member's bytes; raises as `zipfile` does."""
         header, size, crc = self.members[self.prefix + name]
         at, held = self._ahead
         if not at <= header <= at + len(held) - _HEADER_BYTES - size:
             at = header
-            held = os.pread(self._file, max(_AHEAD_BYTES, _HEADER_BYTES + size), header)
+            held = self._bytes(max(_AHEAD_BYTES, _HEADER_BYTES + size), header)
             # Small ones follow each other.
             self._ahead = (at, held) if len(held) <= _AHEAD_BYTES else (0, b"")
         start = header - at
@@ -239,7 +243,7 @@ class Archive:
         start += _LOCAL.size + called + extra
         data = held[start : start + size]
         if len(data) < size:
-            data = os.pread(self._file, size, at + start)
+            data = self._bytes(size, at + start)
         if len(data) < size or zlib.crc32(data) != crc:
             raise zipfile.BadZipFile(f"Bad CRC-32 for file {name!r}")
         return data
@@ -247,9 +251,8 @@ class Archive:
     def part(self, name: str, start: int, stop: int) -> bytes:
         """Some of a member's bytes, unchecked."""
         header, size, _ = self.members[self.prefix + name]
-        _, called, extra = _LOCAL.unpack(os.pread(self._file, _LOCAL.size, header))
-        return os.pread(
-            self._file,
+        _, called, extra = _LOCAL.unpack(self._bytes(_LOCAL.size, header))
+        return self._bytes(
             max(0, min(stop, size) - start),
             header + _LOCAL.size + called + extra + start,
         )

@@ -1,12 +1,11 @@
-"""A body of text that every Python already carries: the standard library's own sources,
-read as bytes.
+"""The text corpus: the sources of Python's standard library, read as bytes.
 
 Routing is learned from text, so anything that trains, calibrates or measures needs
-some, and a machine without a network still has this one. Picture a shelf of files dealt
-once into three boxes: *training* for models that we train ourselves, *calibration* for
-whatever a policy may learn beforehand, *evaluation* for the numbers we report. The box
-of a file follows from its name alone, so the boxes never mix, whichever Python or
-machine deals them.
+some, and a machine without a network still has this one. Files belong to one of three
+parts: *training* for models that we train ourselves, *calibration* for whatever a
+policy may learn beforehand, *evaluation* for the numbers we report. The part of a file
+follows from its name alone, so the parts never mix, whichever Python or machine splits
+them.
 
 Left out: installed packages; test suites (many distributions drop them); files
 generated for one build; and `encodings` and `pydoc_data`, which are tables rather than
@@ -43,7 +42,8 @@ _SKIPPED_FOLDERS: Final = frozenset(
         "pydoc_data",
     }
 )
-_SKIPPED_PREFIX: Final = "_sysconfigdata"  # written by the build, full of its paths
+# Written by the build of Python, and full of its paths.
+_SKIPPED_PREFIX: Final = "_sysconfigdata"
 
 
 def root() -> Path:
@@ -52,7 +52,7 @@ def root() -> Path:
 
 
 def split_of(relative_path: str) -> Part:
-    """Tell which part a file belongs to.
+    """Return the part that a file belongs to.
 
     Only the name decides, through SHA-256 rather than Python's salted `hash`, so that a
     file stays in its part from one run, version and machine to the next.
@@ -61,10 +61,8 @@ def split_of(relative_path: str) -> Part:
         relative_path: path below the library's root, with forward slashes, e.g.
             `json/decoder.py`.
     """
-    share = (
-        int.from_bytes(hashlib.sha256(relative_path.encode()).digest()[:8], "big")
-        % _SHARES
-    )
+    digest = hashlib.sha256(relative_path.encode()).digest()
+    share = int.from_bytes(digest[:8], "big") % _SHARES
     if share < _CALIBRATION_SHARES:
         return "calibration"
     if share < _CALIBRATION_SHARES + _EVALUATION_SHARES:
@@ -83,8 +81,10 @@ def files(part: Part) -> tuple[str, ...]:
     """
     if part not in PARTS:
         raise ValueError(f"unknown corpus part {part!r}; known: {', '.join(PARTS)}")
+
     base = root()
     names = (path.relative_to(base) for path in base.rglob("*.py"))
+    # Sorted, because file systems list in an order of their own.
     kept = sorted(
         name.as_posix()
         for name in names
@@ -112,6 +112,7 @@ def load_bytes(part: Part, limit_bytes: int | None = None) -> bytes:
     """
     if limit_bytes is not None and limit_bytes < 0:
         raise ValueError(f"limit_bytes: expected >= 0, got {limit_bytes}")
+
     base = root()
     pieces: list[bytes] = []
     size_bytes = 0
@@ -145,25 +146,24 @@ def prompts(part: Part, count: int, length_bytes: int, seed: int) -> list[bytes]
         raise ValueError(
             f"expected count >= 0 and length_bytes >= 1, got {count} and {length_bytes}"
         )
+
     base = root()
-    rng = random.Random(seed)  # noqa: S311 - excerpts, not secrets
-    texts = [
-        text
-        for name in files(part)
-        if len(text := (base / name).read_bytes()) >= length_bytes
-    ]
+    texts = [(base / name).read_bytes() for name in files(part)]
+    texts = [text for text in texts if len(text) >= length_bytes]
     if not texts:
         raise ValueError(
             f"length_bytes: no file of {part!r} has {length_bytes} bytes; ask for"
             " shorter prompts"
         )
-    drawn: list[bytes] = []
-    while len(drawn) < count:
+
+    # Shuffle and excerpts share one generator: fewer prompts are the first of more.
+    rng = random.Random(seed)  # noqa: S311 - excerpts, not secrets
+    excerpts: list[bytes] = []
+    while len(excerpts) < count:
         rng.shuffle(texts)
-        drawn.extend(
-            _excerpt(text, length_bytes, rng) for text in texts[: count - len(drawn)]
-        )
-    return drawn
+        round_texts = texts[: count - len(excerpts)]
+        excerpts.extend(_excerpt(text, length_bytes, rng) for text in round_texts)
+    return excerpts
 
 
 def digest(part: Part) -> str:
@@ -174,6 +174,7 @@ def digest(part: Part) -> str:
     total = hashlib.sha256()
     for name in files(part):
         piece = (base / name).read_bytes()
+        # With its size, so that bytes cannot move from one file to the next unseen.
         total.update(f"{name}\0{len(piece)}\0".encode())
         total.update(piece)
     return total.hexdigest()

@@ -1,5 +1,4 @@
-"""Where prompts come from: a text file somebody wrote, or a data set somebody
-published.
+"""Reads prompts: from a plain text file, or from the rows of a published data set.
 
 A data set is read row by row and no further than `limit`, so the first hundred prompts
 of a large file cost a hundred rows. Each row is one prompt; the column is found by
@@ -32,8 +31,13 @@ COLUMNS: Final = (
 )
 """Columns that hold prompts, the likeliest first."""
 
+_ASSISTANTS: Final = ("assistant", "gpt", "model")
+"""Roles whose message is an answer, in the chat formats in use."""
+
+# Rows decoded at once: few, because the reader may stop at any of them.
 _BATCH_ROWS: Final = 64
-_ANSWERS: Final = ("assistant", "gpt", "model")
+
+# Python's own limit is 128 KiB, which long documents exceed.
 _LONGEST_CELL: Final = 1 << 27
 
 
@@ -54,21 +58,15 @@ def read_prompts(path: Path | str) -> list[str]:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(
-            f"{file}: expected a UTF-8 text file with prompts, found: {_why(error)}"
+            f"{file}: expected a UTF-8 text file with prompts, found: {_reason(error)}"
         ) from None
-    blocks: list[list[str]] = [[]]
-    for line in text.splitlines():
-        if line.strip():
-            blocks[-1].append(line)
-        elif blocks[-1]:
-            blocks.append([])
-    blocks = [block for block in blocks if block]
-    prompts = blocks[0] if len(blocks) == 1 else ["\n".join(block) for block in blocks]
-    if not prompts:
+
+    blocks = _blocks(text)
+    if not blocks:
         raise TraceError(
             f"{file}: expected prompts, found an empty file; write one prompt per line"
         )
-    return prompts
+    return blocks[0] if len(blocks) == 1 else ["\n".join(block) for block in blocks]
 
 
 def read_dataset(
@@ -91,57 +89,71 @@ def read_dataset(
             text, or no row.
     """
     file = Path(path)
-    reader = {
+    readers = {
         ".jsonl": _json_rows,
         ".csv": _csv_rows,
         ".tsv": _csv_rows,
         ".parquet": _parquet_rows,
-    }.get(file.suffix)
+    }
+    reader = readers.get(file.suffix)
     if reader is None:
         raise TraceError(
             f"{file}: expected a name that ends in .jsonl, .csv, .tsv or .parquet;"
             " convert the data set"
         )
+
     try:
         prompts = [
-            _prompt(f"{file}: {where}", row, column)
-            for where, row in islice(reader(file), limit)
+            _prompt(f"{file}: {position}", row, column)
+            for position, row in islice(reader(file), limit)
         ]
     except (OSError, UnicodeDecodeError, csv.Error, pa.ArrowException) as error:
         raise TraceError(
-            f"{file}: expected a readable data set, found: {_why(error)}"
+            f"{file}: expected a readable data set, found: {_reason(error)}"
         ) from None
     if not prompts:
         raise TraceError(f"{file}: expected prompts, found no rows")
     return prompts
 
 
-def _why(error: Exception) -> str:
-    """What went wrong, on one line and without the place."""
-    return (
-        error.strerror
-        if isinstance(error, OSError) and error.strerror
-        else str(error).splitlines()[0]
-    )
+def _blocks(text: str) -> list[list[str]]:
+    """Split a text at blank lines into blocks of lines."""
+    blocks: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if line.strip():
+            blocks[-1].append(line)
+        elif blocks[-1]:
+            blocks.append([])
+    # A file may end with blank lines.
+    return [block for block in blocks if block]
+
+
+def _reason(error: Exception) -> str:
+    """Say what went wrong, on one line and without the file's name."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).splitlines()[0]
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the objects of a file with one per line, and where they are."""
     with file.open(encoding="utf-8") as lines:
-        for at, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield f"line {at}", json.loads(line)
-                except ValueError:
-                    raise TraceError(
-                        f"{file}: line {at}: expected a JSON string or object, found"
-                        " neither"
-                    ) from None
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield f"line {number}", json.loads(line)
+            except ValueError:
+                raise TraceError(
+                    f"{file}: line {number}: expected a JSON string or object, found"
+                    " neither"
+                ) from None
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a table with a header line."""
+    """Yield the rows of a table with a header line, and where they are."""
     csv.field_size_limit(_LONGEST_CELL)
+    # Spreadsheets put a byte-order mark before the first column's name.
     with file.open(encoding="utf-8-sig", newline="") as lines:
         table = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
         for row in table:
@@ -149,53 +161,56 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield rows without reading the file as a whole."""
+    """Yield rows, and where they are, without loading the file at once."""
     with pq.ParquetFile(file) as table:
-        at = 0
+        number = 0
         for batch in table.iter_batches(_BATCH_ROWS):
             for row in batch.to_pylist():
-                yield f"row {at}", row
-                at += 1
+                yield f"row {number}", row
+                number += 1
 
 
-def _prompt(where: str, row: Any, column: str | None) -> str:
+def _prompt(position: str, row: Any, column: str | None) -> str:
     """Find the prompt in a row."""
     if isinstance(row, str) and row and column is None:
         return row
     if not isinstance(row, dict):
         raise TraceError(
-            f"{where}: expected a JSON string, or an object with one of"
+            f"{position}: expected a JSON string, or an object with one of"
             f" {', '.join(COLUMNS)}"
         )
-    name = (
-        column
-        if column is not None
-        else next((one for one in COLUMNS if row.get(one)), None)
-    )
+
+    name = column
+    expected = f"column {column!r}"
+    if column is None:
+        # The first that is filled: a data set may leave some of them empty.
+        name = next((known for known in COLUMNS if row.get(known)), None)
+        expected = f"one of the columns {', '.join(COLUMNS)}"
     if name is None or name not in row:
-        expected = (
-            f"column {column!r}"
-            if column is not None
-            else f"one of the columns {', '.join(COLUMNS)}"
-        )
-        found = ", ".join(str(one) for one in row) or "none"
+        columns = ", ".join(str(key) for key in row) or "none"
         raise TraceError(
-            f"{where}: expected {expected}, found {found}; name it with --column"
+            f"{position}: expected {expected}, found {columns}; name it with --column"
         )
-    text = _conversation(row[name]) if isinstance(row[name], list) else row[name]
+
+    value = row[name]
+    text = _conversation(value) if isinstance(value, list) else value
     if not isinstance(text, str) or not text:
         raise TraceError(
-            f"{where}: {name}: expected text or a list of messages, found"
-            f" {str(row[name])[:40]!r}"
+            f"{position}: {name}: expected text or a list of messages, found"
+            f" {str(value)[:40]!r}"
         )
     return text
 
 
 def _conversation(messages: list[Any]) -> str | None:
     """Join the messages before the last answer; None where some are no messages."""
-    if not all(isinstance(one, dict) for one in messages):
+    if not all(isinstance(message, dict) for message in messages):
         return None
-    if messages and messages[-1].get("role", messages[-1].get("from")) in _ANSWERS:
+    # A prompt ends where the model's answer would begin.
+    if messages and messages[-1].get("role", messages[-1].get("from")) in _ASSISTANTS:
         messages = messages[:-1]
-    texts = [one.get("content", one.get("value")) for one in messages]
-    return "\n\n".join(texts) if all(isinstance(text, str) for text in texts) else None
+
+    texts = [message.get("content", message.get("value")) for message in messages]
+    if not all(isinstance(text, str) for text in texts):
+        return None
+    return "\n\n".join(texts)

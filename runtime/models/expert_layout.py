@@ -1,0 +1,236 @@
+"""The record of one expert: where its tensors lie among the bytes, and its gating.
+
+An expert's weights lie in one flat record, one tensor after the other. A layout
+describes that record. Models differ in the layout (transposed or not, biased or not,
+gate and up side by side or interleaved) and in the gating between the two products. The
+layout describes both, so one arithmetic (`moesim.runtime.models.expert_math`) serves
+them all, whether a record is in a file, in host memory or in a device slot.
+
+Shape legend: t tokens of one expert, H hidden, F intermediate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+TENSOR_ALIGNMENT_BYTES: Final = 64
+"""Every tensor of a record starts on a cache line, which suits vector loads and CUDA
+kernels best.
+"""
+
+ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+}
+
+ALPHA_SWIGLU: Final = "alpha_swiglu"
+"""gpt-oss's activation: ``(up + 1) * gate * sigmoid(alpha * gate)``."""
+
+MODULE_GATING: Final = "module"
+"""A gating that only the model's own experts module knows how to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gating:
+    """How the up projection's features [t, 2F] become F.
+
+    Attributes:
+        act: a name in `ACTIVATIONS`, `ALPHA_SWIGLU`, or `MODULE_GATING`.
+        gated: gate and up both exist; otherwise `act` alone is applied to [t, F].
+        interleaved: columns are gate, up, gate, up, …; otherwise all gates, then all
+            ups.
+        limit: clamp before activation: gate from above, up on both sides; None for no
+            clamp.
+        alpha: slope of `ALPHA_SWIGLU`.
+    """
+
+    act: str = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+
+    def __call__(self, features: torch.Tensor) -> torch.Tensor:
+        """Apply to `features` [t, 2F] (or [t, F] if not gated) and return [t, F].
+
+        Source: the experts modules of transformers 5.23 (Mixtral and most others;
+        gpt-oss; DeepSeek-V4 for the clamp). `runtime/models/experts_module.py` compares
+        a model's own function with this one before choosing it.
+        """
+        if not self.gated:
+            return ACTIVATIONS[self.act](features)
+
+        if self.interleaved:
+            gate = features[..., ::2]
+            up = features[..., 1::2]
+        else:
+            gate, up = features.chunk(2, dim=-1)
+
+        # The clamp is lopsided on purpose: a very negative gate is already silent.
+        if self.limit is not None:
+            gate = gate.clamp(max=self.limit)
+            up = up.clamp(-self.limit, self.limit)
+
+        if self.act == ALPHA_SWIGLU:
+            return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+        return ACTIVATIONS[self.act](gate) * up
+
+
+class TensorSpec(NamedTuple):
+    """One tensor inside a record."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+
+class ExpertWeights(NamedTuple):
+    """Views into one record. `up` holds gate and up together where the expert is gated.
+
+    Shapes are ``[out, in]``, or ``[in, out]`` in a transposed layout.
+    """
+
+    up: torch.Tensor
+    down: torch.Tensor
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """The tensors of one expert's record, and how to compute with them.
+
+    Attributes:
+        dtype: a torch dtype's name, e.g. ``bfloat16``.
+        tensors: in the order of `ExpertWeights`' fields (biases last), each aligned to
+            `TENSOR_ALIGNMENT_BYTES`.
+        transposed: weights are ``[in, out]``.
+        gating: what happens between the two products.
+    """
+
+    dtype: str
+    tensors: tuple[TensorSpec, ...]
+    transposed: bool
+    gating: Gating
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch's object."""
+        return torch_dtype(self.dtype)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes from the record's start to the end of its last tensor."""
+        last = self.tensors[-1]
+        return last.offset_bytes + self.tensor_bytes(last)
+
+    def tensor_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of one tensor."""
+        return math.prod(spec.shape) * int(self.torch_dtype.itemsize)
+
+    def views(self, record: torch.Tensor) -> ExpertWeights:
+        """View a record as weight tensors, without copying.
+
+        Args:
+            record: uint8, contiguous, at least `expert_bytes` long, starting on a cache
+                line.
+        """
+        views = []
+        for spec in self.tensors:
+            end = spec.offset_bytes + self.tensor_bytes(spec)
+            raw = record[spec.offset_bytes : end]
+            views.append(raw.view(self.torch_dtype).view(spec.shape))
+        return ExpertWeights(*views)
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe as plain values for an index file."""
+        return asdict(self) | {"tensors": [list(spec) for spec in self.tensors]}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> ExpertLayout:
+        """Rebuild from `to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: `raw` is not such a description.
+        """
+        # Checked here, so that a wrong name is met when an index is read, not later.
+        torch_dtype(raw["dtype"])
+        tensors = tuple(
+            TensorSpec(str(name), tuple(int(size) for size in shape), int(offset))
+            for name, shape, offset in raw["tensors"]
+        )
+        return cls(
+            dtype=str(raw["dtype"]),
+            tensors=tensors,
+            transposed=bool(raw["transposed"]),
+            gating=Gating(**raw["gating"]),
+        )
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Find a dtype by its name.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}; known: bfloat16, float16, float32")  # noqa: TRY004 - a wrong name
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype: ``torch.bfloat16`` is ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def pack_layout(
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    dtype: torch.dtype,
+    transposed: bool,
+    gating: Gating,
+) -> ExpertLayout:
+    """Lay tensors one after the other, each on the next cache line.
+
+    Args:
+        shapes: name -> shape of one expert's tensor, in the order of `ExpertWeights`.
+        dtype: of all of them.
+        transposed: as in `ExpertLayout`.
+        gating: as in `ExpertLayout`.
+    """
+    specs: list[TensorSpec] = []
+    offset = 0
+    for name, shape in shapes.items():
+        specs.append(TensorSpec(name, tuple(shape), offset))
+        end = offset + math.prod(shape) * dtype.itemsize
+        offset = round_up(end, TENSOR_ALIGNMENT_BYTES)
+    return ExpertLayout(dtype_name(dtype), tuple(specs), transposed, gating)
+
+
+def swiglu_layout(hidden: int, intermediate: int, dtype: torch.dtype) -> ExpertLayout:
+    """Describe the usual expert, ``3 H F`` weights: fused gate and up [2F, H], SiLU,
+    down [H, F], no biases.
+    """
+    shapes = {
+        "gate_up_proj": (2 * intermediate, hidden),
+        "down_proj": (hidden, intermediate),
+    }
+    return pack_layout(shapes, dtype=dtype, transposed=False, gating=Gating())
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is >= `size`."""
+    return -(-size // multiple) * multiple

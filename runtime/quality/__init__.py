@@ -1,0 +1,1 @@
+"""What routing policies do to a model's predictions."""

@@ -1,0 +1,277 @@
+"""Overrides the routing of a model: between gate and experts, a planner decides.
+
+A hook behind each gate notes its input and its output; a hook before each layer's
+experts shows both to the planner in charge, and gives the experts what its routing
+policy makes of them. Nothing else of the model changes, and a token whose experts stay
+keeps its ids and weights to the bit.
+
+Where an assignment starts experts one layer ahead (DAOP), they get what they would get:
+the input of the layer before.
+
+T tokens of a pass, H hidden, E experts, K experts per token, K' columns after
+rerouting.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from moesim.policies.base import PolicyError
+from moesim.runtime.executor.live import Foresight
+from moesim.runtime.models.expert_math import UNUSED, group_tokens
+from moesim.runtime.models.experts_call import Arguments, ExpertsCall
+from moesim.runtime.models.gates import best_first, gate_facts, read_gate
+from moesim.runtime.models.moe_blocks import find_blocks
+from moesim.runtime.quality.policy_under_test import widened
+from moesim.traces.errors import TraceError
+from moesim.traces.format.batch import RoutedLayer
+from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from moesim.policies.base import LayerWork
+    from moesim.runtime.models.local_model import LocalModel
+    from moesim.runtime.quality.policy_under_test import PolicyUnderTest
+    from moesim.runtime.record.residual import Residual
+
+
+class RoutingOverride:
+    """Stands between the gates and the experts of a model while the context is open.
+
+    Args:
+        local: the model.
+        columns: what policies need of `moesim.runtime.quality.measure.GATE_COLUMNS`.
+        residual: vectors for ``pred1_res``.
+    """
+
+    def __init__(
+        self, local: LocalModel, columns: Sequence[str], residual: Residual | None
+    ) -> None:
+        self.model: Any = local.model
+        self._blocks = find_blocks(local.model)
+        self._facts = gate_facts(local.model, self._blocks)
+        vectors = None
+        if residual is not None:
+            vectors = torch.from_numpy(residual.vectors).to(local.device)
+        predicted = [name for name in columns if name in PREDICTION_COLUMNS]
+        self._foresight = Foresight(self._blocks, self._facts, predicted, vectors)
+        self._needs_scores = "scores" in columns
+        self._policy: PolicyUnderTest | None = None
+
+        # Of the gate that ran last.
+        self._gate_input = torch.empty(0)
+        self._gate_output: torch.Tensor | None = None
+        # Of the layer before: [T, H] what its experts were given, and bool [T, E] the
+        # experts that it expected of this layer.
+        self._input_before = torch.empty(0)
+        self._expected: np.ndarray | None = None
+        # A second call of the experts at work, on the input of the layer before.
+        self._stale_call: Arguments | None = None
+        # Layers of the pass at work whose experts were called.
+        self._served = 0
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        """Attach the hooks."""
+        for layer, block in enumerate(self._blocks):
+            gate_hook = block.gate.register_forward_hook(
+                self._on_gate, with_kwargs=True
+            )
+            experts_hook = block.experts.register_forward_pre_hook(
+                self._on_experts(layer), with_kwargs=True
+            )
+            result_hook = block.experts.register_forward_hook(
+                self._after_experts, with_kwargs=True
+            )
+            self._hooks += [gate_hook, experts_hook, result_hook]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remove them."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def begin(self, policy: PolicyUnderTest | None) -> None:
+        """Let `policy` override the gates from now on; the model decides if None."""
+        self._policy = policy
+        self._served = 0
+        self._expected = None
+
+    def check(self) -> None:
+        """Make sure that every layer's experts were called as we know it.
+
+        Raises:
+            TraceError: they were not.
+        """
+        if self._served != len(self._blocks):
+            raise TraceError(
+                f"{self._blocks[0].name}: expected the experts of {len(self._blocks)}"
+                " layers to be called with hidden states, ids and weights, found"
+                f" {self._served}; this kind of MoE layer is not supported"
+            )
+
+    def _on_gate(
+        self, gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Note a gate's input and output."""
+        del gate
+        block = self._blocks[self._served]
+        self._gate_input = args[0] if args else next(iter(kwargs.values()))
+        self._gate_output, _, _ = read_gate(output, block.count)
+        if self._gate_output is None and self._needs_scores:
+            raise PolicyError(
+                f"{block.name}: its gate shows only its choice, and a policy needs its"
+                " scores"
+            )
+
+    def _on_experts(self, layer: int) -> Callable[..., Any]:
+        """Return the hook that runs before a layer's experts and may change what they
+        are given.
+        """
+
+        def hook(
+            _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Arguments | None:
+            call = ExpertsCall.find(args, kwargs)
+            if call is None:
+                return None
+            self._served += 1
+            self._stale_call = None
+            if self._policy is None:
+                return None
+            return self._override(self._policy, layer, call, (args, kwargs))
+
+        return hook
+
+    def _after_experts(
+        self, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Add what is computed on the input of the layer before."""
+        del args, kwargs
+        if self._stale_call is None:
+            return output
+        args, kwargs = self._stale_call
+        # `forward`, not a call: hooks must not run for it.
+        return output + experts.forward(*args, **kwargs)
+
+    def _override(
+        self,
+        policy: PolicyUnderTest,
+        layer: int,
+        call: ExpertsCall,
+        arguments: Arguments,
+    ) -> Arguments | None:
+        """Return changed arguments for a layer's experts; None where they stay."""
+        index, weights = self._planned(policy, layer, call)
+        stale = self._stale_pairs(policy, index)
+        if stale is not None:
+            # Each pair counts in one of the two calls, with weight zero in the other.
+            self._stale_call = call.changed(
+                *arguments, self._input_before, index, weights * stale
+            )
+            weights = weights * ~stale
+        self._input_before = call.hidden
+        if index is call.index and stale is None:
+            return None
+        return call.changed(*arguments, call.hidden, index, weights)
+
+    def _planned(
+        self, policy: PolicyUnderTest, layer: int, call: ExpertsCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ask the planner; ids and weights [T, K'] for the experts, the given ones
+        themselves where nothing changes.
+        """
+        routed = self._routed(layer, call)
+        work = policy.layer(routed)
+        if work.routing is routed.routing:
+            return call.index, call.weights
+        return _rerouted(call, routed, work)
+
+    def _routed(self, layer: int, call: ExpertsCall) -> RoutedLayer:
+        """Describe the gate's choice, best expert first, as a trace would."""
+        output = self._gate_output
+        index, weights = best_first(call.index, call.weights, output)
+        chosen = index.cpu().numpy().astype(np.uint16)
+        groups = group_tokens(chosen)
+        predicted = self._foresight.predict(layer, self._gate_input)
+        scores = None
+        if self._needs_scores and output is not None:
+            scores = self._facts.scores(output).cpu().numpy()
+        return RoutedLayer(
+            layer=layer,
+            experts=groups.experts,
+            tokens=groups.tokens,
+            routing=chosen,
+            # In full: a token whose experts a policy keeps must keep its weights.
+            weights=weights.float().cpu().numpy(),
+            scores=scores,
+            predicted={
+                name: values.cpu().numpy() for name, values in predicted.items()
+            },
+        )
+
+    def _stale_pairs(
+        self, policy: PolicyUnderTest, index: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Bool [T, K'], on the device of `index`: pairs that were computed on the input
+        of the layer before, or None.
+        """
+        expected = self._expected
+        self._expected = policy.expected
+        if policy.own_input or expected is None or not len(policy.started):
+            return None
+
+        begun = torch.zeros(expected.shape[1], dtype=torch.bool)
+        begun[torch.from_numpy(policy.started.astype(np.int64))] = True
+        # Begun for a token only if predicted for it, too.
+        early = (torch.from_numpy(expected) & begun).to(index.device)
+        stale = early.gather(1, index.long())
+        if policy.phase == Phase.DECODE:
+            policy.counts["stale"] += int(stale.sum())
+        return stale
+
+
+def _rerouted(
+    call: ExpertsCall, routed: RoutedLayer, work: LayerWork
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn a planner's routing into ids and weights [T, K'] for the experts; the call's
+    own ones where no token changes.
+    """
+    if work.weights is None:
+        raise PolicyError(
+            "routing policy: expected weights beside the experts that it names, got"
+            " none"
+        )
+    assert routed.weights is not None, "a live gate has weights"
+    top_k = routed.routing.shape[1]
+    ids = widened(work.routing, top_k, UNUSED)
+    shares = widened(work.weights, top_k, 0)
+    width = ids.shape[1]
+    same = (ids == widened(routed.routing, width, UNUSED)).all(1)
+    same &= (shares == widened(routed.weights, width, 0)).all(1)
+    if same.all():
+        return call.index, call.weights
+
+    # Experts modules know no empty column: it repeats the token's first expert, with
+    # weight zero.
+    used = ids != UNUSED
+    first = np.where(used.any(1), ids[np.arange(len(ids)), used.argmax(1)], 0)
+    filled = np.where(used, ids, first[:, None]).astype(np.int64)
+    index = torch.from_numpy(filled).to(call.index)
+    weights = torch.from_numpy(np.where(used, shares, 0).astype(np.float32))
+    weights = weights.to(call.weights)
+
+    # Tokens that stay keep the model's own order, so that sums are the same to the bit.
+    rows = torch.from_numpy(np.flatnonzero(same)).to(index.device)
+    index[rows, :top_k] = call.index[rows]
+    weights[rows, :top_k] = call.weights[rows]
+    return index, weights

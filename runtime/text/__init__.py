@@ -1,0 +1,1 @@
+"""Text that models read: the shipped corpus, and prompts from files."""

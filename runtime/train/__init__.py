@@ -1,0 +1,1 @@
+"""Training: of the model that ships, and of FlashMoE's cache network."""
