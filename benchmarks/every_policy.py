@@ -264,7 +264,7 @@ class Bench:
                 f"layer steps: expected {layer_steps}, ran {run.metrics['layer_steps']}"
             )
         try:
-            repeat(run.journal.entries, setup.planner(), walk)
+            repeat(run.decision_log.entries, setup.planner(), walk)
         except PolicyError as difference:
             row.wrong.append(f"plans: {difference}")
         row.hits = int(run.metrics["hits"])

@@ -225,7 +225,7 @@ def run_live(
         run.config,
         run.warnings,
         run.result,
-        run.journal,
+        run.decision_log,
         run.startup,
         None,
         [local.decode(tokens) for tokens in result.tokens],

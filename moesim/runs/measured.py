@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import HardwareProfile, default_profile, load_profile
-from moesim.policies.planner.decision_log import Journal
+from moesim.policies.planner.decision_log import DecisionLog
+from moesim.policies.planner.observers import observed
 from moesim.runs import replay as api
 from moesim.runs.parallel import cores
 from moesim.runs.setup import Setup, figures_of, needed_columns, watts
@@ -84,7 +85,7 @@ class MeasuredRun(api.Run):
 
     Attributes:
         result: dispatch times of every layer step.
-        journal: reports to the planner and its answers
+        decision_log: reports to the planner and its answers
             (`moesim.policies.planner.decision_log.repeat` checks them).
         startup: seconds and bytes until the first forward pass could begin.
             ``store_s``, opening the expert store (on a first run: building it), is in
@@ -94,7 +95,7 @@ class MeasuredRun(api.Run):
     """
 
     result: ExecutorResult
-    journal: Journal
+    decision_log: DecisionLog
     startup: dict[str, Any]
     footprint: Footprint | None
 
@@ -341,14 +342,14 @@ def execute(
     from moesim.runtime.executor.executor import Executor  # noqa: PLC0415 - torch
 
     planner = setup.planner()
-    journal = Journal(planner)
+    decision_log = DecisionLog()
     timeline = Timeline(setup.profile.lanes, None if out is None else Path(out))
     executor = None
     begin_s = time.perf_counter()
     try:
         executor = Executor(
             setup.profile,
-            journal,  # type: ignore[arg-type]
+            observed(planner, decision_log),
             timeline,
             store,
             device,
@@ -381,7 +382,7 @@ def execute(
         {"direct_reads": store.direct},
         reason,
         result,
-        journal,
+        decision_log,
         startup,
         None,
     )
@@ -418,7 +419,7 @@ def finish(
         run.startup["first_token_s"] = ready_s + run.metrics["ttft_s"]
     if out is not None:
         save_views(
-            Path(out) / FILE_NAME, run.journal.entries, steps if decided else None
+            Path(out) / FILE_NAME, run.decision_log.entries, steps if decided else None
         )
     if perfetto is not None:
         planner = setup.planner()
