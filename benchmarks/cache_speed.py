@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from moesim.policies import cache_only
+from moesim.policies import cache_replay
 from moesim.policies.planner.residency import CacheSize
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import layer_steps
@@ -41,7 +41,7 @@ def report() -> None:
                 rates = []
                 for _ in range(3):
                     begin_s = time.process_time()
-                    counts = cache_only.replay_compiled(
+                    counts = cache_replay.replay_compiled(
                         spec, shape, sized, layer_steps(trace), future=future
                     )
                     rates.append(

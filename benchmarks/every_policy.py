@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from moesim.hwprofiles.costs import Costs
-from moesim.policies.base import CachePolicy, PolicyError
+from moesim.policies.base import PolicyError
 from moesim.policies.planner.decision_log import repeat
 from moesim.policies.registry import names
 from moesim.policies.systems import SYSTEMS, System, compose
@@ -270,8 +270,8 @@ class Bench:
         row.hits = int(run.metrics["hits"])
         row.accesses = int(run.metrics["accesses"])
         policies = setup.policies()
-        swaps = type(policies.caches[0]).replacements is not CachePolicy.replacements
-        if setup.system.prefetch == "none" and not swaps:
+        replaces = policies.caches[0].replaces
+        if not policies.prefetch.prefetches and not replaces:
             timeline = Timeline(setup.profile.lanes)
             Replay(
                 setup.profile,

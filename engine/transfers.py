@@ -74,6 +74,9 @@ class Transfers(Generic[Op]):
         self._reads: dict[int, PendingRead[Op]] = {}
         # Layer -> queued prefetches for it: (GPU, layer, expert) in queue order.
         self._prefetches: dict[int, dict[tuple[int, int, int], None]] = {}
+        # Layer -> copies to it that have not landed, and what to call when all have.
+        self._outstanding = [0] * planner.shape.layers
+        self._when_landed: dict[int, Callable[[], None]] = {}
         self._deciding = False
         # Reports of what happened while decisions were under way.
         self._unreported: list[tuple[Callable[..., bool], tuple[int, ...]]] = []
@@ -97,6 +100,7 @@ class Transfers(Generic[Op]):
             operation.on_end = self._copied
             copy = QueuedCopy(operation, gpu, priority)
             self._queued[gpu * self._model + key] = copy
+            self._outstanding[layer] += 1
             if priority == PREFETCH:
                 place = (gpu, layer, expert)
                 self._prefetches.setdefault(layer, {})[place] = None
@@ -133,6 +137,19 @@ class Transfers(Generic[Op]):
             self._submit(product)
         else:
             read.products.append(product)
+
+    def when_all_on_gpu(self, layer: int, call: Callable[[], None]) -> None:
+        """Call once all copies of a layer have landed, or now if there is none."""
+        if self._outstanding[layer]:
+            self._when_landed[layer] = call
+        else:
+            call()
+
+    def _settle(self, layer: int) -> None:
+        """Count a copy that has landed or was given up."""
+        self._outstanding[layer] -= 1
+        if not self._outstanding[layer] and layer in self._when_landed:
+            self._when_landed.pop(layer)()
 
     def _read(
         self, step: int, layer: int, expert: int, priority: int, *, new: bool
@@ -191,6 +208,7 @@ class Transfers(Generic[Op]):
     def _take_back(self, gpu: int, layer: int, expert: int) -> None:
         """Forget a queued copy; the planner has forgotten it already."""
         copy = self._forget(gpu, layer, expert)
+        self._settle(layer)
         if copy.read is None:
             self._world.withdraw(copy.operation, copy.priority)
         else:
@@ -239,6 +257,7 @@ class Transfers(Generic[Op]):
                 return WAIT
             self._planner.cancel_copy(gpu, layer, expert)
             self._forget(gpu, layer, expert)
+            self._settle(layer)
             return DROP
         self._forget(gpu, layer, expert)
         self._in_flight.add(gpu * self._model + self._key(operation))
@@ -271,6 +290,7 @@ class Transfers(Generic[Op]):
         product = self._awaiting_gpu.pop(key, None)
         if product is not None:
             self._submit(product)
+        self._settle(operation.layer)
 
     def report(self, report: Callable[..., bool], *arguments: int) -> None:
         """Tell the planner what has ended, now or when it has decided.

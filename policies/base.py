@@ -1,9 +1,9 @@
-"""What a policy is asked, and what it may know.
+"""The contracts of the four kinds of policy: what each is asked, and what it may know.
 
-Four questions, four small protocols. A policy decides; it never waits, copies, computes
-or counts bytes. It sees small dense arrays about the *active* experts of one layer
-step, and a view of the machine at that moment. The simulator and the runtime ask the
-same objects through the same planner.
+Routing, assignment, prefetch and cache are one small base class each. A policy decides;
+it never waits, copies, computes or counts bytes. It sees small dense arrays about the
+*active* experts of one layer step, and a view of the machine at that moment. The
+simulator and the runtime ask the same objects through the same planner.
 
 Shape legend: A active experts, G GPUs, L MoE layers, E routed experts per layer, K
 experts per token, T tokens of the step.
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.costs import Costs
     from moesim.traces.format.schema import ModelShape, Phase
 
+# Plain numbers, not enumerations: lanes and states travel in arrays of int8.
 CPU = 0
 """Lane code of the CPU in `Assignment.lanes`; GPU *g* is ``1 + g``."""
 
@@ -31,7 +32,7 @@ IN_FLIGHT = 1
 RESIDENT = 2
 """States of an expert in one memory."""
 
-Late = Literal["keep", "drop", "active"]
+Late = Literal["keep", "drop", "wait", "active"]
 """What becomes of a prefetch whose layer has come before its copy started."""
 
 NoPlace = Literal["stage", "drop", "wait"]
@@ -52,7 +53,7 @@ class ExpertKey(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """A copy that a cache asks for by itself: `incoming` takes the place of
+    """A copy that a cache asks for by itself: `incoming` takes the slot of
     `outgoing`.
     """
 
@@ -62,7 +63,7 @@ class Swap(NamedTuple):
 
 @dataclass(slots=True)
 class LayerWork:
-    """What one MoE layer asks for in one step. Arrays are read-only for policies.
+    """The work of one MoE layer in one step. Arrays are read-only for policies.
 
     Attributes:
         step: forward pass, counted over the whole run from 0.
@@ -84,8 +85,8 @@ class LayerWork:
             coming layer.
         batch: group of sequences, counted over the whole run; another number means that
             new sequences began.
-        precomputed: bool [A], whose product the CPU has started one layer ahead; None
-            where nothing was. They stay there.
+        precomputed: bool [A], experts that the CPU began to compute one layer ahead;
+            None where there are none. They stay on the CPU.
     """
 
     step: int
@@ -104,6 +105,14 @@ class LayerWork:
     predicted: Mapping[str, np.ndarray] = field(default_factory=dict)
     batch: int = 0
     precomputed: np.ndarray | None = None
+
+
+def flat_keys(work: LayerWork, width: int) -> np.ndarray:
+    """Flat keys, ``layer * width + expert``, of the active experts of a layer step in a
+    model with `width` experts per layer: int64 [A], ascending.
+    """
+    # Expert ids are int32, in which the product could overflow.
+    return work.layer * width + work.experts.astype(np.int64)
 
 
 class Assignment(NamedTuple):
@@ -129,9 +138,9 @@ class Precompute(NamedTuple):
 
     `experts` int32 [B] ascending, `tokens` int32 [B] predicted for each. Those that the
     next layer really uses are joined there; the others were in vain. `routing` uint16
-    [T, K], the experts predicted for each token, says which tokens those are: where
-    experts really work, what was not predicted for a token is computed in its own
-    layer. None leaves that open.
+    [T, K], the experts predicted for each token, tells which tokens those are: where
+    experts really work, an expert that was not predicted for a token is computed in its
+    own layer. None leaves that open.
     """
 
     experts: np.ndarray
@@ -168,21 +177,29 @@ class MachineView(Protocol):
         it.
         """
 
-    def cpu_s(self, layer: int, tokens: np.ndarray) -> np.ndarray:
+    def cpu_s(
+        self,
+        layer: int,
+        tokens: np.ndarray,
+    ) -> np.ndarray:
         """Seconds one expert takes on the CPU, float64, same shape as `tokens`."""
 
-    def gpu_s(self, layer: int, tokens: np.ndarray) -> np.ndarray:
+    def gpu_s(
+        self,
+        layer: int,
+        tokens: np.ndarray,
+    ) -> np.ndarray:
         """Seconds one resident expert takes on a GPU, float64, same shape as
         `tokens`.
         """
 
 
 class Gate(NamedTuple):
-    """What a layer's gate said about the tokens of this step.
+    """Outputs of a layer's gate for the tokens of this step.
 
     `experts` uint16 [T, K] as recorded, best first; `weights` float16 [T, K] or None;
-    `scores` float16 [T, E] or None; `predicted` float16 [T, E]: this gate asked one
-    layer earlier (``pred1_raw``), or None.
+    `scores` float16 [T, E] or None; `predicted` float16 [T, E]: this gate's scores on
+    the input of the layer before (``pred1_raw``), or None.
     """
 
     step: int
@@ -195,11 +212,11 @@ class Gate(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Which experts really serve the tokens: `experts` uint16 [T, K], `weights` float
+    """Experts that really serve the tokens: `experts` uint16 [T, K], `weights` float
     [T, K] or None.
 
-    Fewer experts for a token: repeat none, mark unused places with weight 0 and expert
-    65535.
+    A token may have fewer experts than K: repeat none, and mark unused columns with
+    weight 0 and expert 65535.
     """
 
     experts: np.ndarray
@@ -216,7 +233,12 @@ class Future(Protocol):
         past the end if never.
         """
 
-    def next_uses(self, step: int, layer: int, experts: np.ndarray) -> np.ndarray:
+    def next_uses(
+        self,
+        step: int,
+        layer: int,
+        experts: np.ndarray,
+    ) -> np.ndarray:
         """int64, same shape as `experts`: `next_use` of each."""
 
     def active(self, step: int, layer: int) -> np.ndarray:
@@ -233,21 +255,37 @@ class Future(Protocol):
 
 
 class Policy:
-    """What all four kinds share. Subclass the kind's own base below.
+    """Base of all four kinds. Subclass the kind's own base below.
 
     A class declares its parameters as keyword arguments of `__init__` and checks them
-    there. `needs` names the optional trace columns it reads (a parameter may change it,
-    so ask the instance); `oracle` says that it must see the future. One instance serves
-    one run.
+    there. One instance serves one run.
+
+    Attributes:
+        name: the registered name, set by the registry when it finds the class; empty
+            for a class that was never looked up.
+        oracle: whether it must see the future.
+        needs: optional trace columns that it reads. A parameter may change them, so ask
+            the instance.
+        reference: parameter texts with which analyses hold other policies against this
+            one, ``""`` for its defaults. Only policies that see nothing but the past
+            qualify; a cache must also admit every miss.
+        compared_with: specifications of the policies of the same kind that its own
+            report judges it beside.
     """
 
+    # The registry knows policies by class. Code that needs to tell them apart reads
+    # attributes such as these, and never compares names.
+    name: ClassVar[str] = ""
     oracle: ClassVar[bool] = False
+    reference: ClassVar[tuple[str, ...]] = ()
+    compared_with: ClassVar[tuple[str, ...]] = ()
     needs: tuple[str, ...] = ()
 
     def start(self, context: RunContext) -> None:
         """Learn the sizes of the run, once, before the first layer step."""
 
 
+# Frozen, as all policies of a run are started with the same one.
 @dataclass(frozen=True, slots=True)
 class RunContext:
     """What is fixed for one run.
@@ -264,8 +302,8 @@ class RunContext:
         future: only for oracles.
         extras: calibration artefacts by name (tables, trained networks).
         costs: what operations take on this machine; None where a cache is driven alone.
-        served: bool [L], layers that this memory serves: some of them where GPUs share
-            the layers out; None for all.
+        served: bool [L], layers that this memory serves: some of them where the layers
+            are divided among several GPUs; None for all.
     """
 
     shape: ModelShape
@@ -281,29 +319,42 @@ class RunContext:
 
 
 class AssignmentPolicy(Policy, ABC):
-    """On which device is each active expert computed, in which order?
+    """Decides on which device each active expert is computed, and in which order.
 
-    `approximates` says that experts may be computed on another input than the model's
-    (work ahead on the layer before): answers differ even with recorded routing, and
-    reports say so.
+    Attributes:
+        approximates: whether experts may be computed on another input than the model's
+            (work ahead, on the layer before). Answers then differ even with recorded
+            routing, and reports say so.
+        calibrates_planning: whether a calibration runs it once more for what its
+            planning takes.
     """
 
     approximates: ClassVar[bool] = False
+    calibrates_planning: ClassVar[bool] = False
 
     @abstractmethod
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place every active expert exactly once."""
 
-    def precompute(self, work: LayerWork, view: MachineView) -> Precompute | None:
+    def precompute(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Precompute | None:
         """Name experts of layer ``work.layer + 1`` that the CPU computes ahead of their
         gate. Default: none.
         """
+        # Named and unused: a policy that overrides this keeps the parameters' names.
         del work, view
         return None
 
 
 class PrefetchPolicy(Policy, ABC):
-    """What should be on its way before it is asked for?
+    """Decides which experts of coming layers are copied before a layer needs them.
 
     Copies wait in a queue, behind all demand, in the order in which they were named.
     Until one starts it changes nothing: it has no place, and nobody has left for it.
@@ -311,65 +362,90 @@ class PrefetchPolicy(Policy, ABC):
     a GPU. What has started is never stopped.
 
     Attributes:
+        prefetches: whether it ever asks for a copy; false for `none` alone.
         late: what becomes of the others that have not started when their layer comes:
             ``drop`` forgets them, ``keep`` leaves them in the queue, where they may
-            serve a later step through the cache. ``active`` is an older word for
-            ``drop``.
+            serve a later step through the cache, ``wait`` makes all of them demand
+            fetches, and the layer's GPU products wait for every one. ``active`` is an
+            older word for ``drop``.
         requeue: whether those for all other layers are forgotten as well before each
             layer step, so that naming them again, or not, sorts the queue anew.
         no_place: what becomes of a copy that the cache policy declines, or for which
             everybody is held: ``stage`` uses a staging slot if one can be spared and
-            drops it otherwise, ``drop`` never stages, ``wait`` keeps it at the head of
-            the queue until the cache has a place.
+            drops it otherwise, ``wait`` stays at the head of the queue until there is
+            one, ``drop`` never stages.
     """
 
+    # `late`, `requeue` and `no_place` may be parameters of a policy, so they are asked
+    # of the instance; `prefetches` is a property of the class.
+    prefetches: ClassVar[bool] = True
     late: Late = "drop"
     requeue: bool = False
     no_place: NoPlace = "stage"
 
     @abstractmethod
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Keys of coming layers, most wanted first; the planner drops what is present
         and trims to the budget.
         """
 
 
 class CachePolicy(Policy, ABC):
-    """Who leaves, who comes in? Asked once per layer step and memory, never about
-    bytes.
+    """Decides which fetched experts enter a memory, and which residents leave it.
 
-    Experts are passed as flat keys, ``layer * E + expert`` (int64), so one policy
-    serves both scopes.
+    It is asked once per layer step and memory, and never about bytes. Experts are
+    passed as flat keys, ``layer * E + expert`` (int64), so one policy serves both
+    scopes.
     """
 
+    @property
+    def replaces(self) -> bool:
+        """Whether it asks for copies of its own: the class overrides `replacements`."""
+        # Read off the class, so that no policy can forget to set a flag.
+        return type(self).replacements is not CachePolicy.replacements
+
     def accessed(self, work: LayerWork) -> None:
-        """Note the active experts of a layer step: `work.state` says which were hits.
+        """Note the active experts of a layer step: `work.state` tells which were hits.
         Default: nothing.
         """
+        # Not abstract: rules that depend on entries alone, such as FIFO, need nothing.
         del work
 
-    def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
+    def admits(
+        self,
+        work: LayerWork,
+        incoming: np.ndarray,
+    ) -> np.ndarray:
         """Bool, same shape as `incoming`: which fetched experts may enter. Default:
         all.
         """
+        # Where a policy does not override this, the planner spares the call.
         del work
         return np.ones(len(incoming), dtype=np.bool_)
 
     def precedence(self, incoming: np.ndarray) -> np.ndarray:
-        """Reorder `incoming`, int64 [M], when there is no free place for all of them.
+        """Reorder `incoming`, int64 [M], when there are fewer free slots than keys.
         Default: launch order.
 
-        The first take the free places, as many of the next as there are candidates are
+        The first take the free slots, as many of the next as there are candidates are
         shown to `victims`, and the last run from staging.
         """
         return incoming
 
     @abstractmethod
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Choose one distinct victim among `candidates` for each of `incoming`, -1 to
         decline its admission.
 
-        `candidates` int64 [C] ascending: residents of the scope that nobody holds.
+        `candidates` int64 [C] ascending: residents of the scope that are not held.
         `incoming` int64 [M], M <= C, in the order of `precedence`.
         """
 
@@ -388,19 +464,23 @@ class CachePolicy(Policy, ABC):
         beside which it runs.
 
         Asked once per layer step that loads something; charged to planning. Default: 0,
-        no evaluation worth the name.
+        for rules whose evaluation takes no time worth modelling.
         """
         del load_s
         return 0.0
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
-        """Flat keys that fill the cache before the run; None for the calibration's
-        favourites, if there is one.
+        """Flat keys that fill the cache before the run; None for the experts that the
+        calibration saw most often, if there is one.
         """
         del capacity_slots
         return None
 
-    def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
+    def replacements(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[Swap]:
         """Copies the cache itself asks for when its window closes (DALI Alg. 2).
         Default: none.
         """
@@ -409,12 +489,19 @@ class CachePolicy(Policy, ABC):
 
 
 class RoutingPolicy(Policy, ABC):
-    """Which experts serve this token? Anything but ``as-recorded`` changes model
-    output, and reports say so.
+    """Decides which experts serve each token.
+
+    Attributes:
+        alters: whether tokens may get other experts than their gate chose. That changes
+            the model's output, and reports say so. Only ``as-recorded`` does not.
     """
 
     alters: ClassVar[bool] = True
 
     @abstractmethod
-    def route(self, gate: Gate, view: MachineView) -> Routing:
+    def route(
+        self,
+        gate: Gate,
+        view: MachineView,
+    ) -> Routing:
         """Experts and combine weights as they will really be used."""

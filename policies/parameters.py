@@ -1,5 +1,4 @@
-"""What a policy can be told: text from a command line, or TOML values, become checked
-constructor arguments.
+"""Checked constructor arguments for policies, from command-line text or TOML values.
 
 A policy's parameters are the keyword arguments of its `__init__`, with their
 annotations and defaults. Nothing is declared twice.
@@ -28,7 +27,8 @@ if TYPE_CHECKING:
 REQUIRED = inspect.Parameter.empty
 """Stands for the default of a parameter that has none."""
 
-_WORDS: dict[str, bool] = {
+# Spellings of truth values on the command line, compared in lower case.
+_TRUTH_VALUES: dict[str, bool] = {
     "true": True,
     "yes": True,
     "on": True,
@@ -36,6 +36,9 @@ _WORDS: dict[str, bool] = {
     "no": False,
     "off": False,
 }
+
+# Narrow types are tried first: as `bool` before `int`, and a number before a text.
+_TRY_ORDER = (type(None), bool, int, float)
 
 
 class Parameter(NamedTuple):
@@ -73,18 +76,28 @@ def expect_choice(name: str, got: object, choices: Any) -> None:
 
 
 def parameters(cls: type) -> tuple[Parameter, ...]:
-    """List what `cls` can be told, in the order of its `__init__`."""
+    """List the parameters of `cls`, in the order of its `__init__`."""
+    # `object.__init__` has a signature of ``*args, **kwargs`` that accepts nothing.
     if cls.__init__ is object.__init__:  # type: ignore[misc]
         return ()
+
+    # Annotations may name types that are imported for type checkers only; such a
+    # parameter is read by the type of its default.
     try:
         hints = get_type_hints(cls.__init__)  # type: ignore[misc]
     except NameError:
         hints = {}
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = [p for p in inspect.signature(cls).parameters.values() if p.kind in named]
+
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    arguments = inspect.signature(cls).parameters.values()
     return tuple(
-        Parameter(p.name, hints.get(p.name, _guess(p.default)), p.default)
-        for p in found
+        Parameter(
+            name=argument.name,
+            accepts=hints.get(argument.name, _guess(argument.default)),
+            default=argument.default,
+        )
+        for argument in arguments
+        if argument.kind in by_name
     )
 
 
@@ -99,6 +112,8 @@ def split(text: str) -> dict[str, str]:
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not (name and equals and value):
             raise PolicyError(f"expected name=value, got {part.strip()!r}")
+
+        # Python's name of the argument; users type either.
         name = name.replace("-", "_")
         if name in values:
             raise PolicyError(f"{name}: given twice")
@@ -113,6 +128,7 @@ def typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         PolicyError: a parameter is unknown or missing, or a value does not fit.
     """
+    # All names are checked before any value: a misspelt name is the likelier mistake.
     known = {parameter.name: parameter for parameter in parameters(cls)}
     for name in values:
         if name not in known:
@@ -128,6 +144,7 @@ def typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convert(parameter: Parameter, value: Any) -> Any:
+    """`value` as the first accepted type that it fits."""
     for option in _options(parameter.accepts):
         fits, result = _as(option, value)
         if fits:
@@ -141,25 +158,32 @@ def _as(option: Any, value: Any) -> tuple[bool, Any]:
     """Whether `value` is a value (or the text of a value) of type `option`, and that
     value.
     """
-    word = value.lower() if isinstance(value, str) else value
+    # Truth values and `none` are read in any case; a Literal's values are exact.
+    lowered = value.lower() if isinstance(value, str) else value
     if option is bool:
-        word = _WORDS.get(word, word) if isinstance(word, str) else word
-        return isinstance(word, bool), word
+        truth = lowered
+        if isinstance(lowered, str):
+            truth = _TRUTH_VALUES.get(lowered, lowered)
+        return isinstance(truth, bool), truth
+
     if option in (int, float):
         return _number(option, value)
+
     if option is type(None):
-        return word is None or word == "none", None
+        return lowered is None or lowered == "none", None
+
     if get_origin(option) is Literal:
         return value in get_args(option), value
-    return option is Any or (
-        isinstance(option, type) and isinstance(value, option)
-    ), value
+
+    fits = option is Any or (isinstance(option, type) and isinstance(value, option))
+    return fits, value
 
 
 def _number(option: type[int | float], value: Any) -> tuple[bool, Any]:
     """As `_as`, for numbers: integers pass as floats, floats not as integers, truth
     values as neither.
     """
+    # `bool` is a subclass of `int`, so it must be turned away first.
     if isinstance(value, bool) or not isinstance(value, (str, int, option)):
         return False, value
     try:
@@ -168,40 +192,36 @@ def _number(option: type[int | float], value: Any) -> tuple[bool, Any]:
         return False, value
 
 
-_TRY_ORDER = (type(None), bool, int, float)
-
-
 def _options(accepts: Any) -> list[Any]:
     """The members of a union, narrow ones first, so that ``int | str`` reads "4" as a
     number.
     """
-    members = (
-        list(get_args(accepts))
-        if get_origin(accepts) in (Union, types.UnionType)
-        else [accepts]
-    )
+    members = [accepts]
+    if get_origin(accepts) in (Union, types.UnionType):
+        members = list(get_args(accepts))
     narrow = [member for member in _TRY_ORDER if member in members]
     return narrow + [member for member in members if member not in narrow]
 
 
 def _guess(default: Any) -> Any:
     """A type for a parameter without an annotation: that of its default."""
-    return (
-        type(default)
-        if isinstance(default, (bool, int, float, str))
-        else int | float | bool | str | None
-    )
+    if isinstance(default, (bool, int, float, str)):
+        return type(default)
+    return int | float | bool | str | None
 
 
 def _label(accepts: Any) -> str:
-    names: list[str] = []
+    """The accepted values in words, the last two joined by "or"."""
+    labels: list[str] = []
     for option in _options(accepts):
         if get_origin(option) is Literal:
-            names.extend(str(value) for value in get_args(option))
+            labels.extend(str(value) for value in get_args(option))
+        elif option is type(None):
+            labels.append("none")
+        elif option is bool:
+            labels.append("true or false")
         else:
-            names.append(
-                {type(None): "none", bool: "true or false"}.get(
-                    option, getattr(option, "__name__", "any")
-                )
-            )
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+            labels.append(getattr(option, "__name__", "any"))
+
+    listed = ", ".join(labels[:-1])
+    return f"{listed} or {labels[-1]}" if listed else labels[-1]

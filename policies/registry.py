@@ -1,4 +1,4 @@
-"""Names become policies.
+"""Finds policies by name and makes them from specifications such as ``lfu:decay=0.9``.
 
 A policy is one file in one of the folders `routing`, `assignment`, `prefetch`, `cache`;
 the file's name, underscores as hyphens, is the policy's name. Listing the names imports
@@ -40,18 +40,26 @@ KINDS: dict[str, type[Policy]] = {
     "prefetch": PrefetchPolicy,
     "routing": RoutingPolicy,
 }
-"""The four questions and the base class of their answers."""
+"""The four kinds of policy and their base classes."""
 
 GROUP = "moesim.policies"
+"""Entry-point group of other people's policies."""
 
+# A Windows path may hold a colon too, so everything up to `.py` is the name.
 _SPEC = re.compile(r"(?P<name>.+?\.py|[^:]*)(?::(?P<parameters>.*))?")
+
 _registered: dict[tuple[str, str], type[Policy]] = {}
 
 
 class PolicyInfo(NamedTuple):
-    """What `moesim list` says about a policy.
+    """What `moesim list` prints about a policy.
 
-    `needs` are the trace columns it reads with its default parameters.
+    Attributes:
+        kind, name: how it is found.
+        summary: first sentence of its docstring, on one line.
+        parameters: what it can be told.
+        oracle: whether it sees the future.
+        needs: trace columns that it reads with its default parameters.
     """
 
     kind: str
@@ -86,21 +94,29 @@ def knows(name: str, kind: str) -> bool:
 
 
 def find(name: str, kind: str) -> type[Policy]:
-    """The class behind a name, or the one policy in a ``.py`` file.
+    """The class behind a name, or the one policy in a ``.py`` file; sets its `name`.
 
     Raises:
         PolicyError: unknown name, or a file that does not hold exactly one policy of
             this kind.
     """
+    # Ours first, so that no package can change what a published name means.
     files = _files(kind)
     if name in files:
-        return _only_policy(importlib.import_module(files[name]), kind, files[name])
+        module = importlib.import_module(files[name])
+        return _named(_only_policy(module, kind, files[name]), name)
+
     if (kind, name) in _registered:
         return _registered[kind, name]
-    if name in (points := _entry_points(kind)):
-        return _load(points[name], kind)
+
+    points = _entry_points(kind)
+    if name in points:
+        return _named(_load(points[name], kind), name)
+
+    # A path comes last: no registered name may end in `.py`.
     if name.endswith(".py"):
-        return _from_file(Path(name), kind)
+        return _named(_from_file(Path(name), kind), name)
+
     known = names(kind)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
@@ -129,7 +145,9 @@ def resolve(spec: str, kind: str, values: Mapping[str, Any] | None = None) -> Po
 
 
 def settings(
-    spec: str, kind: str, values: Mapping[str, Any] | None = None
+    spec: str,
+    kind: str,
+    values: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The effective configuration of a spec: ``name`` and every parameter, defaults
     included.
@@ -138,14 +156,35 @@ def settings(
         PolicyError: as `resolve`, except for what only the constructor checks.
     """
     name, cls, arguments = _read(spec, kind, values)
-    return {"name": name} | {
-        p.name: arguments.get(p.name, p.default) for p in parameters(cls)
-    }
+    effective = {p.name: arguments.get(p.name, p.default) for p in parameters(cls)}
+    return {"name": name} | effective
+
+
+def classes(kind: str) -> dict[str, type[Policy]]:
+    """The class of each name of this kind, sorted by name; imports them all."""
+    return {name: find(name, kind) for name in names(kind)}
+
+
+def names_with(kind: str, attribute: str) -> list[str]:
+    """Names of this kind whose class has a true `attribute`, such as ``oracle``."""
+    return [name for name, cls in classes(kind).items() if getattr(cls, attribute)]
+
+
+def references(kind: str) -> tuple[str, ...]:
+    """Specifications that analyses hold other policies of this kind against: all
+    `Policy.reference` texts, sorted by name.
+    """
+    specs: list[str] = []
+    for name, cls in classes(kind).items():
+        # Not inherited: a variant of a reference policy is no reference by itself.
+        texts = vars(cls).get("reference", ())
+        specs += [f"{name}:{text}" if text else name for text in texts]
+    return tuple(specs)
 
 
 def describe(kind: str) -> list[PolicyInfo]:
     """One entry for each name of this kind, sorted by name; imports them all."""
-    return [_info(kind, name, find(name, kind)) for name in names(kind)]
+    return [_info(kind, name, cls) for name, cls in classes(kind).items()]
 
 
 def register(kind: str, name: str, cls: type[Policy]) -> None:
@@ -158,35 +197,65 @@ def register(kind: str, name: str, cls: type[Policy]) -> None:
     """
     if name in _files(kind):
         raise PolicyError(f"{kind} policy {name!r} exists already; choose another name")
+
+    # A colon, comma or path separator in a name could not be told from a parameter or
+    # a file on the command line.
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or name.endswith(".py"):
         raise PolicyError(
             "policy name: expected lower-case letters, digits, hyphens and dots, got"
             f" {name!r}"
         )
-    _registered[kind, name] = _checked(cls, kind, f"{kind} policy {name!r}")
+    checked = _checked(cls, kind, f"{kind} policy {name!r}")
+    _registered[kind, name] = _named(checked, name)
 
 
 def _read(
-    spec: str, kind: str, values: Mapping[str, Any] | None
+    spec: str,
+    kind: str,
+    values: Mapping[str, Any] | None,
 ) -> tuple[str, type[Policy], dict[str, Any]]:
+    """Name, class and checked constructor arguments of a spec."""
     match = _SPEC.fullmatch(spec.strip())
-    name, text = (match["name"], match["parameters"]) if match else (spec, None)
+    name = match["name"] if match else spec
+    text = match["parameters"] if match else None
     cls = find(name, kind)
+
     try:
-        return (
-            name,
-            cls,
-            typed(cls, {**(values or {}), **(split(text) if text else {})}),
-        )
+        given = split(text) if text else {}
+        arguments = typed(cls, {**(values or {}), **given})
     except PolicyError as error:
         raise PolicyError(f"{kind} policy {name!r}: {error}") from None
+    return name, cls, arguments
+
+
+def _named(cls: type[Policy], name: str) -> type[Policy]:
+    """Give a class its registered name."""
+    cls.name = name
+    return cls
 
 
 def _info(kind: str, name: str, cls: type[Policy]) -> PolicyInfo:
     arguments = parameters(cls)
-    needs = cls.needs if any(p.default is REQUIRED for p in arguments) else cls().needs
-    summary = (cls.__doc__ or "").strip().partition("\n")[0]
-    return PolicyInfo(kind, name, summary, arguments, cls.oracle, tuple(needs))
+
+    # Parameters may change what is needed, so an instance is asked. One that cannot be
+    # made without arguments is described by its class.
+    required = any(p.default is REQUIRED for p in arguments)
+    needs = cls.needs if required else cls().needs
+    return PolicyInfo(
+        kind=kind,
+        name=name,
+        summary=_first_sentence(cls.__doc__ or ""),
+        parameters=arguments,
+        oracle=cls.oracle,
+        needs=tuple(needs),
+    )
+
+
+def _first_sentence(docstring: str) -> str:
+    """First sentence of the first paragraph, without line breaks."""
+    paragraph = " ".join(docstring.strip().partition("\n\n")[0].split())
+    sentence, stop, _ = paragraph.partition(". ")
+    return sentence + "." if stop else sentence
 
 
 def _files(kind: str) -> dict[str, str]:
@@ -195,6 +264,7 @@ def _files(kind: str) -> dict[str, str]:
     """
     if kind not in KINDS:
         raise PolicyError(f"unknown kind of policy {kind!r}; known: {', '.join(KINDS)}")
+    # Scanned anew each time: a file that was just added is found without a restart.
     folder = importlib.import_module(f"moesim.policies.{kind}")
     modules = (module.name for module in pkgutil.iter_modules(folder.__path__))
     return {
@@ -207,22 +277,25 @@ def _files(kind: str) -> dict[str, str]:
 def _entry_points(kind: str) -> dict[str, EntryPoint]:
     prefix = f"{kind}."
     return {
-        e.name.removeprefix(prefix): e
-        for e in entry_points(group=GROUP)
-        if e.name.startswith(prefix)
+        point.name.removeprefix(prefix): point
+        for point in entry_points(group=GROUP)
+        if point.name.startswith(prefix)
     }
 
 
 def _load(point: EntryPoint, kind: str) -> type[Policy]:
+    """The class that another package's entry point names."""
     where = f"entry point {point.name!r} ({point.value})"
     try:
         cls = point.load()
     except Exception as error:
+        # Any failure of foreign code becomes one line that names its package.
         raise PolicyError(f"{where}: {type(error).__name__}: {error}") from error
     return _checked(cls, kind, where)
 
 
 def _from_file(path: Path, kind: str) -> type[Policy]:
+    """The one policy in a user's file, which is imported under a name of ours."""
     if not path.is_file():
         raise PolicyError(
             f"{path}: no such file; expected a Python file with one {kind} policy"
@@ -232,6 +305,8 @@ def _from_file(path: Path, kind: str) -> type[Policy]:
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
+
+    # Registered before it runs: dataclasses and type hints look their module up there.
     sys.modules[name] = module
     try:
         module_spec.loader.exec_module(module)
@@ -241,8 +316,15 @@ def _from_file(path: Path, kind: str) -> type[Policy]:
 
 
 def _only_policy(module: ModuleType, kind: str, where: str) -> type[Policy]:
+    """The single public policy that a module defines.
+
+    Raises:
+        PolicyError: there is none, or more than one.
+    """
     base = KINDS[kind]
-    found = [
+
+    # Classes that were only imported, such as base classes, belong to other modules.
+    defined = [
         value
         for name, value in vars(module).items()
         if isinstance(value, type)
@@ -250,15 +332,20 @@ def _only_policy(module: ModuleType, kind: str, where: str) -> type[Policy]:
         and value.__module__ == module.__name__
         and not name.startswith("_")
     ]
-    if len(found) != 1:
-        listed = ", ".join(cls.__name__ for cls in found) or "none"
+    if len(defined) != 1:
+        listed = ", ".join(cls.__name__ for cls in defined) or "none"
         raise PolicyError(
             f"{where}: expected one public subclass of {base.__name__}, found {listed}"
         )
-    return found[0]
+    return defined[0]
 
 
 def _checked(cls: Any, kind: str, where: str) -> type[Policy]:
+    """`cls`, if it is a policy of this kind.
+
+    Raises:
+        PolicyError: it is not, or there is no such kind.
+    """
     if kind not in KINDS:
         raise PolicyError(f"unknown kind of policy {kind!r}; known: {', '.join(KINDS)}")
     if not (isinstance(cls, type) and issubclass(cls, KINDS[kind])):

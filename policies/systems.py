@@ -1,6 +1,4 @@
-"""Named compositions of the four kinds of policy: what a paper or a program is made
-of.
-"""
+"""Systems: named compositions of four policies that stand for a paper or a program."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from moesim.policies.base import PolicyError
 from moesim.policies.planner.plan import Policies
-from moesim.policies.registry import knows, names, resolve
+from moesim.policies.registry import KINDS, knows, names, resolve
 
 if TYPE_CHECKING:
     from moesim.policies.base import (
@@ -26,14 +24,13 @@ if TYPE_CHECKING:
 class System:
     """Four policy specifications, and where they depart from their source.
 
-    Each is a registered name with parameters, as on the command line:
-    ``lfu:variant=perfect``.
-
     Attributes:
+        assignment, cache, prefetch, routing: registered names with parameters, as on
+            the command line: ``lfu:variant=perfect``.
         staging: slots beside the cache; None takes the profile's.
         staging_layers: the same in whole layers, for systems that buffer layers;
             `staging` wins.
-        scope: ``layer`` or ``global`` where the source says so; None leaves it to the
+        scope: ``layer`` or ``global`` where the source fixes it; None leaves it to the
             user.
         divides_slots: whether layers get slots by their use, where a calibration says
             how (`moesim.policies.cache._slot_shares`).
@@ -51,8 +48,10 @@ class System:
     note: str = ""
 
     def staging_slots(self, shape: ModelShape) -> int | None:
-        """Staging slots this system wants for a model; None if it does not care."""
-        return self.staging or self.staging_layers * shape.experts or None
+        """Staging slots this system asks for; None takes the profile's."""
+        whole_layers = self.staging_layers * shape.experts
+        # 0 slots, of either kind, is no request.
+        return self.staging or whole_layers or None
 
     def build(self, *, gpus: int, host_cache: str | None) -> Policies:
         """Make fresh instances: one cache policy per GPU, and one for host memory if it
@@ -61,28 +60,30 @@ class System:
         Raises:
             PolicyError: an unknown name or parameter.
         """
+        host = None
+        if host_cache is not None:
+            host = cast("CachePolicy", resolve(host_cache, "cache"))
+
         return Policies(
             assignment=cast("AssignmentPolicy", resolve(self.assignment, "assignment")),
             prefetch=cast("PrefetchPolicy", resolve(self.prefetch, "prefetch")),
+            # One each: a cache policy's state belongs to one memory.
             caches=[
                 cast("CachePolicy", resolve(self.cache, "cache")) for _ in range(gpus)
             ],
             routing=cast("RoutingPolicy", resolve(self.routing, "routing")),
-            host_cache=(
-                None
-                if host_cache is None
-                else cast("CachePolicy", resolve(host_cache, "cache"))
-            ),
-            names={
-                kind: getattr(self, kind)
-                for kind in ("assignment", "prefetch", "cache", "routing")
-            },
+            host_cache=host,
+            names={kind: getattr(self, kind) for kind in KINDS},
         )
 
 
 PARTS = ("cache", "prefetch")
 """What may follow the name of a policy, each behind a plus sign."""
+
+# Notes are printed by `moesim list systems`: they say what a user must know before
+# comparing a figure with the source's.
 SYSTEMS = {
+    # Published systems that divide experts between GPU and CPU.
     "dali": System(
         assignment="greedy",
         cache="workload-window:window=4,swaps=8",
@@ -150,9 +151,11 @@ SYSTEMS = {
             " popular experts"
         ),
     ),
+    # Systems and baselines that compute every expert on the GPU.
     "mixtral-offloading": System(
         assignment="on-demand",
         cache="lru",
+        # Its four copy buffers.
         staging=4,
         scope="layer",
         note=(
@@ -172,6 +175,7 @@ SYSTEMS = {
         assignment="on-demand",
         cache="none",
         prefetch="pre-gated",
+        # One layer is computed while the next arrives.
         staging_layers=2,
         note=(
             "an oracle, as its gate was retrained to decide one layer early; no cache,"
@@ -219,6 +223,7 @@ SYSTEMS = {
             " are the replay's"
         ),
     ),
+    # Programs in use.
     "llama.cpp": System(
         assignment="layer-wise",
         cache="static:fill=last",
@@ -242,6 +247,7 @@ SYSTEMS = {
         assignment="on-demand",
         cache="none",
         prefetch="whole-layer",
+        # One layer is computed while the next arrives.
         staging_layers=2,
         note=(
             "every layer is moved complete while the one before computes, but waits for"
@@ -261,46 +267,51 @@ def compose(
     """Take a system or an assignment policy by name, and replace parts of it.
 
     Args:
-        policy: the name; ``greedy+lru+residual`` says cache and prefetch in the same
-            breath.
+        policy: the name; ``greedy+lru+residual`` names cache and prefetch, too.
         cache, prefetch, routing: what replaces the system's own, where given.
 
     Raises:
-        PolicyError: `policy` is neither, or a part is said twice.
+        PolicyError: `policy` is neither, or a part is given twice.
     """
-    name, *said = policy.split("+")
+    name, *parts = policy.split("+")
     given = {"cache": cache, "prefetch": prefetch, "routing": routing}
-    if len(said) > len(PARTS):
+    if len(parts) > len(PARTS):
         raise PolicyError(
             f"policy {policy!r}: expected at most assignment+{'+'.join(PARTS)}"
         )
-    for part, value in zip(PARTS, said, strict=False):
-        if value and given[part] not in {None, value}:
+    # An empty part, as in ``greedy++residual``, leaves the system's own.
+    for part, spec in zip(PARTS, parts, strict=False):
+        if spec and given[part] not in {None, spec}:
             raise PolicyError(
                 f"policy {policy!r}: expected its {part} said once, got {given[part]!r}"
                 " too; drop one"
             )
-        given[part] = value or given[part]
-    base = SYSTEMS.get(name)
-    if base is None:
-        plain = name.partition(":")[0]
-        if (
-            plain not in SYSTEMS
-            and not name.endswith(".py")
-            and not knows(plain, "assignment")
-        ):
-            close = difflib.get_close_matches(
-                plain, [*names("assignment"), *SYSTEMS], n=1
-            )
-            raise PolicyError(
-                f"unknown policy {plain!r}; systems: {', '.join(sorted(SYSTEMS))};"
-                f" assignment policies: {', '.join(names('assignment'))}"
-                + (f" (did you mean {close[0]!r}?)" if close else "")
-            )
-        base = System(assignment=name)
+        given[part] = spec or given[part]
+
+    base = SYSTEMS.get(name) or _system_of(name)
     return replace(
         base,
         cache=given["cache"] or base.cache,
         prefetch=given["prefetch"] or base.prefetch,
         routing=given["routing"] or base.routing,
     )
+
+
+def _system_of(assignment: str) -> System:
+    """A system of an assignment policy and the defaults.
+
+    Raises:
+        PolicyError: there is no such policy, nor a system of that name.
+    """
+    plain = assignment.partition(":")[0]
+    # A system takes no parameters: the registry refuses them with its own message.
+    is_known = plain in SYSTEMS or knows(plain, "assignment")
+    if not (is_known or assignment.endswith(".py")):
+        known = [*names("assignment"), *SYSTEMS]
+        close = difflib.get_close_matches(plain, known, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise PolicyError(
+            f"unknown policy {plain!r}; systems: {', '.join(sorted(SYSTEMS))};"
+            f" assignment policies: {', '.join(names('assignment'))}{hint}"
+        )
+    return System(assignment=assignment)

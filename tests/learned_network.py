@@ -51,27 +51,29 @@ def trained():
     from moesim.analysis import learned_cache as learned
 
     calibration = open_trace(DATA / "tiny_calibration.parquet")
-    found = train(
+    training = train(
         learned.whole(calibration), calibration.shape, Recipe(hidden=16, epochs=8)
     )
-    assert found.facts["validation_loss_best"] < found.facts["validation_loss_first"]
-    return found.network
+    assert (
+        training.facts["validation_loss_best"] < training.facts["validation_loss_first"]
+    )
+    return training.network
 
 
 @cache
 def network(layers: int, experts: int) -> dict[str, np.ndarray]:
     """Its arrays for a model of `layers` x `experts`."""
-    whole = trained()
-    layer = np.arange(layers) % whole.layers
-    expert = np.arange(experts) % whole.experts
-    inputs = np.concatenate((expert, whole.experts + expert))
+    network_of_shipped = trained()
+    layer = np.arange(layers) % network_of_shipped.layers
+    expert = np.arange(experts) % network_of_shipped.experts
+    inputs = np.concatenate((expert, network_of_shipped.experts + expert))
     return {
-        "w1": whole.w1[layer][:, :, inputs],
-        "b1": whole.b1[layer],
-        "w2": whole.w2[layer],
-        "b2": whole.b2[layer],
-        "w3": whole.w3[layer][:, expert],
-        "b3": whole.b3[layer][:, expert],
+        "w1": network_of_shipped.w1[layer][:, :, inputs],
+        "b1": network_of_shipped.b1[layer],
+        "w2": network_of_shipped.w2[layer],
+        "b2": network_of_shipped.b2[layer],
+        "w3": network_of_shipped.w3[layer][:, expert],
+        "b3": network_of_shipped.b3[layer][:, expert],
     }
 
 

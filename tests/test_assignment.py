@@ -101,10 +101,10 @@ def test_section_1_1_a1_counting_alone_would_fill_the_quota_with_inactive_expert
 def test_section_1_4_b_has_eleven_optimal_assignments():
     """So tests compare the objective, never the lanes."""
     now = example("B")
-    found = [
+    makespans = [
         max(loads_s(now, choice)) for choice in itertools.product((0, 1), repeat=5)
     ]
-    assert (min(found), found.count(min(found))) == (18, 11)
+    assert (min(makespans), makespans.count(min(makespans))) == (18, 11)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def works(draw, active, gpus):
 
 @settings(max_examples=25, deadline=None)
 @given(works(gpus=st.integers(1, 2), active=st.integers(1, 6)))
-def test_ilp_equals_brute_force_and_nobody_beats_it(now):
+def test_ilp_equals_brute_force_and_no_lanes_beat_it(now):
     best_s = brute_force_s(now)
     assert max(loads_s(now, assigned(ILP(), now).lanes)) == pytest.approx(
         best_s, rel=1e-6

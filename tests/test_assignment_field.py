@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cache_driver import View, shape, work
 from moesim.policies.assignment._gpu_choice import gpu_state
-from moesim.policies.assignment._list_scheduler import rehearse
+from moesim.policies.assignment._list_scheduler import list_schedule
 from moesim.policies.assignment._optimum import (
     modelled_s,
     optimal_scheduled,
@@ -49,7 +49,7 @@ def rehearsed(now, reading="r2", first=0.0, stealing=True):
     lanes and order.
     """
     flying = (gpu_state(now, View()) == IN_FLIGHT).reshape(now.arrive_s.shape)
-    lanes, order, makespan_s = rehearse(
+    lanes, order, makespan_s = list_schedule(
         now.tokens,
         now.cpu_s,
         now.gpu_s,
@@ -306,11 +306,11 @@ def layers_on_gpu(policy, slots, *, gpus=1, layers=6, experts=4, split_experts=F
     )
     rows = gpus if split_experts else 1
     times = [[1, 1]] * rows
-    asked = (
+    layer_steps = (
         work(layer=layer, cpu_s=[1, 1], gpu_s=times, arrive_s=times)
         for layer in range(layers)
     )
-    return [bool(policy.assign(now, Machine()).lanes.all()) for now in asked]
+    return [bool(policy.assign(now, Machine()).lanes.all()) for now in layer_steps]
 
 
 def test_section_6_1_as_many_whole_layers_as_fit():

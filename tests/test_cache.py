@@ -183,7 +183,7 @@ def test_belady_chooses_whom_to_let_in_where_not_all_can_enter(must_admit):
     ]
 
 
-def test_an_order_that_loses_somebody_is_the_policys_error():
+def test_an_order_that_loses_an_expert_is_the_policys_error():
     class Forgetful(LRU):
         def precedence(self, incoming):
             return incoming[1:]
@@ -318,7 +318,7 @@ def test_lru_hits_never_fall_as_capacity_grows(accesses):
     assert hits == sorted(hits)
 
 
-def test_a_prefetched_expert_that_nobody_asks_for_leaves_in_its_turn():
+def test_a_prefetched_expert_that_is_never_used_leaves_in_its_turn():
     """Entering is a use: 3 came in while 0 was used, so it goes before 1 and 2, which
     were used later.
     """
@@ -354,21 +354,24 @@ def test_lru_and_lfu_equal_libcachesim_on_real_traces(name, layers, experts, tok
 
     steps = flattened(real_trace(name, tokens), experts)
     capacity = layers * experts // 8
-    for ours, theirs in ((LRU(), libcachesim.LRU), (LFU(tie="lru"), libcachesim.LFU)):
-        judge = theirs(cache_size=capacity)
+    for cache, counterpart in (
+        (LRU(), libcachesim.LRU),
+        (LFU(tie="lru"), libcachesim.LFU),
+    ):
+        judge = counterpart(cache_size=capacity)
         expected = []
         for step in steps:
             request = libcachesim.Request()
             request.obj_id = step.experts[0]
             request.obj_size = 1
             expected.append(bool(judge.get(request)))
-        run = drive(ours, steps, capacity, experts=layers * experts)
+        run = drive(cache, steps, capacity, experts=layers * experts)
         assert run.accesses > 10_000
         assert run.hit_log == expected
 
 
 @pytest.mark.parametrize(("name", "layers", "experts", "tokens"), TRACES[1:])
-def test_belady_equals_a_linear_scan_on_real_traces_and_nobody_beats_it(
+def test_belady_equals_a_linear_scan_on_real_traces_and_no_policy_beats_it(
     name, layers, experts, tokens
 ):
     """One layer of a real trace, sequential."""
@@ -414,10 +417,12 @@ def test_static_fills_by_calibration_by_layer_or_over_the_whole_model():
     per_layer = Static()
     per_layer.start(context([], 2, layers=2, experts=4, calibration=counts))
     assert per_layer.initial(np.array([2, 1])).tolist() == [0, 2, 4]
-    whole = Static(fill="calibrated")
-    whole.start(context([], 3, layers=2, experts=4, scope="global", calibration=counts))
+    static = Static(fill="calibrated")
+    static.start(
+        context([], 3, layers=2, experts=4, scope="global", calibration=counts)
+    )
     # 5 ties with 5: the lower id.
-    assert whole.initial(np.array([4])).tolist() == [
+    assert static.initial(np.array([4])).tolist() == [
         0,
         4,
         5,

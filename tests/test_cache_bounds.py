@@ -23,6 +23,7 @@ from moesim.policies.cache._offline_bounds import (
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache.belady_cost import BeladyCost
 from moesim.policies.cache.belady_size import BeladySize
+from moesim.policies.registry import resolve
 from moesim.policies.systems import System
 from moesim.traces.format.future import RecordedFuture
 
@@ -49,7 +50,7 @@ def uses_of(layer_steps, experts=8, *, size=None, cost=None, entry=None):
     )
 
 
-def exhaustive_cost(layer_steps, room, size, cost, entry):
+def exhaustive_cost(layer_steps, capacity, size, cost, entry):
     """Least cost over every content that may survive every step."""
     states = {frozenset(): 0.0}
     for _, _, active in layer_steps:
@@ -60,7 +61,7 @@ def exhaustive_cost(layer_steps, room, size, cost, entry):
             pool = sorted(inside | set(active))
             for count in range(len(pool) + 1):
                 for kept in itertools.combinations(pool, count):
-                    if sum(size[e] for e in kept) > room:
+                    if sum(size[e] for e in kept) > capacity:
                         continue
                     total = paid_now + sum(entry[e] for e in misses if e in kept)
                     content = frozenset(kept)
@@ -79,9 +80,9 @@ TABLE = st.lists(st.integers(1, 4), min_size=5, max_size=5)
 @given(
     STEPS, st.integers(0, 3), TABLE, st.lists(st.integers(0, 3), min_size=5, max_size=5)
 )
-def test_with_equal_sizes_the_bound_is_reached(layer_steps, room, cost, entry):
-    solved = best_stays(uses_of(layer_steps, cost=cost, entry=entry), room)
-    expected = exhaustive_cost(layer_steps, room, [1] * 5, cost, entry)
+def test_with_equal_sizes_the_bound_is_reached(layer_steps, capacity, cost, entry):
+    solved = best_stays(uses_of(layer_steps, cost=cost, entry=entry), capacity)
+    expected = exhaustive_cost(layer_steps, capacity, [1] * 5, cost, entry)
     assert solved.least_cost == pytest.approx(expected)
     assert solved.plan_cost == pytest.approx(expected)
 
@@ -89,14 +90,14 @@ def test_with_equal_sizes_the_bound_is_reached(layer_steps, room, cost, entry):
 @settings(max_examples=40, deadline=None)
 @given(STEPS, st.integers(0, 6), TABLE, TABLE)
 def test_with_unequal_sizes_the_optimum_lies_between_bound_and_plan(
-    layer_steps, room, size, cost
+    layer_steps, capacity, size, cost
 ):
     uses = uses_of(layer_steps, size=size, cost=cost)
-    solved = best_stays(uses, room)
-    optimum = exhaustive_cost(layer_steps, room, size, cost, [0] * 5)
+    solved = best_stays(uses, capacity)
+    optimum = exhaustive_cost(layer_steps, capacity, size, cost, [0] * 5)
     assert solved.least_cost <= optimum + 1e-6
     assert optimum <= solved.plan_cost + 1e-6
-    assert least_cost_fast(uses, room) <= solved.least_cost + 1e-6
+    assert least_cost_fast(uses, capacity) <= solved.least_cost + 1e-6
 
 
 def test_half_a_stay_can_be_granted_when_sizes_differ():
@@ -210,7 +211,9 @@ def test_belady_cost_takes_the_seconds_of_the_machine_it_runs_on():
 
 @settings(max_examples=30, deadline=None)
 @given(STEPS, st.integers(0, 3), st.data())
-def test_with_workloads_belady_cost_still_bounds_every_cache(layer_steps, room, data):
+def test_with_workloads_belady_cost_still_bounds_every_cache(
+    layer_steps, capacity, data
+):
     """The least cost over every content that may survive every step, with a price of
     its own for each use.
     """
@@ -220,7 +223,7 @@ def test_with_workloads_belady_cost_still_bounds_every_cache(layer_steps, room, 
     }
     policy = BeladyCost(cpu=0.3)
     policy.start(
-        replace(context(layer_steps, room), future=ListFuture(layer_steps, tokens))
+        replace(context(layer_steps, capacity), future=ListFuture(layer_steps, tokens))
     )
     states = {frozenset(): 0.0}
     for s in layer_steps:
@@ -230,7 +233,7 @@ def test_with_workloads_belady_cost_still_bounds_every_cache(layer_steps, room, 
         }
         reached = {}
         for inside, paid in states.items():
-            for kept in subsets(inside | set(s.experts), room):
+            for kept in subsets(inside | set(s.experts), capacity):
                 fetched = {e for e in s.experts if e not in inside and e in kept}
                 rest = [
                     min(1.0, cpu[e])
@@ -243,12 +246,12 @@ def test_with_workloads_belady_cost_still_bounds_every_cache(layer_steps, room, 
     assert policy.stays[0].least_cost == pytest.approx(min(states.values()))
 
 
-def subsets(pool, room):
+def subsets(pool, capacity):
     """All contents of at most `room` experts."""
     ordered = sorted(pool)
     return [
         frozenset(c)
-        for n in range(min(room, len(ordered)) + 1)
+        for n in range(min(capacity, len(ordered)) + 1)
         for c in itertools.combinations(ordered, n)
     ]
 
@@ -298,7 +301,7 @@ def test_belady_size_runs_in_a_pool_of_unequal_experts():
 
 def test_planned_oracles_need_the_future_and_a_sequence_of_bearable_length(monkeypatch):
     with pytest.raises(PolicyError, match="'belady-cost' must see the future"):
-        BeladyCost().start(replace(context([], 2), future=None))
+        resolve("belady-cost", "cache").start(replace(context([], 2), future=None))
     monkeypatch.setattr(planned, "MOST_USES", 3)
     with pytest.raises(PolicyError, match=r"4 uses in one pool, at most 3 .* --steps"):
         drive(BeladySize(), one_by_one([0, 1, 2, 0]), 2)

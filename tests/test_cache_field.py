@@ -1,4 +1,4 @@
-"""The field's scored caches: worked examples, and each literal reading against ours."""
+"""The field's score-based caches: worked examples, and each literal reading against ours."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_section_4_5_batch_by_mean_or_by_first_row():
 
 
 def test_section_4_5_ties_go_to_the_lower_id_or_to_the_least_recently_touched():
-    """Nobody has a score; 1 was touched last."""
+    """No expert has a score; 1 was touched last."""
     for tie, victim in (("id", 0), ("touched", 2)):
         policy = MRS(tie=tie)
         policy.start(context([], 2, experts=4))
@@ -138,7 +138,7 @@ def test_lifo_and_fifo_number_a_step_in_launch_order():
         assert policy.victims(np.array([0, 2]), np.array([1, 4, 5])).tolist() == victims
 
 
-def test_random_follows_the_seed_and_spares_nobody():
+def test_random_follows_the_seed_and_spares_no_expert():
     accesses = one_by_one(list(range(8)) * 8)
     runs = [drive(Random(), accesses, 4, seed=seed).evicted for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
@@ -181,8 +181,8 @@ def test_lowest_and_cyclic_differ_at_the_start_of_a_pass(cls):
             policy.accessed(work(experts=[0], layer=layer))
             policy.admitted(np.array([8 * layer]))
         policy.accessed(work(experts=[1], layer=1, step=1))
-        found = policy.victims(np.array([9, 10, 11]), np.array([0, 16, 24]))
-        assert (found // 8).tolist() == victims, order
+        chosen = policy.victims(np.array([9, 10, 11]), np.array([0, 16, 24]))
+        assert (chosen // 8).tolist() == victims, order
 
 
 def test_least_stale_pass_does_not_evict_a_fresh_prefetch():
@@ -304,7 +304,7 @@ def test_parameters_out_of_range_are_refused():
 
 
 def test_held_experts_never_leave():
-    """One slot, two experts a step: whoever is active stays."""
+    """One slot, two experts a step: what is active stays."""
     for policy in (
         FIFO(),
         LIFO(),

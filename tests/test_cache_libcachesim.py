@@ -86,23 +86,27 @@ EQUAL = [
 
 
 @pytest.mark.parametrize(("name", "layers", "experts", "tokens"), TRACES)
-@pytest.mark.parametrize(("ours", "theirs"), EQUAL, ids=[theirs for _, theirs in EQUAL])
-def test_equal_hit_for_hit(name, layers, experts, tokens, ours, theirs):
+@pytest.mark.parametrize(
+    ("cache", "counterpart"), EQUAL, ids=[pair[1] for pair in EQUAL]
+)
+def test_equal_hit_for_hit(name, layers, experts, tokens, cache, counterpart):
     """Keys of all layers in one cache of an eighth of the model."""
     import libcachesim
 
     keys = accesses(name, experts, tokens)
     capacity = layers * experts // 8
     assert len(keys) > 10_000
-    found = played(ours, keys, capacity, layers * experts)
-    assert found == judged(keys, getattr(libcachesim, theirs)(cache_size=capacity))
+    hits = played(cache, keys, capacity, layers * experts)
+    assert hits == judged(keys, getattr(libcachesim, counterpart)(cache_size=capacity))
 
 
 @pytest.mark.parametrize(("name", "layers", "experts", "tokens"), TRACES)
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [(ARC(), "ARC"), (S3FIFO(), "S3FIFO")], ids=["arc", "s3-fifo"]
+    ("cache", "counterpart"),
+    [(ARC(), "ARC"), (S3FIFO(), "S3FIFO")],
+    ids=["arc", "s3-fifo"],
 )
-def test_other_by_default_but_close(name, layers, experts, tokens, ours, theirs):
+def test_other_by_default_but_close(name, layers, experts, tokens, cache, counterpart):
     """Whole shifts in ARC, the paper's rules in S3-FIFO: measured 0.1 to 1.1 points of
     hit rate.
     """
@@ -110,10 +114,10 @@ def test_other_by_default_but_close(name, layers, experts, tokens, ours, theirs)
 
     keys = accesses(name, experts, tokens)
     capacity = layers * experts // 8
-    found = played(ours, keys, capacity, layers * experts)
-    expected = judged(keys, getattr(libcachesim, theirs)(cache_size=capacity))
-    assert found != expected
-    assert abs(sum(found) - sum(expected)) / len(keys) < 0.015
+    hits = played(cache, keys, capacity, layers * experts)
+    expected = judged(keys, getattr(libcachesim, counterpart)(cache_size=capacity))
+    assert hits != expected
+    assert abs(sum(hits) - sum(expected)) / len(keys) < 0.015
 
 
 @pytest.mark.parametrize(("name", "layers", "experts", "tokens"), TRACES)
@@ -127,12 +131,13 @@ def test_lecar_is_close_though_draws_ghosts_and_ties_differ(
 
     keys = accesses(name, experts, tokens)
     capacity = layers * experts // 8
-    ours = np.mean(
+    hit_rate = np.mean(
         [
             played(LeCaR(), keys, capacity, layers * experts, seed=seed)
             for seed in range(3)
         ]
     )
     assert (
-        abs(ours - np.mean(judged(keys, libcachesim.LeCaR(cache_size=capacity)))) < 0.03
+        abs(hit_rate - np.mean(judged(keys, libcachesim.LeCaR(cache_size=capacity))))
+        < 0.03
     )

@@ -13,7 +13,6 @@ from handmade import registered
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import Assignment, AssignmentPolicy
 from moesim.policies.base import Precompute as Named
-from moesim.policies.planner.decision_log import Journal
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import CacheSize
@@ -92,7 +91,7 @@ def shape(layers=2):
 
 @contextmanager
 def executor(store, policy, workers, *, slots=0, host=None):
-    """An executor, its journal and its timeline."""
+    """An executor, its planner and its timeline."""
     profile = host_profile(WORKERS[workers][0], cores=WORKERS[workers][1])
     model = shape()
     size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=slots)
@@ -102,14 +101,12 @@ def executor(store, policy, workers, *, slots=0, host=None):
             model.expert_bytes, model.experts, scope="global", total_bytes=host * 6144
         )
     policies = System(policy, "lru").build(gpus=1, host_cache="lru" if host else None)
-    journal = Journal(
-        Planner(model, Costs(profile, model), policies, MemoryPlan(size, limited))
-    )
+    planner = Planner(model, Costs(profile, model), policies, MemoryPlan(size, limited))
     timeline = Timeline(profile.lanes)
-    made = Executor(profile, journal, timeline, store, HostDevice())
+    made = Executor(profile, planner, timeline, store, HostDevice())
     try:
         made.fill()
-        yield made, journal, timeline
+        yield made, planner, timeline
     finally:
         made.close()
 
@@ -227,7 +224,7 @@ def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeyp
         build_random_store(shape(), tmp_path / "s", dtype="float32") as store,
         executor(store, "guessing", "a thread per lane", host=3) as (
             made,
-            journal,
+            planner,
             timeline,
         ),
     ):
@@ -240,7 +237,7 @@ def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeyp
                 made.end_step(1, 1)
 
         made.run(forward)
-        assert not any(journal.host.memory.holds.reshape(-1))
+        assert not any(planner.host.memory.holds.reshape(-1))
         assert not any(made.memories.host._users)
     assert gone == [True], "the place was given away once, after the product had ended"
     assert seen == [True]
@@ -290,7 +287,7 @@ def test_daop_computes_each_foreseen_expert_once_and_begins_before_its_gate(
         ),
     )
     assert run.metrics["approximate"] is True
-    plans = [entry.answer for entry in run.journal.entries if entry.call == "plan"]
+    plans = [entry.answer for entry in run.log.entries if entry.call == "plan"]
     named = {
         (plan[0], plan[1] + 1, expert) for plan in plans for expert in plan[-1] or ()
     }

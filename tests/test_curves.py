@@ -10,7 +10,7 @@ from conftest import write_trace
 from handmade import hand_trace, shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moesim.policies import cache_only
+from moesim.policies import cache_replay
 from moesim.policies.planner.residency import CacheSize
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
@@ -28,7 +28,7 @@ def replayed(trace, spec, slots, *, batch=1, scope="layer"):
     sizes = CacheSize(scope, counts, counts * trace.shape.expert_bytes[0])
     future = RecordedFuture.of(trace, batch=batch)
     blocks = layer_steps(trace, batch=batch)
-    return cache_only.replay_compiled(
+    return cache_replay.replay_compiled(
         spec, trace.shape, sizes, blocks, future=future
     ).hits_by_layer
 

@@ -140,10 +140,10 @@ def test_no_launch_order_beats_the_longest_first(step, data):
     orders = (
         np.array([*landing, *permuted]) for permuted in itertools.permutations(rest)
     )
-    ours = scheduled_s(now, view, lanes)
-    assert ours <= min(scheduled_s(now, view, lanes, order) for order in orders) * (
-        1 + 1e-12
-    )
+    in_our_order_s = scheduled_s(now, view, lanes)
+    assert in_our_order_s <= min(
+        scheduled_s(now, view, lanes, order) for order in orders
+    ) * (1 + 1e-12)
 
 
 def test_scheduled_time_table_by_hand():
@@ -270,7 +270,7 @@ def test_certified_at_full_scale(active):
 
 def test_an_unfinished_search_says_so():
     """Forty experts on two GPUs of which no two cost the same: the bound stays below,
-    and nobody is below the bound.
+    and none is below the bound.
     """
     rng = np.random.default_rng(0)
     gpu_s = rng.random((2, 40)) + 0.1

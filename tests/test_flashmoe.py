@@ -166,8 +166,8 @@ def test_numpy_evaluates_what_torch_trained():
     ).numpy()
     for layer in range(3):
         for n in range(5):
-            found = trained.network.evaluate(layer, features[layer, n])
-            assert found == pytest.approx(expected[layer, n], abs=1e-6)
+            answer = trained.network.evaluate(layer, features[layer, n])
+            assert answer == pytest.approx(expected[layer, n], abs=1e-6)
 
 
 def test_equal_seeds_train_equal_bytes(tmp_path):
@@ -348,14 +348,14 @@ def test_it_learns_cyclic_access_where_lru_always_misses(labels):
         slots=4,
     )
     held_out = passes(*(np.arange(120) + 4) % 6)
-    found = learned.judge(
+    answer = learned.judge(
         ("flashmoe", "lru", learned.BOUND),
         held_out,
         model,
         4,
         {"flashmoe": trained.network._asdict()},
     )
-    rates = {row.policy: row.hit_rate for row in found}
+    rates = {row.policy: row.hit_rate for row in answer}
     assert rates["lru"] == 0.0
     assert rates["flashmoe"] > 0.45
     assert rates["flashmoe"] <= rates[learned.BOUND] == pytest.approx(0.58, abs=0.02)
@@ -375,10 +375,10 @@ def test_learned_on_the_shipped_calibration_trace_it_beats_lru_and_lfru_on_the_e
     )
     policies = ("flashmoe", "lru", "lfru", learned.BOUND)
     artefacts = {"flashmoe": trained.network._asdict()}
-    found = learned.judge(
+    answer = learned.judge(
         policies, learned.whole(evaluation), evaluation.shape, 8, artefacts
     )
-    rates = {row.policy: row.hit_rate for row in found}
+    rates = {row.policy: row.hit_rate for row in answer}
     assert rates["lru"] < rates["lfru"] < rates["flashmoe"] - 0.01
     assert rates["flashmoe"] < rates[learned.BOUND]
 
@@ -496,14 +496,14 @@ def test_the_command_writes_network_and_report(command):
         "report.json",
         "report.md",
     ]
-    found = json.loads((out / "report.json").read_text())
-    assert [size["slots"] for size in found["sizes"]] == [3, 4]
-    policies = {row["policy"] for row in found["sizes"][0]["policies"]}
+    answer = json.loads((out / "report.json").read_text())
+    assert [size["slots"] for size in answer["sizes"]] == [3, 4]
+    policies = {row["policy"] for row in answer["sizes"][0]["policies"]}
     assert policies == {"flashmoe", "lru", "lfu", "lfru", "arc", "lecar", learned.BOUND}
-    best = found["sizes"][-1]["policies"]
+    best = answer["sizes"][-1]["policies"]
     bound = next(row["hit_rate"] for row in best if row["policy"] == learned.BOUND)
     assert all(row["hit_rate"] <= bound for row in best)
-    assert found["held_out_steps"] == [123, 164]
+    assert answer["held_out_steps"] == [123, 164]
     text = (out / "report.md").read_text()
     assert text in printed
     assert text.count("points of hit rate") == 2

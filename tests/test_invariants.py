@@ -227,7 +227,7 @@ def test_every_replay_keeps_the_books(trace, setup, system, slow):
         assert set(np.flatnonzero(memory.staged).tolist()) == planner._ahead[gpu]
     if (
         planner.host is not None
-        and system.prefetch == "none"
+        and not planner.policies.prefetch.prefetches
         and system.cache != "wild"
     ):
         memory = planner.host.memory
@@ -262,10 +262,11 @@ def test_same_seed_same_bytes(trace, setup, system):
 @settings(max_examples=60, deadline=None)
 @given(traces, setups, systems, contention)
 def test_the_same_reports_give_the_same_plans(trace, setup, system, slow):
-    """Parity by construction: a planner fed with another's journal repeats every
+    """Parity by construction: a planner fed with another's log repeats every
     plan.
     """
-    from moesim.policies.planner.decision_log import Journal, repeat
+    from moesim.policies.planner.decision_log import DecisionLog, repeat
+    from moesim.policies.planner.observers import observed
 
     setup = {**setup, "unequal": False, "gpus": 1}
     model = shape(LAYERS, EXPERTS)
@@ -277,9 +278,9 @@ def test_the_same_reports_give_the_same_plans(trace, setup, system, slow):
     )
     given = {key: value for key, value in setup.items() if key != "unequal"}
     first = plan_of(model, system, **given)
-    journal = Journal(first)
-    run(journal, passes, HandProfile(slow=slow))
-    plans = repeat(journal.entries, plan_of(model, system, **given), passes)
+    log = DecisionLog()
+    run(observed(first, log), passes, HandProfile(slow=slow))
+    plans = repeat(log.entries, plan_of(model, system, **given), passes)
     assert len(plans) == LAYERS * len(trace)
 
 

@@ -1,4 +1,4 @@
-"""What every policy promises, whoever wrote it: one suite over all registered names."""
+"""The contract of every policy, held by one suite over all registered names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cache_driver import LayerStep, ListFuture, View, context, drive, shape, wor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moesim.policies.base import Gate, RunContext
-from moesim.policies.registry import find, names, resolve
+from moesim.policies.registry import KINDS, describe, find, names, resolve
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 
 LAYERS = 3
@@ -108,14 +108,14 @@ def test_assignment_places_every_active_expert_once_on_a_legal_lane(name, data, 
 def test_prefetch_names_distinct_absent_experts_of_coming_layers(name, data, now):
     gpus = len(now.gpu_s)
     view = data.draw(views(gpus))
-    wanted = list(started("prefetch", name, gpus).prefetch(now, view))
-    assert len(set(wanted)) == len(wanted)
-    for key in wanted:
+    keys = list(started("prefetch", name, gpus).prefetch(now, view))
+    assert len(set(keys)) == len(keys)
+    for key in keys:
         assert now.layer < key.layer < LAYERS
         assert 0 <= key.expert < EXPERTS
     if now.layer == LAYERS - 1:
-        assert wanted == []
-    assert wanted == list(started("prefetch", name, gpus).prefetch(now, view))
+        assert keys == []
+    assert keys == list(started("prefetch", name, gpus).prefetch(now, view))
 
 
 @pytest.mark.parametrize("name", names("prefetch"))
@@ -214,9 +214,21 @@ def test_routing_keeps_the_shape_and_says_whether_it_alters(name):
         assert np.array_equal(routed.weights, weights)
 
 
-@pytest.mark.parametrize("kind", ["assignment", "cache", "prefetch", "routing"])
-def test_every_policy_documents_itself(kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_policy_knows_its_name(kind):
     for name in names(kind):
-        cls = find(name, kind)
-        assert cls.__doc__
-        assert cls.__module__ == f"moesim.policies.{kind}.{name.replace('-', '_')}"
+        assert find(name, kind).name == name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_summary_is_one_sentence_that_begins_with_a_verb(kind):
+    """`moesim list` prints it: short enough for a line, and in plain words."""
+    for info in describe(kind):
+        summary = info.summary
+        assert summary.endswith("."), (info.name, summary)
+        assert len(summary) <= 140, (info.name, summary)
+        assert summary[0].isupper(), (info.name, summary)
+        # An imperative, or a condition before it: no article, no noun phrase.
+        first = summary.split()[0].strip(",")
+        assert first not in {"A", "An", "The"}, (info.name, summary)
+        assert not first.endswith("s"), (info.name, summary)

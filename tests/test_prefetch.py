@@ -8,14 +8,14 @@ from cache_driver import View, work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moesim.policies.base import PolicyError
-from moesim.policies.kernels import predicted_workload
+from moesim.policies.prefetch._kernels import predicted_workload
 from moesim.policies.prefetch.next_gate import NextGate
 from moesim.policies.prefetch.none import NoPrefetch
 from moesim.policies.prefetch.residual import Residual
 
 
-def experts(wanted):
-    return [key.expert for key in wanted]
+def experts(keys):
+    return [key.expert for key in keys]
 
 
 def predicting(scores, *, top_k=1, layer=0, column="pred1_raw"):
@@ -35,10 +35,10 @@ def test_section_1_5_residual_correction_changes_the_choice():
     two calibration tokens.
     """
     gate = np.array([(1, -1), (0, 0.5), (-1, 2.2)])
-    here = np.array([(1, 0), (0, 1)])
-    there = np.array([(2, 1), (1, 2)])
+    inputs = np.array([(1, 0), (0, 1)])
+    next_inputs = np.array([(2, 1), (1, 2)])
     hidden = np.array([0.2, 0.1])
-    res_vec = (there - here).mean(axis=0)
+    res_vec = (next_inputs - inputs).mean(axis=0)
     assert res_vec.tolist() == [1, 1]
     assert (
         (gate @ (1, 0)).argmax() == (gate @ (res_vec + np.array([1, 0]))).argmax() == 0
@@ -94,7 +94,7 @@ def test_an_expert_on_any_gpu_is_present():
     assert experts(NextGate(size=2).prefetch(now, view)) == [1]
 
 
-def test_nobody_is_wanted_whom_no_token_is_predicted_to_choose():
+def test_an_expert_that_no_token_is_predicted_to_choose_is_not_wanted():
     assert experts(
         NextGate(size=4).prefetch(
             predicting([[0.4, 0.3, 0.2, 0.1]]), View(layers=2, experts=4)

@@ -12,7 +12,7 @@ from cache_driver import LayerStep, ListFuture, View, shape, work
 from handmade import HandCosts, plan_of, routed, run, spans, steps
 from handmade import shape as hand_shape
 from moesim.policies.base import IN_FLIGHT, RESIDENT, PolicyError, RunContext
-from moesim.policies.prefetch._activations import ActivationStore
+from moesim.policies.prefetch._activation_store import ActivationStore
 from moesim.policies.prefetch._transitions import Transitions
 from moesim.policies.prefetch.activation_matrix import ActivationMatrix
 from moesim.policies.prefetch.clairvoyant import Clairvoyant
@@ -45,8 +45,8 @@ def started(policy, layers, experts, *, top_k=1, seed=0, future=None, **extras):
     return policy
 
 
-def experts(wanted):
-    return [key.expert for key in wanted]
+def experts(keys):
+    return [key.expert for key in keys]
 
 
 class HybriMoEView(View):
@@ -526,10 +526,10 @@ def test_cosines_kept_by_layer_equal_the_definition():
         norms = np.linalg.norm(matrices, axis=2) * np.linalg.norm(store.current, axis=1)
         cosine = (matrices * store.current).sum(axis=2) / np.maximum(norms, 1e-30)
         similarity = cosine[:, 1:].sum(axis=1)
-        found = store.most_similar(slice(1, None))
+        similar = store.most_similar(slice(1, None))
         best = int(similarity.argmax())
         assert (
-            np.array_equal(found, matrices[best])
+            np.array_equal(similar, matrices[best])
             or similarity[best] - similarity.max() > -1e-6
         )
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
-from moesim.policies import cache_only
+from moesim.policies import cache_replay
 from moesim.policies.base import (
     IN_FLIGHT,
     RESIDENT,
@@ -355,7 +355,7 @@ def test_every_copy_lands_before_the_next_layer_and_hits_are_those_of_the_cache_
     states = []
     shape = bare.planner.shape
     size = bare.planner.sizes.gpu
-    cache_only.drive(Counting(), "lru", shape, size, bare.seen)
+    cache_replay.replay(Counting(), "lru", shape, size, bare.seen)
     assert alone.hit_rate == states.count(RESIDENT) / len(states)
     assert prefetching.hit_rate > alone.hit_rate
     assert is_the_model_itself(prefetching)

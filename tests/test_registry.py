@@ -14,7 +14,16 @@ from moesim.policies import registry
 from moesim.policies.base import CachePolicy, PolicyError, PrefetchPolicy
 from moesim.policies.cache.lfu import LFU
 from moesim.policies.cache.lru import LRU
-from moesim.policies.registry import describe, find, names, register, resolve, settings
+from moesim.policies.registry import (
+    describe,
+    find,
+    names,
+    names_with,
+    references,
+    register,
+    resolve,
+    settings,
+)
 
 ROOT = Path(__file__).parents[1]
 DOC = ROOT / "docs" / "add-a-policy.md"
@@ -178,6 +187,10 @@ def test_an_unknown_name_lists_the_known_and_guesses():
 def test_describe_says_what_a_newcomer_asks():
     entry = {info.name: info for info in describe("cache")}
     assert entry["lfu"].summary == "Evict the expert with the fewest uses."
+    assert entry["least-stale-interval"].summary == (
+        "Evict the expert whose next use is expected last, from its mean interval"
+        " between uses."
+    ), "a sentence of two lines is printed as one, and without what follows"
     labels = [(p.name, p.default, p.type_label) for p in entry["lfu"].parameters]
     assert labels[:2] == [
         ("variant", "in-cache", "in-cache or perfect"),
@@ -216,6 +229,35 @@ def test_a_notebook_registers_and_may_run_the_cell_again():
         register, "prefetch", "mine", Mine
     )
     assert "expected lower-case letters" in error(register, "cache", "a:b", Mine)
+
+
+def test_a_class_gets_the_name_it_is_found_by():
+    register("cache", "mine", Mine)
+    assert Mine.name == "mine"
+    assert find("lru", "cache").name == "lru"
+    assert resolve("least-stale-pass", "cache").name == "least-stale-pass"
+
+
+def test_properties_of_policies_are_listed_not_their_names():
+    """What used to be lists of names elsewhere is read off the classes."""
+    assert names_with("prefetch", "oracle") == [
+        "clairvoyant",
+        "noisy-oracle",
+        "pre-gated",
+    ]
+    assert set(names("prefetch")) - set(names_with("prefetch", "prefetches")) == {
+        "none"
+    }
+    assert "beam" in names_with("assignment", "calibrates_planning")
+    assert {"lru", "lfu", "lfu:variant=perfect", "arc"} <= set(references("cache"))
+    register("cache", "mine", Mine)
+    assert "mine" not in references("cache"), "LRU's property is not inherited"
+    for spec in references("cache"):
+        cache = resolve(spec, "cache")
+        assert not cache.oracle
+        assert not cache.replaces
+        assert type(cache).admits is CachePolicy.admits, "it admits every miss"
+    assert resolve("workload-window", "cache").replaces
 
 
 def test_another_package_adds_one_by_entry_point(monkeypatch):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import typer
 import yaml
-from moesim.policies import cache_only
+from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
@@ -231,7 +231,7 @@ def test_section_5_5_evictions_and_their_re_use_within_two_steps():
         ("belady:must_admit=true", 4, [1, 3, 0, 1, 0], 3),
     ):
         watched = Watched(resolve(spec, "cache"), resolve("lfu", "cache"))
-        counts = cache_only.drive(watched, spec, model, size, forward, future=future)
+        counts = cache_replay.replay(watched, spec, model, size, forward, future=future)
         assert counts.hits == hits
         assert [key for _, key in watched.evictions] == victims
         again = [

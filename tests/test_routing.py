@@ -65,9 +65,9 @@ class Model(View):
         )
 
 
-def routed(policy, told, view):
+def routed(policy, gate_output, view):
     policy.start(RunContext(view.shape, 1, np.zeros(view.layers, int), "layer"))
-    answer = policy.route(told, view)
+    answer = policy.route(gate_output, view)
     return [[e for e in row if e != UNUSED] for row in answer.experts.tolist()], answer
 
 
@@ -93,10 +93,12 @@ def test_section_3_1_literal_algorithm_returns_four_experts(token, expected):
     """As printed, rank k+1 belongs to the low-score experts, so k+1 come out; the
     text's reading keeps three.
     """
-    told = gate([T0, T1], 3)
+    gate_output = gate([T0, T1], 3)
     view = Model(8, SMOE_RESIDENT, top_k=3)
-    literal, _ = routed(ExpertCacheRouter(alpha=0.15, reading="literal"), told, view)
-    text, _ = routed(ExpertCacheRouter(alpha=0.15), told, view)
+    literal, _ = routed(
+        ExpertCacheRouter(alpha=0.15, reading="literal"), gate_output, view
+    )
+    text, _ = routed(ExpertCacheRouter(alpha=0.15), gate_output, view)
     assert set(literal[token]) == expected
     assert len(text[token]) == 3
 
@@ -136,11 +138,11 @@ def test_section_3_1_a_resident_low_score_expert_stays():
 
 def test_section_3_1_in_flight_counts_only_if_asked():
     view = Model(8, {(0, 0, 2)}, in_flight={(0, 0, 4)}, top_k=3)
-    told = gate([T0], 3)
-    assert routed(ExpertCacheRouter(alpha=0.15), told, view)[0] == [[0, 2, 3]]
-    assert routed(ExpertCacheRouter(alpha=0.15, inflight_ok=True), told, view)[0] == [
-        [0, 2, 4]
-    ]
+    gate_output = gate([T0], 3)
+    assert routed(ExpertCacheRouter(alpha=0.15), gate_output, view)[0] == [[0, 2, 3]]
+    assert routed(ExpertCacheRouter(alpha=0.15, inflight_ok=True), gate_output, view)[
+        0
+    ] == [[0, 2, 4]]
 
 
 def test_section_3_1_d_alternatives_need_not_be_resident_and_rank_k_plus_1_is_one():
@@ -148,14 +150,14 @@ def test_section_3_1_d_alternatives_need_not_be_resident_and_rank_k_plus_1_is_on
     it is token 1's top score.
     """
     other = [0.05, 0.08, 0.10, 0.09, 0.40, 0.12, 0.08, 0.08]
-    for told, resident, expected in (
+    for gate_output, resident, expected in (
         (gate([T0], 3), {(0, 0, 4)}, {0, 2, 4}),
         (gate([T0, other], 3), set(), {0, 2, 4}),
         (gate([T0], 3), set(), {0, 2, 3}),
     ):
         experts, _ = routed(
             ExpertCacheRouter(alpha=0.15, batch_aware=False),
-            told,
+            gate_output,
             Model(8, resident, top_k=3),
         )
         assert set(experts[0]) == expected
@@ -168,8 +170,8 @@ def test_section_3_1_e_substitutes_weigh_what_their_own_gate_scores_say():
     for norm, expected in ((True, [1 / 2, 1 / 3, 1 / 6]), (False, [0.3, 0.2, 0.1])):
         view = Model(8, SMOE_RESIDENT, norm=norm, top_k=3)
         for weights in (True, False):
-            told = gate([T0], 3, norm=norm, weights=weights)
-            _, answer = routed(ExpertCacheRouter(alpha=0.15), told, view)
+            gate_output = gate([T0], 3, norm=norm, weights=weights)
+            _, answer = routed(ExpertCacheRouter(alpha=0.15), gate_output, view)
             assert answer.weights[0] == pytest.approx(expected, rel=1e-6)
 
 
@@ -177,23 +179,25 @@ def test_section_3_5_batch_aware_replacement():
     """{1,2,4}, {1,5,4}, {2,6,7}: 6 is low-score and missing, 4 is wanted by two tokens:
     {2,4,7}.
 
-    Nothing is resident; 1, 2, 5, 7 are somebody's top-score experts, 4 and 6 nobody's.
+    Nothing is resident; 1, 2, 5, 7 are some token's top-score experts, 4 and 6 no token's.
     """
     scores = [
         [0.01, 0.50, 0.30, 0.01, 0.07, 0.01, 0.06, 0.04],
         [0.01, 0.50, 0.01, 0.02, 0.07, 0.30, 0.06, 0.03],
         [0.01, 0.01, 0.50, 0.01, 0.06, 0.04, 0.07, 0.30],
     ]
-    told = gate(scores, 3)
+    gate_output = gate(scores, 3)
     view = Model(8, top_k=3)
-    assert [set(row) for row in told.experts.tolist()] == [
+    assert [set(row) for row in gate_output.experts.tolist()] == [
         {1, 2, 4},
         {1, 5, 4},
         {2, 6, 7},
     ]
-    with_batch, _ = routed(ExpertCacheRouter(alpha=0.3), told, view)
+    with_batch, _ = routed(ExpertCacheRouter(alpha=0.3), gate_output, view)
     assert [set(row) for row in with_batch] == [{1, 2, 4}, {1, 5, 4}, {2, 4, 7}]
-    alone, _ = routed(ExpertCacheRouter(alpha=0.3, batch_aware=False), told, view)
+    alone, _ = routed(
+        ExpertCacheRouter(alpha=0.3, batch_aware=False), gate_output, view
+    )
     assert set(alone[2]) == {2, 6, 7}
 
 
@@ -230,16 +234,18 @@ def test_section_2_4_graceful_degradation():
 def test_section_2_4_predicted_weights_are_formed_as_the_model_forms_its_own(
     norm, resident, experts, weights
 ):
-    """The layer before says .30, .25, .18; the gate itself, which nobody asks, would
+    """The layer before says .30, .25, .18; the gate itself, never evaluated, would
     say 4 and 3.
 
     Not rounded to what a trace could store: .30 / .48 and .30 / .55 have no exact
     float16.
     """
     view = Model(5, {(0, 5, one) for one in resident}, layers=6, norm=norm)
-    told = gate([[0.05, 0.05, 0.10, 0.30, 0.50]], 2, layer=5, norm=norm)
-    told = told._replace(predicted=np.array([[0.30, 0.25, 0.18, 0.12, 0.15]]))
-    used, answer = routed(GracefulDegradation(), told, view)
+    gate_output = gate([[0.05, 0.05, 0.10, 0.30, 0.50]], 2, layer=5, norm=norm)
+    gate_output = gate_output._replace(
+        predicted=np.array([[0.30, 0.25, 0.18, 0.12, 0.15]])
+    )
+    used, answer = routed(GracefulDegradation(), gate_output, view)
     assert used == [experts]
     assert answer.weights[0] == pytest.approx(weights, rel=1e-6)
 
@@ -249,18 +255,20 @@ def test_a_token_that_keeps_its_experts_keeps_its_weights_however_many_places_ot
     its scores say, and stay.
     """
     scores = [[0.5, 0.3, 0.2, 0.0], [0.0, 0.4, 0.4, 0.2]]
-    told = gate(scores, 2)._replace(weights=np.array([[0.625, 0.375], [0.7, 0.3]]))
+    gate_output = gate(scores, 2)._replace(
+        weights=np.array([[0.625, 0.375], [0.7, 0.3]])
+    )
     used = np.array([[0, 1, 2], [1, 2, UNUSED]])
-    answer = routing(told, used, Model(4))
+    answer = routing(gate_output, used, Model(4))
     assert answer.weights[0] == pytest.approx([0.5, 0.3, 0.2], rel=1e-6)
     assert answer.weights[1] == pytest.approx([0.7, 0.3, 0.0], rel=1e-6)
 
 
 def test_section_2_4_cases_that_stay():
-    """One expert resident; nobody resident; an early layer; a prefill."""
+    """One expert resident; none resident; an early layer; a prefill."""
     scores = [[0.30, 0.25, 0.18, 0.12, 0.15]]
     on_demand = Model(5, {(0, 0, 2)}, layers=6)
-    for view, told in (
+    for view, gate_output in (
         (Model(5, {(0, 5, 1)}, layers=6), gate(scores, 2, layer=5)),
         (Model(5, layers=6), gate(scores, 2, layer=5)),
         (on_demand, gate(scores, 2, layer=0)),
@@ -269,7 +277,7 @@ def test_section_2_4_cases_that_stay():
             gate(scores, 2, layer=5, phase=Phase.PREFILL),
         ),
     ):
-        assert routed(GracefulDegradation(), told, view)[0] == [[0, 1]]
+        assert routed(GracefulDegradation(), gate_output, view)[0] == [[0, 1]]
 
 
 def test_section_2_4_more_than_two_experts_keep_the_best_absent_one():
@@ -288,19 +296,19 @@ def test_section_6_8_adaptive_gating_drops_the_light_second_expert():
     26 % stays.
     """
     weights = np.array([[0.76, 0.24], [0.74, 0.26]], np.float16)
-    told = Gate(
+    gate_output = Gate(
         0, 0, Phase.DECODE, np.array([[3, 1], [0, 2]], np.uint16), weights, None
     )
     policy = AdaptiveGating(sensitivity=0.08)
-    experts, answer = routed(policy, told, Model(4))
+    experts, answer = routed(policy, gate_output, Model(4))
     assert experts == [[3], [0, 2]]
     assert answer.weights.tolist() == [
         pytest.approx([1.0, 0.0], rel=1e-3),
         pytest.approx([0.74, 0.26], rel=1e-3),
     ]
-    _, raw = routed(policy, told, Model(4, norm=False))
+    _, raw = routed(policy, gate_output, Model(4, norm=False))
     assert raw.weights[0] == pytest.approx([0.76, 0.0], rel=1e-3)
-    prefill = told._replace(phase=Phase.PREFILL)
+    prefill = gate_output._replace(phase=Phase.PREFILL)
     assert routed(policy, prefill, Model(4))[0] == [[3, 1], [0, 2]]
 
 
@@ -313,7 +321,7 @@ def test_section_6_8_sensitivities_come_from_the_calibration():
     policy.start(
         RunContext(shape(2, 4, 2), 1, np.zeros(2, int), "layer", extras=extras)
     )
-    told = Gate(
+    gate_output = Gate(
         0,
         0,
         Phase.DECODE,
@@ -321,9 +329,11 @@ def test_section_6_8_sensitivities_come_from_the_calibration():
         np.array([[0.6, 0.4]], np.float16),
         None,
     )
-    assert policy.route(told, Model(4, layers=2)).experts.tolist() == [[3, UNUSED]]
+    assert policy.route(gate_output, Model(4, layers=2)).experts.tolist() == [
+        [3, UNUSED]
+    ]
     assert policy.route(
-        told._replace(layer=1), Model(4, layers=2)
+        gate_output._replace(layer=1), Model(4, layers=2)
     ).experts.tolist() == [[3, 1]]
     with pytest.raises(PolicyError, match="'sensitivity': expected 2 positive numbers"):
         policy.start(
@@ -342,16 +352,16 @@ def test_cache_prior_lets_a_resident_win_a_near_tie():
     beats the second's 2.
     """
     scores = np.exp([[4.0, 2.0, 1.9, 0.0]])
-    told = gate(scores / scores.sum(), 2)
-    assert routed(CachePrior(strength=0.1, scale="token"), told, Model(4, {(0, 0, 2)}))[
-        0
-    ] == [[0, 2]]
+    gate_output = gate(scores / scores.sum(), 2)
     assert routed(
-        CachePrior(strength=0.02, scale="token"), told, Model(4, {(0, 0, 2)})
+        CachePrior(strength=0.1, scale="token"), gate_output, Model(4, {(0, 0, 2)})
+    )[0] == [[0, 2]]
+    assert routed(
+        CachePrior(strength=0.02, scale="token"), gate_output, Model(4, {(0, 0, 2)})
     )[0] == [[0, 1]]
-    assert routed(CachePrior(strength=0.1, scale="token"), told, Model(4))[0] == [
-        [0, 1]
-    ]
+    assert routed(CachePrior(strength=0.1, scale="token"), gate_output, Model(4))[
+        0
+    ] == [[0, 1]]
 
 
 def test_cache_prior_always_keeps_the_top_j():
@@ -359,10 +369,10 @@ def test_cache_prior_always_keeps_the_top_j():
     not.
     """
     scores = np.exp([[4.0, 2.0, 1.0, 0.0]])
-    told = gate(scores / scores.sum(), 2)
+    gate_output = gate(scores / scores.sum(), 2)
     view = Model(4, {(0, 0, 2), (0, 0, 3)})
-    assert routed(CachePrior(strength=10.0), told, view)[0] == [[0, 2]]
-    assert routed(CachePrior(strength=10.0, top_j=0), told, view)[0] == [[2, 3]]
+    assert routed(CachePrior(strength=10.0), gate_output, view)[0] == [[0, 2]]
+    assert routed(CachePrior(strength=10.0, top_j=0), gate_output, view)[0] == [[2, 3]]
 
 
 def test_cache_prior_scales_by_the_running_mean_range():
@@ -386,10 +396,14 @@ def test_cache_prior_reads_sigmoid_scores_as_such():
     share of 0.7 of it 1.54.
     """
     view = Model(4, {(0, 0, 2)}, scoring="sigmoid")
-    told = gate([[0.9, 0.8, 0.5, 0.5]], 2)
+    gate_output = gate([[0.9, 0.8, 0.5, 0.5]], 2)
     assert math.log(0.8 / 0.2) < 0.7 * math.log(9)
-    assert routed(CachePrior(strength=0.7, scale="token"), told, view)[0] == [[0, 2]]
-    assert routed(CachePrior(strength=0.6, scale="token"), told, view)[0] == [[0, 1]]
+    assert routed(CachePrior(strength=0.7, scale="token"), gate_output, view)[0] == [
+        [0, 2]
+    ]
+    assert routed(CachePrior(strength=0.6, scale="token"), gate_output, view)[0] == [
+        [0, 1]
+    ]
 
 
 @st.composite
@@ -425,16 +439,18 @@ def test_routing_invariants(spec, drawn):
     """Each token has 1 to K distinct legal experts; unused places weigh 0; weights keep
     the model's scale.
     """
-    told, view = drawn
+    gate_output, view = drawn
     policy = resolve(spec, "routing")
-    if "weights" in policy.needs and told.weights is None:
-        told = told._replace(
-            weights=np.take_along_axis(told.scores, told.experts.astype(int), axis=1)
+    if "weights" in policy.needs and gate_output.weights is None:
+        gate_output = gate_output._replace(
+            weights=np.take_along_axis(
+                gate_output.scores, gate_output.experts.astype(int), axis=1
+            )
         )
-    before = told.experts.copy()
-    experts, answer = routed(policy, told, view)
-    assert answer.experts.shape == told.experts.shape
-    assert np.array_equal(told.experts, before)
+    before = gate_output.experts.copy()
+    experts, answer = routed(policy, gate_output, view)
+    assert answer.experts.shape == gate_output.experts.shape
+    assert np.array_equal(gate_output.experts, before)
     for row in experts:
         assert row
         assert len(set(row)) == len(row)
@@ -443,15 +459,15 @@ def test_routing_invariants(spec, drawn):
         return
     assert (answer.weights[answer.experts == UNUSED] == 0).all()
     if view.shape.norm_topk:
-        total = 1.0 if told.weights is None else told.weights.sum(axis=1)
+        total = 1.0 if gate_output.weights is None else gate_output.weights.sum(axis=1)
         assert answer.weights.sum(axis=1) == pytest.approx(total, rel=1e-3)
     elif spec != "as-recorded":
-        own = np.take_along_axis(
-            np.pad(told.scores, ((0, 0), (0, 1))),
+        expected = np.take_along_axis(
+            np.pad(gate_output.scores, ((0, 0), (0, 1))),
             np.minimum(answer.experts, view.experts).astype(int),
             axis=1,
         )
-        assert answer.weights == pytest.approx(own, rel=1e-3)
+        assert answer.weights == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -461,13 +477,13 @@ def test_routing_invariants(spec, drawn):
 @settings(max_examples=40, deadline=None)
 @given(drawn=gates())
 def test_substitutes_never_add_a_miss(spec, drawn):
-    """Who comes in is on the GPU, or is another token's top-score expert that is
+    """What enters is on the GPU, or is another token's top-score expert that is
     fetched anyway.
     """
-    told, view = drawn
-    experts, _ = routed(resolve(spec, "routing"), told, view)
+    gate_output, view = drawn
+    experts, _ = routed(resolve(spec, "routing"), gate_output, view)
     resident = set(np.flatnonzero(view.resident(5)).tolist())
-    recorded = told.experts.tolist()
+    recorded = gate_output.experts.tolist()
     for row, was in zip(experts, recorded, strict=True):
         assert set(row) - set(was) <= resident | {
             e for other in recorded for e in other
@@ -484,17 +500,17 @@ def test_nothing_to_choose_from_changes_nothing(name):
         else AdaptiveGating(budget=0.0)
     )
     everything = {(0, 5, e) for e in range(8)}
-    for told, view in (
+    for gate_output, view in (
         (gate([T0, T1], 3, layer=5), Model(8, everything, layers=6, top_k=3)),
         (gate([T0, T1], 8, layer=5), Model(8, {(0, 5, 2)}, layers=6, top_k=8)),
     ):
-        if name == "cache-prior" and told.experts.shape[1] < 8:
+        if name == "cache-prior" and gate_output.experts.shape[1] < 8:
             policy = CachePrior(top_j=0)  # all are raised alike
-        experts, answer = routed(policy, told, view)
-        assert experts == told.experts.tolist()
+        experts, answer = routed(policy, gate_output, view)
+        assert experts == gate_output.experts.tolist()
         assert np.array_equal(
-            answer.weights, told.weights
-        ) or answer.weights == pytest.approx(told.weights, rel=1e-6)
+            answer.weights, gate_output.weights
+        ) or answer.weights == pytest.approx(gate_output.weights, rel=1e-6)
 
 
 def test_parameters_out_of_range_are_named():
@@ -509,7 +525,7 @@ def test_parameters_out_of_range_are_named():
 
 
 def test_the_planner_counts_rerouted_workloads_and_the_gate_mass_kept():
-    """One token chose 0 and 1 (.30, .25); nobody is resident but 2 (.18), so 0 and 2
+    """One token chose 0 and 1 (.30, .25); only 2 is resident (.18), so 0 and 2
     run: mass .48 of .55.
     """
     from handmade import plan_of

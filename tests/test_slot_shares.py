@@ -78,11 +78,11 @@ def test_no_division_misses_less(data, layers, experts):
             for s, a, b in zip(slots, single, accuracy, strict=True)
         )
 
-    found = divided(total, experts, top_k, single, accuracy)
-    assert found.sum() == total
-    assert 1 <= found.min() <= found.max() <= experts
+    division = divided(total, experts, top_k, single, accuracy)
+    assert division.sum() == total
+    assert 1 <= division.min() <= division.max() <= experts
     everybody = itertools.product(range(1, experts + 1), repeat=layers)
-    assert misses(found) == pytest.approx(
+    assert misses(division) == pytest.approx(
         min(misses(slots) for slots in everybody if sum(slots) == total)
     )
 

@@ -254,9 +254,9 @@ def test_what_a_trace_cannot_support_is_refused_by_name_before_anything_runs(
     options = {"hw": "rtx3090-epyc7532", "out": tmp_path / "out"}
     with pytest.raises(PolicyError) as refused:
         compare(trace, ["fiddler", "dali", "flashmoe", "smoe", "deepspeed"], **options)
-    said = str(refused.value)
-    assert "3 of 5 policies cannot run" in said
-    for words in (
+    message = str(refused.value)
+    assert "3 of 5 policies cannot run" in message
+    for part in (
         "dali (prefetch policy 'residual:size=4' needs column 'pred1_res')",
         (
             "flashmoe (cache policy 'flashmoe': expected a trained network 'flashmoe',"
@@ -264,8 +264,8 @@ def test_what_a_trace_cannot_support_is_refused_by_name_before_anything_runs(
         ),
         "smoe (prefetch policy 'partial-hidden' needs column 'pred1_raw')",
     ):
-        assert words in said
-    assert "\n" not in said
+        assert part in message
+    assert "\n" not in message
     assert not (tmp_path / "out").exists()
     with pytest.raises(
         PolicyError, match=r"train-cache TRACE --out DIR.*--artefacts DIR"

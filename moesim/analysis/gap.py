@@ -23,10 +23,10 @@ from math import factorial
 from typing import TYPE_CHECKING, Any
 
 from moesim.analysis.gap_bench import BOUND, EVICTION, Bench, Choice, Grades
-from moesim.analysis.gap_eviction import CAUSAL, FORCED, EvictionSplit, split_eviction
+from moesim.analysis.gap_eviction import FORCED, EvictionSplit, split_eviction
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import PolicyError
-from moesim.policies.registry import resolve
+from moesim.policies.registry import references, resolve
 from moesim.runs.artefacts import load_artefacts
 from moesim.runs.setup import Setup, check_needs, needed_columns, profile_of
 from moesim.traces.format.batch import compose as compose_steps
@@ -225,7 +225,7 @@ def gap(
     steps: int | None = None,
     warm: str | Path | Trace | None = None,
     bound: System = BOUND,
-    causal: Sequence[str] = CAUSAL,
+    causal: Sequence[str] | None = None,
     progress: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Gap:
@@ -234,7 +234,8 @@ def gap(
     Args:
         bound: what its parts are replaced by; its routing is not used.
         causal: cache policies that see the past only, against which the eviction gap is
-            held; those whose columns the trace lacks are left out.
+            held; those whose columns the trace lacks are left out. None for the
+            registry's references.
         progress: told how many replays are done.
         options: as in `moesim.runs.replay.replay`, as are the arguments that are not
             named here.
@@ -263,7 +264,9 @@ def gap(
                 " as-recorded"
             )
     at_hand = [
-        name for name in causal if set(resolve(name, "cache").needs) <= opened.columns
+        name
+        for name in (references("cache") if causal is None else causal)
+        if set(resolve(name, "cache").needs) <= opened.columns
     ]
     needs |= dict.fromkeys(
         column for name in at_hand for column in resolve(name, "cache").needs

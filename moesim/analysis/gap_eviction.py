@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from moesim.policies import cache_only
+from moesim.policies import cache_replay
 from moesim.policies.base import CachePolicy
-from moesim.policies.registry import resolve
+from moesim.policies.registry import references, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,19 +30,6 @@ if TYPE_CHECKING:
 
 BELADY = "belady"
 FORCED = "belady:must_admit=true"
-CAUSAL = (
-    "lru",
-    "lfu",
-    "lfu:variant=perfect",
-    "lfru",
-    "slru",
-    "sieve",
-    "s3-fifo",
-    "arc",
-    "lecar",
-    "least-stale-interval",
-)
-"""Cache policies that see the past only and admit every miss."""
 
 
 class Wrapped(CachePolicy):
@@ -195,7 +182,7 @@ def split_eviction(
     passes: Callable[[], Iterable[RoutedStep]],
     future: Future,
     *,
-    causal: Sequence[str] = CAUSAL,
+    causal: Sequence[str] | None = None,
     seed: int = 0,
     calibration: np.ndarray | None = None,
     extras: Mapping[str, Any] | None = None,
@@ -209,7 +196,7 @@ def split_eviction(
         size: of the cache.
         passes: gives the forward passes anew.
         future: of the same passes.
-        causal: specifications to compare with.
+        causal: specifications to compare with; None for the registry's references.
         seed: for policies that draw.
         calibration: activation counts float64 [L, E] that may fill caches.
         extras: calibration artefacts by name.
@@ -222,11 +209,13 @@ def split_eviction(
         PolicyError: a policy answered something illegal.
     """
     own = cast("CachePolicy", resolve(cache, "cache"))
-    if type(own).replacements is not CachePolicy.replacements:
+    if own.replaces:
         return None
+    if causal is None:
+        causal = references("cache")
 
-    def counted(policy: CachePolicy, name: str) -> cache_only.CacheCounts:
-        return cache_only.drive(
+    def counted(policy: CachePolicy, name: str) -> cache_replay.CacheCounts:
+        return cache_replay.replay(
             policy,
             name,
             shape,

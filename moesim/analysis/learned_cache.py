@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from moesim.policies.base import CachePolicy, PolicyError
-from moesim.policies.cache_only import drive
+from moesim.policies.cache.flashmoe import FlashMoE
+from moesim.policies.cache_replay import replay
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
 from moesim.traces.errors import TraceError
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 LEARNED = "flashmoe"
 BOUND = "belady:must_admit=true"
-RIVALS = ("lru", "lfu", "lfru", "arc", "lecar", BOUND)
+RIVALS = (*FlashMoE.compared_with, BOUND)
 RATIOS = (0.125, 0.25, 0.5)
 SOON_STEPS = 5
 NEAR = 0.1
@@ -250,7 +251,7 @@ def judge(
         )
         return (
             witness,
-            drive(witness, spec, shape, size, steps, extras=artefacts).hit_rate,
+            replay(witness, spec, shape, size, steps, extras=artefacts).hit_rate,
         )
 
     bound, _ = witnessed(BOUND)

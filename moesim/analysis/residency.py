@@ -162,7 +162,7 @@ def check_residency(
     policies = compose("on-demand", cache=cache, prefetch="none").build(
         gpus=1, host_cache=None
     )
-    if cache == "lru":
+    if type(policies.caches[0]) is LRU:
         policies.caches = [RankLRU()]
     size = CacheSize.of(
         shape.expert_bytes, shape.experts, scope=GLOBAL, total_bytes=cache_bytes

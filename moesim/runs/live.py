@@ -224,6 +224,7 @@ def run_live(
         run.timeline,
         run.config,
         run.warnings,
+        run.shape,
         run.result,
         run.decision_log,
         run.startup,

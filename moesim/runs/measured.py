@@ -84,6 +84,7 @@ class MeasuredRun(api.Run):
     """A finished run on this machine.
 
     Attributes:
+        shape: the model, or the sizes that its experts were given.
         result: dispatch times of every layer step.
         decision_log: reports to the planner and its answers
             (`moesim.policies.planner.decision_log.repeat` checks them).
@@ -94,6 +95,7 @@ class MeasuredRun(api.Run):
             takes what it likes.
     """
 
+    shape: ModelShape
     result: ExecutorResult
     decision_log: DecisionLog
     startup: dict[str, Any]
@@ -381,6 +383,7 @@ def execute(
         timeline,
         {"direct_reads": store.direct},
         reason,
+        planner.shape,
         result,
         decision_log,
         startup,
@@ -410,7 +413,7 @@ def finish(
     """
     from moesim.runtime.executor.decision_log_file import (  # noqa: PLC0415
         FILE_NAME,
-        save_views,
+        save_decision_log,
     )
 
     ready_s = run.startup["dense_s"] + run.startup["experts_s"]
@@ -418,7 +421,7 @@ def finish(
     if run.metrics["ttft_s"] is not None:
         run.startup["first_token_s"] = ready_s + run.metrics["ttft_s"]
     if out is not None:
-        save_views(
+        save_decision_log(
             Path(out) / FILE_NAME, run.decision_log.entries, steps if decided else None
         )
     if perfetto is not None:
@@ -448,7 +451,7 @@ def compare_startups(
         first step where a trace has no prefill); None where that is impossible.
     """
     memory = memory or api.MemoryOptions()
-    shape = first.journal.shape
+    shape = first.shape
     fewest = (first.config["staging"] + 1) * shape.max_expert_bytes
     demand = memory.host_memory_bytes or max(
         sum(shape.expert_bytes) * shape.experts // 4, fewest

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesim.policies import cache_only
+from moesim.policies import cache_replay
 from moesim.policies.systems import compose
 from moesim.runs.artefacts import load_artefacts
 from moesim.runs.memory import MemoryOptions
@@ -210,13 +210,13 @@ def replay_cache(
         RecordedFuture.of(opened, batch=batch, steps=steps) if policy.oracle else None
     )
     calibration = None if warm is None else warm_counts(warm, opened)
-    if calibration is None and cache_only.has_compiled_loop(cache, shape, size):
+    if calibration is None and cache_replay.has_compiled_loop(cache, shape, size):
         blocks = layer_steps(opened, batch=batch, steps=steps)
-        counts = cache_only.replay_compiled(cache, shape, size, blocks, future=future)
+        counts = cache_replay.replay_compiled(cache, shape, size, blocks, future=future)
     else:
         passes = compose_steps(opened, batch=batch, steps=steps, columns=policy.needs)
         extras = load_artefacts(artefacts)
-        counts = cache_only.drive(
+        counts = cache_replay.replay(
             policy,
             cache,
             shape,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moesim.policies.registry import names_with
 from moesim.runs.memory import MemoryOptions
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import ModelShape, Phase
@@ -24,14 +25,6 @@ ROUTED = ModelShape("designed", LAYERS, EXPERTS, TOP_K, 64, 64, (1,) * LAYERS, 1
 _REUSE = 0.5
 """Chance that a token keeps an expert of the token before."""
 _COMPETING = "greedy+lru"
-PLANNERS = (
-    "static-threshold",
-    "layer-wise",
-    "fixed-mapping",
-    "hybrimoe-schedule",
-    "beam",
-)
-"""Assignment policies that are run once more, for what their planning takes."""
 
 
 class Design(NamedTuple):
@@ -159,5 +152,5 @@ def designs(shape: ModelShape, *, quick: bool = False, seed: int = 0) -> list[De
         Design(
             f"planning of {name}", Trial(f"{name}+lru", ratio(cache_ratio=0.3), short)
         )
-        for name in PLANNERS
+        for name in names_with("assignment", "calibrates_planning")
     ]

@@ -24,7 +24,6 @@ import numpy as np
 
 from moesim.analysis.time_breakdown import TERMS, step_seconds, terms, terms_by_step
 from moesim.hwprofiles.costs import Costs
-from moesim.policies.base import CachePolicy
 from moesim.runs.measured import machine_profile
 from moesim.runs.memory import MemoryOptions
 from moesim.traces.format.batch import compose
@@ -212,11 +211,8 @@ def timing_free(policies: Policies) -> bool:
     """Tell whether no decision can depend on when copies land: no prefetch, no cache
     that swaps by its own clock.
     """
-    swaps = any(
-        type(cache).replacements is not CachePolicy.replacements
-        for cache in policies.caches
-    )
-    return policies.names.get("prefetch") == "none" and not swaps
+    replaces = any(cache.replaces for cache in policies.caches)
+    return not policies.prefetch.prefetches and not replaces
 
 
 class _Grid:

@@ -1,5 +1,4 @@
-"""What several assignment policies ask of a layer step: who is under way, and which of
-several GPUs.
+"""Helpers for assignments on several GPUs: copies in flight, and which GPU to use.
 
 A active experts, G GPUs.
 """
@@ -9,14 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from moesim.policies.assignment._kernels import UNLIMITED, greedy
 from moesim.policies.base import IN_FLIGHT, RESIDENT
-from moesim.policies.kernels import UNLIMITED, greedy
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, MachineView
 
 
-def gpu_state(work: LayerWork, view: MachineView) -> np.ndarray:
+def gpu_state(
+    work: LayerWork,
+    view: MachineView,
+) -> np.ndarray:
     """State of every active expert on one GPU after the other: int8 [G * A].
 
     With one GPU this is `work.state`; with several that only knows the best of them.
@@ -24,35 +26,44 @@ def gpu_state(work: LayerWork, view: MachineView) -> np.ndarray:
     gpus = len(work.arrive_s)
     if gpus == 1:
         return work.state
+
     flying = np.concatenate(
-        [view.in_flight(work.layer, g)[work.experts] for g in range(gpus)]
+        [view.in_flight(work.layer, gpu)[work.experts] for gpu in range(gpus)]
     )
-    return np.where(work.arrive_s.ravel() == 0.0, RESIDENT, flying * IN_FLIGHT).astype(
-        np.int8
-    )
+    resident = work.arrive_s.ravel() == 0.0
+    state = np.where(resident, RESIDENT, flying * IN_FLIGHT)
+    return state.astype(np.int8)
 
 
-def in_flight(work: LayerWork, view: MachineView) -> np.ndarray:
+def in_flight(
+    work: LayerWork,
+    view: MachineView,
+) -> np.ndarray:
     """Which active experts are on their way to which GPU: bool [G, A]."""
-    flying = (gpu_state(work, view) == IN_FLIGHT).reshape(work.arrive_s.shape)
+    state = gpu_state(work, view).reshape(work.arrive_s.shape)
+    flying = state == IN_FLIGHT
+    # A copy that lands this very moment counts as resident. There are seldom copies in
+    # flight, so the second comparison is spared.
     return flying & (work.arrive_s > 0.0) if flying.any() else flying
 
 
 def first_cpu_s(view: MachineView) -> float:
-    """Extra seconds of the first CPU expert of a layer step; 0 for a view that does not
-    say.
+    """Extra seconds of the first CPU expert of a layer step; 0 for a view without
+    them.
     """
     return float(getattr(view, "cpu_first_s", 0.0))
 
 
 def gpu_lanes(
-    work: LayerWork, chosen: np.ndarray, allowed: np.ndarray | None = None
+    work: LayerWork,
+    chosen: np.ndarray,
+    allowed: np.ndarray | None = None,
 ) -> np.ndarray:
     """Lanes of experts of which some shall run on a GPU: int8 [A].
 
-    With several GPUs each of them, in order of its cost and ties to the lower id, goes
-    to the GPU that would finish first: greedy's rule on a machine whose CPU takes
-    forever.
+    With several GPUs each of them, in ascending id, goes to the GPU that would finish
+    it first, ties to the lower GPU: greedy's rule on a machine whose CPU takes forever,
+    so that all gaps are equal.
 
     Args:
         work: the layer step.
@@ -62,10 +73,17 @@ def gpu_lanes(
     """
     lanes = chosen.astype(np.int8)
     if len(work.gpu_s) > 1 and chosen.any():
-        never = np.full(np.count_nonzero(chosen), np.inf)
-        gpu_s = work.gpu_s if allowed is None else np.where(allowed, work.gpu_s, np.inf)
-        arrive_s = work.arrive_s[:, chosen].copy()
-        lanes[chosen] = greedy(
-            never, never, gpu_s[:, chosen].copy(), arrive_s, UNLIMITED
-        )[0]
+        forever_s = np.full(np.count_nonzero(chosen), np.inf)
+        gpu_s = work.gpu_s
+        if allowed is not None:
+            gpu_s = np.where(allowed, gpu_s, np.inf)
+        # Selecting columns of a matrix leaves Fortran order; the kernel reads C order.
+        fastest = greedy(
+            forever_s,
+            forever_s,
+            gpu_s[:, chosen].copy(),
+            work.arrive_s[:, chosen].copy(),
+            UNLIMITED,
+        )
+        lanes[chosen] = fastest[0]
     return lanes

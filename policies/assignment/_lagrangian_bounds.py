@@ -1,10 +1,9 @@
-"""What a second of each lane is worth to a layer step: prices under which no schedule
-can be cheaper than its work.
+"""Lagrangian lower bounds on the makespan of a layer step.
 
-If a second on the CPU, a GPU and a link cost fixed prices that sum to one, then a
-schedule's makespan is at least what its work costs, and that at least what every expert
-costs on its cheapest lane (a Lagrangian bound). Good prices are those that make the
-bound large: there, the lanes are balanced.
+Give a second on the CPU, on a GPU and on a link fixed prices (Lagrange multipliers)
+that sum to one. A schedule's makespan is then at least the priced cost of its work, and
+that is at least the sum of every expert's cost on its cheapest lane. Good prices are
+those that make this bound large: there, the lanes are balanced.
 
 A active experts, G GPUs, R = 1 + 2 G priced resources (CPU; of each GPU: compute,
 link), M rows of prices.
@@ -14,13 +13,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
+from moesim.policies.compilation import called
 from moesim.traces.compilation import compiled
 from numba import types as nb
 
+# Shares of link and compute in a GPU's price that are tried.
 _MIXES = 5
-"""Shares of link and compute in a GPU's price that are tried."""
+
+# Halvings of the interval in which two lanes' balance is sought.
+_BISECTIONS = 24
 
 
 class Layer(NamedTuple):
@@ -46,6 +48,7 @@ class Layer(NamedTuple):
     order: np.ndarray
 
 
+# Field by field as in `Layer`: numba matches them by position.
 LAYER = nb.NamedTuple(
     (
         nb.float64[::1],
@@ -58,10 +61,16 @@ LAYER = nb.NamedTuple(
     ),
     Layer,
 )
+"""Numba's type of a `Layer`."""
 
 
-@numba.njit(cache=True)
-def _loads(layer: Layer, share: np.ndarray, mix: float, load: np.ndarray) -> float:
+@called
+def _loads(
+    layer: Layer,
+    share: np.ndarray,
+    mix: float,
+    load: np.ndarray,
+) -> float:
     """Fill `load`, float64 [1 + G], with each expert on its cheapest lane; return what
     they cost together.
 
@@ -85,7 +94,7 @@ def _loads(layer: Layer, share: np.ndarray, mix: float, load: np.ndarray) -> flo
     return total
 
 
-@numba.njit(cache=True)
+@called
 def _balance(layer: Layer, mix: float) -> np.ndarray:
     """Price of each lane, float64 [1 + G], sum 1: between each pair of lanes, bisect
     until their loads balance.
@@ -95,13 +104,16 @@ def _balance(layer: Layer, mix: float) -> np.ndarray:
     lanes = len(layer.gpu_s) + 1
     share = np.full(lanes, 1.0 / lanes)
     load = np.empty(lanes)
+
+    # One pair settles at once; with several, each bisection disturbs the others, so
+    # the pairs are visited three times.
     for _ in range(1 if lanes == 2 else 3):
         for a in range(lanes - 1):
             for b in range(a + 1, lanes):
                 both = share[a] + share[b]
                 low = 0.0
                 high = 1.0
-                for _ in range(24):
+                for _ in range(_BISECTIONS):
                     middle = 0.5 * (low + high)
                     share[a] = both * middle
                     share[b] = both - share[a]
@@ -114,7 +126,7 @@ def _balance(layer: Layer, mix: float) -> np.ndarray:
 
 
 @compiled(nb.Tuple((nb.float64[:, ::1], nb.float64[::1]))(LAYER))
-def prices(layer: Layer) -> tuple[np.ndarray, np.ndarray]:
+def lagrangian_prices(layer: Layer) -> tuple[np.ndarray, np.ndarray]:
     """Price the resources so that the priced work bounds the makespan from below, for
     several mixes.
 
@@ -122,45 +134,50 @@ def prices(layer: Layer) -> tuple[np.ndarray, np.ndarray]:
         prices float64 [M, R], each row summing to 1; and by how much an expert's two
         cheapest lanes differ in the first row's prices, float64 [A].
     """
-    gpus, active = layer.gpu_s.shape
+    gpus = len(layer.gpu_s)
+    active = len(layer.cpu_s)
+    # Without copies the link's share of a price is lost, so only mix 0 can be good.
     mixes = _MIXES if layer.copy_s.max() > 0.0 else 1
-    found = np.zeros((mixes, 1 + 2 * gpus))
-    regret = np.empty(active)
+    price = np.zeros((mixes, 1 + 2 * gpus))
     for m in range(mixes):
         mix = m / (_MIXES - 1)
         share = _balance(layer, mix)
-        found[m, 0] = share[0]
+        price[m, 0] = share[0]
         for g in range(gpus):
-            found[m, 1 + 2 * g], found[m, 2 + 2 * g] = (
-                share[g + 1] * (1.0 - mix),
-                share[g + 1] * mix,
-            )
+            price[m, 1 + 2 * g] = share[g + 1] * (1.0 - mix)
+            price[m, 2 + 2 * g] = share[g + 1] * mix
+
+    regret = np.empty(active)
     for i in range(active):
-        best = found[0, 0] * layer.cpu_s[i]
+        best = price[0, 0] * layer.cpu_s[i]
         second = np.inf
         for g in range(gpus):
-            cost = found[0, 1 + 2 * g] * layer.gpu_s[g, i]
-            best, second = min(best, cost), min(second, max(best, cost))
+            cost = price[0, 1 + 2 * g] * layer.gpu_s[g, i]
+            second = min(second, max(best, cost))
+            best = min(best, cost)
         regret[i] = second - best
-    return found, regret
+    return price, regret
 
 
 @compiled(nb.float64[:, ::1](LAYER, nb.float64[:, ::1]))
-def priced_rest(layer: Layer, price: np.ndarray) -> np.ndarray:
+def priced_remainder(
+    layer: Layer,
+    price: np.ndarray,
+) -> np.ndarray:
     """Priced cost of the experts ``order[n:]``, each on its cheapest lane: float64 [M,
     A + 1].
     """
-    gpus, active = layer.gpu_s.shape
-    rest = np.zeros((len(price), active + 1))
+    gpus = len(layer.gpu_s)
+    active = len(layer.cpu_s)
+    remainder = np.zeros((len(price), active + 1))
     for m in range(len(price)):
+        # From the last expert on: each sum extends the one behind it.
         for n in range(active - 1, -1, -1):
             i = layer.order[n]
             least = price[m, 0] * layer.cpu_s[i]
             for g in range(gpus):
-                cost = (
-                    price[m, 1 + 2 * g] * layer.gpu_s[g, i]
-                    + price[m, 2 + 2 * g] * layer.copy_s[g, i]
-                )
-                least = min(least, cost)
-            rest[m, n] = rest[m, n + 1] + least
-    return rest
+                compute = price[m, 1 + 2 * g] * layer.gpu_s[g, i]
+                copy = price[m, 2 + 2 * g] * layer.copy_s[g, i]
+                least = min(least, compute + copy)
+            remainder[m, n] = remainder[m, n + 1] + least
+    return remainder

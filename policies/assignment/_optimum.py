@@ -1,11 +1,10 @@
-"""How good could this layer step have been? The best lanes, exactly, fast enough to ask
-for every layer step.
+"""The best lanes of a layer step, exactly, fast enough to ask at every layer step.
 
-Two rulers. The *modelled* one is DALI's: a lane's time is the sum of its experts'
-costs, where an expert waits for its weights or computes, whichever takes longer. The
-*scheduled* one is a time table: copies follow each other on a link, a GPU computes
-residents first and then arrivals as they land. The first is what most policies
-minimise; the second is closer to what the machine does.
+Two measures of an assignment. The *modelled* makespan is DALI's: a lane's time is the
+sum of its experts' costs, where an expert waits for its weights or computes, whichever
+takes longer. The *scheduled* makespan follows the operations: copies follow each other
+on a link, a GPU computes residents first and then arrivals as they land. The first is
+what most policies minimise; the second is closer to what the machine does.
 
 A active experts, G GPUs.
 """
@@ -15,17 +14,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from moesim.policies.assignment._dynamic_program import frontier
+from moesim.policies.assignment._dynamic_program import dynamic_program
 from moesim.policies.assignment._gpu_choice import first_cpu_s, in_flight
-from moesim.policies.assignment._lagrangian_bounds import Layer, priced_rest, prices
+from moesim.policies.assignment._lagrangian_bounds import (
+    Layer,
+    lagrangian_prices,
+    priced_remainder,
+)
 from moesim.policies.base import CPU
+from moesim.policies.ranking import highest_first
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, MachineView
 
 
 class Optimum(NamedTuple):
-    """The best lanes found.
+    """The best lanes that the search found.
 
     Attributes:
         makespan_s: time of the slowest lane.
@@ -50,21 +54,27 @@ def optimal(work: LayerWork) -> Optimum:
 
     Source: DALI, equations 3-9 without the staging limit.
     """
-    return _solve(_modelled(work), len(work.experts))
+    return _solve(_modelled(work), free=len(work.experts))
 
 
-def optimal_scheduled(work: LayerWork, view: MachineView) -> Optimum:
+def optimal_scheduled(
+    work: LayerWork,
+    view: MachineView,
+) -> Optimum:
     """Minimise the scheduled makespan over lanes; see `scheduled_s`."""
-    return _solve(_scheduled(work, view), _residents(work))
+    # Residents wait for no copy, so they may be launched in any order.
+    residents = int(_resident_everywhere(work).sum())
+    return _solve(_scheduled(work, view), free=residents)
 
 
-def modelled_s(work: LayerWork, lanes: np.ndarray) -> float:
+def modelled_s(
+    work: LayerWork,
+    lanes: np.ndarray,
+) -> float:
     """Modelled makespan of an assignment: the largest sum of costs."""
-    cpu_s, gpu_s = _costs(work)
-    loads = [
-        cpu_s[lanes == CPU].sum(),
-        *(row[lanes == 1 + g].sum() for g, row in enumerate(gpu_s)),
-    ]
+    loads = [_cpu_cost_s(work)[lanes == CPU].sum()]
+    for g, cost_s in enumerate(_gpu_cost_s(work)):
+        loads.append(cost_s[lanes == 1 + g].sum())
     return float(max(loads))
 
 
@@ -93,11 +103,14 @@ def scheduled_s(
     cpu_s = 0.0
     link_s = layer.link_s.copy()
     ends = [0.0] * len(layer.link_s)
+
     for i, lane in enumerate(lanes):
+        g = lane - 1
         if lane == CPU:
             cpu_s += layer.cpu_s[i]
-        elif not layer.copy_s[lane - 1, i] and not layer.landing_s[lane - 1, i]:
-            ends[lane - 1] += layer.gpu_s[lane - 1, i]
+        elif not layer.copy_s[g, i] and not layer.landing_s[g, i]:
+            ends[g] += layer.gpu_s[g, i]
+
     for i in layer.order if order is None else order:
         g = lanes[i] - 1
         if g < 0 or not (layer.copy_s[g, i] or layer.landing_s[g, i]):
@@ -107,54 +120,76 @@ def scheduled_s(
             link_s[g] += layer.copy_s[g, i]
             lands_s = link_s[g]
         ends[g] = max(ends[g], lands_s) + layer.gpu_s[g, i]
-    return float(max(cpu_s + layer.first_s * bool((lanes == CPU).any()), *ends))
+
+    cpu_extra_s = layer.first_s * bool((lanes == CPU).any())
+    return float(max(cpu_s + cpu_extra_s, *ends))
 
 
-def _costs(work: LayerWork) -> tuple[np.ndarray, np.ndarray]:
-    return np.maximum(work.host_s, work.cpu_s), np.maximum(work.arrive_s, work.gpu_s)
+def _cpu_cost_s(work: LayerWork) -> np.ndarray:
+    """Modelled cost of each expert on the CPU: [A]."""
+    return np.maximum(work.host_s, work.cpu_s)
+
+
+def _gpu_cost_s(work: LayerWork) -> np.ndarray:
+    """Modelled cost of each expert on each GPU: [G, A]."""
+    return np.maximum(work.arrive_s, work.gpu_s)
 
 
 def _modelled(work: LayerWork) -> Layer:
-    cpu_s, gpu_s = _costs(work)
-    none = np.zeros_like(gpu_s)
+    """The layer step without copies: arrival is part of an expert's GPU cost."""
+    gpu_s = _gpu_cost_s(work)
+    zeros = np.zeros_like(gpu_s)
     return Layer(
-        cpu_s, gpu_s, none, none, none[:, 0].copy(), 0.0, np.arange(len(cpu_s))
+        cpu_s=_cpu_cost_s(work),
+        gpu_s=gpu_s,
+        copy_s=zeros,
+        landing_s=zeros,
+        link_s=zeros[:, 0].copy(),
+        first_s=0.0,
+        order=np.arange(len(work.experts)),
     )
 
 
-def _scheduled(work: LayerWork, view: MachineView) -> Layer:
+def _scheduled(
+    work: LayerWork,
+    view: MachineView,
+) -> Layer:
+    """The layer step with its copies, and the launch order of `scheduled_s`."""
     flying = in_flight(work, view)
     landing_s = np.where(flying, work.arrive_s, 0.0)
     copy_s = np.where(flying, 0.0, work.arrive_s)
-    lands_s = np.where(flying, work.arrive_s, np.inf).min(axis=0)
-    present = (work.arrive_s == 0.0).all(axis=0)
-    order = np.lexsort((-work.gpu_s[0], lands_s, ~present))
-    gpu_s = np.array(work.gpu_s)
+
+    # Last key first: residents, then by landing, then the longest on the GPU.
+    first_landing_s = np.where(flying, work.arrive_s, np.inf).min(axis=0)
+    absent = ~_resident_everywhere(work)
+    order = np.lexsort((-work.gpu_s[0], first_landing_s, absent))
     return Layer(
-        np.maximum(work.host_s, work.cpu_s),
-        gpu_s,
-        copy_s,
-        landing_s,
-        landing_s.max(axis=1),
-        first_cpu_s(view),
-        order,
+        cpu_s=_cpu_cost_s(work),
+        # A copy, as the solver takes no read-only array.
+        gpu_s=np.array(work.gpu_s),
+        copy_s=copy_s,
+        landing_s=landing_s,
+        link_s=landing_s.max(axis=1),
+        first_s=first_cpu_s(view),
+        order=order,
     )
 
 
-def _residents(work: LayerWork) -> int:
-    """Experts that no GPU waits for: they stand first in the order, and may be solved
-    in any.
-    """
-    return int((work.arrive_s == 0.0).all(axis=0).sum())
+def _resident_everywhere(work: LayerWork) -> np.ndarray:
+    """Bool [A]: experts that no GPU would have to wait for."""
+    return (work.arrive_s == 0.0).all(axis=0)
 
 
 def _solve(layer: Layer, free: int) -> Optimum:
     """Solve with the first `free` experts of the order sorted by how much their lane
     matters.
     """
-    price, regret = prices(layer)
-    layer.order[:free] = layer.order[:free][
-        np.argsort(-regret[layer.order[:free]], kind="stable")
-    ]
-    lanes, makespan_s, bound_s = frontier(layer, price, priced_rest(layer, price))
+    price, regret = lagrangian_prices(layer)
+
+    # Deciding first where it matters most lets the bounds prune early.
+    first = layer.order[:free]
+    layer.order[:free] = highest_first(first, regret[first])
+
+    remainder = priced_remainder(layer, price)
+    lanes, makespan_s, bound_s = dynamic_program(layer, price, remainder)
     return Optimum(makespan_s, lanes, bound_s, layer.order)

@@ -1,36 +1,36 @@
-"""Two pointers that run towards each other along a line of experts, until every one has
-its lane.
+"""Two-pointer assignments: HybriMoE's released schedule and SMoE's balancer.
 
-Compiled ahead of the first call, like `policies/kernels.py`, from the raw arrays of
-`LayerWork`. `state` holds ABSENT, IN_FLIGHT or RESIDENT of every expert, for each GPU
-after the other: int8 [G * A]. A link is free once what is in flight has landed.
+Experts stand in a list by load. One pointer runs from its head, the other from its
+tail, until they meet. `state` holds ABSENT, IN_FLIGHT or RESIDENT of every expert, one
+GPU after the other: int8 [G * A]. A link is free once what is in flight has landed.
 
 A active experts, G GPUs.
 """
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from moesim.policies.base import IN_FLIGHT
+from moesim.policies.compilation import (
+    EXPERT_IDS,
+    LANES,
+    ORDER,
+    SECONDS,
+    SECONDS_BY_GPU,
+    called,
+    input_array,
+)
 from moesim.traces.compilation import compiled
 from numba import types as nb
 
-
-def _input(dtype: object, ndim: int = 1) -> nb.Array:
-    """C-contiguous input; writable arrays are accepted too."""
-    return nb.Array(dtype, ndim, "C", readonly=True)
+_STATE = input_array(nb.int8)
 
 
-_TIMES = _input(nb.float64)
-_TIMES_G = _input(nb.float64, 2)
-_STATE = _input(nb.int8)
-_LANES = nb.int8[::1]
-_ORDER = nb.int64[::1]
-
-
-@numba.njit(cache=True)
-def _by_load(tokens: np.ndarray, group: np.ndarray) -> np.ndarray:
+@called
+def _by_load(
+    tokens: np.ndarray,
+    group: np.ndarray,
+) -> np.ndarray:
     """Positions by group, then by load, highest first, ties to the lower position:
     int64 [A].
     """
@@ -49,16 +49,21 @@ def _by_load(tokens: np.ndarray, group: np.ndarray) -> np.ndarray:
     return order
 
 
-@numba.njit(cache=True)
-def _links(arrive_s: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+@called
+def _links(
+    arrive_s: np.ndarray,
+    state: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
     """Which experts are on their way to which GPU, bool [G, A], and when that link is
     free, float64 [G].
     """
-    gpus, active = arrive_s.shape
+    gpus = len(arrive_s)
+    active = arrive_s.shape[1]
     flying = np.empty((gpus, active), np.bool_)
     free_s = np.zeros(gpus)
     for g in range(gpus):
         for i in range(active):
+            # A copy that lands this very moment counts as resident.
             flying[g, i] = state[g * active + i] == IN_FLIGHT and arrive_s[g, i] > 0.0
             if flying[g, i]:
                 free_s[g] = max(free_s[g], arrive_s[g, i])
@@ -66,8 +71,13 @@ def _links(arrive_s: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 @compiled(
-    nb.Tuple((_LANES, _ORDER))(
-        _input(nb.int32), _TIMES, _TIMES_G, _TIMES_G, _STATE, nb.float64
+    nb.Tuple((LANES, ORDER))(
+        EXPERT_IDS,
+        SECONDS,
+        SECONDS_BY_GPU,
+        SECONDS_BY_GPU,
+        _STATE,
+        nb.float64,
     )
 )
 def head_and_tail(
@@ -90,54 +100,61 @@ def head_and_tail(
     Source: HybriMoE's released code (`HSS`); several GPUs: the head goes to the one
     that ends first.
     """
-    gpus, active = gpu_s.shape
+    gpus = len(gpu_s)
+    active = len(cpu_s)
     flying, link_s = _links(arrive_s, state)
     absent = np.ones(active, np.bool_)
     for g in range(gpus):
         for i in range(active):
             absent[i] &= arrive_s[g, i] > 0.0
-    line = _by_load(tokens, absent)
+
+    sequence = _by_load(tokens, absent)
     lanes = np.empty(active, np.int8)
     order = np.empty(active, np.int64)
     gpu_end_s = np.zeros(gpus)
     cpu_end_s = 0.0
-    more_s = first_s
+    cpu_extra_s = first_s
     head = 0
     tail = active - 1
+
     for n in range(active):
-        i = line[head]
+        i = sequence[head]
         chosen = 0
         best_s = np.inf
         for g in range(gpus):
-            lands_s = (
-                arrive_s[g, i]
-                if flying[g, i] or arrive_s[g, i] == 0.0
-                else link_s[g] + arrive_s[g, i]
-            )
+            # Only a new copy queues behind the link; one in flight has its own landing.
+            lands_s = arrive_s[g, i]
+            if not flying[g, i] and arrive_s[g, i] != 0.0:
+                lands_s = link_s[g] + arrive_s[g, i]
             end_s = max(gpu_end_s[g], lands_s) + gpu_s[g, i]
             if end_s < best_s:
                 chosen = g
                 best_s = end_s
-        if best_s <= cpu_end_s + cpu_s[line[tail]] + more_s:
+
+        if best_s <= cpu_end_s + cpu_s[sequence[tail]] + cpu_extra_s:
             gpu_end_s[chosen] = best_s
             if not flying[chosen, i] and arrive_s[chosen, i] > 0.0:
                 link_s[chosen] += arrive_s[chosen, i]
             lanes[i] = 1 + chosen
-            order[n] = i
             head += 1
         else:
-            i = line[tail]
-            cpu_end_s += cpu_s[i] + more_s
-            more_s = 0.0
+            i = sequence[tail]
+            cpu_end_s += cpu_s[i] + cpu_extra_s
+            cpu_extra_s = 0.0
             lanes[i] = 0
-            order[n] = i
             tail -= 1
+        order[n] = i
     return lanes, order
 
 
 @compiled(
-    nb.Tuple((_LANES, _ORDER))(
-        _input(nb.int32), _TIMES, _TIMES, _TIMES_G, _STATE, nb.boolean
+    nb.Tuple((LANES, ORDER))(
+        EXPERT_IDS,
+        SECONDS,
+        SECONDS,
+        SECONDS_BY_GPU,
+        _STATE,
+        nb.boolean,
     )
 )
 def load_or_compute(
@@ -159,7 +176,8 @@ def load_or_compute(
 
     Source: SMoE, Alg. 2; several GPUs: the link that is free first loads.
     """
-    gpus, active = arrive_s.shape
+    gpus = len(arrive_s)
+    active = len(cpu_s)
     flying, link_s = _links(arrive_s, state)
     lanes = np.empty(active, np.int8)
     order = np.empty(active, np.int64)
@@ -168,17 +186,21 @@ def load_or_compute(
     for i in range(active):
         lanes[i] = 0
         for g in range(gpus):
-            if (flying[g, i] or arrive_s[g, i] == 0.0) and (
+            # On several GPUs at once: the one where it is, or lands, first.
+            present = flying[g, i] or arrive_s[g, i] == 0.0
+            if present and (
                 lanes[i] == 0 or arrive_s[g, i] < arrive_s[lanes[i] - 1, i]
             ):
                 lanes[i] = 1 + g
         if lanes[i] == 0:
             missed[i] = True
             misses += 1
-    line = _by_load(tokens, missed)
-    cpu_end_s = 0.0
+
+    sequence = _by_load(tokens, missed)
     for n in range(active - misses):
-        order[n] = line[n]
+        order[n] = sequence[n]
+
+    cpu_end_s = 0.0
     head = active - misses
     tail = active - 1
     for n in range(active - misses, active):
@@ -186,18 +208,17 @@ def load_or_compute(
         for other in range(1, gpus):
             if link_s[other] < link_s[g]:
                 g = other
-        stay = (
-            guarded
-            and misses == 1
-            and max(host_s[line[head]], cpu_s[line[head]]) <= arrive_s[g, line[head]]
-        )
-        if link_s[g] <= cpu_end_s and not stay:
-            i = line[head]
+
+        largest = sequence[head]
+        compute_s = max(host_s[largest], cpu_s[largest])
+        stays = guarded and misses == 1 and compute_s <= arrive_s[g, largest]
+        if link_s[g] <= cpu_end_s and not stays:
+            i = largest
             link_s[g] += arrive_s[g, i]
             lanes[i] = 1 + g
             head += 1
         else:
-            i = line[tail]
+            i = sequence[tail]
             cpu_end_s += max(host_s[i], cpu_s[i])
             tail -= 1
         order[n] = i

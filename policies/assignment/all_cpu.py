@@ -1,4 +1,4 @@
-"""The naive control: the GPU sees no routed expert."""
+"""The CPU-only control: no routed expert runs on the GPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from moesim.policies.base import (
 
 
 class AllCPU(AssignmentPolicy):
-    """Compute every active expert on the CPU; nothing is ever fetched on demand.
+    """Compute every active expert on the CPU; fetch nothing on demand.
 
     Source: the control "Naive" of DALI, section 6.3.
     """
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place all on the CPU, in ascending expert id."""
         del view
         return Assignment(np.full(len(work.experts), CPU, np.int8))

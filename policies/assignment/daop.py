@@ -1,10 +1,8 @@
-"""DAOP's assignment: the CPU starts on the next layer's experts before that layer's
-gate has spoken.
-"""
+"""DAOP's assignment, with the CPU's pre-calculation of the next layer."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from moesim.policies.assignment._gpu_choice import gpu_lanes
@@ -16,6 +14,7 @@ from moesim.policies.base import (
     Precompute,
 )
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.ranking import ranked
 from moesim.traces.format.schema import Phase
 
 Overlap = Literal["parallel", "serial"]
@@ -23,10 +22,10 @@ Prefill = Literal["in-place", "cheapest"]
 
 
 class DAOP(AssignmentPolicy):
-    """Compute experts where they lie; in decode, pre-calculate the next layer's
-    predicted CPU experts.
+    """Compute experts where their weights are; in decode, let the CPU start on the
+    experts predicted for the next layer.
 
-    The next gate, asked with this layer's input, predicts each token's top-k. Those
+    The next gate, evaluated on this layer's input, predicts each token's top-k. Those
     that no GPU holds start on the CPU at once, behind this layer's own CPU experts; GPU
     experts of the next layer run there, on their own input. A wrong guess keeps the CPU
     busy and joins nothing. What was started is computed on the layer before's input: an
@@ -40,16 +39,16 @@ class DAOP(AssignmentPolicy):
         before_first: ``parallel`` lets CPU and GPU experts of on-demand layers overlap,
             as the paper draws it; ``serial`` runs the CPU's after the GPU's fetched
             ones, as the code does where it fetches.
-        prefill: ``in-place`` computes every expert of a prompt where it lies, as the
-            paper says; ``cheapest`` is the code's search over 2^N placements for the
-            least *sum* of latencies, in which a resident costs nothing on the GPU and
-            an absent one its load: each by itself, ties to the GPU. What is loaded so
-            is not kept.
+        prefill: ``in-place`` computes every expert of a prompt where its weights are,
+            as the paper says; ``cheapest`` is the code's search over 2^N placements for
+            the least *sum* of latencies, in which a resident costs nothing on the GPU
+            and an absent one its load: each by itself, ties to the GPU. What is loaded
+            so is not kept.
 
     Source: DAOP, predictive pre-calculation; algorithms §2.2 and §2.3.
     """
 
-    approximates = True
+    approximates: ClassVar[bool] = True
     needs = ("pred1_raw",)
 
     def __init__(
@@ -66,28 +65,42 @@ class DAOP(AssignmentPolicy):
         self.serial = before_first == "serial"
         self.prefill = prefill
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place by residency, in ascending expert id."""
         del view
-        here = work.arrive_s == 0.0
         serial = self.serial and work.layer < self.first_layer
         if self.prefill == "cheapest" and work.phase == Phase.PREFILL:
-            loaded = work.arrive_s.min(axis=0) <= np.maximum(work.host_s, work.cpu_s)
+            # The smallest sum of costs is found expert by expert, without a search.
+            cpu_s = np.maximum(work.host_s, work.cpu_s)
+            loaded = work.arrive_s.min(axis=0) <= cpu_s
             return Assignment(gpu_lanes(work, loaded), None, serial)
-        return Assignment(gpu_lanes(work, here.any(axis=0), here), None, serial)
 
-    def precompute(self, work: LayerWork, view: MachineView) -> Precompute | None:
+        resident = work.arrive_s == 0.0
+        lanes = gpu_lanes(work, resident.any(axis=0), resident)
+        return Assignment(lanes, None, serial)
+
+    def precompute(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Precompute | None:
         """Predict the next layer's experts and name those that no GPU holds."""
         layer = work.layer + 1
         if work.phase != Phase.DECODE or layer < self.first_layer:
             return None
+
         scores = work.predicted["pred1_raw"].astype(np.float32)
-        chosen = np.argsort(-scores, axis=1, kind="stable")[
-            :, : work.routing.shape[1]
-        ].astype(np.uint16)
-        workload = np.bincount(chosen.ravel(), minlength=scores.shape[1])
-        on_gpu = view.resident(layer)
+        top_k = work.routing.shape[1]
+        predicted = ranked(scores)[:, :top_k].astype(np.uint16)
+        workload = np.bincount(predicted.ravel(), minlength=scores.shape[1])
+
+        # Experts in flight count as absent: the CPU need not wait for them.
+        resident = view.resident(layer)
         for gpu in range(1, view.gpus):
-            on_gpu = on_gpu | view.resident(layer, gpu)
-        experts = np.flatnonzero((workload > 0) & ~on_gpu).astype(np.int32)
-        return Precompute(experts, workload[experts].astype(np.int32), chosen)
+            resident = resident | view.resident(layer, gpu)
+        experts = np.flatnonzero((workload > 0) & ~resident).astype(np.int32)
+        return Precompute(experts, workload[experts].astype(np.int32), predicted)

@@ -1,4 +1,4 @@
-"""The best lanes there are: a yardstick fast enough to be a contender."""
+"""The exact optimum of every layer step, as a policy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ Objective = Literal["modelled", "scheduled"]
 
 
 class Exact(AssignmentPolicy):
-    """Minimise the makespan of the layer step exactly, by growing the frontier of
-    partial assignments.
+    """Minimise the makespan of the layer step exactly, by dynamic programming.
 
     Optima are often not unique; which one comes back is fixed by the search, and only
     the makespan is comparable.
@@ -21,7 +20,7 @@ class Exact(AssignmentPolicy):
     Args:
         objective: ``modelled`` is what `ilp`, `greedy` and `beam` minimise: a lane's
             time is the sum of its experts' costs, each the longer of waiting and
-            computing. ``scheduled`` draws the time table: copies follow each other on
+            computing. ``scheduled`` follows the operations: copies follow each other on
             the link, a GPU computes residents first and arrivals as they land.
 
     Source: DALI, equations 3-9, for the first; the second is ours. Method:
@@ -32,13 +31,16 @@ class Exact(AssignmentPolicy):
         expect_choice("objective", objective, Objective)
         self.objective = objective
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
-        """Place optimally; what matters most is launched first (modelled), or the time
-        table's order.
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
+        """Place optimally; what matters most is launched first (modelled), or in the
+        schedule's order.
         """
-        best = (
-            optimal(work)
-            if self.objective == "modelled"
-            else optimal_scheduled(work, view)
-        )
+        if self.objective == "modelled":
+            best = optimal(work)
+        else:
+            best = optimal_scheduled(work, view)
         return Assignment(best.lanes, best.order)

@@ -1,5 +1,5 @@
-"""Fiddler's assignment: is moving the weights cheaper than moving the work? Asked for
-each expert alone.
+"""Fiddler's assignment: load an expert's weights only if that beats computing it on the
+CPU.
 """
 
 from __future__ import annotations
@@ -43,15 +43,19 @@ class Fiddler(AssignmentPolicy):
         self.cost = cost
         self.serial = issue == "serial"
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place each expert by its own comparison."""
-        flying = in_flight(work, view)
-        load_s = np.where(flying, 0.0, work.arrive_s)  # under way: its load is paid for
-        gpu_s = (
-            load_s
-            if self.cost == "load"
-            else load_s + np.where(load_s > 0.0, work.gpu_s, 0.0)
-        )
-        chosen = gpu_s.min(axis=0) <= np.maximum(work.host_s, work.cpu_s)
+        # The load of a copy in flight is paid for already.
+        load_s = np.where(in_flight(work, view), 0.0, work.arrive_s)
+        gpu_s = load_s
+        if self.cost == "load+compute":
+            gpu_s = load_s + np.where(load_s > 0.0, work.gpu_s, 0.0)
+
+        cpu_s = np.maximum(work.host_s, work.cpu_s)
+        on_gpu = gpu_s.min(axis=0) <= cpu_s
         order = np.argsort(load_s.min(axis=0) > 0.0, kind="stable")
-        return Assignment(gpu_lanes(work, chosen), order, self.serial)
+        return Assignment(gpu_lanes(work, on_gpu), order, self.serial)

@@ -1,8 +1,8 @@
-"""Weights decide: an expert is computed where it lies."""
+"""KTransformers' fixed mapping: an expert is computed where its weights are."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from moesim.policies.assignment._gpu_choice import gpu_lanes, in_flight
@@ -17,7 +17,7 @@ class FixedMapping(AssignmentPolicy):
     """Compute resident experts on their GPU and all others on the CPU, both at the same
     time; never fetch on demand.
 
-    What is resident is the cache's affair: with a static one this is KTransformers'
+    The cache decides what is resident: with a static one this is KTransformers'
     placement masks (``frequency``, ``uniform``, ``front-loading`` and ``random`` are
     ways to fill it); with any other it is the usual "cached on the GPU, uncached on the
     CPU".
@@ -35,16 +35,24 @@ class FixedMapping(AssignmentPolicy):
     calls it; algorithms §6.2.
     """
 
+    calibrates_planning: ClassVar[bool] = True
+
     def __init__(self, *, wait: bool = False, prefill: Prefill = "mapped") -> None:
         expect_choice("prefill", prefill, Prefill)
         self.wait = wait
         self.prefill = prefill
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place by residency, in ascending expert id."""
-        here = work.arrive_s == 0.0
         if self.prefill == "gpu" and work.phase == Phase.PREFILL:
-            return Assignment(gpu_lanes(work, np.ones(len(work.experts), np.bool_)))
+            everything = np.ones(len(work.experts), np.bool_)
+            return Assignment(gpu_lanes(work, everything))
+
+        present = work.arrive_s == 0.0
         if self.wait:
-            here = here | in_flight(work, view)
-        return Assignment(gpu_lanes(work, here.any(axis=0), here))
+            present = present | in_flight(work, view)
+        return Assignment(gpu_lanes(work, present.any(axis=0), present))

@@ -1,15 +1,15 @@
-"""DALI's assignment: the experts that care most choose first."""
+"""DALI's greedy assignment."""
 
 from __future__ import annotations
 
+from moesim.policies.assignment._kernels import UNLIMITED, greedy
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from moesim.policies.kernels import UNLIMITED, greedy
 from moesim.policies.parameters import expect
 
 
 class Greedy(AssignmentPolicy):
-    """Take experts by the gap between their two costs, largest first; each goes where
-    its lane ends sooner.
+    """Assign experts one by one, largest gap between CPU and GPU cost first, each to
+    the lane that would end sooner.
 
     An expert costs ``max(arrive_s, gpu_s)`` on a GPU and ``max(host_s, cpu_s)`` on the
     CPU: a steady-state pipeline estimate that hides compute behind the next copy. Ties
@@ -31,15 +31,24 @@ class Greedy(AssignmentPolicy):
     """
 
     def __init__(self, *, staging: int | None = None) -> None:
-        expect(
-            staging is None or staging >= 0, "staging", "a number >= 0 or none", staging
-        )
+        holds = staging is None or staging >= 0
+        expect(holds, "staging", "a number >= 0 or none", staging)
         self.staging = staging
-        self._room = UNLIMITED if staging is None else staging
+        # A kernel takes no None.
+        self._staging_limit = UNLIMITED if staging is None else staging
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place in one compiled pass."""
         del view
-        return Assignment(
-            *greedy(work.cpu_s, work.host_s, work.gpu_s, work.arrive_s, self._room)
+        lanes_and_order = greedy(
+            work.cpu_s,
+            work.host_s,
+            work.gpu_s,
+            work.arrive_s,
+            self._staging_limit,
         )
+        return Assignment(*lanes_and_order)

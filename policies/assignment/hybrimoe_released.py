@@ -14,6 +14,7 @@ from moesim.traces.format.schema import Phase
 Prefill = Literal["gpu", "schedule"]
 Costs = Literal["machine", "released"]
 
+# The released file's own numbers, in arbitrary units.
 _CPU_PER_TOKEN = 1.0
 _CPU_FIRST = 0.79
 _GPU = 0.5
@@ -21,8 +22,8 @@ _COPY = 0.4179
 
 
 class HybriMoEReleased(AssignmentPolicy):
-    """Cached experts then uncached ones, each by load: the head goes to the GPU or the
-    tail to the CPU.
+    """Sort experts by load, cached ones first; give the head of the list to the GPU or
+    its tail to the CPU, whichever would end sooner.
 
     The GPU's candidate is the head, after its copy if it is uncached; the CPU's is the
     tail. The one that would end no later than the other is committed, ties to the GPU.
@@ -47,10 +48,16 @@ class HybriMoEReleased(AssignmentPolicy):
         self.costs = costs
         self._first_s: float | None = None
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place by two pointers."""
+        # The view's constant is read once: it does not change within a run.
         if self._first_s is None:
             self._first_s = first_cpu_s(view) if self.costs == "machine" else _CPU_FIRST
+
         cpu_s = work.cpu_s
         gpu_s = work.gpu_s
         arrive_s = work.arrive_s
@@ -60,10 +67,16 @@ class HybriMoEReleased(AssignmentPolicy):
             gpu_s = np.full_like(work.gpu_s, _GPU)
             arrive_s = np.where(work.arrive_s > 0.0, _COPY, 0.0)
         if self.prefill == "gpu" and work.phase == Phase.PREFILL:
+            # A CPU that takes forever leaves every expert to the GPUs.
             cpu_s = np.full(len(cpu_s), np.inf)
             first_s = 0.0
-        return Assignment(
-            *head_and_tail(
-                work.tokens, cpu_s, gpu_s, arrive_s, gpu_state(work, view), first_s
-            )
+
+        lanes_and_order = head_and_tail(
+            work.tokens,
+            cpu_s,
+            gpu_s,
+            arrive_s,
+            gpu_state(work, view),
+            first_s,
         )
+        return Assignment(*lanes_and_order)

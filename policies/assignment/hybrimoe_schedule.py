@@ -1,13 +1,11 @@
-"""HybriMoE's assignment as its paper describes it: rehearse the layer step, then do
-what the rehearsal did.
-"""
+"""HybriMoE's assignment as its paper describes it: a simulated schedule."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from moesim.policies.assignment._gpu_choice import first_cpu_s, in_flight
-from moesim.policies.assignment._list_scheduler import rehearse
+from moesim.policies.assignment._list_scheduler import list_schedule
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
 from moesim.policies.parameters import expect_choice
 
@@ -42,24 +40,33 @@ class HybriMoESchedule(AssignmentPolicy):
     is ours.
     """
 
+    calibrates_planning: ClassVar[bool] = True
+
     def __init__(self, *, reading: Reading = "r2", stealing: bool = True) -> None:
         expect_choice("reading", reading, Reading)
         self.reading = reading
         self.stealing = stealing
+        # What comes next, and whether the CPU may steal: the kernel's last arguments.
+        self._rule = (reading == "r2", stealing)
         self._first_s: float | None = None
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
-        """Place as rehearsed."""
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
+        """Place as simulated."""
+        # The view's constant is read once: it does not change within a run.
         if self._first_s is None:
             self._first_s = first_cpu_s(view)
-        lanes, order, _ = rehearse(
+
+        lanes, order, _ = list_schedule(
             work.tokens,
             work.cpu_s,
             work.gpu_s,
             work.arrive_s,
             in_flight(work, view),
             self._first_s,
-            self.reading == "r2",
-            self.stealing,
+            *self._rule,
         )
         return Assignment(lanes, order)

@@ -1,6 +1,4 @@
-"""The rule of thumb of CPU-offload users: a batch must be large before copying weights
-pays.
-"""
+"""The break-even rule of ik_llama.cpp: weights are copied for large batches only."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ from moesim.policies.parameters import expect
 
 
 class IkBreakEven(AssignmentPolicy):
-    """Fetch a layer's absent experts if the step has enough tokens, else compute them
-    on the CPU; all or none.
+    """Fetch all of a layer's absent experts if the step has enough tokens, else compute
+    all of them on the CPU.
 
     Enough is ``tokens >= experts / top_k * min_batch``: each expert then serves
     `min_batch` tokens in the mean. Residents always run on their GPU.
@@ -28,10 +26,17 @@ class IkBreakEven(AssignmentPolicy):
         expect(min_batch >= 1, "min_batch", "a number >= 1", min_batch)
         self.min_batch = min_batch
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place the whole layer by one comparison, in ascending expert id."""
-        shape = view.shape
-        if len(work.routing) * shape.top_k >= shape.experts * self.min_batch:
-            return Assignment(gpu_lanes(work, np.ones(len(work.experts), np.bool_)))
-        here = work.arrive_s == 0.0
-        return Assignment(gpu_lanes(work, here.any(axis=0), here))
+        # Multiplied out, so that integers are compared.
+        choices = len(work.routing) * view.shape.top_k
+        if choices >= view.shape.experts * self.min_batch:
+            everything = np.ones(len(work.experts), np.bool_)
+            return Assignment(gpu_lanes(work, everything))
+
+        resident = work.arrive_s == 0.0
+        return Assignment(gpu_lanes(work, resident.any(axis=0), resident))

@@ -1,5 +1,5 @@
-"""The assignment problem itself, handed to a mixed-integer solver: the yardstick, not a
-contender.
+"""The assignment problem as an integer program, solved by a library: a reference for
+the other policies, too slow for use.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pulp
+from moesim.policies.assignment._kernels import gap_order
 from moesim.policies.base import (
     Assignment,
     AssignmentPolicy,
@@ -16,7 +17,6 @@ from moesim.policies.base import (
     MachineView,
     PolicyError,
 )
-from moesim.policies.kernels import gap_order
 from moesim.policies.parameters import expect, expect_choice
 
 Solver = Literal["auto", "highs", "cbc"]
@@ -44,51 +44,63 @@ class ILP(AssignmentPolicy):
 
     def __init__(self, *, solver: Solver = "auto", staging: int | None = None) -> None:
         expect_choice("solver", solver, Solver)
-        expect(
-            staging is None or staging >= 0, "staging", "a number >= 0 or none", staging
-        )
+        holds = staging is None or staging >= 0
+        expect(holds, "staging", "a number >= 0 or none", staging)
         self.staging = staging
         self._solver = _solver(solver)
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Build the program, solve it, read the lanes back."""
         del view
         costs = np.vstack(
-            [np.maximum(work.host_s, work.cpu_s), np.maximum(work.arrive_s, work.gpu_s)]
+            [
+                np.maximum(work.host_s, work.cpu_s),
+                np.maximum(work.arrive_s, work.gpu_s),
+            ]
         )
-        costs = costs / (costs.max() or 1.0)  # [1 + G, A]
+        # [1 + G, A]; a layer step in which everything is free needs no scale.
+        costs = costs / (costs.max() or 1.0)
         lanes, active = costs.shape
+
         problem = pulp.LpProblem("assignment", pulp.LpMinimize)
         makespan = problem.add_variable("z", lowBound=0.0)
-        on = [
+        on_lane = [
             [
-                problem.add_variable(f"x_{d}_{i}", cat=pulp.LpBinary)
+                problem.add_variable(f"x_{lane}_{i}", cat=pulp.LpBinary)
                 for i in range(active)
             ]
-            for d in range(lanes)
+            for lane in range(lanes)
         ]
+        # The order of variables and rows decides which of several optima comes back.
         problem += makespan
-        for d in range(lanes):
-            problem += makespan >= pulp.LpAffineExpression(
-                zip(on[d], costs[d].tolist(), strict=True)
-            )
+        for lane in range(lanes):
+            terms = zip(on_lane[lane], costs[lane].tolist(), strict=True)
+            problem += makespan >= pulp.LpAffineExpression(terms)
         for i in range(active):
-            problem += pulp.lpSum(row[i] for row in on) == 1
+            problem += pulp.lpSum(row[i] for row in on_lane) == 1
         if self.staging is not None:
             for g in range(lanes - 1):
                 absent = np.flatnonzero(work.arrive_s[g] > 0.0)
-                problem += pulp.lpSum(on[1 + g][i] for i in absent) <= self.staging
+                fetched = pulp.lpSum(on_lane[1 + g][i] for i in absent)
+                problem += fetched <= self.staging
+
         problem.solve(self._solver)
         if problem.status != pulp.LpStatusOptimal:
             raise PolicyError(
                 f"ilp: solver answered {pulp.LpStatus[problem.status]!r}; try"
                 " solver=cbc or solver=highs"
             )
-        chosen = np.array([[variable.value() for variable in row] for row in on])
+        # Solvers answer 0.999… and 1e-9, so the largest share is the lane.
+        share = np.array([[variable.value() for variable in row] for row in on_lane])
         order = gap_order(work.cpu_s, work.host_s, work.gpu_s, work.arrive_s)
-        return Assignment(chosen.argmax(axis=0).astype(np.int8), order)
+        return Assignment(share.argmax(axis=0).astype(np.int8), order)
 
 
+# Every instance asks, but the answer does not change within a process.
 @cache
 def _solver(name: Solver) -> Any:
     """The first usable solver that `name` allows, silent and exact.

@@ -1,10 +1,10 @@
-"""Whole layers on the GPU, the rest on the CPU: expert offloading as llama.cpp does
-it.
+"""Layer-wise offloading as llama.cpp does it: some layers on the GPU, the others on the
+CPU.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from moesim.policies.assignment._gpu_choice import gpu_lanes
@@ -42,14 +42,12 @@ class LayerWise(AssignmentPolicy):
     Source: llama.cpp; DALI, section 6.1 (count and side).
     """
 
+    calibrates_planning: ClassVar[bool] = True
+
     def __init__(self, *, side: Side = "last", gpu_layers: int | None = None) -> None:
         expect_choice("side", side, Side)
-        expect(
-            gpu_layers is None or gpu_layers >= 0,
-            "gpu_layers",
-            "a number >= 0 or none",
-            gpu_layers,
-        )
+        holds = gpu_layers is None or gpu_layers >= 0
+        expect(holds, "gpu_layers", "a number >= 0 or none", gpu_layers)
         self.side = side
         self.gpu_layers = gpu_layers
         self._on_gpu: np.ndarray | None = None
@@ -58,14 +56,18 @@ class LayerWise(AssignmentPolicy):
         """Keep the sizes from which the layers follow."""
         self._context = context
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place the whole layer, in ascending expert id."""
         del view
+        # Only a layer step shows whether an expert may run on any of several GPUs.
         if self._on_gpu is None:
             self._on_gpu = self._choose(split_experts=len(work.gpu_s) > 1)
-        return Assignment(
-            gpu_lanes(work, np.full(len(work.experts), self._on_gpu[work.layer]))
-        )
+        on_gpu = np.full(len(work.experts), self._on_gpu[work.layer])
+        return Assignment(gpu_lanes(work, on_gpu))
 
     def _choose(self, *, split_experts: bool) -> np.ndarray:
         """Bool [L]: layers on a GPU."""
@@ -73,18 +75,25 @@ class LayerWise(AssignmentPolicy):
         layers = context.shape.layers
         experts = context.shape.experts
         slots = context.capacity_slots
+
+        # A given number counts layers of the model, so it is not divided by GPU.
         gpus = 1 if split_experts or self.gpu_layers is not None else context.gpus
         memories = context.gpus if split_experts else 1
         home = np.arange(layers) * gpus // layers
+
         chosen = np.zeros(layers, np.bool_)
         for gpu in range(gpus):
-            own = np.flatnonzero(home == gpu)
-            room = (
-                int(slots[own].sum() if len(slots) == layers else slots[0]) * memories
-            )
-            count = room // experts if self.gpu_layers is None else self.gpu_layers
-            count = min(count, len(own))
-            chosen[own[len(own) - count :] if self.side == "last" else own[:count]] = (
-                True
-            )
+            home_layers = np.flatnonzero(home == gpu)
+            if len(slots) == layers:
+                home_slots = int(slots[home_layers].sum()) * memories
+            else:
+                home_slots = int(slots[0]) * memories
+            count = self.gpu_layers
+            if count is None:
+                count = home_slots // experts
+            count = min(count, len(home_layers))
+            if self.side == "last":
+                chosen[home_layers[len(home_layers) - count :]] = True
+            else:
+                chosen[home_layers[:count]] = True
         return chosen

@@ -1,6 +1,4 @@
-"""A split found once, for average workloads, and kept: MoE-Lightning's offline
-search.
-"""
+"""MoE-Lightning's offline search: one split per layer, for average workloads."""
 
 from __future__ import annotations
 
@@ -16,14 +14,18 @@ from moesim.policies.base import (
     RunContext,
 )
 from moesim.policies.parameters import expect
+from moesim.policies.ranking import ranked
 
 if TYPE_CHECKING:
     from moesim.traces.format.schema import Phase
 
+# Keeps the division by an activation probability of zero harmless.
+_SMALLEST = 1e-12
+
 
 class MoELightning(AssignmentPolicy):
-    """Search, before a layer's first step, which experts to stream to the GPU; the CPU
-    computes the rest for ever.
+    """Decide, before a layer's first step, which experts are streamed to the GPU for
+    the whole run; the CPU computes the rest.
 
     Experts that are resident at that moment stay on the GPU (give it a static cache).
     Of the others the most popular are streamed, as many as minimise ``max(T_cpu, T_gpu,
@@ -58,40 +60,58 @@ class MoELightning(AssignmentPolicy):
         if context.calibration is not None:
             counts = np.asarray(context.calibration, np.float64)
         total = counts.sum(axis=1, keepdims=True)
-        self._popularity = np.where(
-            total > 0.0, counts / np.maximum(total, 1.0), 1.0 / shape.experts
-        )
+        # A layer that the calibration never reached counts as uniform.
+        popularity = counts / np.maximum(total, 1.0)
+        self._popularity = np.where(total > 0.0, popularity, 1.0 / shape.experts)
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Follow the plan of this layer and phase, in ascending expert id."""
-        plan = self._plans.get((work.phase, work.layer))
+        key = (work.phase, work.layer)
+        plan = self._plans.get(key)
         if plan is None:
-            tokens = self.tokens or self._tokens.setdefault(
-                work.phase, max(1, len(work.routing))
-            )
-            plan = self._plans[work.phase, work.layer] = self._search(
-                work.layer, tokens, view
-            )
-        here = work.arrive_s == 0.0
-        streamed = plan[work.experts]
-        return Assignment(gpu_lanes(work, streamed | here.any(axis=0), streamed | here))
+            # One T for all layers of a phase, though they are planned one by one.
+            first = self._tokens.setdefault(work.phase, max(1, len(work.routing)))
+            plan = self._search(work.layer, self.tokens or first, view)
+            self._plans[key] = plan
 
-    def _search(self, layer: int, tokens: int, view: MachineView) -> np.ndarray:
+        resident = work.arrive_s == 0.0
+        streamed = plan[work.experts]
+        on_gpu = streamed | resident.any(axis=0)
+        return Assignment(gpu_lanes(work, on_gpu, streamed | resident))
+
+    def _search(
+        self,
+        layer: int,
+        tokens: int,
+        view: MachineView,
+    ) -> np.ndarray:
         """Bool [E]: the experts that belong on a GPU."""
         chosen_share = np.minimum(1.0, view.shape.top_k * self._popularity[layer])
         active = 1.0 - (1.0 - chosen_share) ** tokens
-        mean = np.rint(tokens * chosen_share / np.maximum(active, 1e-12)).astype(
-            np.int64
-        )
-        cpu_s = active * view.cpu_s(layer, np.maximum(1, mean))
-        gpu_s = active * view.gpu_s(layer, np.maximum(1, mean))
+        workload = tokens * chosen_share / np.maximum(active, _SMALLEST)
+        mean = np.maximum(1, np.rint(workload).astype(np.int64))
+        cpu_s = active * view.cpu_s(layer, mean)
+        gpu_s = active * view.gpu_s(layer, mean)
         copy_s = active * view.copy_s(layer)
-        on_gpu = np.any([view.resident(layer, g) for g in range(view.gpus)], axis=0)
-        rank = np.argsort(-chosen_share, kind="stable")
+
+        resident = [view.resident(layer, gpu) for gpu in range(view.gpus)]
+        on_gpu = np.any(resident, axis=0)
+        rank = ranked(chosen_share)
         rank = rank[~on_gpu[rank]]
-        link = np.concatenate(([0.0], np.cumsum(copy_s[rank])))
-        gpu = gpu_s[on_gpu].sum() + np.concatenate(([0.0], np.cumsum(gpu_s[rank])))
-        cpu = cpu_s[rank].sum() - np.concatenate(([0.0], np.cumsum(cpu_s[rank])))
-        worst = np.maximum(cpu, np.maximum(gpu, link) / view.gpus)
-        on_gpu[rank[: np.argmin(worst)]] = True
+
+        # Entry n: seconds of each lane when the n most popular absent are streamed.
+        link = _running_sum(copy_s[rank])
+        gpu = gpu_s[on_gpu].sum() + _running_sum(gpu_s[rank])
+        cpu = cpu_s[rank].sum() - _running_sum(cpu_s[rank])
+        slowest = np.maximum(cpu, np.maximum(gpu, link) / view.gpus)
+        on_gpu[rank[: np.argmin(slowest)]] = True
         return on_gpu
+
+
+def _running_sum(seconds: np.ndarray) -> np.ndarray:
+    """Sums of the first 0, 1, … n entries: float64 [n + 1]."""
+    return np.concatenate(([0.0], np.cumsum(seconds)))

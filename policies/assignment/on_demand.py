@@ -1,10 +1,10 @@
-"""Expert offloading without CPU compute: what is not on the GPU is waited for."""
+"""Expert offloading without CPU compute: absent experts are fetched and awaited."""
 
 from __future__ import annotations
 
 import numpy as np
+from moesim.policies.assignment._gpu_choice import gpu_lanes
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from moesim.policies.kernels import UNLIMITED, greedy
 
 
 class OnDemand(AssignmentPolicy):
@@ -16,12 +16,16 @@ class OnDemand(AssignmentPolicy):
     Source: Mixtral-Offloading; "MoE-OnDemand" of DAOP.
     """
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place all on GPUs, in ascending expert id."""
         del view
         if len(work.gpu_s) == 1:
+            # Nothing to choose; `fill` writes without a temporary array.
             lanes = np.empty(len(work.experts), np.int8)
             lanes.fill(1)
             return Assignment(lanes)
-        never = np.full(len(work.experts), np.inf)
-        return Assignment(greedy(never, never, work.gpu_s, work.arrive_s, UNLIMITED)[0])
+        return Assignment(gpu_lanes(work, np.ones(len(work.experts), np.bool_)))

@@ -1,6 +1,4 @@
-"""SMoE's assignment: big misses over the link, small ones to the CPU, until the two
-meet.
-"""
+"""SMoE's balancer: large misses over the link, small ones to the CPU."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ class SMoEBalancer(AssignmentPolicy):
     """Load the largest miss while loading is not behind computing, else compute the
     smallest on the CPU.
 
-    Misses stand in a line by load, ties to the lower id. What is resident or in flight
-    runs on the GPU. GPU compute after a load is ignored, as in the paper.
+    Misses are sorted by load, ties to the lower id. What is resident or in flight runs
+    on the GPU. GPU compute after a load is ignored, as in the paper.
 
     Args:
         form: ``faithful`` always loads the first miss (0 <= 0), even a single one that
@@ -40,19 +38,31 @@ class SMoEBalancer(AssignmentPolicy):
         self.form = form
         self.prefill = prefill
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place by two pointers."""
         state = gpu_state(work, view)
         if self.prefill == "gpu" and work.phase == Phase.PREFILL:
-            never = np.full(len(work.experts), np.inf)
-            return Assignment(
-                *head_and_tail(
-                    work.tokens, never, work.gpu_s, work.arrive_s, state, 0.0
-                )
+            # A CPU that takes forever leaves every miss to the links.
+            forever_s = np.full(len(work.experts), np.inf)
+            lanes_and_order = head_and_tail(
+                work.tokens,
+                forever_s,
+                work.gpu_s,
+                work.arrive_s,
+                state,
+                0.0,
             )
-        guarded = self.form == "guarded"
-        return Assignment(
-            *load_or_compute(
-                work.tokens, work.cpu_s, work.host_s, work.arrive_s, state, guarded
+        else:
+            lanes_and_order = load_or_compute(
+                work.tokens,
+                work.cpu_s,
+                work.host_s,
+                work.arrive_s,
+                state,
+                self.form == "guarded",
             )
-        )
+        return Assignment(*lanes_and_order)

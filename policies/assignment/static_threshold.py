@@ -1,12 +1,12 @@
-"""Each expert decides for itself, whatever the others do."""
+"""The static threshold: one comparison per expert, independent of the others."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
+from moesim.policies.assignment._gpu_choice import gpu_lanes
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from moesim.policies.kernels import UNLIMITED, greedy
 from moesim.policies.parameters import expect, expect_choice
 
 Rule = Literal["max", "sum"]
@@ -17,9 +17,9 @@ class StaticThreshold(AssignmentPolicy):
     to the GPU.
 
     Fiddler minimises the *sum* of all experts' times, which is this independent
-    comparison; the lanes' loads play no part, so one lane may idle while the other
-    drowns. With several GPUs the best GPU is compared, and the chosen experts are then
-    spread by earliest finish, in ascending id.
+    comparison; the lanes' loads play no part, so one lane may idle while the other is
+    overloaded. With several GPUs the best GPU is compared, and the chosen experts are
+    then spread by earliest finish, in ascending id.
 
     Args:
         rule: cost where the weights must come first: ``max`` of arriving and computing
@@ -33,27 +33,26 @@ class StaticThreshold(AssignmentPolicy):
     of costs).
     """
 
+    calibrates_planning: ClassVar[bool] = True
+
     def __init__(self, *, rule: Rule = "max", tokens: int | None = None) -> None:
         expect_choice("rule", rule, Rule)
         expect(tokens is None or tokens >= 1, "tokens", "a number >= 1 or none", tokens)
         self.rule = rule
         self.tokens = tokens
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place each expert by its own comparison, in ascending expert id."""
         del view
-        combine = np.maximum if self.rule == "max" else np.add
         if self.tokens is None:
+            combine = np.maximum if self.rule == "max" else np.add
             gpu_s = combine(work.arrive_s, work.gpu_s).min(axis=0)
-            chosen = gpu_s <= combine(work.host_s, work.cpu_s)
+            on_gpu = gpu_s <= combine(work.host_s, work.cpu_s)
         else:
-            chosen = (work.tokens >= self.tokens) | (work.arrive_s == 0.0).any(axis=0)
-        lanes = chosen.astype(np.int8)
-        if len(work.gpu_s) > 1 and chosen.any():
-            never = np.full(int(chosen.sum()), np.inf)
-            gpu_s, arrive_s = (
-                np.ascontiguousarray(times[:, chosen])
-                for times in (work.gpu_s, work.arrive_s)
-            )
-            lanes[chosen] = greedy(never, never, gpu_s, arrive_s, UNLIMITED)[0]
-        return Assignment(lanes)
+            resident = (work.arrive_s == 0.0).any(axis=0)
+            on_gpu = (work.tokens >= self.tokens) | resident
+        return Assignment(gpu_lanes(work, on_gpu))

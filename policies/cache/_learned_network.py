@@ -1,6 +1,6 @@
-"""What FlashMoE's learned cache knows of the past, and the small network that reads it.
+"""FlashMoE's learned cache: its features and its small network per layer.
 
-Per layer, every expert has two numbers: how long ago it was used, and how often. The
+Per layer, every expert has two features: how long ago it was used, and how often. The
 network turns them into one number per expert, larger for those it expects back later.
 Training (`runtime/train/cache_network.py`) and replay use the same `History`, so that a
 policy never meets features it was not trained on.
@@ -36,8 +36,13 @@ class History:
         self.age = np.full((layers, experts), np.inf)
         self.uses = np.zeros((layers, experts))
 
-    def note(self, layer: int, experts: np.ndarray) -> None:
+    def note(
+        self,
+        layer: int,
+        experts: np.ndarray,
+    ) -> None:
         """Count one layer step with these active experts, int [A]."""
+        # All age, and the active ones start again; infinity stays infinity.
         self.age[layer] += 1.0
         self.age[layer, experts] = 1.0
         self.uses[layer, experts] += 1.0
@@ -46,10 +51,11 @@ class History:
         """``1 / age`` of each expert (0 if never used), then ``uses / most uses``:
         float32 [2N].
         """
+        recency = 1.0 / self.age[layer]
         uses = self.uses[layer]
-        return np.concatenate(
-            (1.0 / self.age[layer], uses / max(1.0, uses.max()))
-        ).astype(np.float32)
+        # Before the first use of a layer the most is 0, and so is every frequency.
+        frequency = uses / max(1.0, uses.max())
+        return np.concatenate((recency, frequency)).astype(np.float32)
 
 
 class Network(NamedTuple):
@@ -68,31 +74,42 @@ class Network(NamedTuple):
     b3: np.ndarray
 
     @classmethod
-    def of(cls, arrays: Mapping[str, np.ndarray], where: str) -> Network:
+    def of(
+        cls,
+        arrays: Mapping[str, np.ndarray],
+        where: str,
+    ) -> Network:
         """Take a network from named arrays.
 
         Raises:
             PolicyError: arrays are missing or do not fit each other; `where` begins the
                 message.
         """
-        if missing := [name for name in cls._fields if name not in arrays]:
-            found = ", ".join(sorted(arrays)) or "nothing"
+        missing = [name for name in cls._fields if name not in arrays]
+        if missing:
+            present = ", ".join(sorted(arrays)) or "nothing"
             raise PolicyError(
-                f"{where}: expected arrays {', '.join(cls._fields)}, found {found};"
+                f"{where}: expected arrays {', '.join(cls._fields)}, found {present};"
                 f" lacks {missing[0]!r}"
             )
-        made = cls(
+        network = cls(
             *(np.ascontiguousarray(arrays[name], np.float32) for name in cls._fields)
         )
-        layers, experts = made.b3.shape if made.b3.ndim == 2 else (0, 0)
-        hidden = made.b1.shape[-1] if made.b1.ndim else 0
+
+        # The biases give the sizes; a scalar in their place makes every check fail.
+        layers = 0
+        experts = 0
+        if network.b3.ndim == 2:
+            layers, experts = network.b3.shape
+        hidden = network.b1.shape[-1] if network.b1.ndim else 0
         for name, expected in sizes(layers, experts, hidden).items():
-            if (shape := getattr(made, name).shape) != expected:
+            shape = getattr(network, name).shape
+            if shape != expected:
                 raise PolicyError(
                     f"{where}: {name}: expected shape {expected}, found {shape}; train"
                     " it again"
                 )
-        return made
+        return network
 
     @property
     def layers(self) -> int:
@@ -111,7 +128,11 @@ class Network(NamedTuple):
         """
         return sum(array[0].nbytes for array in self)
 
-    def evaluate(self, layer: int, features: np.ndarray) -> np.ndarray:
+    def evaluate(
+        self,
+        layer: int,
+        features: np.ndarray,
+    ) -> np.ndarray:
         """float32 [N]: how late each expert is expected, from `features` float32 [2N];
         larger is later.
         """
@@ -134,6 +155,8 @@ def sizes(layers: int, experts: int, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def silu(x: np.ndarray) -> np.ndarray:
-    """``x * sigmoid(x)``, written so that nothing overflows."""
-    result: np.ndarray = x * (0.5 * (1.0 + np.tanh(0.5 * x)))
+    """``x * sigmoid(x)``."""
+    # The hyperbolic tangent saturates where an exponential would overflow.
+    sigmoid = 0.5 * (1.0 + np.tanh(0.5 * x))
+    result: np.ndarray = x * sigmoid
     return result

@@ -1,6 +1,4 @@
-"""Caches into which no fetched expert ever comes: they are empty, fixed, or swap on
-their own account.
-"""
+"""Base of caches that admit no fetched expert."""
 
 from __future__ import annotations
 
@@ -13,20 +11,28 @@ if TYPE_CHECKING:
     from moesim.policies.base import LayerWork
 
 
-class ClosedCache(CachePolicy):
+class NoAdmissionCache(CachePolicy):
     """Admits nothing: what is fetched or prefetched runs from staging and is gone
     afterwards.
+
+    A subclass may be empty, have fixed content (`initial`) or replace experts on its
+    own account (`replacements`).
     """
 
-    def accessed(self, work: LayerWork) -> None:
-        """Remember nothing."""
-
-    def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
+    def admits(
+        self,
+        work: LayerWork,
+        incoming: np.ndarray,
+    ) -> np.ndarray:
         """Refuse all."""
         del work
         return np.zeros(len(incoming), dtype=np.bool_)
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Decline all."""
         del candidates
         return np.full(len(incoming), -1, np.int64)

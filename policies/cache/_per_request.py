@@ -1,25 +1,25 @@
-"""Caches that are defined one request at a time: ARC, LeCaR, SIEVE, S3-FIFO, SLRU.
+"""Base of caches that are defined one request at a time: ARC, LeCaR, SIEVE, S3-FIFO,
+SLRU, CLOCK.
 
-Think of a doorman with a few queues and a list of those who left lately. Their
-definitions know neither layer steps nor held experts nor prefetches, so the translation
-is written down once, here.
+Their definitions know neither layer steps nor held experts nor prefetches. The
+translation stands here, once:
 
 - A layer step is several requests: its hits in ascending id when the step is noted,
-  then the misses that are placed, in launch order. In the step that completes the
-  filling of a cache, those that found a free place come last.
+  then the misses that take a victim's slot, in launch order. In the step that completes
+  the filling of a cache, those that took a free slot come last.
 - A miss that is computed on the CPU, or declined, is no request: it neither enters nor
-  teaches.
+  changes any count.
 - Entering by prefetch is the request; the first demand use is then a hit.
-- Candidates are what nobody holds: the definition's victim is the first in its order
-  that may leave.
-- An expert that leaves without a victim's choice (a copy cancelled, a swap) leaves no
+- Candidates are residents that are not held: the definition's victim is the first in
+  its order that may leave.
+- An expert that leaves without having been chosen (a copy cancelled, a swap) leaves no
   trace in the ghost lists.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from moesim.policies.base import CachePolicy
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
 
 
-class Requests(Protocol):
+class RequestQueues(Protocol):
     """The queues of one memory pool: one layer, or the whole memory in global scope.
     Keys are flat.
     """
@@ -39,45 +39,54 @@ class Requests(Protocol):
         """Whether `key` is in the cache; ghosts are not."""
 
     def hit(self, key: int) -> None:
-        """Note a use of what is inside."""
+        """Note a use of a key that is in the cache."""
 
     def miss(self, key: int, free: Container[int]) -> int:
-        """Choose who of `free` leaves for `key`, and book both moves; at least one
+        """Choose which of `free` leaves for `key`, and enter both moves; at least one
         resident is in `free`.
         """
 
     def fill(self, key: int) -> None:
-        """Enter without anybody leaving."""
+        """Enter `key` into a free slot: no key leaves."""
 
     def drop(self, key: int) -> None:
-        """Leave without having been chosen."""
+        """Remove a key that leaves without having been chosen."""
 
 
-class RequestCache(CachePolicy):
-    """Asks one `Requests` per pool; subclasses make them in `pool`."""
+class PerRequestCache(CachePolicy):
+    """Asks one `RequestQueues` per pool; subclasses make them in `pool`."""
 
     def start(self, context: RunContext) -> None:
-        """Open the pools."""
+        """Make the pools."""
         self._experts = context.shape.experts
         self._pools = [
             self.pool(int(slots), context) for slots in context.capacity_slots
         ]
+        # Keys that `victims` has entered and `admitted` has not yet confirmed.
         self._placed: set[int] = set()
 
     @abstractmethod
-    def pool(self, capacity: int, context: RunContext) -> Requests:
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
         """Make the queues of a pool of `capacity` slots, possibly 0."""
 
     def accessed(self, work: LayerWork) -> None:
         """Pass on the hits, in ascending id."""
         self._forget(self._placed)
-        first = work.layer * self._experts
-        pool = self._of(first)
+        first_key = work.layer * self._experts
+        pool = self._pool_of(first_key)
         for expert in work.experts.tolist():
-            if first + expert in pool:
-                pool.hit(first + expert)
+            if first_key + expert in pool:
+                pool.hit(first_key + expert)
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Serve the misses one by one, in launch order."""
         self._forget(self._placed)
         free = set(candidates.tolist())
@@ -85,36 +94,52 @@ class RequestCache(CachePolicy):
         for n, key in enumerate(incoming.tolist()):
             if not free:
                 break
-            chosen[n] = self._of(key).miss(key, free)
-            free.discard(int(chosen[n]))
+            victim = self._pool_of(key).miss(key, free)
+            chosen[n] = victim
+            free.discard(victim)
             self._placed.add(key)
         return chosen
 
     def admitted(self, keys: np.ndarray) -> None:
-        """Confirm who was placed in `victims`; the others found a free place."""
+        """Confirm keys that `victims` has entered; the others took a free slot."""
         for key in keys.tolist():
+            pool = self._pool_of(key)
             if key in self._placed:
                 self._placed.discard(key)
-            elif key not in (pool := self._of(key)):
+            elif key not in pool:
                 pool.fill(key)
 
     def evicted(self, keys: np.ndarray) -> None:
-        """Drop those who left unasked."""
+        """Drop keys that left without having been chosen."""
         self._forget(keys.tolist())
 
     def _forget(self, keys: Iterable[int]) -> None:
-        """Drop `keys` that are still inside: placed but never admitted, or gone
-        unasked.
+        """Drop `keys` that are still inside: entered but never admitted, or gone
+        without having been chosen.
         """
+        # Sorted into a list of its own: the set of placed keys shrinks on the way, and
+        # its order must not reach the queues.
         for key in sorted(keys):
-            if key in (pool := self._of(key)):
+            pool = self._pool_of(key)
+            if key in pool:
                 pool.drop(key)
             self._placed.discard(key)
 
-    def _of(self, key: int) -> Requests:
-        return self._pools[key // self._experts if len(self._pools) > 1 else 0]
+    def _pool_of(self, key: int) -> RequestQueues:
+        # One pool alone is the global scope, whatever the layer.
+        if len(self._pools) == 1:
+            return self._pools[0]
+        return self._pools[key // self._experts]
+
+
+def forget_oldest(queue: dict[int, Any]) -> None:
+    """Remove the first key of a dictionary, which keeps them in order of entry."""
+    del queue[next(iter(queue))]
 
 
 def first(queue: Iterable[int], free: Container[int]) -> int:
-    """Find the first of `queue` that may leave; -1 if there is none."""
-    return next((key for key in queue if key in free), -1)
+    """The first key of `queue` that may leave; -1 if there is none."""
+    for key in queue:
+        if key in free:
+            return key
+    return -1

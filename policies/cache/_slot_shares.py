@@ -1,9 +1,8 @@
-"""Which layer needs how much of the cache: AdapMoE's division of slots by the misses
-that each layer would have.
+"""AdapMoE's division of cache slots among layers, by the misses each would have.
 
-A layer whose experts are foreseen well, or that often gets by with one expert, needs
-few slots. The expected misses of a token fall with every slot a layer gets, so a table
-from layer to layer finds the division with the fewest.
+A layer whose experts are predicted well, or that often gets by with one expert, needs
+few slots. The expected misses of a token fall with every slot a layer gets. A dynamic
+program over the layers finds the division with the fewest.
 
 L MoE layers, N experts of a layer, K of them per token.
 """
@@ -13,9 +12,19 @@ from __future__ import annotations
 import numpy as np
 from moesim.policies.base import PolicyError
 
+# A division must beat another by more than rounding to replace it.
+_TOLERANCE = 1e-12
+
+# Keeps the division by a token's weights, which may all be 0, harmless.
+_SMALLEST = 1e-30
+
 
 def expected_misses(
-    slots: np.ndarray, experts: int, top_k: int, single: float, accuracy: float
+    slots: np.ndarray,
+    experts: int,
+    top_k: int,
+    single: float,
+    accuracy: float,
 ) -> np.ndarray:
     """Misses of one token in a layer, float64, same shape as `slots`, if all sets of K
     experts are equally likely.
@@ -35,28 +44,40 @@ def expected_misses(
     """
     cached = np.asarray(slots, np.float64)
     absent = 1.0 - cached / experts
-    spared = np.prod(
-        [np.maximum(cached - i, 0.0) / (experts - i) for i in range(top_k)], axis=0
-    )
-    alone = single * absent * (1.0 - accuracy)
-    result: np.ndarray = alone + (1.0 - single) * (
-        top_k * absent - accuracy * (1.0 - spared)
-    )
+
+    # Chance that all K are cached: drawn one by one, without replacement.
+    draws = [
+        np.maximum(cached - drawn, 0.0) / (experts - drawn) for drawn in range(top_k)
+    ]
+    all_cached = np.prod(draws, axis=0)
+
+    of_one = single * absent * (1.0 - accuracy)
+    of_all = top_k * absent - accuracy * (1.0 - all_cached)
+    result: np.ndarray = of_one + (1.0 - single) * of_all
     return result
 
 
-def kept_alone(weights: np.ndarray, threshold: float) -> float:
+def kept_alone(
+    weights: np.ndarray,
+    threshold: float,
+) -> float:
     """Share of tokens whose other experts all have less than `threshold` of the weight;
     `weights` is [T, K].
     """
-    shares = weights.astype(np.float64) / np.maximum(
-        weights.sum(axis=1, keepdims=True, dtype=np.float64), 1e-30
-    )
-    return float((shares[:, 1:] < threshold).all(axis=1).mean()) if len(shares) else 0.0
+    total = weights.sum(axis=1, keepdims=True, dtype=np.float64)
+    shares = weights.astype(np.float64) / np.maximum(total, _SMALLEST)
+    if not len(shares):
+        return 0.0
+    alone = (shares[:, 1:] < threshold).all(axis=1)
+    return float(alone.mean())
 
 
 def divided(
-    total: int, experts: int, top_k: int, single: np.ndarray, accuracy: np.ndarray
+    total: int,
+    experts: int,
+    top_k: int,
+    single: np.ndarray,
+    accuracy: np.ndarray,
 ) -> np.ndarray:
     """Divide `total` slots so that all layers together miss least, at least one each:
     int64 [L].
@@ -71,14 +92,15 @@ def divided(
         accuracy: float [L], as in `expected_misses`.
 
     Raises:
-        PolicyError: shapes differ, shares are not between 0 and 1, or the slots do not
-            go round.
+        PolicyError: shapes differ, shares are not between 0 and 1, or there are too few
+            or too many slots.
     """
     single = np.asarray(single, np.float64)
     accuracy = np.asarray(accuracy, np.float64)
     layers = len(single)
     shares = np.concatenate((single, accuracy))
-    if single.shape != accuracy.shape or not ((shares >= 0.0) & (shares <= 1.0)).all():
+    are_shares = ((shares >= 0.0) & (shares <= 1.0)).all()
+    if single.shape != accuracy.shape or not are_shares:
         raise PolicyError(
             "division of slots: expected two shares between 0 and 1 for every layer,"
             f" got shapes {single.shape} and {accuracy.shape}, values"
@@ -89,26 +111,31 @@ def divided(
             f"division of slots: expected {layers} to {layers * experts} slots, got"
             f" {total}"
         )
+
+    # Entry n: least misses of the layers so far with n slots in all.
     least = np.full(total + 1, np.inf)
     least[0] = 0.0
     choice = np.zeros((layers, total + 1), np.int64)
     for layer in range(layers):
-        found = np.full(total + 1, np.inf)
+        extended = np.full(total + 1, np.inf)
         for slots in range(1, min(experts, total) + 1):
-            cost = float(
-                expected_misses(
-                    np.array(slots), experts, top_k, single[layer], accuracy[layer]
-                )
+            misses = expected_misses(
+                np.array(slots),
+                experts,
+                top_k,
+                single[layer],
+                accuracy[layer],
             )
-            better = least[: total + 1 - slots] + cost < found[slots:] - 1e-12
-            found[slots:] = np.where(
-                better, least[: total + 1 - slots] + cost, found[slots:]
-            )
+            # With `slots` for this layer, the layers before had that many fewer.
+            candidate = least[: total + 1 - slots] + float(misses)
+            better = candidate < extended[slots:] - _TOLERANCE
+            extended[slots:] = np.where(better, candidate, extended[slots:])
             choice[layer, slots:] = np.where(better, slots, choice[layer, slots:])
-        least = found
-    given = np.empty(layers, np.int64)
+        least = extended
+
+    division = np.empty(layers, np.int64)
     left = total
     for layer in range(layers - 1, -1, -1):
-        given[layer] = choice[layer, left]
-        left -= given[layer]
-    return given
+        division[layer] = choice[layer, left]
+        left -= division[layer]
+    return division

@@ -1,12 +1,15 @@
-"""Adaptive replacement: recency and frequency share the cache, ghosts decide the
-shares.
-"""
+"""ARC, the adaptive replacement cache."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.policies.cache._per_request import RequestCache, Requests, first
+from moesim.policies.cache._per_request import (
+    PerRequestCache,
+    RequestQueues,
+    first,
+    forget_oldest,
+)
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
@@ -17,15 +20,15 @@ if TYPE_CHECKING:
 Ratio = Literal["whole", "real"]
 
 
-class ARC(RequestCache):
-    """Keep experts seen once (T1) and more often (T2); hits on evicted ones shift the
-    target size of T1.
+class ARC(PerRequestCache):
+    """Divide the cache between experts used once (T1) and more often (T2), and shift
+    the division when an evicted one returns.
 
     A ghost hit moves the target p by max(1, ratio of the ghost lists), measured before
-    the ghost is removed; T1 pays while it is larger than p (or as large, when the ghost
-    was in B2). Requests are made from layer steps as
-    `moesim.policies.cache._per_request` says; if the list that should pay has only held
-    experts, the other pays.
+    the ghost is removed; T1 gives the victim while it is larger than p (or as large,
+    when the ghost was in B2). Requests are made from layer steps as
+    `moesim.policies.cache._per_request` defines; if the list that should give the
+    victim has only held experts, the other does.
 
     Args:
         ratio: ``whole`` divides the ghost lists as integers (algorithms §5.5; cacheus
@@ -35,14 +38,20 @@ class ARC(RequestCache):
     Source: Megiddo and Modha, FAST 2003, figure 4.
     """
 
+    reference: ClassVar[tuple[str, ...]] = ("",)
+
     def __init__(self, *, ratio: Ratio = "whole") -> None:
         expect_choice("ratio", ratio, Ratio)
         self.ratio = ratio
 
-    def pool(self, capacity: int, context: RunContext) -> Requests:
-        """Open four empty lists."""
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
+        """Make four empty lists."""
         del context
-        return _Lists(capacity, whole=self.ratio == "whole")
+        return _Lists(capacity, integers=self.ratio == "whole")
 
 
 class _Lists:
@@ -50,9 +59,11 @@ class _Lists:
     p.
     """
 
-    def __init__(self, capacity: int, *, whole: bool) -> None:
+    # Dictionaries without values: they keep their order, and find a key at once.
+
+    def __init__(self, capacity: int, *, integers: bool) -> None:
         self.capacity = capacity
-        self.whole = whole
+        self.integers = integers
         self.target = 0.0
         self.once: dict[int, None] = {}
         self.often: dict[int, None] = {}
@@ -63,26 +74,31 @@ class _Lists:
         return key in self.once or key in self.often
 
     def hit(self, key: int) -> None:
-        (self.once if key in self.once else self.often).pop(key)
+        queue = self.once if key in self.once else self.often
+        del queue[key]
         self.often[key] = None
 
     def miss(self, key: int, free: Container[int]) -> int:
+        # Measured before `fill` removes the ghost, as the paper does.
         returning = key in self.ghost_often
         if key in self.ghost_once:
-            self.target = min(
-                self.target + self._shift(self.ghost_often, self.ghost_once),
-                self.capacity,
-            )
+            shift = self._shift(self.ghost_often, self.ghost_once)
+            self.target = min(self.target + shift, self.capacity)
         elif returning:
-            self.target = max(
-                self.target - self._shift(self.ghost_once, self.ghost_often), 0.0
-            )
-        pays = len(self.once) > self.target or (
-            returning and len(self.once) == self.target
-        )
-        lists = [(self.once, self.ghost_once), (self.often, self.ghost_often)]
+            shift = self._shift(self.ghost_once, self.ghost_often)
+            self.target = max(self.target - shift, 0.0)
+
+        size = len(self.once)
+        once_first = size > self.target or (returning and size == self.target)
+        lists = [
+            (self.once, self.ghost_once),
+            (self.often, self.ghost_often),
+        ]
+        if not once_first:
+            lists.reverse()
         victim = -1
-        for queue, ghosts in lists if pays else lists[::-1]:
+        # The second list is asked where the first has only held experts.
+        for queue, ghosts in lists:
             victim = first(queue, free)
             if victim >= 0:
                 del queue[victim]
@@ -101,15 +117,23 @@ class _Lists:
             self.often[key] = None
         else:
             self.once[key] = None
-        while self.ghost_once and len(self.once) + len(self.ghost_once) > self.capacity:
-            del self.ghost_once[next(iter(self.ghost_once))]
-        held = len(self.once) + len(self.often) + len(self.ghost_once)
-        while self.ghost_often and held + len(self.ghost_often) > 2 * self.capacity:
-            del self.ghost_often[next(iter(self.ghost_often))]
+
+        excess = len(self.once) + len(self.ghost_once) - self.capacity
+        for _ in range(min(excess, len(self.ghost_once))):
+            forget_oldest(self.ghost_once)
+
+        cached = len(self.once) + len(self.often)
+        ghosts = len(self.ghost_once) + len(self.ghost_often)
+        excess = cached + ghosts - 2 * self.capacity
+        for _ in range(min(excess, len(self.ghost_often))):
+            forget_oldest(self.ghost_often)
 
     def drop(self, key: int) -> None:
         self.once.pop(key, None)
         self.often.pop(key, None)
 
-    def _shift(self, other: dict[int, None], own: dict[int, None]) -> float:
-        return max(1, len(other) // len(own) if self.whole else len(other) / len(own))
+    def _shift(self, other: dict[int, None], hit: dict[int, None]) -> float:
+        """How far a hit in the ghost list `hit` moves the target."""
+        if self.integers:
+            return max(1, len(other) // len(hit))
+        return max(1, len(other) / len(hit))

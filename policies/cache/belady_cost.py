@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from moesim.policies.cache._offline_bounds import Uses, miss_costs
-from moesim.policies.cache._offline_optimal import PlannedCache
+from moesim.policies.cache._offline_optimal import OfflineOptimalCache
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from moesim.policies.base import RunContext
 
 
-class BeladyCost(PlannedCache):
+class BeladyCost(OfflineOptimalCache):
     """Follow the plan that spends the least lane time on misses, each fetched or
     computed on the CPU.
 
@@ -49,46 +49,55 @@ class BeladyCost(PlannedCache):
 
     def uses(
         self,
-        place: np.ndarray,
+        time: np.ndarray,
         key: np.ndarray,
         tokens: np.ndarray,
         slots: int,
         context: RunContext,
     ) -> tuple[Uses, float]:
         """Price in seconds of this machine, or by bytes relative to the largest expert;
-        room in bytes likewise.
+        capacity in bytes likewise.
         """
         layer = key // context.shape.experts
-        size = (
-            np.array(context.shape.expert_bytes, np.float64)[layer]
-            / context.shape.max_expert_bytes
-        )
+        expert_bytes = np.array(context.shape.expert_bytes, np.float64)
+        size = expert_bytes[layer] / context.shape.max_expert_bytes
+
         if self.cpu is None and context.costs is not None:
             fetch, cpu = _seconds(layer, tokens, context.costs)
         else:
+            share = 1.0 if self.cpu is None else self.cpu
+            growth = 1.0 + self.growth * (tokens - 1.0)
             fetch = size
-            cpu = (
-                (1.0 if self.cpu is None else self.cpu)
-                * size
-                * (1.0 + self.growth * (tokens - 1.0))
-            )
+            cpu = share * size * growth
         cost, entry = miss_costs(fetch, cpu)
+
+        # A layer's own slots hold its own experts, whatever their size.
         if len(context.capacity_slots) > 1:
             size = np.ones(len(key))
-        return Uses(place, key, size, cost, entry), float(slots)
+        uses = Uses(
+            time=time,
+            key=key,
+            size=size,
+            cost=cost,
+            entry=entry,
+        )
+        return uses, float(slots)
 
 
 def _seconds(
-    layer: np.ndarray, tokens: np.ndarray, costs: Costs
+    layer: np.ndarray,
+    tokens: np.ndarray,
+    costs: Costs,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds beyond a hit's of every use, float64 [U]: fetched, and on the CPU."""
     fetch_s = np.empty(len(layer))
     cpu_s = np.empty(len(layer))
-    for one in np.unique(layer):
-        mine = layer == one
-        fetch_s[mine] = costs.copy_s(int(one))
-        cpu_s[mine] = np.maximum(
-            0.0,
-            costs.cpu_s(int(one), tokens[mine]) - costs.gpu_s(int(one), tokens[mine]),
-        )
+    # Costs are asked layer by layer, as layers may have experts of unequal size.
+    for number in np.unique(layer).tolist():
+        members = layer == number
+        workload = tokens[members]
+        fetch_s[members] = costs.copy_s(number)
+        on_cpu_s = costs.cpu_s(number, workload)
+        on_gpu_s = costs.gpu_s(number, workload)
+        cpu_s[members] = np.maximum(0.0, on_cpu_s - on_gpu_s)
     return fetch_s, cpu_s

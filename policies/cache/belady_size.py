@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from moesim.policies.cache._offline_bounds import Uses
-from moesim.policies.cache._offline_optimal import PlannedCache
+from moesim.policies.cache._offline_optimal import OfflineOptimalCache
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Value = Literal["hits", "bytes"]
 
 
-class BeladySize(PlannedCache):
+class BeladySize(OfflineOptimalCache):
     """Follow the best plan for a global pool of bytes that experts of several sizes
     share.
 
@@ -23,8 +23,8 @@ class BeladySize(PlannedCache):
     hard to find. The linear relaxation bounds every demand-filled cache
     (`stays[0].least_cost`); the policy carries out the stays that it grants wholly
     (`stays[0].plan_cost`), so the truth lies between. In per-layer scope sizes are
-    equal and both coincide. Its room is the number of largest experts that fit, as that
-    is all a policy is told; the pool may be larger by less than one of them.
+    equal and both coincide. Its capacity is the number of largest experts that fit, as
+    a policy knows nothing else; the pool may be larger by less than one of them.
 
     Args:
         value: ``hits`` counts every miss the same; ``bytes`` by its expert's size, so
@@ -39,7 +39,7 @@ class BeladySize(PlannedCache):
 
     def uses(
         self,
-        place: np.ndarray,
+        time: np.ndarray,
         key: np.ndarray,
         tokens: np.ndarray,
         slots: int,
@@ -48,14 +48,22 @@ class BeladySize(PlannedCache):
         """Price every miss 1, or its bytes; sizes are relative to the largest
         expert.
         """
+        # A miss costs the same whatever its workload.
         del tokens
-        bytes_of = np.array(context.shape.expert_bytes, np.float64)[
-            key // context.shape.experts
-        ]
-        cost = bytes_of if self.value == "bytes" else np.ones(len(key))
-        size = (
-            bytes_of / context.shape.max_expert_bytes
-            if len(context.capacity_slots) == 1
-            else np.ones(len(key))
+        expert_bytes = np.array(context.shape.expert_bytes, np.float64)
+        bytes_of = expert_bytes[key // context.shape.experts]
+        ones = np.ones(len(key))
+        cost = bytes_of if self.value == "bytes" else ones
+
+        # A layer's own slots hold its own experts, whatever their size.
+        size = ones
+        if len(context.capacity_slots) == 1:
+            size = bytes_of / context.shape.max_expert_bytes
+        uses = Uses(
+            time=time,
+            key=key,
+            size=size,
+            cost=cost,
+            entry=np.zeros(len(key)),
         )
-        return Uses(place, key, size, cost, np.zeros(len(key))), float(slots)
+        return uses, float(slots)

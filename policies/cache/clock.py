@@ -1,10 +1,10 @@
-"""CLOCK: first in, first out, but whoever was used meanwhile gets another round."""
+"""CLOCK, first in, first out with second chances."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.policies.cache._per_request import RequestCache, Requests, first
+from moesim.policies.cache._per_request import PerRequestCache, RequestQueues, first
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from moesim.policies.base import RunContext
 
 
-class Clock(RequestCache):
-    """Evict the oldest, unless it was used since its turn came last: then it becomes
-    the newest, one use poorer.
+class Clock(PerRequestCache):
+    """Evict the oldest expert that was not used since it was last considered.
 
-    Held experts keep place and uses. Requests are made from layer steps as
-    `moesim.policies.cache._per_request` says. Equal to libCacheSim's Clock on one
+    One that was used becomes the newest instead, with one use fewer. Held experts keep
+    their position and uses. Requests are made from layer steps as
+    `moesim.policies.cache._per_request` defines. Equal to libCacheSim's Clock on one
     request at a time.
 
     Args:
@@ -32,13 +32,18 @@ class Clock(RequestCache):
         expect(rounds >= 1, "rounds", ">= 1", rounds)
         self.rounds = rounds
 
-    def pool(self, capacity: int, context: RunContext) -> Requests:
-        """Open an empty queue."""
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
+        """Make an empty queue."""
+        # The capacity plays no part: keys enter only where the planner has a slot.
         del capacity, context
-        return _Dial(self.rounds)
+        return _Queue(self.rounds)
 
 
-class _Dial:
+class _Queue:
     """Uses by key, oldest first."""
 
     def __init__(self, rounds: int) -> None:
@@ -49,11 +54,17 @@ class _Dial:
         return key in self.uses
 
     def hit(self, key: int) -> None:
-        self.uses[key] = min(self.uses[key] + 1, self.rounds)
+        uses = self.uses[key] + 1
+        self.uses[key] = min(uses, self.rounds)
 
     def miss(self, key: int, free: Container[int]) -> int:
-        while uses := self.uses.pop(victim := first(self.uses, free)):
+        victim = first(self.uses, free)
+        uses = self.uses.pop(victim)
+        while uses:
+            # Entered anew, so it stands behind all others.
             self.uses[victim] = uses - 1
+            victim = first(self.uses, free)
+            uses = self.uses.pop(victim)
         self.fill(key)
         return victim
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from moesim.policies.cache._score_based import ScoredCache
+from moesim.policies.cache._score_based import ScoreBasedCache
 
 if TYPE_CHECKING:
-    from moesim.policies.base import LayerWork, RunContext
+    from moesim.policies.base import RunContext
 
 
-class FIFO(ScoredCache):
+class FIFO(ScoreBasedCache):
     """Evict the expert that entered first; a hit changes nothing.
 
     Experts of one layer step enter in launch order. Equal to libCacheSim's FIFO on one
@@ -25,10 +25,9 @@ class FIFO(ScoredCache):
         super().start(context)
         self._entries = 0
 
-    def accessed(self, work: LayerWork) -> None:
-        """Remember nothing."""
-
     def admitted(self, keys: np.ndarray) -> None:
         """Number what enters."""
-        self.score[keys] = self._entries + np.arange(len(keys))
+        # In order within a step, too: later keys of `keys` entered later.
+        number = self._entries + np.arange(len(keys))
+        self.score[keys] = number
         self._entries += len(keys)

@@ -1,13 +1,12 @@
-"""Least-Stale by reuse interval: evict what should come back last, judging by how often
-it came.
-"""
+"""Least-Stale by reuse interval, one of three public policies of that name."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-from moesim.policies.cache._score_based import ScoredCache
+from moesim.policies.base import flat_keys
+from moesim.policies.cache._score_based import ScoreBasedCache
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
@@ -16,14 +15,15 @@ if TYPE_CHECKING:
 Memory = Literal["in-cache", "perfect"]
 
 
-class LeastStaleInterval(ScoredCache):
-    """Evict the largest ``last use + max(1, expected interval)``.
+class LeastStaleInterval(ScoreBasedCache):
+    """Evict the expert whose next use is expected last, from its mean interval between
+    uses.
 
-    One of three public policies called Least-Stale. The expected interval is a moving
-    average of the gaps between uses, seeded with the first gap; before that it is 0.
-    Time is the number of layer steps that this memory has seen, so that the active
-    experts of a layer step are used at one instant. Ties go to the later last use, as
-    in the public code, then to the lower id.
+    The expected next use is ``last use + max(1, expected interval)``. The expected
+    interval is a moving average of the gaps between uses, seeded with the first gap;
+    before that it is 0. Time is the number of layer steps that this memory has seen, so
+    that the active experts of a layer step are used at one instant. Ties go to the
+    later last use, as in the public code, then to the lower id.
 
     Args:
         weight: of a new gap; 0.25 as in the public code.
@@ -32,6 +32,8 @@ class LeastStaleInterval(ScoredCache):
 
     Source: peers §1.3 (b).
     """
+
+    reference: ClassVar[tuple[str, ...]] = ("",)
 
     def __init__(self, *, weight: float = 0.25, memory: Memory = "in-cache") -> None:
         expect(0.0 < weight <= 1.0, "weight", "0 < weight <= 1", weight)
@@ -42,23 +44,25 @@ class LeastStaleInterval(ScoredCache):
     def start(self, context: RunContext) -> None:
         """Begin with no intervals."""
         super().start(context)
-        self.tie = np.zeros(len(self.score))
-        self._last = np.zeros(len(self.score))
-        self._interval = np.zeros(len(self.score))
-        self._known = np.full(len(self.score), self.memory == "perfect")
+        keys = len(self.score)
+        self.tie = np.zeros(keys)
+        self._last = np.zeros(keys)
+        self._interval = np.zeros(keys)
+        self._known = np.full(keys, self.memory == "perfect")
         self._now = 0.0
 
     def accessed(self, work: LayerWork) -> None:
         """Average the gap since the last use of each active expert that is known."""
         self._now += 1.0
-        keys = work.layer * self.experts + work.experts.astype(np.int64)
+        keys = flat_keys(work, self.experts)
         used = keys[self._known[keys]]
+
+        # Time begins at 1, so a last use of 0 is none, and there is no gap to average.
         again = used[self._last[used] > 0.0]
         gap = self._now - self._last[again]
-        old = self._interval[again]
-        self._interval[again] = np.where(
-            old == 0.0, gap, (1.0 - self.weight) * old + self.weight * gap
-        )
+        interval = self._interval[again]
+        averaged = (1.0 - self.weight) * interval + self.weight * gap
+        self._interval[again] = np.where(interval == 0.0, gap, averaged)
         self._stamp(used)
 
     def admitted(self, keys: np.ndarray) -> None:
@@ -74,7 +78,9 @@ class LeastStaleInterval(ScoredCache):
             self._known[keys] = False
 
     def _stamp(self, keys: np.ndarray) -> None:
-        """Use `keys` now."""
+        """Note a use of `keys` at this layer step."""
         self._last[keys] = self._now
-        self.score[keys] = -(self._now + np.maximum(self._interval[keys], 1.0))
+        # Negated: the base evicts the lowest score, then the lowest tie.
+        interval = np.maximum(self._interval[keys], 1.0)
+        self.score[keys] = -(self._now + interval)
         self.tie[keys] = -self._now

@@ -1,24 +1,25 @@
-"""Least-Stale by layer: a layer that has had its turn needs its experts last."""
+"""Least-Stale by layer, one of three public policies of that name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 from moesim.policies.base import CachePolicy
 from moesim.policies.parameters import expect_choice
+from moesim.policies.ranking import lowest_first
 
 if TYPE_CHECKING:
+    import numpy as np
     from moesim.policies.base import LayerWork, RunContext
 
 Order = Literal["lowest", "cyclic"]
 
 
 class LeastStaleLayer(CachePolicy):
-    """Evict by layer position alone; ties to the lower id.
+    """Evict experts by the position of their layer alone; ties to the lower id.
 
-    One of three public policies called Least-Stale. In per-layer scope it evicts the
-    lowest id: it is made for the global scope.
+    A layer that has had its turn needs its experts last. In per-layer scope it evicts
+    the lowest id: it is made for the global scope.
 
     Args:
         order: ``lowest`` evicts the lowest layer, as the public code does, which is
@@ -40,12 +41,18 @@ class LeastStaleLayer(CachePolicy):
         self._layer = 0
 
     def accessed(self, work: LayerWork) -> None:
-        """Note whose turn it is."""
+        """Note the current layer."""
         self._layer = work.layer
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Choose by layer."""
+        # Only the layer decides, so nothing is kept about single experts.
         layer = candidates // self._experts
         if self.order == "cyclic":
             layer = (self._layer - layer) % self._layers
-        return candidates[np.argsort(layer, kind="stable")[: len(incoming)]]
+        # Within a layer candidates ascend, so ties go to the lower id.
+        return lowest_first(candidates, layer)[: len(incoming)]

@@ -1,12 +1,13 @@
-"""Least-Stale by forward pass: what this pass has not touched leaves first."""
+"""Least-Stale by forward pass, one of three public policies of that name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from moesim.policies.base import CachePolicy
+from moesim.policies.base import CachePolicy, flat_keys
 from moesim.policies.parameters import expect_choice
+from moesim.policies.ranking import lowest_first
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
@@ -18,10 +19,9 @@ class LeastStalePass(CachePolicy):
     """Evict experts that the current forward pass has neither used nor brought in, then
     the others; by layer.
 
-    One of three public policies called Least-Stale. In per-layer scope all candidates
-    share a layer, so only the pass and then the lower id decide: it is made for the
-    global scope. A prefetched expert counts as touched, or it would leave before its
-    use.
+    In per-layer scope all candidates share a layer, so only the pass and then the lower
+    id decide: it is made for the global scope. A prefetched expert counts as touched,
+    or it would leave before its use.
 
     Args:
         order: among equals, ``lowest`` evicts the lowest layer, as published;
@@ -39,7 +39,9 @@ class LeastStalePass(CachePolicy):
         """Begin with nothing touched."""
         self._layers = context.shape.layers
         self._experts = context.shape.experts
-        self._touched = np.full(self._layers * self._experts, -1, np.int64)
+        # The pass that touched each key last; -1 is none.
+        keys = self._layers * self._experts
+        self._touched = np.full(keys, -1, np.int64)
         self._step = 0
         self._layer = 0
 
@@ -47,16 +49,22 @@ class LeastStalePass(CachePolicy):
         """Note the pass of the active experts."""
         self._step = work.step
         self._layer = work.layer
-        self._touched[work.layer * self._experts + work.experts] = work.step
+        self._touched[flat_keys(work, self._experts)] = work.step
 
     def admitted(self, keys: np.ndarray) -> None:
         """Entering is a touch."""
         self._touched[keys] = self._step
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Choose the stale first, by layer."""
         layer = candidates // self._experts
         if self.order == "cyclic":
             layer = (self._layer - layer) % self._layers
-        rank = layer + self._layers * (self._touched[candidates] == self._step)
-        return candidates[np.argsort(rank, kind="stable")[: len(incoming)]]
+        # More than any layer, so all stale experts rank before all touched ones.
+        touched = self._touched[candidates] == self._step
+        rank = layer + self._layers * touched
+        return lowest_first(candidates, rank)[: len(incoming)]

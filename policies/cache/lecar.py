@@ -1,13 +1,18 @@
-"""Two advisers, LRU and LFU, whose weights follow their regrets."""
+"""LeCaR: LRU and LFU, weighted by how often each was wrong."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from moesim.policies.cache._per_request import RequestCache, Requests, first
+from moesim.policies.cache._per_request import (
+    PerRequestCache,
+    RequestQueues,
+    first,
+    forget_oldest,
+)
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
@@ -15,17 +20,25 @@ if TYPE_CHECKING:
 
     from moesim.policies.base import RunContext
 
+# Neither rule is ever given up: the weights stay within these.
+_LEAST_WEIGHT = 0.01
+_MOST_WEIGHT = 0.99
 
-class LeCaR(RequestCache):
-    """Evict what LRU or LFU names, drawn by weights that fall when a victim comes back
-    soon.
+# Indices of the two rules and of their ghost lists.
+_LRU = 0
+_LFU = 1
 
-    A victim goes to the ghost list of the adviser that chose it; if both named it, to
-    none. A request for a ghost of adviser x multiplies x's weight by
-    ``exp(-learning_rate · d^age)`` with d = ``discount^(1/capacity)``; weights sum to 1
-    and stay within 0.01 and 0.99. A ghost returns with its count plus one. LFU ties go
-    to the lower id. Requests are made from layer steps as
-    `moesim.policies.cache._per_request` says; age counts requests.
+
+class LeCaR(PerRequestCache):
+    """Evict by LRU or LFU, drawn at random; a rule loses weight when its victim comes
+    back soon.
+
+    A victim goes to the ghost list of the rule that chose it; if both named it, to
+    none. A request for a ghost of rule x multiplies x's weight by ``exp(-learning_rate
+    · d^age)`` with d = ``discount^(1/capacity)``; weights sum to 1 and stay within 0.01
+    and 0.99. A ghost returns with its count plus one. LFU ties go to the lower id.
+    Requests are made from layer steps as `moesim.policies.cache._per_request` defines;
+    age counts requests.
 
     libCacheSim's LeCaR draws from a generator of its own, keeps one ghost list of full
     capacity, restores no counts and breaks LFU ties by insertion, so hit rates are
@@ -34,12 +47,14 @@ class LeCaR(RequestCache):
     Args:
         learning_rate: of the weights.
         discount: regret that is left after as many requests as the cache has slots.
-        history: ghosts per adviser; none takes half the capacity, at least 1 (cacheus
+        history: ghosts per rule; none takes half the capacity, at least 1 (cacheus
             ``lecar.py``; the authors' paper is said to take the capacity).
         initial_weight: of LRU.
 
     Source: Vietri et al., HotStorage 2018; details of algorithms §5.5.
     """
+
+    reference: ClassVar[tuple[str, ...]] = ("",)
 
     def __init__(
         self,
@@ -65,32 +80,35 @@ class LeCaR(RequestCache):
 
     def start(self, context: RunContext) -> None:
         """Seed the draws, shared by all pools."""
-        self.draw: Callable[[], float] = np.random.default_rng(context.seed).random
+        # One generator for all pools, so that layers do not repeat each other's draws.
+        generator = np.random.default_rng(context.seed)
+        self.draw: Callable[[], float] = generator.random
         super().start(context)
 
-    def pool(self, capacity: int, context: RunContext) -> Requests:
-        """Open an empty cache with two ghost lists."""
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
+        """Make an empty cache with two ghost lists."""
         del context
-        return _Advisers(self, capacity)
+        return _WeightedRules(self, capacity)
 
 
-class _Advisers:
+class _WeightedRules:
     """Counts in order of last use, and ghosts as key -> (count, time of eviction),
     oldest first.
     """
 
-    def __init__(self, rule: LeCaR, capacity: int) -> None:
-        self.rule = rule
-        self.history = rule.history or max(1, capacity // 2)
-        self.discount = rule.discount ** (1 / max(1, capacity))
-        self.weight_lru = rule.initial_weight
+    def __init__(self, policy: LeCaR, capacity: int) -> None:
+        self.policy = policy
+        self.history = policy.history or max(1, capacity // 2)
+        self.discount = policy.discount ** (1 / max(1, capacity))
+        self.weight_lru = policy.initial_weight
         self.now = 0
         self.counts: dict[int, int] = {}
         self.heap: list[tuple[int, int]] = []
-        self.ghosts: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]] = (
-            {},
-            {},
-        )
+        self.ghosts: list[dict[int, tuple[int, int]]] = [{}, {}]
 
     def __contains__(self, key: int) -> bool:
         return key in self.counts
@@ -101,17 +119,19 @@ class _Advisers:
 
     def miss(self, key: int, free: Container[int]) -> int:
         self.now += 1
+        # Before the draw: a returning ghost changes the weights of this very choice.
         count = self._recall(key)
         oldest = first(self.counts, free)
         rarest = self._rarest(free)
-        adviser = int(self.rule.draw() >= self.weight_lru)
-        victim = rarest if adviser else oldest
-        left = self.counts.pop(victim)
+        rule = _LFU if self.policy.draw() >= self.weight_lru else _LRU
+        victim = rarest if rule == _LFU else oldest
+
+        victim_count = self.counts.pop(victim)
         if oldest != rarest:
-            ghosts = self.ghosts[adviser]
-            ghosts[victim] = (left, self.now)
+            ghosts = self.ghosts[rule]
+            ghosts[victim] = (victim_count, self.now)
             if len(ghosts) > self.history:
-                del ghosts[next(iter(ghosts))]
+                forget_oldest(ghosts)
         self._count(key, count)
         return victim
 
@@ -125,35 +145,40 @@ class _Advisers:
     def _count(self, key: int, count: int) -> None:
         """Make `key` the most recent, with a new count."""
         self.counts[key] = count
+        # Older entries of the key stay in the heap; `_rarest` knows them by the count.
         heapq.heappush(self.heap, (count, key))
 
     def _rarest(self, free: Container[int]) -> int:
         """The lowest count that may leave; outdated entries of the heap are dropped on
         the way, held ones put back.
         """
-        held = []
+        valid = []
         while True:
             count, key = heapq.heappop(self.heap)
             if self.counts.get(key) != count:
                 continue
-            held.append((count, key))
+            valid.append((count, key))
             if key in free:
                 break
-        for entry in held:
+        for entry in valid:
             heapq.heappush(self.heap, entry)
         return key
 
     def _recall(self, key: int) -> int:
-        """The count with which `key` enters; a ghost costs its adviser weight."""
-        for adviser, ghosts in enumerate(self.ghosts):
+        """The count with which `key` enters; a ghost costs its rule weight."""
+        for rule, ghosts in enumerate(self.ghosts):
             if key in ghosts:
-                count, left_at = ghosts.pop(key)
-                loss = math.exp(
-                    -self.rule.learning_rate * self.discount ** (self.now - left_at)
-                )
+                count, evicted_at = ghosts.pop(key)
+                age = self.now - evicted_at
+                regret = self.discount**age
+                loss = math.exp(-self.policy.learning_rate * regret)
                 lru = self.weight_lru
                 lfu = 1.0 - self.weight_lru
-                lru, lfu = (lru, lfu * loss) if adviser else (lru * loss, lfu)
-                self.weight_lru = min(0.99, max(0.01, lru / (lru + lfu)))
+                if rule == _LFU:
+                    lfu *= loss
+                else:
+                    lru *= loss
+                weight = max(_LEAST_WEIGHT, lru / (lru + lfu))
+                self.weight_lru = min(_MOST_WEIGHT, weight)
                 return count + 1
         return 1

@@ -1,12 +1,12 @@
-"""Least frequently used."""
+"""LFU, least frequently used."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-from moesim.policies.cache._score_based import ScoredCache
-from moesim.policies.kernels import count_accesses, stamp
+from moesim.policies.cache._kernels import count_accesses, stamp
+from moesim.policies.cache._score_based import ScoreBasedCache
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ Variant = Literal["in-cache", "perfect"]
 Tie = Literal["id", "fifo", "lru"]
 
 
-class LFU(ScoredCache):
+class LFU(ScoreBasedCache):
     """Evict the expert with the fewest uses.
 
     A use is one layer step in which the expert is active, however many tokens it
@@ -37,8 +37,14 @@ class LFU(ScoredCache):
     is the moving average of peers §1.3.
     """
 
+    reference: ClassVar[tuple[str, ...]] = ("", "variant=perfect")
+
     def __init__(
-        self, *, variant: Variant = "in-cache", decay: float = 1.0, tie: Tie = "id"
+        self,
+        *,
+        variant: Variant = "in-cache",
+        decay: float = 1.0,
+        tie: Tie = "id",
     ) -> None:
         expect_choice("variant", variant, Variant)
         expect_choice("tie", tie, Tie)
@@ -48,10 +54,12 @@ class LFU(ScoredCache):
         self.tie_rule = tie
 
     def start(self, context: RunContext) -> None:
-        """Begin all counts at 0; `perfect` counts everybody from the start."""
+        """Begin all counts at 0; `perfect` counts every expert from the start."""
         super().start(context)
         self._now = 0.0
-        self._counted = np.full(len(self.score), self.variant == "perfect")
+        from_the_start = self.variant == "perfect"
+        self._counted = np.full(len(self.score), from_the_start)
+        # Without an array of its own, equal counts fall through to the lower id.
         if self.tie_rule != "id":
             self.tie = np.zeros(len(self.score))
 
@@ -59,7 +67,12 @@ class LFU(ScoredCache):
         """Count the active experts that are counted, after ageing their layer."""
         first = work.layer * self.experts
         count_accesses(
-            self.score, self._counted, work.experts, first, self.experts, self.decay
+            self.score,
+            self._counted,
+            work.experts,
+            first,
+            self.experts,
+            self.decay,
         )
         self._now += 1.0
         if self.tie_rule == "lru":
@@ -70,6 +83,7 @@ class LFU(ScoredCache):
         if self.variant == "in-cache":
             self.score[keys] = 1.0
             self._counted[keys] = True
+        # Both other rules begin with the entry; `fifo` never moves it again.
         if self.tie_rule != "id":
             self.tie[keys] = self._now
 

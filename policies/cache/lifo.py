@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from moesim.policies.cache._score_based import ScoredCache
+from moesim.policies.cache._score_based import ScoreBasedCache
 
 if TYPE_CHECKING:
-    from moesim.policies.base import LayerWork, RunContext
+    from moesim.policies.base import RunContext
 
 
-class LIFO(ScoredCache):
+class LIFO(ScoreBasedCache):
     """Evict the expert that entered last; a hit changes nothing.
 
     Experts of one layer step enter in launch order. What is held stays, so the last of
@@ -25,10 +25,9 @@ class LIFO(ScoredCache):
         super().start(context)
         self._entries = 0
 
-    def accessed(self, work: LayerWork) -> None:
-        """Remember nothing."""
-
     def admitted(self, keys: np.ndarray) -> None:
         """Number what enters, downwards."""
-        self.score[keys] = -self._entries - np.arange(len(keys), dtype=np.float64)
+        number = self._entries + np.arange(len(keys), dtype=np.float64)
+        # Negated: the base evicts the lowest score.
+        self.score[keys] = -number
         self._entries += len(keys)

@@ -1,13 +1,11 @@
-"""MoE-Infinity's cache: a priority from the layer's place, the sequence so far and past
-visits.
-"""
+"""MoE-Infinity's cache: a priority from layer, sequence and past visits."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from moesim.policies.base import CachePolicy
+from moesim.policies.base import CachePolicy, flat_keys
 from moesim.policies.parameters import expect_choice
 from moesim.traces.format.schema import Phase
 
@@ -17,15 +15,14 @@ if TYPE_CHECKING:
 Topology = Literal["first", "released"]
 Visits = Literal["in-cache", "perfect"]
 
+# Added to each normalised factor, so that a zero in one does not hide the others
+# (released code).
 _FLOOR = 1e-6
-"""Added to each normalised factor, so that a zero in one does not silence the others
-(released code).
-"""
 
 
 class MoEInfinity(CachePolicy):
-    """Evict the lowest product of topology decay, activation ratio of the sequence, and
-    visit frequency.
+    """Evict the expert with the lowest product of topology decay, activation ratio of
+    the sequence, and visit frequency.
 
     Each factor is scaled to sum to 1 over all experts and raised by 1e-6. The
     activation ratio is the expert's share of its layer's tokens since the sequences
@@ -65,11 +62,12 @@ class MoEInfinity(CachePolicy):
         """Begin without tokens or visits."""
         self._layers = context.shape.layers
         self._experts = context.shape.experts
+        keys = self._layers * self._experts
         self._tokens = np.zeros((self._layers, self._experts))
-        self._visits = np.zeros(self._layers * self._experts)
-        self._counted = np.full(len(self._visits), self.visits == "perfect")
-        self._unused = np.zeros(len(self._visits), np.bool_)
-        self._active = np.zeros(len(self._visits), np.bool_)
+        self._visits = np.zeros(keys)
+        self._counted = np.full(keys, self.visits == "perfect")
+        self._unused = np.zeros(keys, np.bool_)
+        self._active = np.zeros(keys, np.bool_)
         self._layer = 0
 
     def accessed(self, work: LayerWork) -> None:
@@ -78,14 +76,18 @@ class MoEInfinity(CachePolicy):
             self._tokens[:] = 0.0
         self._layer = work.layer
         self._tokens[work.layer, work.experts] += work.tokens
-        keys = work.layer * self._experts + work.experts.astype(np.int64)
-        self._visits[keys[self._counted[keys]]] += 1.0
+
+        keys = flat_keys(work, self._experts)
+        counted = keys[self._counted[keys]]
+        self._visits[counted] += 1.0
         self._unused[keys] = False
+        # Kept for `admitted`, which follows and is not told the layer step.
         self._active[:] = False
         self._active[keys] = True
 
     def admitted(self, keys: np.ndarray) -> None:
-        """Begin to count; who enters without being active was prefetched."""
+        """Begin to count what enters."""
+        # What enters without being active was prefetched, and is protected until used.
         self._unused[keys] = ~self._active[keys]
         if self.visits == "in-cache":
             self._visits[keys] = 1.0
@@ -98,28 +100,38 @@ class MoEInfinity(CachePolicy):
             self._visits[keys] = 0.0
             self._counted[keys] = False
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Choose the lowest priorities, protected ones last."""
-        protected = self._unused[candidates] | (
-            candidates // self._experts == self._layer
-        )
+        current = candidates // self._experts == self._layer
+        protected = self._unused[candidates] | current
+        # The last key sorts first: unprotected candidates, then by priority.
         order = np.lexsort((self._priority()[candidates], protected))
         return candidates[order[: len(incoming)]]
 
     def _priority(self) -> np.ndarray:
         """The product for every expert: float64 [L * E]."""
         total = self._tokens.sum(axis=1, keepdims=True)
-        ratio = np.where(
-            total > 0.0, self._tokens / np.maximum(total, 1.0), 1.0 / self._experts
-        ).reshape(-1)
+        share = self._tokens / np.maximum(total, 1.0)
+        # A layer without tokens of these sequences counts as uniform.
+        ratio = np.where(total > 0.0, share, 1.0 / self._experts)
         topology = np.repeat(self._decay(), self._experts)
-        return np.prod([_share(topology), _share(ratio), _share(self._visits)], axis=0)
+        factors = [
+            _share(topology),
+            _share(ratio.reshape(-1)),
+            _share(self._visits),
+        ]
+        return np.prod(factors, axis=0)
 
     def _decay(self) -> np.ndarray:
         """Float64 [L], 0 to 1."""
         layer = np.arange(self._layers)
         if self.topology == "first":
             return 1.0 - layer / self._layers
+
         half = max(1, self._layers // 2)
         falling = 1.0 - layer / half
         rising = (layer - half) / (half + 1)
@@ -133,6 +145,6 @@ class MoEInfinity(CachePolicy):
 def _share(values: np.ndarray) -> np.ndarray:
     """`values` as shares of their sum, raised by the floor; uniform where all are 0."""
     total = values.sum()
-    return (
-        values / total if total > 0.0 else np.full(len(values), 1.0 / len(values))
-    ) + _FLOOR
+    if total > 0.0:
+        return values / total + _FLOOR
+    return np.full(len(values), 1.0 / len(values)) + _FLOOR

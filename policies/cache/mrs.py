@@ -1,5 +1,5 @@
-"""HybriMoE's minus-recent-score: keep what the gate rated highly of late, used or
-not.
+"""HybriMoE's minus-recent-score cache, which keeps experts that the gate rated highly
+of late, used or not.
 """
 
 from __future__ import annotations
@@ -7,9 +7,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from moesim.policies.cache._score_based import ScoredCache
+from moesim.policies.base import flat_keys
+from moesim.policies.cache._score_based import ScoreBasedCache
 from moesim.policies.cache.static import Static
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.ranking import ranked
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
@@ -18,13 +20,13 @@ Fill = Literal["empty", "lowest"]
 Tie = Literal["id", "touched"]
 
 
-class MRS(ScoredCache):
-    """Evict the lowest S, where ``S ← α · TopP(s) + (1 − α) · S`` at every step of its
-    layer, starting from 0.
+class MRS(ScoreBasedCache):
+    """Evict the expert with the lowest moving average of its gate scores.
 
-    s are the gate's scores of the step and TopP keeps the p largest (ties to the lower
-    id); the others decay. In global scope the layers' S are compared as they are. A
-    layer step without scores teaches nothing.
+    That average is S, where ``S ← α · TopP(s) + (1 − α) · S`` at every step of its
+    layer, starting from 0. s are the gate's scores of the step and TopP keeps the p
+    largest (ties to the lower id); the others decay. In global scope the layers' S are
+    compared as they are. A layer step without scores changes nothing.
 
     Args:
         alpha: α; 0.5 in the released code, not given in the paper.
@@ -66,34 +68,39 @@ class MRS(ScoredCache):
     def start(self, context: RunContext) -> None:
         """Begin with S = 0."""
         super().start(context)
-        self._top = min(context.shape.experts, self.p or 2 * context.shape.top_k)
+        shape = context.shape
+        self._top = min(shape.experts, self.p or 2 * shape.top_k)
         self._now = 0.0
         if self.tie_rule == "touched":
             self.tie = np.zeros(len(self.score))
-        self._filling = Static(fill="lowest")
-        self._filling.start(context)
+        self._lowest_ids = Static(fill="lowest")
+        self._lowest_ids.start(context)
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
         """Fill with the lowest ids, if asked for."""
-        return self._filling.initial(capacity_slots) if self.fill == "lowest" else None
+        if self.fill == "lowest":
+            return self._lowest_ids.initial(capacity_slots)
+        return None
 
     def accessed(self, work: LayerWork) -> None:
         """Mix this step's best scores into the layer's S."""
         self._now += 1.0
-        first = work.layer * self.experts
         if self.tie_rule == "touched":
-            self.tie[first + work.experts] = self._now
+            self.tie[flat_keys(work, self.experts)] = self._now
         if work.scores is None:
             return
-        s = (
-            work.scores[0]
-            if self.first_row
-            else work.scores.mean(axis=0, dtype=np.float64)
-        )
-        best = np.argsort(-s, kind="stable")[: self._top]
-        layer = self.score[first : first + self.experts]
+
+        if self.first_row:
+            scores = work.scores[0]
+        else:
+            scores = work.scores.mean(axis=0, dtype=np.float64)
+        best = ranked(scores)[: self._top]
+        # A view, so that the layer's part of all scores changes in place.
+        layer = self.score[self.keys_of(work.layer)]
+        # All decay, also the experts outside the best p.
         layer *= 1.0 - self.alpha
-        layer[best] += self.alpha * s[best].astype(np.float64)
+        best_scores = scores[best].astype(np.float64)
+        layer[best] += self.alpha * best_scores
 
     def admitted(self, keys: np.ndarray) -> None:
         """Entering is a touch."""

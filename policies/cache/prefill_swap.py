@@ -1,4 +1,4 @@
-"""DAOP's cache: placed by calibration, adapted to each prompt in prefill, frozen in
+"""DAOP's cache: filled from a calibration, adapted to each prompt in prefill, fixed in
 decode.
 """
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from moesim.policies.base import ExpertKey, PolicyError, Swap
-from moesim.policies.cache._own_replacements import SwapCache
+from moesim.policies.cache._own_replacements import OwnReplacementsCache
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.ranking import highest_first, lowest_first, ranked
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -20,20 +21,20 @@ if TYPE_CHECKING:
 Variant = Literal["paper", "released"]
 Fill = Literal["auto", "calibrated"]
 
+# Products such as 1.05 · 20 must equal 21 (algorithms §0).
 _TOLERANCE = 1e-12
-"""Products such as 1.05 · 20 must equal 21 (algorithms §0)."""
 
 
-class PrefillSwap(SwapCache):
-    """In prefill, pair each layer's hottest absent experts with its coldest residents
-    and swap clear cases.
+class PrefillSwap(OwnReplacementsCache):
+    """In prefill, swap each layer's busiest absent experts for its least busy
+    residents; in decode, change nothing.
 
     Of the N experts, the ``share·N`` hottest absent ones (by prompt tokens) meet as
-    many coldest residents, rank by rank; ties go to the lower id. Nothing moves in
-    decode, and what is fetched runs from staging. Two departures: the planner carries a
-    swap out behind its layer step, so the prompt that caused it is still served from
-    the old placement; and the copy of the leaving expert back to the host, which DAOP
-    charges, is not modelled, as weights never change.
+    many coldest residents, rank by rank; ties go to the lower id. A pair is swapped
+    where the difference is clear. What is fetched runs from staging. Two departures:
+    the planner carries a swap out behind its layer step, so the prompt that caused it
+    is still served from the old placement; and the copy of the leaving expert back to
+    the host, which DAOP charges, is not modelled, as weights never change.
 
     Args:
         share: of all experts that may swap in one prefill of a layer.
@@ -80,11 +81,11 @@ class PrefillSwap(SwapCache):
             PolicyError: ``fill=calibrated`` without calibration counts.
         """
         super().start(context)
-        self._served = (
-            np.ones(context.shape.layers, np.bool_)
-            if context.served is None
-            else context.served
-        )
+        served = context.served
+        if served is None:
+            served = np.ones(context.shape.layers, np.bool_)
+        self._served = served
+
         if context.calibration is not None:
             self._counts = np.asarray(context.calibration, dtype=np.float64)
         elif self.fill == "calibrated":
@@ -93,6 +94,7 @@ class PrefillSwap(SwapCache):
                 " calibration trace; found none"
             )
         else:
+            # Equal counts: ties leave the lowest ids in front.
             self._counts = np.zeros(self.inside.shape)
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
@@ -101,55 +103,73 @@ class PrefillSwap(SwapCache):
         """
         layers, experts = self.inside.shape
         served = int(self._served.sum())
-        shares = (
-            capacity_slots
-            if len(capacity_slots) > 1
-            else np.full(layers, int(capacity_slots[0]) // served)
-        )
+        is_global = len(capacity_slots) == 1
+        shares = capacity_slots
+        if is_global:
+            shares = np.full(layers, int(capacity_slots[0]) // served)
+
         taken = np.zeros(self.inside.shape, np.bool_)
         for layer in np.flatnonzero(self._served).tolist():
-            taken[
-                layer, np.argsort(-self._counts[layer], kind="stable")[: shares[layer]]
-            ] = True
-        if len(capacity_slots) == 1:
-            order = np.argsort(-self._counts, axis=None, kind="stable")
+            best = ranked(self._counts[layer])
+            taken[layer, best[: shares[layer]]] = True
+
+        if is_global:
+            flat = taken.reshape(-1)
+            order = ranked(self._counts.reshape(-1))
             order = order[self._served[order // experts]]
-            free = min(int(capacity_slots[0]), served * experts) - int(taken.sum())
-            taken.reshape(-1)[order[~taken.reshape(-1)[order]][:free]] = True
+            # More slots than experts stay free.
+            slots = min(int(capacity_slots[0]), served * experts)
+            left = slots - int(taken.sum())
+            flat[order[~flat[order]][:left]] = True
         return np.flatnonzero(taken)
 
-    def accessed(self, work: LayerWork) -> None:
-        """Remember nothing: the tokens of the step itself decide."""
-
-    def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
+    def replacements(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[Swap]:
         """Pair hot with cold after a prefill step."""
         if work.phase != Phase.PREFILL:
             return ()
+
         tokens = np.zeros(self.inside.shape[1], np.int64)
         tokens[work.experts] = work.tokens
         settled = self.settled(work.layer, view)
         absent = ~self.inside[work.layer]
-        pairs = int(self.share * len(tokens))
+        most = int(self.share * len(tokens))
+
         if self.variant == "released":
-            hot = np.argsort(-tokens * absent, kind="stable")[:pairs]
-            cold = np.argsort(
-                tokens * np.where(absent, len(work.routing), 1), kind="stable"
-            )[:pairs]
+            # The code multiplies by masks instead of selecting: residents have 0
+            # tokens in the first list, absent experts many times theirs in the second.
+            penalty = np.where(absent, len(work.routing), 1)
+            every = np.arange(len(tokens))
+            hot = highest_first(every, tokens * absent)[:most]
+            cold = lowest_first(every, tokens * penalty)[:most]
         else:
             hot = np.flatnonzero(absent)
+            hot = highest_first(hot, tokens[hot])[:most]
             cold = np.flatnonzero(settled)
-            hot = hot[np.argsort(-tokens[hot], kind="stable")][:pairs]
-            cold = cold[np.argsort(tokens[cold], kind="stable")][:pairs]
-        return [
-            Swap(ExpertKey(work.layer, out), ExpertKey(work.layer, into))
-            for into, out in zip(hot.tolist(), cold.tolist(), strict=False)
-            if absent[into]
-            and settled[out]
-            and self._clear(int(tokens[into]), int(tokens[out]))
-        ]
+            cold = lowest_first(cold, tokens[cold])[:most]
+
+        # The shorter list decides how many pairs there are.
+        pairs = zip(hot.tolist(), cold.tolist(), strict=False)
+        swaps = []
+        for incoming, outgoing in pairs:
+            possible = absent[incoming] and settled[outgoing]
+            clear = self._clear(int(tokens[incoming]), int(tokens[outgoing]))
+            if possible and clear:
+                swaps.append(
+                    Swap(
+                        outgoing=ExpertKey(work.layer, outgoing),
+                        incoming=ExpertKey(work.layer, incoming),
+                    )
+                )
+        return swaps
 
     def _clear(self, hot: int, cold: int) -> bool:
+        """Whether `hot` tokens are enough more than `cold` ones for a swap."""
         needed = self.margin * cold
         if self.variant == "released":
             return hot > needed * (1.0 + _TOLERANCE)
-        return hot >= needed * (1.0 - _TOLERANCE) and (hot > 0 or self.idle)
+        enough = hot >= needed * (1.0 - _TOLERANCE)
+        return enough and (hot > 0 or self.idle)

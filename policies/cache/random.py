@@ -1,4 +1,4 @@
-"""Evict anybody."""
+"""Random eviction, the control of every other rule."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import numpy as np
 from moesim.policies.base import CachePolicy
 
 if TYPE_CHECKING:
-    from moesim.policies.base import LayerWork, RunContext
+    from moesim.policies.base import RunContext
 
 
 class Random(CachePolicy):
-    """Draw the victims without regard to anything, from the run's seed.
+    """Evict an expert drawn at random, from the run's seed.
 
     Source: the control of peers §1.3.
     """
 
     def start(self, context: RunContext) -> None:
         """Seed the draws."""
+        # A generator of its own, so that its draws do not depend on other policies.
         self._random = np.random.default_rng(context.seed)
 
-    def accessed(self, work: LayerWork) -> None:
-        """Remember nothing."""
-
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Draw as many candidates as experts come in, each at most once."""
         return self._random.choice(candidates, len(incoming), replace=False)

@@ -1,11 +1,16 @@
-"""S3-FIFO: a small queue on probation, a main queue, and ghosts of the first."""
+"""S3-FIFO: a small probation queue, a main queue, and a ghost list."""
 
 from __future__ import annotations
 
 from itertools import cycle
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.policies.cache._per_request import RequestCache, Requests, first
+from moesim.policies.cache._per_request import (
+    PerRequestCache,
+    RequestQueues,
+    first,
+    forget_oldest,
+)
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
@@ -15,22 +20,23 @@ if TYPE_CHECKING:
 
 Variant = Literal["paper", "libcachesim"]
 
+# A 2-bit counter.
 _MOST_USES = 3
-"""A 2-bit counter."""
 
 
-class S3FIFO(RequestCache):
-    """Newcomers prove themselves in a small queue; who was used moves to the main one,
-    the others become ghosts.
+class S3FIFO(PerRequestCache):
+    """Evict new experts early from a small queue, unless they were used there: then
+    they move to the main queue.
 
-    A ghost that returns enters the main queue. The main queue gives a used expert
-    another round for each use, at most 3. Held experts stay where they are. Requests
-    are made from layer steps as `moesim.policies.cache._per_request` says.
+    What leaves the small queue becomes a ghost; a ghost that returns enters the main
+    queue. The main queue gives a used expert another round for each use, at most 3.
+    Held experts stay where they are. Requests are made from layer steps as
+    `moesim.policies.cache._per_request` defines.
 
     Args:
         small: share of the slots for the small queue, at least one slot.
         ghosts: remembered evictions of the small queue, as a share of the slots.
-        uses: uses in the small queue that earn a place in the main one.
+        uses: uses in the small queue that qualify for the main one.
         variant: ``paper`` evicts from the small queue whenever it is full, else from
             the main one, and fills the small queue first; ``libcachesim`` evicts from
             the main queue only when that is over its size, and lets newcomers fill the
@@ -39,6 +45,8 @@ class S3FIFO(RequestCache):
     Source: Yang et al., SOSP 2023, algorithm 1; libCacheSim ``S3FIFO.c`` for the second
     variant.
     """
+
+    reference: ClassVar[tuple[str, ...]] = ("",)
 
     def __init__(
         self,
@@ -57,8 +65,12 @@ class S3FIFO(RequestCache):
         self.uses = uses
         self.variant = variant
 
-    def pool(self, capacity: int, context: RunContext) -> Requests:
-        """Open the three queues."""
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
+        """Make the three queues."""
         del context
         return _Queues(self, capacity)
 
@@ -68,16 +80,16 @@ class _Queues:
     uses.
     """
 
-    def __init__(self, rule: S3FIFO, capacity: int) -> None:
-        self.rule = rule
-        self.small = max(1, int(capacity * rule.small))
+    def __init__(self, policy: S3FIFO, capacity: int) -> None:
+        self.policy = policy
+        self.small = max(1, int(capacity * policy.small))
         self.large = capacity - self.small
-        self.most_ghosts = int(capacity * rule.ghosts)
-        self.literal = rule.variant == "paper"
+        self.most_ghosts = int(capacity * policy.ghosts)
+        self.as_published = policy.variant == "paper"
         self.probation: dict[int, int] = {}
         self.main: dict[int, int] = {}
         self.ghosts: dict[int, None] = {}
-        self.full = False
+        self.evicted_before = False
 
     def __contains__(self, key: int) -> bool:
         return key in self.probation or key in self.main
@@ -87,50 +99,76 @@ class _Queues:
         queue[key] = min(queue[key] + 1, _MOST_USES)
 
     def miss(self, key: int, free: Container[int]) -> int:
-        self.full = True
-        known = key in self.ghosts
-        self.ghosts.pop(key, None)
-        payers = [self._from_probation, self._from_main]
+        self.evicted_before = True
+        # Before a victim is chosen: its ghost may push this one out of the list.
+        returning = self._take_ghost(key)
+
+        evictions = [self._from_probation, self._from_main]
+        if not self._probation_first():
+            evictions.reverse()
         victim = -1
-        for pay in cycle(payers if self._probation_pays() else payers[::-1]):
-            victim = pay(free)
+        # Again and again, as promotions out of one queue may fill the other.
+        for evict in cycle(evictions):
+            victim = evict(free)
             if victim >= 0:
                 break
-        (self.main if known else self.probation)[key] = 0
+
+        queue = self.main if returning else self.probation
+        queue[key] = 0
         return victim
 
     def fill(self, key: int) -> None:
-        known = key in self.ghosts
-        self.ghosts.pop(key, None)
-        early = not self.literal and not self.full and len(self.probation) >= self.small
-        (self.main if known or early else self.probation)[key] = 0
+        returning = self._take_ghost(key)
+        overflows = (
+            not self.as_published
+            and not self.evicted_before
+            and len(self.probation) >= self.small
+        )
+        queue = self.main if returning or overflows else self.probation
+        queue[key] = 0
 
     def drop(self, key: int) -> None:
-        (self.probation if key in self.probation else self.main).pop(key)
+        queue = self.probation if key in self.probation else self.main
+        del queue[key]
 
-    def _probation_pays(self) -> bool:
-        if self.literal:
+    def _take_ghost(self, key: int) -> bool:
+        """Remove `key` from the ghosts; whether it was one."""
+        if key not in self.ghosts:
+            return False
+        del self.ghosts[key]
+        return True
+
+    def _probation_first(self) -> bool:
+        """Whether the small queue is to give the victim."""
+        if self.as_published:
             return len(self.probation) >= self.small
-        return len(self.main) <= self.large and len(self.probation) > 0
+        main_fits = len(self.main) <= self.large
+        return main_fits and len(self.probation) > 0
 
     def _from_probation(self, free: Container[int]) -> int:
-        """Promote until somebody has earned no place; he leaves. -1 if all were
+        """Promote used keys until one has too few uses: the victim. -1 if all were
         promoted or held.
         """
-        while (key := first(self.probation, free)) >= 0:
-            if self.probation.pop(key) < self.rule.uses:
+        key = first(self.probation, free)
+        while key >= 0:
+            if self.probation.pop(key) < self.policy.uses:
                 self.ghosts[key] = None
                 if len(self.ghosts) > self.most_ghosts:
-                    del self.ghosts[next(iter(self.ghosts))]
+                    forget_oldest(self.ghosts)
                 break
             self.main[key] = 0
+            key = first(self.probation, free)
         return key
 
     def _from_main(self, free: Container[int]) -> int:
-        """Send used ones round again until one is spent; -1 if all are held."""
-        while (key := first(self.main, free)) >= 0:
+        """Put used keys behind all others, one use fewer, until one has none: the
+        victim. -1 if all are held.
+        """
+        key = first(self.main, free)
+        while key >= 0:
             uses = self.main.pop(key)
             if uses == 0:
                 break
             self.main[key] = uses - 1
+            key = first(self.main, free)
         return key

@@ -1,4 +1,4 @@
-"""A cache that is filled once and never changes."""
+"""A cache with fixed content."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 from moesim.policies.base import PolicyError, RunContext
-from moesim.policies.cache._no_admission import ClosedCache
+from moesim.policies.cache._no_admission import NoAdmissionCache
 from moesim.policies.parameters import expect_choice
 from moesim.policies.planner.initial_content import fitting
 from moesim.policies.planner.residency import GLOBAL
@@ -14,8 +14,8 @@ from moesim.policies.planner.residency import GLOBAL
 Fill = Literal["auto", "calibrated", "lowest", "random", "front", "last"]
 
 
-class Static(ClosedCache):
-    """Fill the cache before the run and leave it so.
+class Static(NoAdmissionCache):
+    """Fill the cache before the run and never change it.
 
     In per-layer scope every layer is filled by itself; in global scope the whole model
     is ranked at once (as Fiddler places its popular experts).
@@ -61,8 +61,12 @@ class Static(ClosedCache):
         """Rank all experts, most wanted first, and keep what fits: int64 flat keys,
         ascending.
         """
+        context = self._context
         return fitting(
-            self._rank(), capacity_slots, self._context.scope, self._context.served
+            self._rank(),
+            capacity_slots,
+            context.scope,
+            context.served,
         )
 
     def _rank(self) -> np.ndarray:
@@ -70,19 +74,20 @@ class Static(ClosedCache):
         lower key.
         """
         shape = self._context.shape
+        calibration = self._context.calibration
         if self.fill in {"front", "last"}:
             layer = np.arange(shape.layers, dtype=np.float64)
-            return np.repeat(
-                (layer if self.fill == "front" else -layer)[:, None],
-                shape.experts,
-                axis=1,
-            )
+            by_layer = layer if self.fill == "front" else -layer
+            return np.repeat(by_layer[:, None], shape.experts, axis=1)
+
+        # The run's seed, not a seed of our own: another seed is another placement.
         if self.fill == "random":
-            return np.random.default_rng(self._context.seed).random(
-                (shape.layers, shape.experts)
-            )
-        if self.fill == "lowest" or self._context.calibration is None:
-            return np.tile(
-                np.arange(shape.experts, dtype=np.float64), (shape.layers, 1)
-            )
-        return -np.asarray(self._context.calibration, dtype=np.float64)
+            random = np.random.default_rng(self._context.seed)
+            return random.random((shape.layers, shape.experts))
+
+        if self.fill == "lowest" or calibration is None:
+            expert = np.arange(shape.experts, dtype=np.float64)
+            return np.tile(expert, (shape.layers, 1))
+
+        # Negated counts: the most often activated rank lowest.
+        return -np.asarray(calibration, dtype=np.float64)

@@ -1,6 +1,4 @@
-"""DALI's workload-aware cache: at the end of a window, the busiest outside replace the
-idlest inside.
-"""
+"""DALI's workload-aware cache: experts are replaced at the end of every window."""
 
 from __future__ import annotations
 
@@ -8,9 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from moesim.policies.base import ExpertKey, Swap
-from moesim.policies.cache._own_replacements import SwapCache
+from moesim.policies.cache._own_replacements import OwnReplacementsCache
 from moesim.policies.cache.static import Static
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.ranking import highest_first, lowest_first
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -23,15 +22,16 @@ Swaps = Literal["always", "gain-only"]
 Fill = Literal["random", "calibrated", "lowest"]
 
 
-class WorkloadWindow(SwapCache):
-    """Sum the tokens of every expert over w steps; then swap the u busiest absent with
-    the u idlest resident.
+class WorkloadWindow(OwnReplacementsCache):
+    """Every `window` steps, replace the residents with the fewest tokens by the absent
+    experts with the most.
 
-    Each layer has a window of its own, in global scope too, where a swap stays within
-    its layer. Ranks are paired, best with worst; ties go to the lower id; u is cut to
-    what there is. Experts fetched on demand never enter; one whose copy from the last
-    window is still in flight does not leave. The swaps are copied after the layer step,
-    behind its demand loads.
+    Tokens are summed over the w steps of a window, then the u busiest absent experts
+    are swapped with the u idlest residents. Each layer has a window of its own, in
+    global scope too, where a swap stays within its layer. Ranks are paired, best with
+    worst; ties go to the lower id; u is cut to what there is. Experts fetched on demand
+    never enter; one whose copy from the last window is still in flight does not leave.
+    The swaps are copied after the layer step, behind its demand loads.
 
     Args:
         window: w, steps of a layer per window: 4 as published.
@@ -74,14 +74,14 @@ class WorkloadWindow(SwapCache):
     def start(self, context: RunContext) -> None:
         """Begin all sums at 0."""
         super().start(context)
-        self._filling = Static(fill=self.fill)
-        self._filling.start(context)
+        self._initial_content = Static(fill=self.fill)
+        self._initial_content.start(context)
         self._sums = np.zeros(self.inside.shape, np.int64)
         self._steps = [0] * len(self.inside)
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Fill the cache as `fill` says: int64 flat keys, ascending."""
-        return self._filling.initial(capacity_slots)
+        return self._initial_content.initial(capacity_slots)
 
     def accessed(self, work: LayerWork) -> None:
         """Add this step's tokens to the layer's sums."""
@@ -89,26 +89,43 @@ class WorkloadWindow(SwapCache):
             self._sums[work.layer, work.experts] += work.tokens
             self._steps[work.layer] += 1
 
-    def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
+    def replacements(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[Swap]:
         """At the end of a window, pair the busiest outside with the idlest inside, and
         begin a new window.
         """
         layer = work.layer
-        done = self._steps[layer] - (self.trigger == "literal")
+        # Algorithm 2 counts from 0, so its first window ends after one step.
+        done = self._steps[layer]
+        if self.trigger == "literal":
+            done -= 1
         if not self._counts(work) or done % self.window:
             return ()
+
         sums = self._sums[layer].copy()
+        # The window ends here even if nothing is swapped.
         self._sums[layer] = 0
-        settled = self.settled(layer, view)
-        inside = np.flatnonzero(settled)
+        inside = np.flatnonzero(self.settled(layer, view))
         outside = np.flatnonzero(~self.inside[layer])
-        leaving = inside[np.argsort(sums[inside], kind="stable")][: self.swaps]
-        entering = outside[np.argsort(-sums[outside], kind="stable")][: self.swaps]
-        return [
-            Swap(ExpertKey(layer, out), ExpertKey(layer, into))
-            for out, into in zip(leaving.tolist(), entering.tolist(), strict=False)
-            if self.gain == "always" or sums[into] > sums[out]
-        ]
+        leaving = lowest_first(inside, sums[inside])[: self.swaps]
+        entering = highest_first(outside, sums[outside])[: self.swaps]
+
+        # The shorter list decides how many are swapped.
+        pairs = zip(leaving.tolist(), entering.tolist(), strict=False)
+        swaps = []
+        for outgoing, incoming in pairs:
+            if self.gain == "always" or sums[incoming] > sums[outgoing]:
+                swaps.append(
+                    Swap(
+                        outgoing=ExpertKey(layer, outgoing),
+                        incoming=ExpertKey(layer, incoming),
+                    )
+                )
+        return swaps
 
     def _counts(self, work: LayerWork) -> bool:
+        """Whether this layer step belongs to a window."""
         return self.prefill or work.phase != Phase.PREFILL

@@ -73,7 +73,6 @@ class MemoryLevel:
         self.cache = cache
         self.name = name
         self.shielded = np.zeros(memory.state.shape, np.bool_)
-        self.replaces = type(cache).replacements is not CachePolicy.replacements
         self.deliberates = type(cache).exposed_s is not CachePolicy.exposed_s
         self._staging = staging
         self._wishes: dict[int, Wish] = {}
@@ -182,6 +181,12 @@ class MemoryLevel:
     def replace(self, outgoing: int, incoming: int) -> None:
         """Wish for an absent expert in the place of a resident one."""
         self._wishes[incoming] = Wish(enters=True, demanded=False, replaces=outgoing)
+
+    def wished_of(self, layer: int) -> list[int]:
+        """Flat keys of queued copies of one layer, in queue order."""
+        first = layer * self.memory.experts
+        end = first + self.memory.experts
+        return [key for key in self._wishes if first <= key < end]
 
     def promote(self, key: int) -> None:
         """Note that a layer step waits for a copy that was wished for otherwise."""

@@ -70,6 +70,7 @@ class Plan:
         copied: experts that `copies` and `promoted` bring from one memory to another.
         planning_s: seconds that planning is charged.
         serial: the CPU waits for the GPUs' fetched experts.
+        waits: GPU products wait until every copy of the layer has landed.
         swaps: replacements by GPU, wished for when the layer has joined.
         precompute: experts of the next layer that the CPU starts after its own.
         precompute_s: seconds of each.
@@ -83,6 +84,7 @@ class Plan:
     copied: int
     planning_s: float
     serial: bool = False
+    waits: bool = False
     swaps: list[tuple[int, Swap]] = field(default_factory=list)
     precompute: Precompute | None = None
     precompute_s: list[float] = field(default_factory=list)

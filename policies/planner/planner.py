@@ -98,7 +98,7 @@ class Planner:
         self.gate_mass: list[float] = []
         self.assignment_name = policies.names.get("assignment", "")
         self.splits_layers = memory.gpu_split == LAYERS or self.gpus == 1
-        self._prefetches = policies.names.get("prefetch") != "none"
+        self._prefetches = policies.prefetch.prefetches
         self._serving = self._serving_gpus()
 
         # Memories and links.
@@ -208,7 +208,7 @@ class Planner:
         level = self.gpu[gpu]
         key = layer * self.experts + expert
         landing_s = now_s + self._links[gpu].copy_s[layer]
-        stages = self.policies.prefetch.no_place == "stage"
+        stages = self.policies.prefetch.no_place != "drop"
         place = level.start(key, landing_s, reserve=1, may_stage=stages)
         if place is None and level.is_demanded(key):
             # A prefetch that waits in staging is a guess; demand is not.
@@ -326,8 +326,9 @@ class Planner:
         for place in queued:
             gpu, target, expert = place
             awaited = target == layer and expert in active
-            keeps = self.policies.prefetch.late == "keep" and target == layer
-            if awaited or not keeps:
+            rule = self.policies.prefetch.late if target == layer else "drop"
+            stays = rule == "wait" or (rule == "keep" and not awaited)
+            if not stays:
                 dropped.append(place)
                 self.cancel_copy(gpu, target, expert)
         return dropped
@@ -388,6 +389,9 @@ class Planner:
 
         copies: list[Copies] = []
         promoted: list[tuple[int, int]] = []
+        waits = self.policies.prefetch.late == "wait"
+        if waits:
+            self._promote_all(work.layer, promoted)
         exposed_s = 0.0
         for gpu in self._serving[work.layer]:
             keys = self._demand(work, gpu, lanes, order, copies, promoted)
@@ -407,11 +411,12 @@ class Planner:
             copied=copied,
             planning_s=exposed_s + self._planning_s(len(lanes), copied),
             serial=serial,
+            waits=waits,
         )
         if self._precomputes and work.layer + 1 < self.layers:
             self._ask_precompute(plan)
         for gpu in self._serving[work.layer]:
-            if self.gpu[gpu].replaces:
+            if self.gpu[gpu].cache.replaces:
                 self._ask_replacements(gpu, plan)
         return plan
 
@@ -562,8 +567,9 @@ class Planner:
         queued = [level.is_wished(key) for key in keys.tolist()]
         if any(queued):
             for key in keys[queued].tolist():
-                level.promote(key)
-                promoted.append((gpu, key - layer * self.experts))
+                if not level.is_demanded(key):
+                    level.promote(key)
+                    promoted.append((gpu, key - layer * self.experts))
             keys = keys[np.logical_not(queued)]
             if not len(keys):
                 return keys
@@ -571,6 +577,13 @@ class Planner:
         read = self._need_in_host(work, layer, keys, demanded=True)
         copies.append(self._queued(FETCH, gpu, layer, keys, read))
         return keys
+
+    def _promote_all(self, layer: int, promoted: list[tuple[int, int]]) -> None:
+        """Promote every queued copy of a layer: its products wait for all of them."""
+        for gpu, level in enumerate(self.gpu):
+            for key in level.wished_of(layer):
+                level.promote(key)
+                promoted.append((gpu, key - layer * self.experts))
 
     def _exposed_s(self, work: LayerWork, gpu: int, keys: np.ndarray) -> float:
         """Seconds by which a cache's choice of victims outlasts the first load."""

@@ -1,5 +1,4 @@
-"""Which expert follows which, from one MoE layer to the next: the table behind
-statistical prefetching.
+"""Transition table: which expert follows which, from one MoE layer to the next.
 
 A calibration can hand it to policies as ``extras["transitions"]``, float64 [L, E, E]:
 entry ``[l, a, e]`` is the probability that a token which chose expert `a` in layer `l`
@@ -22,30 +21,43 @@ class Transitions:
         self._pairs = np.zeros((layers, experts, experts))
         self._seen = np.zeros((layers, experts))
 
-    def observe(self, layer: int, before: np.ndarray, after: np.ndarray) -> None:
+    def observe(
+        self,
+        layer: int,
+        before: np.ndarray,
+        after: np.ndarray,
+    ) -> None:
         """Note the same tokens' experts in `layer` and in the one after it.
 
         Args:
             layer: the earlier layer.
-            before: ids [T, K]; unused places hold ids >= E.
+            before: ids [T, K]; unused columns hold ids >= E.
             after: ids [T, K'], row by row the same tokens.
         """
+        # Wider integers, as pairs are numbered `first * E + second`.
         before = before.astype(np.int64)
         after = after.astype(np.int64)
-        used = before < self.experts
-        np.add.at(self._seen[layer], before[used], 1.0)
-        pairs = used[:, :, None] & (after < self.experts)[:, None, :]
-        first = np.broadcast_to(before[:, :, None], pairs.shape)[pairs]
-        then = np.broadcast_to(after[:, None, :], pairs.shape)[pairs]
-        np.add.at(self._pairs[layer].reshape(-1), first * self.experts + then, 1.0)
+        used_before = before < self.experts
+        used_after = after < self.experts
+        np.add.at(self._seen[layer], before[used_before], 1.0)
 
-    def rows(self, layer: int, experts: np.ndarray) -> np.ndarray:
+        pairs = used_before[:, :, None] & used_after[:, None, :]
+        first = np.broadcast_to(before[:, :, None], pairs.shape)[pairs]
+        second = np.broadcast_to(after[:, None, :], pairs.shape)[pairs]
+        flat = self._pairs[layer].reshape(-1)
+        np.add.at(flat, first * self.experts + second, 1.0)
+
+    def rows(
+        self,
+        layer: int,
+        experts: np.ndarray,
+    ) -> np.ndarray:
         """Probabilities of what follows some experts of a layer: float64 [A, E]."""
-        return (
-            self._pairs[layer, experts]
-            / np.maximum(self._seen[layer, experts], 1.0)[:, None]
-        )
+        seen = np.maximum(self._seen[layer, experts], 1.0)
+        return self._pairs[layer, experts] / seen[:, None]
 
     def table(self) -> np.ndarray:
-        """The whole table: float64 [L, E, E]."""
-        return self._pairs / np.maximum(self._seen, 1.0)[:, :, None]
+        """The full table: float64 [L, E, E]."""
+        # At least 1, so that rows that were never seen stay 0.
+        seen = np.maximum(self._seen, 1.0)
+        return self._pairs / seen[:, :, None]

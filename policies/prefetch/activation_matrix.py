@@ -1,6 +1,4 @@
-"""MoE-Infinity's prefetch: the sequence that looked most like this one tells what comes
-next.
-"""
+"""MoE-Infinity's prefetch by the most similar finished sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +8,8 @@ import numpy as np
 from moesim.policies.base import ExpertKey, PolicyError, PrefetchPolicy
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.planner.resident_mask import present
-from moesim.policies.prefetch._activations import ActivationStore
+from moesim.policies.prefetch._activation_store import ActivationStore
+from moesim.policies.ranking import highest_first
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -27,10 +26,10 @@ class ActivationMatrix(PrefetchPolicy):
 
     Similar is the highest mean over layers of the cosine between rows of token counts.
     A coming layer j counts with ``1 - (j - l) / (L + 1)``. Absent experts that the
-    found sequence used are wanted by descending value, ties to the lower layer and id.
-    A prefill of the first layer begins a new sequence (a batch is one sequence); a
+    similar sequence used are wanted by descending value, ties to the lower layer and
+    id. A prefill of the first layer begins a new sequence (a batch is one sequence); a
     trace without prefill is one endless sequence, of which only a calibrated store can
-    say anything.
+    predict anything.
 
     Args:
         mask: which layers are compared at layer l. The ``released`` code blanks the
@@ -39,11 +38,11 @@ class ActivationMatrix(PrefetchPolicy):
             wins). ``prefix`` compares the layers up to l, as the paper describes.
         capacity: sequences kept; 1000 in the released code. Calibrated ones
             (``extras["activation_matrices"]``, see
-            `moesim.policies.prefetch._activations`) are never forgotten.
+            `moesim.policies.prefetch._activation_store`) are never forgotten.
         size: absent experts wanted per layer step. The released code queues all of
-            them; as a place in the cache is given when a copy is queued here, and when
-            it starts there, only the head of the queue is put in: more than a link can
-            start within one layer.
+            them, and gives them slots when their copies start; here a slot is given
+            when a copy is queued, so only the head of the queue is put in: more than a
+            link can start within one layer.
         requeue: whether the queue is sorted anew at every layer, as the released code
             does; otherwise what was put in earlier goes first.
 
@@ -75,10 +74,9 @@ class ActivationMatrix(PrefetchPolicy):
         """
         layers = context.shape.layers
         experts = context.shape.experts
-        known = np.asarray(
-            context.extras.get("activation_matrices", np.zeros((0, layers, experts))),
-            np.float64,
-        )
+        none_known = np.zeros((0, layers, experts))
+        known = context.extras.get("activation_matrices", none_known)
+        known = np.asarray(known, np.float64)
         if known.ndim != 3 or known.shape[1:] != (layers, experts):
             raise PolicyError(
                 "prefetch policy 'activation-matrix': calibration"
@@ -87,30 +85,43 @@ class ActivationMatrix(PrefetchPolicy):
             )
         self._store = ActivationStore(known, self.capacity)
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
-        """Count this layer step, find the nearest sequence, want its best absent
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
+        """Count this layer step, look up the nearest sequence, name its best absent
         experts.
         """
         if work.layer == 0 and work.phase == Phase.PREFILL:
             self._store.finish()
         self._store.observe(work.layer, work.experts, work.tokens)
+
         first = work.layer + 1
         if first >= view.layers or not len(self._store) or not self.size:
             return ()
-        seen = slice(first) if self.mask == "prefix" else slice(first, None)
-        ahead = np.arange(1, view.layers - work.layer)
-        decay = 1.0 - ahead / (view.layers + 1)
-        value = self._store.most_similar(seen)[first:] * decay[:, None]
+
+        compared = slice(first, None)
+        if self.mask == "prefix":
+            compared = slice(first)
+        depth = np.arange(1, view.layers - work.layer)
+        decay = 1.0 - depth / (view.layers + 1)
+        # A new array: the store's own rows stay as they are.
+        similar = self._store.most_similar(compared)
+        value = similar[first:] * decay[:, None]
+        # Present experts are not wanted again, whatever their value.
         for j, row in enumerate(value):
             row[present(view, first + j)] = 0.0
+
         flat = value.reshape(-1)
         size = min(self.size, int(np.count_nonzero(flat)))
         if not size:
             return ()
+        # Only what reaches the size-th largest value is sorted, not all layers.
         least = np.partition(flat, -size)[-size]
         among = np.flatnonzero(flat >= least)
-        best = among[np.argsort(-flat[among], kind="stable")[:size]]
+        best = highest_first(among, flat[among])[:size]
         return [
-            ExpertKey(first + int(key) // view.experts, int(key) % view.experts)
-            for key in best
+            ExpertKey(first + key // view.experts, key % view.experts)
+            for key in best.tolist()
         ]

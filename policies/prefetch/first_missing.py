@@ -1,4 +1,4 @@
-"""AdapMoE's prefetch: one expert ahead, the best that is missing."""
+"""AdapMoE's prefetch of one absent expert of the next layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from moesim.policies.base import PrefetchPolicy
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._prediction import most_wanted
+from moesim.policies.prefetch._prediction import by_predicted_workload
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class FirstMissing(PrefetchPolicy):
-    """Of the best experts that the next gate chooses for this layer's input, prefetch
-    the first absent one.
+    """Prefetch the best absent expert among the few that the next gate prefers for this
+    layer's input.
 
     Decode only, as in the released code, which looks ahead while a single token is
     decoded; for a batch experts are ranked by predicted workload, then by summed score.
@@ -38,10 +38,22 @@ class FirstMissing(PrefetchPolicy):
         self.top = top
         self.count = count
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Look one layer ahead."""
         if work.phase != Phase.DECODE:
             return ()
-        return most_wanted(
-            work, view, "pred1_raw", 1, size=self.top, refill=False, tie="score"
-        )[: self.count]
+        # Present experts use up their rank, so only the best `top` are considered.
+        absent = by_predicted_workload(
+            work,
+            view,
+            column="pred1_raw",
+            depth=1,
+            size=self.top,
+            refill=False,
+            tie="score",
+        )
+        return absent[: self.count]

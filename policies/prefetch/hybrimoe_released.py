@@ -1,4 +1,6 @@
-"""HybriMoE's prefetch as its code has it: no gate is asked, only recent scores."""
+"""HybriMoE's prefetch as its released code does it: by recent scores, without a gate's
+prediction.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ import numpy as np
 from moesim.policies.base import ABSENT, PrefetchPolicy
 from moesim.policies.cache.mrs import MRS
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._wishes import wishes
+from moesim.policies.prefetch._absent_experts import absent_experts
+from moesim.policies.ranking import ranked
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -23,8 +26,8 @@ class HybriMoEReleased(PrefetchPolicy):
 
     The score is that of the `mrs` cache with the released constants, first row of the
     step included. "Uses the GPU" is read here as: an active expert is present. Decode
-    only; the release preloads whole layers in prefill. What is late is waited for,
-    present experts use up their place.
+    only; the release preloads whole layers in prefill. Copies that are late are waited
+    for; present experts use up their rank.
 
     Args:
         size: experts of the next layer; the release leaves it 0, off, unless
@@ -36,6 +39,7 @@ class HybriMoEReleased(PrefetchPolicy):
     """
 
     needs = ("scores",)
+    late = "wait"
 
     def __init__(self, *, size: int = 4, alpha: float = 0.5) -> None:
         expect(size >= 0, "size", "a number >= 0", size)
@@ -46,16 +50,27 @@ class HybriMoEReleased(PrefetchPolicy):
         """Begin with all scores 0."""
         self._scores.start(context)
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Note this layer's scores, then rank the next layer by what it had before."""
+        # Every step counts into the scores, also where nothing is prefetched.
         self._scores.accessed(work)
         layer = work.layer + 1
-        if (
-            layer >= view.layers
-            or work.phase != Phase.DECODE
-            or not (work.state != ABSENT).any()
-        ):
+        uses_gpu = (work.state != ABSENT).any()
+        if layer >= view.layers or work.phase != Phase.DECODE or not uses_gpu:
             return ()
-        recent = self._scores.score[layer * view.experts : (layer + 1) * view.experts]
-        ranked = np.argsort(-recent, kind="stable")[: np.count_nonzero(recent)]
-        return wishes(ranked, layer, view, size=self.size, refill=False)
+
+        first = layer * view.experts
+        recent = self._scores.score[first : first + view.experts]
+        # Experts that never had a score are not wanted.
+        scored = np.count_nonzero(recent)
+        return absent_experts(
+            ranked(recent)[:scored],
+            layer,
+            view,
+            size=self.size,
+            refill=False,
+        )

@@ -1,4 +1,4 @@
-"""HybriMoE's prefetch: bring what shortens a coming layer most."""
+"""HybriMoE's prefetch by simulated impact on the coming layers."""
 
 from __future__ import annotations
 
@@ -7,24 +7,32 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from moesim.policies.assignment._gpu_choice import first_cpu_s
-from moesim.policies.assignment._list_scheduler import rehearse
+from moesim.policies.assignment._list_scheduler import list_schedule
 from moesim.policies.base import ExpertKey, PrefetchPolicy
-from moesim.policies.kernels import predicted_workload
 from moesim.policies.parameters import expect
 from moesim.policies.planner.resident_mask import present
+from moesim.policies.prefetch._kernels import predicted_workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moesim.policies.base import LayerWork, MachineView
 
+# One per layer ahead, nearest first.
 _COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")
+
+# The scheduler's default reading, R2, with stealing. Keywords would cost a microsecond
+# in each of many calls (measured).
+_RULE = (True, True)
+
+# Differences of makespans are rounded to picoseconds: equal gains must compare equal.
+_GAIN_DIGITS = 12
 
 
 @dataclass(slots=True)
 class _Layer:
-    """What a layer asks for, or is predicted to; arrays over its experts as in
-    `LayerWork`, of one GPU.
+    """Work of a layer, actual or predicted; arrays over its experts as in `LayerWork`,
+    of one GPU.
     """
 
     layer: int
@@ -40,51 +48,54 @@ class _Layer:
         """Seconds HybriMoE's schedule takes, given what must still arrive (float64 [1,
         A]).
         """
+        # What is on its way to a coming layer is taken for present already.
         flying = np.zeros_like(arrive_s, dtype=np.bool_)
-        return rehearse(
+        schedule = list_schedule(
             self.tokens,
             self.cpu_s,
             self.gpu_s,
             arrive_s,
             flying,
             self.first_s,
-            True,
-            True,
-        )[2]
+            *_RULE,
+        )
+        return schedule[2]
 
     def best(self) -> tuple[float, int]:
         """Weighted gain in seconds and position of the absent expert whose presence
         shortens this layer most.
 
-        Experts of equal load cost the same everywhere, so the lowest id speaks for all
+        Experts of equal load cost the same everywhere, so the lowest id stands for all
         of them.
         """
         before_s = self.makespan_s(self.arrive_s)
         absent = np.flatnonzero(self.arrive_s[0])
         best_s = 0.0
-        best_place = -1
-        for first in np.unique(self.tokens[absent], return_index=True)[1][::-1]:
-            place = int(absent[first])
+        best_position = -1
+        # From the highest load down, and only a larger gain replaces: ties go to it.
+        _, first_of_load = np.unique(self.tokens[absent], return_index=True)
+        for first in first_of_load[::-1]:
+            position = int(absent[first])
             arrive_s = self.arrive_s.copy()
-            arrive_s[0, place] = 0.0
-            gain_s = round(before_s - self.makespan_s(arrive_s), 12)
+            arrive_s[0, position] = 0.0
+            gain_s = round(before_s - self.makespan_s(arrive_s), _GAIN_DIGITS)
             if gain_s > best_s:
                 best_s = gain_s
-                best_place = place
-        return best_s * self.weight, best_place
+                best_position = position
+        return best_s * self.weight, best_position
 
 
 class Impact(PrefetchPolicy):
     """Prefetch, one after another, the expert that shortens a coming layer's simulated
     schedule most.
 
-    Each coming layer's experts and loads are what its gate says of this layer's input.
-    Impact is the makespan of that layer by HybriMoE's own scheduler less its makespan
-    with the expert present, evaluated anew in the chosen layer after each choice. Ties
-    go to the nearer layer, the higher load, the lower id; nothing is wanted without a
-    gain. As many are wanted as the link could start, behind what is queued on it,
-    before this layer's own simulated end. Predicted experts that are present are named
-    last, which shields them from being evicted for the others.
+    Each coming layer's experts and loads are what its gate predicts from this layer's
+    input. Impact is the makespan of that layer by HybriMoE's own scheduler less its
+    makespan with the expert present, evaluated anew in the chosen layer after each
+    choice. Ties go to the nearer layer, the higher load, the lower id; nothing is
+    wanted without a gain. As many are wanted as the link could start, behind what is
+    queued on it, before this layer's own simulated end. Predicted experts that are
+    present are named last, which shields them from being evicted for the others.
 
     "One at a time whenever the link is idle" means that nothing is promised before it
     starts. So what has not started when the next layer comes is taken back, and the
@@ -120,61 +131,86 @@ class Impact(PrefetchPolicy):
         self.requeue = requeue
         self.needs = _COLUMNS[:depth]
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Choose greedily among all coming layers."""
-        last = min(len(self.needs), view.layers - 1 - work.layer)
-        room = self._room(work, view) if last else 0
-        if not room:
+        following = view.layers - 1 - work.layer
+        last = min(len(self.needs), following)
+        copies = self._possible_copies(work, view) if last else 0
+        if not copies:
             return ()
-        ahead = [self._predict(work, view, n) for n in range(1, last + 1)]
-        kept = [
-            ExpertKey(a.layer, e)
-            for a in ahead
-            for e in a.experts[a.arrive_s[0] == 0.0].tolist()
+
+        coming = [self._predict(work, view, depth) for depth in range(1, last + 1)]
+        shielded = [
+            ExpertKey(layer.layer, expert)
+            for layer in coming
+            for expert in layer.experts[layer.arrive_s[0] == 0.0].tolist()
         ]
-        best = [a.best() for a in ahead]
-        wanted: list[ExpertKey] = []
-        while len(wanted) < room:
+        best = [layer.best() for layer in coming]
+        keys: list[ExpertKey] = []
+        while len(keys) < copies:
+            # `max` takes the first of equals: the nearer layer.
             n = max(range(last), key=lambda k: best[k][0])
-            gain_s, place = best[n]
+            gain_s, position = best[n]
             if gain_s <= 0.0:
                 break
-            wanted.append(ExpertKey(ahead[n].layer, int(ahead[n].experts[place])))
-            ahead[n].arrive_s[0, place] = 0.0
-            best[n] = ahead[n].best()
-        return wanted + kept if wanted else ()
+            chosen = coming[n]
+            expert = int(chosen.experts[position])
+            keys.append(ExpertKey(chosen.layer, expert))
+            # As if it were there: the next choice builds on this one.
+            chosen.arrive_s[0, position] = 0.0
+            best[n] = chosen.best()
+        return keys + shielded if keys else ()
 
-    def _room(self, work: LayerWork, view: MachineView) -> int:
+    def _possible_copies(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> int:
         """How many copies the link could start before this layer ends."""
-        fastest_s = work.gpu_s.min(axis=0, keepdims=True)
+        # One GPU stands for all: the best of each expert's times.
         nearest_s = work.arrive_s.min(axis=0, keepdims=True)
-        now = _Layer(
-            work.layer,
-            work.experts,
-            work.tokens,
-            work.cpu_s,
-            fastest_s,
-            nearest_s,
-            first_cpu_s(view),
+        current = _Layer(
+            layer=work.layer,
+            experts=work.experts,
+            tokens=work.tokens,
+            cpu_s=work.cpu_s,
+            gpu_s=work.gpu_s.min(axis=0, keepdims=True),
+            arrive_s=nearest_s,
+            first_s=first_cpu_s(view),
         )
         copy_s = view.copy_s(work.layer)
-        idle_s = now.makespan_s(nearest_s) - view.link_wait_s()
-        room = max(0, int(np.ceil(idle_s / copy_s))) if copy_s > 0.0 else view.experts
-        return room if self.size is None else min(room, self.size)
+        idle_s = current.makespan_s(nearest_s) - view.link_wait_s()
+        # A link that takes no time could bring the whole layer.
+        copies = view.experts
+        if copy_s > 0.0:
+            copies = max(0, int(np.ceil(idle_s / copy_s)))
+        return copies if self.size is None else min(copies, self.size)
 
-    def _predict(self, work: LayerWork, view: MachineView, ahead: int) -> _Layer:
-        layer = work.layer + ahead
-        scores = work.predicted[self.needs[ahead - 1]].astype(np.float32)
+    def _predict(
+        self,
+        work: LayerWork,
+        view: MachineView,
+        depth: int,
+    ) -> _Layer:
+        """The layer `depth` layers on, as its gate predicts it from this input."""
+        layer = work.layer + depth
+        scores = work.predicted[self.needs[depth - 1]].astype(np.float32)
         workload = predicted_workload(scores, work.routing.shape[1])
         experts = np.flatnonzero(workload)
         tokens = workload[experts].astype(np.int32)
+        is_present = present(view, layer)[experts]
+        arrive_s = np.where(is_present, 0.0, view.copy_s(layer))
         return _Layer(
-            layer,
-            experts,
-            tokens,
-            view.cpu_s(layer, tokens),
-            view.gpu_s(layer, tokens)[None],
-            np.where(present(view, layer)[experts], 0.0, view.copy_s(layer))[None],
-            first_cpu_s(view),
-            self.discount ** (ahead - 1),
+            layer=layer,
+            experts=experts,
+            tokens=tokens,
+            cpu_s=view.cpu_s(layer, tokens),
+            gpu_s=view.gpu_s(layer, tokens)[None],
+            arrive_s=arrive_s[None],
+            first_s=first_cpu_s(view),
+            weight=self.discount ** (depth - 1),
         )

@@ -1,4 +1,4 @@
-"""Ask the coming layers' gates what they would choose now."""
+"""Prefetch by the coming layers' gates, evaluated on this layer's input."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from moesim.policies.base import Late, PrefetchPolicy
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._prediction import Tie, most_wanted
+from moesim.policies.prefetch._prediction import Tie, by_predicted_workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moesim.policies.base import ExpertKey, LayerWork, MachineView
 
+# One per layer ahead, nearest first.
 _COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")
 
 
@@ -27,9 +28,9 @@ class NextGate(PrefetchPolicy):
             predicted top-k holds them).
         depth: layers ahead, nearest first: 1 as Mixtral-Offloading, 3 as HybriMoE's
             look-ahead.
-        refill: False lets experts that are present use up their place (the share of
-            `size` found is then the paper's prefetch accuracy); True takes the next in
-            rank instead.
+        refill: False lets experts that are present use up their rank (the share of
+            `size` that is right is then the paper's prefetch accuracy); True takes the
+            next in rank instead.
         tie: between equal workloads, ``id`` takes the lower id; ``score`` the higher
             summed score, which matters for one sequence, where all k predicted experts
             have workload 1.
@@ -51,7 +52,7 @@ class NextGate(PrefetchPolicy):
         depth: int = 1,
         refill: bool = False,
         tie: Tie = "id",
-        late: Late = "keep",
+        late: Late = "drop",
         requeue: bool = False,
     ) -> None:
         expect(size >= 0, "size", "a number >= 0", size)
@@ -64,19 +65,24 @@ class NextGate(PrefetchPolicy):
         self.tie = tie
         self.late = late
         self.requeue = requeue
+        # A trace without the farther predictions still serves a smaller depth.
         self.needs = _COLUMNS[:depth]
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Rank each layer ahead by itself; nearer layers come first."""
-        wanted: list[ExpertKey] = []
-        for ahead, column in enumerate(self.needs, start=1):
-            wanted += most_wanted(
+        keys: list[ExpertKey] = []
+        for depth, column in enumerate(self.needs, start=1):
+            keys += by_predicted_workload(
                 work,
                 view,
-                column,
-                ahead,
+                column=column,
+                depth=depth,
                 size=self.size,
                 refill=self.refill,
                 tie=self.tie,
             )
-        return wanted
+        return keys

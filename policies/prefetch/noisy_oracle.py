@@ -1,4 +1,4 @@
-"""What if my predictor were 90 % right?"""
+"""An oracle with random mistakes, to study predictors of any accuracy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from moesim.policies.base import ExpertKey, Late
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._foresight import Foresight
+from moesim.policies.prefetch._future import FuturePrefetch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, MachineView, RunContext
 
 
-class NoisyOracle(Foresight):
-    """Predict as many experts as will be active, each right with the stated accuracy.
+class NoisyOracle(FuturePrefetch):
+    """Prefetch as many experts as will be active, each right with the stated accuracy.
 
     Every active expert is named with probability `accuracy`, else an inactive one drawn
     at random takes its place (where fewer are inactive than were missed, the rest is
@@ -38,7 +38,11 @@ class NoisyOracle(Foresight):
     """
 
     def __init__(
-        self, *, accuracy: float = 0.9, depth: int = 1, late: Late = "keep"
+        self,
+        *,
+        accuracy: float = 0.9,
+        depth: int = 1,
+        late: Late = "drop",
     ) -> None:
         expect(0 <= accuracy <= 1, "accuracy", "0 to 1", accuracy)
         expect(depth >= 1, "depth", "a number >= 1", depth)
@@ -52,24 +56,32 @@ class NoisyOracle(Foresight):
         super().start(context)
         self._random = np.random.default_rng(context.seed)
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Predict the coming layers."""
-        wanted: list[ExpertKey] = []
-        for ahead in range(1, self.depth + 1):
-            active = self.coming(work, view, ahead)
+        keys: list[ExpertKey] = []
+        for depth in range(1, self.depth + 1):
+            active = self.coming(work, view, depth)
+            # Past the last layer nothing is drawn.
             if len(active):
-                predicted = self._predict(active, view.experts)
-                wanted += [
-                    ExpertKey(work.layer + ahead, expert)
-                    for expert in predicted.tolist()
-                ]
-        return wanted
+                predicted = self._predict(active, view.experts).tolist()
+                keys += [ExpertKey(work.layer + depth, expert) for expert in predicted]
+        return keys
 
-    def _predict(self, active: np.ndarray, experts: int) -> np.ndarray:
-        """Spoil the truth: distinct ids in random order, at most as many as are
-        active.
-        """
-        right = active[self._random.random(len(active)) < self.accuracy]
+    def _predict(
+        self,
+        active: np.ndarray,
+        experts: int,
+    ) -> np.ndarray:
+        """Distinct ids in random order, at most as many as are active."""
+        is_right = self._random.random(len(active)) < self.accuracy
+        right = active[is_right]
         inactive = np.delete(np.arange(experts), active)
-        wrong = self._random.permutation(inactive)[: len(active) - len(right)]
+        # Both permutations are always drawn, so that the stream of random numbers does
+        # not depend on how many were right.
+        missed = len(active) - len(right)
+        wrong = self._random.permutation(inactive)[:missed]
         return self._random.permutation(np.concatenate((right, wrong)))

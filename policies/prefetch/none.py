@@ -1,8 +1,8 @@
-"""No prefetch: experts move when they are asked for."""
+"""No prefetch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moesim.policies.base import PrefetchPolicy
 
@@ -13,12 +13,18 @@ if TYPE_CHECKING:
 
 
 class NoPrefetch(PrefetchPolicy):
-    """Want nothing.
+    """Prefetch nothing: experts are copied when they are needed.
 
     Source: what FlashMoE, Fiddler and the released Mixtral-Offloading do.
     """
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
-        """Return an empty list."""
+    prefetches: ClassVar[bool] = False
+
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
+        """Return an empty sequence."""
         del work, view
         return ()

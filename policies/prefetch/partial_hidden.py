@@ -1,6 +1,4 @@
-"""SMoE's online prefetch: ask the next gate early, load in the order of its scores,
-drop what comes too late.
-"""
+"""SMoE's online prefetch by the next gate's scores."""
 
 from __future__ import annotations
 
@@ -8,9 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from moesim.policies.base import PrefetchPolicy
-from moesim.policies.kernels import predicted_workload
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._wishes import wishes
+from moesim.policies.prefetch._absent_experts import absent_experts
+from moesim.policies.prefetch._kernels import predicted_workload
+from moesim.policies.ranking import ranked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +20,7 @@ Merge = Literal["max", "sum"]
 
 
 class PartialHidden(PrefetchPolicy):
-    """Prefetch every expert of some token's predicted top k, best score first; drop
+    """Prefetch every expert in some token's predicted top k, best score first; drop
     what has not started in time.
 
     SMoE runs the next layer's attention and gate on the hidden state that the resident
@@ -49,19 +48,30 @@ class PartialHidden(PrefetchPolicy):
         self.merge = merge
         self.size = size
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Queue the next layer's predicted experts, best first."""
-        if work.layer + 1 >= view.layers:
+        layer = work.layer + 1
+        if layer >= view.layers:
             return ()
+
         scores = work.predicted["pred1_raw"].astype(np.float32)
         predicted = predicted_workload(scores, work.routing.shape[1]) > 0
-        merged = (
-            scores.max(axis=0)
-            if self.merge == "max"
-            else scores.sum(axis=0, dtype=np.float64)
+        if self.merge == "max":
+            merged = scores.max(axis=0)
+        else:
+            merged = scores.sum(axis=0, dtype=np.float64)
+
+        # Experts that no token is predicted to choose sort last, and are cut off.
+        count = np.count_nonzero(predicted)
+        order = ranked(merged, among=predicted)[:count]
+        return absent_experts(
+            order,
+            layer,
+            view,
+            size=len(order) if self.size is None else self.size,
+            refill=False,
         )
-        ranked = np.argsort(-np.where(predicted, merged, -np.inf), kind="stable")[
-            : np.count_nonzero(predicted)
-        ]
-        size = len(ranked) if self.size is None else self.size
-        return wishes(ranked, work.layer + 1, view, size=size, refill=False)

@@ -1,4 +1,4 @@
-"""Guessing: what prefetching costs and brings when nothing is known."""
+"""Random prefetch, the control of every predictor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from moesim.policies.base import PrefetchPolicy
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._wishes import wishes
+from moesim.policies.prefetch._absent_experts import absent_experts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,15 +16,11 @@ if TYPE_CHECKING:
 
 
 class RandomPrefetch(PrefetchPolicy):
-    """Prefetch experts of the next layer drawn at random, all alike: the control of a
-    predictor.
-
-    One permutation is drawn per layer step whatever is present, so two runs with one
-    seed guess the same.
+    """Prefetch experts of the next layer drawn at random, each as likely as any other.
 
     Args:
-        size: experts drawn; those that are present use up their place.
-        refill: draw until `size` absent ones are found.
+        size: experts drawn; those that are present use up their rank.
+        refill: draw until there are `size` absent ones.
 
     Source: DALI, section 6.3 ("random prefetch").
     """
@@ -38,9 +34,22 @@ class RandomPrefetch(PrefetchPolicy):
         """Seed the generator."""
         self._random = np.random.default_rng(context.seed)
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Guess the next layer."""
-        if work.layer + 1 >= view.layers:
+        layer = work.layer + 1
+        if layer >= view.layers:
             return ()
-        ranked = self._random.permutation(view.experts)
-        return wishes(ranked, work.layer + 1, view, size=self.size, refill=self.refill)
+        # One permutation per layer step, whatever is present: two runs with one seed
+        # guess the same, also where their caches differ.
+        drawn = self._random.permutation(view.experts)
+        return absent_experts(
+            drawn,
+            layer,
+            view,
+            size=self.size,
+            refill=self.refill,
+        )

@@ -1,6 +1,4 @@
-"""DALI's prefetch: the next gate, on an input corrected by what a layer usually
-adds.
-"""
+"""DALI's prefetch by the next gate on a residual-corrected input."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from moesim.policies.base import PrefetchPolicy
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._prediction import Tie, most_wanted
+from moesim.policies.prefetch._prediction import Tie, by_predicted_workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,8 +19,8 @@ class Residual(PrefetchPolicy):
     features.
 
     The recorder adds the mean change of the gate input from one layer to the next,
-    measured on a calibration split, before it asks the next gate; the trace holds those
-    scores as ``pred1_res``.
+    measured on a calibration split, before it evaluates the next gate; the trace holds
+    those scores as ``pred1_res``.
 
     Args:
         size: experts ranked per layer; 4 for DeepSeek and Qwen, 1 for Mixtral (DALI,
@@ -36,6 +34,7 @@ class Residual(PrefetchPolicy):
     Source: DALI, equations 10-11.
     """
 
+    # Only a recorder with a calibration split can write this column.
     needs = ("pred1_res",)
 
     def __init__(self, *, size: int = 4, refill: bool = False, tie: Tie = "id") -> None:
@@ -45,8 +44,18 @@ class Residual(PrefetchPolicy):
         self.refill = refill
         self.tie = tie
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Rank the next layer."""
-        return most_wanted(
-            work, view, "pred1_res", 1, size=self.size, refill=self.refill, tie=self.tie
+        return by_predicted_workload(
+            work,
+            view,
+            column="pred1_res",
+            depth=1,
+            size=self.size,
+            refill=self.refill,
+            tie=self.tie,
         )

@@ -1,4 +1,4 @@
-"""AdapMoE's gating: where a layer forgives it, the lesser experts stay out."""
+"""AdapMoE's adaptive gating: fewer experts per token in insensitive layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from moesim.policies.base import PolicyError, Routing, RoutingPolicy
 from moesim.policies.parameters import expect
-from moesim.policies.routing._substitute import UNUSED
+from moesim.policies.routing._substitute import SMALLEST, UNUSED
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class AdaptiveGating(RoutingPolicy):
 
     The threshold is ``sqrt(budget / sensitivity of the layer)``. Decode only. The
     source drops the second of two, and only while a single token is decoded; for more
-    experts per token, and in batches, the same rule holds for each place and token
+    experts per token, and in batches, the same rule holds for each expert and token
     (ours). What remains is scaled up to the recorded sum where the model normalises
     over the top k.
 
@@ -50,36 +50,45 @@ class AdaptiveGating(RoutingPolicy):
             PolicyError: they are not one positive number for each layer.
         """
         layers = context.shape.layers
-        given = np.asarray(
-            context.extras.get("sensitivity", np.full(layers, self.sensitivity)),
-            np.float64,
-        )
-        if given.shape != (layers,) or not (given > 0).all():
+        uniform = np.full(layers, self.sensitivity)
+        sensitivity = context.extras.get("sensitivity", uniform)
+        sensitivity = np.asarray(sensitivity, np.float64)
+        is_legal = sensitivity.shape == (layers,) and (sensitivity > 0).all()
+        if not is_legal:
             raise PolicyError(
                 "routing policy 'adaptive-gating': calibration 'sensitivity': expected"
                 f" {layers} positive numbers, one for each MoE layer, got shape"
-                f" {given.shape}"
+                f" {sensitivity.shape}"
             )
-        self._threshold = np.sqrt(self.budget / given)
+        self._threshold = np.sqrt(self.budget / sensitivity)
 
-    def route(self, gate: Gate, view: MachineView) -> Routing:
-        """Thin out a decode step."""
+    def route(
+        self,
+        gate: Gate,
+        view: MachineView,
+    ) -> Routing:
+        """Drop experts of a decode step."""
         assert self._threshold is not None, "route() before start()"
         assert gate.weights is not None, (
             "a policy that needs weights was started without them"
         )
         if gate.phase != Phase.DECODE:
             return Routing(gate.experts, gate.weights)
+
         weights = gate.weights.astype(np.float64)
         total = weights.sum(axis=1, keepdims=True)
         dropped = weights < self._threshold[gate.layer] * total
+        # The best expert stays, however small its share.
         dropped[:, 0] = False
         if not dropped.any():
             return Routing(gate.experts, gate.weights)
+
         kept = np.where(dropped, 0.0, weights)
         if view.shape.norm_topk:
-            kept *= total / np.maximum(kept.sum(axis=1, keepdims=True), 1e-30)
+            left = kept.sum(axis=1, keepdims=True)
+            kept *= total / np.maximum(left, SMALLEST)
+        experts = np.where(dropped, UNUSED, gate.experts)
         return Routing(
-            np.where(dropped, UNUSED, gate.experts).astype(np.uint16),
-            kept.astype(np.float32),
+            experts=experts.astype(np.uint16),
+            weights=kept.astype(np.float32),
         )

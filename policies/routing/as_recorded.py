@@ -1,4 +1,4 @@
-"""The routing of the trace, or of the model's own gate, untouched."""
+"""The routing of the trace, or of the model's own gate, unchanged."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from moesim.policies.base import Gate, MachineView, Routing, RoutingPolicy
 
 
 class AsRecorded(RoutingPolicy):
-    """Every token keeps the experts its gate chose.
+    """Leave every token the experts that its gate chose.
 
     Source: every system that does not say otherwise.
     """
 
     alters: ClassVar[bool] = False
 
-    def route(self, gate: Gate, view: MachineView) -> Routing:
+    def route(
+        self,
+        gate: Gate,
+        view: MachineView,
+    ) -> Routing:
         """Return the gate's own choice."""
         del view
         return Routing(gate.experts, gate.weights)

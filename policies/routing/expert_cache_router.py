@@ -1,6 +1,4 @@
-"""SMoE's router: an expert that hardly matters is replaced by a similar one that is
-already there.
-"""
+"""SMoE's router: absent experts of little weight are replaced by similar residents."""
 
 from __future__ import annotations
 
@@ -10,12 +8,15 @@ import numpy as np
 from moesim.policies.base import Routing, RoutingPolicy
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.planner.resident_mask import present
+from moesim.policies.ranking import ranked
 from moesim.policies.routing._substitute import (
+    SMALLEST,
     UNUSED,
     chosen_mask,
     routing,
     scores_of,
     substitute,
+    values_at,
 )
 from moesim.traces.format.schema import Phase
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 Reading = Literal["text", "literal"]
 Phases = Literal["both", "decode"]
 
+# Thresholds are products: (1 + 0.1) x 0.1 exceeds 0.11 in binary.
 _TOLERANCE = 1e-12
-"""Thresholds are products: (1 + 0.1) x 0.1 exceeds 0.11 in binary."""
 
 
 class ExpertCacheRouter(RoutingPolicy):
@@ -35,7 +36,7 @@ class ExpertCacheRouter(RoutingPolicy):
     With beta the best score outside a token's top k: experts above (1 + alpha) beta are
     its top-score experts and always stay. The rest of the top k stay if they are on the
     GPU or some token's top-score expert; else the best experts of at least (1 - alpha)
-    beta that are there take their places. If too few are, the best absent ones are
+    beta that are present replace them. If too few are, the best absent ones are
     fetched. Every expert counts with its own gate score.
 
     Args:
@@ -44,7 +45,7 @@ class ExpertCacheRouter(RoutingPolicy):
         batch_aware: what is still missing is then replaced by an expert of the band
             that more tokens of the batch ask for, by batch size, then score (section
             3.5). It must be asked for by strictly more than the one it replaces (our
-            resolution: else two misses could trade places).
+            resolution: else two misses could replace each other).
         inflight_ok: experts still being copied count as present (ours; the paper says
             nothing).
         phase: ``both``, as the algorithm knows no phases, or ``decode`` alone, as
@@ -77,41 +78,53 @@ class ExpertCacheRouter(RoutingPolicy):
         self.phase = phase
         self.reading = reading
 
-    def route(self, gate: Gate, view: MachineView) -> Routing:
+    def route(
+        self,
+        gate: Gate,
+        view: MachineView,
+    ) -> Routing:
         """Route a batch; a token whose experts stay keeps its weights."""
-        if gate.experts.shape[1] >= view.experts or (
-            self.phase == "decode" and gate.phase != Phase.DECODE
-        ):
+        # With all experts chosen there is no alternative, and no beta.
+        all_chosen = gate.experts.shape[1] >= view.experts
+        skipped = self.phase == "decode" and gate.phase != Phase.DECODE
+        if all_chosen or skipped:
             return Routing(gate.experts, gate.weights)
+
         scores = scores_of(gate)
         chosen = chosen_mask(gate.experts, view.experts)
-        beta = np.where(chosen, -np.inf, scores).max(axis=1, keepdims=True)
-        top = scores > (1 + self.alpha) * beta + _TOLERANCE
+        others = np.where(chosen, -np.inf, scores)
+        beta = others.max(axis=1, keepdims=True)
+        upper = (1 + self.alpha) * beta
+        top = scores > upper + _TOLERANCE
         close = scores >= (1 - self.alpha) * beta - _TOLERANCE
         resident = present(view, gate.layer, in_flight=self.inflight_ok)
+
         if self.reading == "literal":
-            low = (scores >= beta - _TOLERANCE) & (
-                scores < (1 + self.alpha) * beta - _TOLERANCE
-            )
-            return routing(
-                gate,
-                _literal(scores, top, low, close, resident | top.any(axis=0)),
-                view,
-            )
-        there = resident | (top & chosen).any(axis=0)
+            above = scores >= beta - _TOLERANCE
+            low = above & (scores < upper - _TOLERANCE)
+            available = resident | top.any(axis=0)
+            experts = _literal(scores, top, low, close, available)
+            return routing(gate, experts, view)
+
+        # Some token's top-score expert will be fetched anyway, so others may use it.
+        fetched = (top & chosen).any(axis=0)
+        available = resident | fetched
         recorded = gate.experts.astype(np.int64)
-        low = ~np.take_along_axis(top, recorded, axis=1)
-        absent = low & ~there[recorded]
-        experts = substitute(
-            recorded, absent, np.where(close & there & ~chosen, scores, -np.inf)
-        )
+        low = ~values_at(top, recorded)
+        absent = low & ~available[recorded]
+        alternatives = close & available & ~chosen
+        experts = substitute(recorded, absent, scores, alternatives)
         if self.batch_aware:
-            experts = _gather(experts, absent & (experts == recorded), scores, close)
+            missing = absent & (experts == recorded)
+            experts = _gather(experts, missing, scores, close)
         return routing(gate, experts, view)
 
 
 def _gather(
-    experts: np.ndarray, missing: np.ndarray, scores: np.ndarray, close: np.ndarray
+    experts: np.ndarray,
+    missing: np.ndarray,
+    scores: np.ndarray,
+    close: np.ndarray,
 ) -> np.ndarray:
     """Replace experts that are still missing by those of the batch that more tokens ask
     for.
@@ -124,18 +137,28 @@ def _gather(
     """
     if not missing.any():
         return experts
+
     experts = experts.copy()
-    asked = np.bincount(experts.ravel(), minlength=scores.shape[1])
-    open_to = close & (asked > 0) & ~chosen_mask(experts, scores.shape[1])
-    preference = asked + scores / (2 * np.maximum(scores.max(), 1e-30))
-    for place in range(experts.shape[1] - 1, -1, -1):
-        rows = np.flatnonzero(missing[:, place])
-        best = np.where(open_to[rows], preference[rows], -1.0).argmax(axis=1)
-        better = open_to[rows, best] & (asked[best] > asked[experts[rows, place]])
+    width = scores.shape[1]
+    requests = np.bincount(experts.ravel(), minlength=width)
+    chosen = chosen_mask(experts, width)
+    eligible = close & (requests > 0) & ~chosen
+
+    # Scores, scaled below one half, only break ties between equal request counts.
+    most = np.maximum(scores.max(), SMALLEST)
+    preference = requests + scores / (2 * most)
+    # From a token's worst expert on: the first replacement is the best one.
+    for column in reversed(range(experts.shape[1])):
+        rows = np.flatnonzero(missing[:, column])
+        value = np.where(eligible[rows], preference[rows], -1.0)
+        best = value.argmax(axis=1)
+        replaced = experts[rows, column]
+        asked_more = requests[best] > requests[replaced]
+        better = eligible[rows, best] & asked_more
         rows = rows[better]
         best = best[better]
-        experts[rows, place] = best
-        open_to[rows, best] = False
+        experts[rows, column] = best
+        eligible[rows, best] = False
     return experts
 
 
@@ -144,27 +167,33 @@ def _literal(
     top: np.ndarray,
     low: np.ndarray,
     close: np.ndarray,
-    there: np.ndarray,
+    available: np.ndarray,
 ) -> np.ndarray:
-    """Algorithm 1 as printed: ids [T, K'], best first; all masks bool [T, E], `there`
-    [E].
+    """Algorithm 1 as printed: ids [T, K'], best first; all masks bool [T, E],
+    `available` [E].
     """
-    instead = close & there & ~low & ~top
-    swapped = np.minimum(low.sum(axis=1), instead.sum(axis=1))
-    used = (
-        top
-        | _best(scores, low, low.sum(axis=1) - swapped)
-        | _best(scores, instead, swapped)
-    )
+    substitutes = close & available & ~low & ~top
+    count_low = low.sum(axis=1)
+    count_substitutes = substitutes.sum(axis=1)
+    swapped = np.minimum(count_low, count_substitutes)
+    kept_low = _best(scores, low, count_low - swapped)
+    used = top | kept_low | _best(scores, substitutes, swapped)
+
+    # Tokens may end with different numbers of experts; the rest of a row is unused.
     count = used.sum(axis=1)
-    order = np.argsort(-np.where(used, scores, -np.inf), axis=1, kind="stable")[
-        :, : count.max()
-    ]
-    return np.where(np.arange(order.shape[1]) < count[:, None], order, UNUSED)
+    most = count.max()
+    order = ranked(scores, among=used)
+    is_used = np.arange(most) < count[:, None]
+    return np.where(is_used, order[:, :most], UNUSED)
 
 
-def _best(scores: np.ndarray, among: np.ndarray, count: np.ndarray) -> np.ndarray:
+def _best(
+    scores: np.ndarray,
+    among: np.ndarray,
+    count: np.ndarray,
+) -> np.ndarray:
     """Bool [T, E]: the `count` [T] best of `among`, ties to the lower id."""
-    order = np.argsort(-np.where(among, scores, -np.inf), axis=1, kind="stable")
-    place = np.argsort(order, axis=1, kind="stable")
-    return among & (place < count[:, None])
+    order = ranked(scores, among=among)
+    # Sorting a permutation inverts it: the rank of each expert in its row.
+    rank = np.argsort(order, axis=1, kind="stable")
+    return among & (rank < count[:, None])

@@ -1,4 +1,4 @@
-"""DAOP's graceful degradation: never wait for more than one absent expert."""
+"""DAOP's graceful degradation: at most one absent expert per token."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 from moesim.policies.base import Routing, RoutingPolicy
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.planner.resident_mask import present
+from moesim.policies.ranking import ranked
 from moesim.policies.routing._substitute import (
     chosen_mask,
     routing,
@@ -24,22 +25,22 @@ Choice = Literal["predicted", "gate"]
 
 
 class GracefulDegradation(RoutingPolicy):
-    """Of a token's absent experts keep the best; the next-best residents take the
-    others' places.
+    """Keep the best of a token's absent experts; replace the others by the next-best
+    residents.
 
     With two experts: if both are on the CPU, the lower one is dropped for the best
     expert on the GPU, and the weights are formed from the two scores, as the model
     forms its own: the source's p / (p1 + p2) is Mixtral's way, and a model that does
-    not normalise would be louder than it ever was. Where too few experts are resident
-    the best absent ones stay. Decode only; for more than two experts per token the rule
-    above is our extension.
+    not normalise would get larger outputs than it ever had. Where too few experts are
+    resident the best absent ones stay. Decode only; for more than two experts per token
+    the rule above is our extension.
 
     Args:
         first_layer: layers below it run on demand with their own gate, and keep their
             experts.
         choice: ``predicted`` degrades what the layer before predicted, because DAOP
-            never asks the true gate of a predicted layer; ``gate`` degrades the true
-            gate's choice, to see the rule alone.
+            never evaluates the true gate of a predicted layer; ``gate`` degrades the
+            true gate's choice, to see the rule alone.
 
     Source: DAOP, section on graceful degradation; 5 is its code's
     `first_predict_layer`.
@@ -50,21 +51,35 @@ class GracefulDegradation(RoutingPolicy):
         expect_choice("choice", choice, Choice)
         self.first_layer = first_layer
         self.choice = choice
-        self.needs = ("scores", "pred1_raw") if choice == "predicted" else ("scores",)
+        self.needs: tuple[str, ...] = ("scores",)
+        if choice == "predicted":
+            self.needs = ("scores", "pred1_raw")
 
-    def route(self, gate: Gate, view: MachineView) -> Routing:
+    def route(
+        self,
+        gate: Gate,
+        view: MachineView,
+    ) -> Routing:
         """Degrade a decode step of a predicted layer."""
-        if gate.layer < self.first_layer or gate.phase != Phase.DECODE:
+        predicted_layer = gate.layer >= self.first_layer
+        if not predicted_layer or gate.phase != Phase.DECODE:
             return Routing(gate.experts, gate.weights)
-        said = gate.predicted if self.choice == "predicted" else None
+
+        # Layer 0 is predicted by none, so even here a prediction may be missing.
+        predicted = gate.predicted if self.choice == "predicted" else None
         scores = scores_of(gate)
-        wanted = gate.experts.astype(np.int64)
-        if said is not None:
-            scores = said.astype(np.float64)
-            wanted = np.argsort(-scores, axis=1, kind="stable")[:, : wanted.shape[1]]
+        experts = gate.experts.astype(np.int64)
+        if predicted is not None:
+            top_k = experts.shape[1]
+            scores = predicted.astype(np.float64)
+            experts = ranked(scores)[:, :top_k]
+
         resident = present(view, gate.layer, in_flight=False)
-        absent = ~resident[wanted]
-        further = absent & (np.cumsum(absent, axis=1) > 1)
-        free = resident & ~chosen_mask(wanted, view.experts)
-        experts = substitute(wanted, further, np.where(free, scores, -np.inf))
-        return routing(gate, experts, view, said=said)
+        absent = ~resident[experts]
+        # Columns stand best first: the first absent one is the one that may stay.
+        absent_so_far = np.cumsum(absent, axis=1)
+        further = absent & (absent_so_far > 1)
+        chosen = chosen_mask(experts, view.experts)
+        alternatives = resident & ~chosen
+        experts = substitute(experts, further, scores, alternatives)
+        return routing(gate, experts, view, predicted=predicted)

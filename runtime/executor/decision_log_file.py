@@ -11,7 +11,6 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-
 from moesim.policies.planner.decision_log import Entry
 from moesim.runtime.errors import StoreError
 from moesim.traces.files import written_beside

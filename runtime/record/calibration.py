@@ -43,9 +43,9 @@ def count(trace: Trace) -> dict[str, np.ndarray]:
     Returns:
         ``transitions`` float64 [L, E, E] (`moesim.policies.prefetch._transitions`),
         ``activation_matrices`` float64 [N, L, E]
-        (`moesim.policies.prefetch._activations`) and ``activation_counts`` float64 [L,
-        E], their sum over sequences. Where the trace has combine weights and
-        predictions, also ``single_share`` and ``prefetch_accuracy``, float64 [L]
+        (`moesim.policies.prefetch._activation_store`) and ``activation_counts``
+        float64 [L, E], their sum over sequences. Where the trace has combine weights
+        and predictions, also ``single_share`` and ``prefetch_accuracy``, float64 [L]
         (`moesim.policies.cache._slot_shares`): tokens that AdapMoE's gating leaves one
         expert, and those whose best expert predicted one layer earlier is among their
         own; 0 for the first layer.

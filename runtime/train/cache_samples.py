@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 import numpy as np
 from moesim.policies.cache._learned_network import History
 from moesim.policies.cache.belady import Belady
-from moesim.policies.cache_only import drive
+from moesim.policies.cache_replay import replay
 from moesim.policies.planner.residency import CacheSize
 from moesim.traces.errors import TraceError
 from moesim.traces.format.future import RecordedFuture
@@ -151,7 +151,7 @@ def belady_labels(
     """
     teacher = _Teacher(must_admit=True)
     size = CacheSize.of(shape.expert_bytes, shape.experts, slots_per_layer=slots)
-    drive(teacher, "belady", shape, size, steps, future=RecordedFuture(steps))
+    replay(teacher, "belady", shape, size, steps, future=RecordedFuture(steps))
     if not teacher.evictions:
         raise TraceError(
             f"masked labels: a cache of {slots} slots per layer never evicts here;"

@@ -15,7 +15,7 @@ slots do not,
 LRU prefers active experts (lower id first), then later use, then higher id. Belady
 prefers the earlier next use, then active experts (lower id first), then the higher id;
 it may decline. While slots are still empty, misses enter: LRU's by id, Belady's by next
-use. So both curves of every layer equal `moesim.policies.cache_only` at every size,
+use. So both curves of every layer equal `moesim.policies.cache_replay` at every size,
 oversized prefills included.
 
 Over all layers together (global), Belady has one stack of all experts, whose untouched

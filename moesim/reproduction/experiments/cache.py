@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from moesim.analysis.gap_eviction import Wrapped
-from moesim.policies import cache_only
+from moesim.policies import cache_replay
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
 from moesim.reproduction.experiments.base import Experiment, Workload, percent
@@ -18,7 +18,7 @@ from moesim.traces.format.layer_steps import layer_steps
 
 if TYPE_CHECKING:
     from moesim.policies.base import CachePolicy, LayerWork, RunContext
-    from moesim.policies.cache_only import CacheCounts
+    from moesim.policies.cache_replay import CacheCounts
     from moesim.reproduction.experiments.base import Found, Setting
 
 MACHINE = "rtx3090-epyc7532"
@@ -49,11 +49,13 @@ def _counts(
     """Hits of a policy, compiled where there is a compiled loop."""
     known = cast("CachePolicy", resolve(spec, "cache"))
     future = load.future() if known.oracle or policy is not None else None
-    if policy is None and cache_only.has_compiled_loop(spec, load.shape, size):
+    if policy is None and cache_replay.has_compiled_loop(spec, load.shape, size):
         blocks = layer_steps(load.trace, steps=load.most_steps)
-        return cache_only.replay_compiled(spec, load.shape, size, blocks, future=future)
+        return cache_replay.replay_compiled(
+            spec, load.shape, size, blocks, future=future
+        )
     passes = load.passes(*known.needs)
-    return cache_only.drive(
+    return cache_replay.replay(
         policy or known, spec, load.shape, size, passes, future=future, seed=load.seed
     )
 

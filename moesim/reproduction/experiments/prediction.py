@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.policies.kernels import predicted_workload
+from moesim.policies.prefetch._kernels import predicted_workload
 from moesim.policies.prefetch._transitions import Transitions
 from moesim.reproduction.experiments.base import Experiment, Workload, percent
 

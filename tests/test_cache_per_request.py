@@ -177,7 +177,7 @@ def scan_slru(accesses, capacity):
 
 
 def scan_clock(accesses, capacity, rounds=1):
-    """A dial of fixed places and a hand: whoever was used is spared, place by place."""
+    """Fixed places and a hand: a used expert is spared, place by place."""
     dial = []
     uses = {}
     hand = 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moesim.policies import cache_only
+from moesim.policies import cache_replay
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
 from moesim.policies.systems import System
@@ -45,10 +45,10 @@ def test_compiled_loop_policy_alone_and_planner_count_the_same_hits(
     model = shape(LAYERS, EXPERTS)
     forward = passes(trace)
     size = CacheSize.of(model.expert_bytes, EXPERTS, scope=scope, slots_per_layer=slots)
-    fast = cache_only.replay_compiled(
+    fast = cache_replay.replay_compiled(
         spec, model, size, of_steps(forward), future=RecordedFuture(forward)
     )
-    slow = cache_only.drive(
+    slow = cache_replay.replay(
         resolve(spec, "cache"),
         spec,
         model,
@@ -84,22 +84,22 @@ def test_blocks_do_not_change_the_counts(monkeypatch):
     model = shape(LAYERS, EXPERTS)
     size = CacheSize.of(model.expert_bytes, EXPERTS, slots_per_layer=3)
     future = RecordedFuture(forward)
-    whole = []
+    at_once = []
     parts = []
     for spec in ("lru", "belady"):
         monkeypatch.setattr(layer_steps_module, "BLOCK_ACCESSES", 1 << 19)
-        whole.append(
-            cache_only.replay_compiled(
+        at_once.append(
+            cache_replay.replay_compiled(
                 spec, model, size, of_steps(forward), future=future
             ).hits
         )
         monkeypatch.setattr(layer_steps_module, "BLOCK_ACCESSES", 5)
         parts.append(
-            cache_only.replay_compiled(
+            cache_replay.replay_compiled(
                 spec, model, size, of_steps(forward), future=future
             ).hits
         )
-    assert whole == parts
+    assert at_once == parts
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,12 @@ def test_blocks_do_not_change_the_counts(monkeypatch):
 )
 def test_only_lru_and_belady_have_a_compiled_loop(spec, compiled):
     size = CacheSize.of((100, 100), EXPERTS, slots_per_layer=3)
-    assert cache_only.has_compiled_loop(spec, shape(LAYERS, EXPERTS), size) is compiled
+    assert (
+        cache_replay.has_compiled_loop(spec, shape(LAYERS, EXPERTS), size) is compiled
+    )
 
 
 def test_unequal_experts_in_one_pool_are_left_to_the_policy():
     model = shape(LAYERS, EXPERTS, expert_bytes=[100, 200])
     size = CacheSize.of(model.expert_bytes, EXPERTS, scope="global", slots_per_layer=3)
-    assert not cache_only.has_compiled_loop("lru", model, size)
+    assert not cache_replay.has_compiled_loop("lru", model, size)

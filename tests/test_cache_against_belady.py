@@ -1,4 +1,4 @@
-"""Nobody beats the bound: every registered cache policy on random and real streams."""
+"""No policy beats the bound: every registered cache policy on random and real streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from test_cache_bounds import uses_of
 EXPERTS = 6
 
 
-def told(name, experts, seed=0):
+def policy_of(name, experts, seed=0):
     """A policy that is given random scores, so that those which rank by score have
     something to rank.
     """
@@ -31,13 +31,13 @@ def told(name, experts, seed=0):
     return policy
 
 
-def most_hits(layer_steps, rooms, experts, *, filled):
+def most_hits(layer_steps, capacities, experts, *, filled):
     """Hits that no demand-filled cache can exceed; `filled` lets any content be there
     at the start.
     """
     layers = (
-        len(rooms)
-        if len(rooms) > 1
+        len(capacities)
+        if len(capacities) > 1
         else 1 + max((s.layer for s in layer_steps), default=0)
     )
     first = (
@@ -46,13 +46,15 @@ def most_hits(layer_steps, rooms, experts, *, filled):
         else []
     )
     total = 0
-    for pool, room in enumerate(rooms):
-        mine = [s for s in [*first, *layer_steps] if len(rooms) == 1 or s.layer == pool]
-        if mine:
-            uses = uses_of(mine, experts)
-            free = np.isin(uses.place, np.flatnonzero([s.step < 0 for s in mine]))
+    for pool, slots in enumerate(capacities):
+        members = [
+            s for s in [*first, *layer_steps] if len(capacities) == 1 or s.layer == pool
+        ]
+        if members:
+            uses = uses_of(members, experts)
+            free = np.isin(uses.time, np.flatnonzero([s.step < 0 for s in members]))
             uses = replace(uses, cost=np.where(free, 0.0, 1.0))
-            total += round(float(uses.cost.sum()) - best_stays(uses, room).least_cost)
+            total += round(float(uses.cost.sum()) - best_stays(uses, slots).least_cost)
     return total
 
 
@@ -71,17 +73,17 @@ def streams(draw):
 @settings(max_examples=10, deadline=None)
 @given(layer_steps=streams(), capacity=st.integers(0, 5))
 def test_no_policy_beats_the_step_atomic_bound(name, layer_steps, capacity):
-    for scope, rooms in (("layer", [capacity] * 2), ("global", [capacity])):
-        found = drive(
-            told(name, EXPERTS),
+    for scope, capacities in (("layer", [capacity] * 2), ("global", [capacity])):
+        run = drive(
+            policy_of(name, EXPERTS),
             layer_steps,
             capacity,
             layers=2,
             experts=EXPERTS,
             scope=scope,
         )
-        assert found.hits <= most_hits(
-            layer_steps, rooms, EXPERTS, filled=starts_full(name)
+        assert run.hits <= most_hits(
+            layer_steps, capacities, EXPERTS, filled=starts_full(name)
         )
 
 
@@ -111,8 +113,8 @@ def test_no_policy_beats_belady_on_real_streams(
     """
     capacity = experts // 4 if scope == "layer" else layers * experts // 4
     layer_steps = real_trace(trace, tokens)
-    found = drive(
-        told(name, experts),
+    run = drive(
+        policy_of(name, experts),
         layer_steps,
         capacity,
         layers=layers,
@@ -121,7 +123,7 @@ def test_no_policy_beats_belady_on_real_streams(
     )
     head_start = layers * experts // 4 if starts_full(name) else 0
     assert (
-        found.hits
+        run.hits
         <= belady_hits(trace, layers, experts, tokens, scope, capacity) + head_start
     )
 
@@ -133,7 +135,7 @@ def test_belady_variants_bound_each_other_on_a_real_stream(scope):
     """
     layers = 16
     experts = 64
-    capacity, rooms = (16, [16] * layers) if scope == "layer" else (256, [256])
+    capacity, capacities = (16, [16] * layers) if scope == "layer" else (256, [256])
     layer_steps = real_trace("olmoe_1b_7b_decode299", 60)
     free, forced = (
         drive(
@@ -146,7 +148,7 @@ def test_belady_variants_bound_each_other_on_a_real_stream(scope):
         ).hits
         for must in (False, True)
     )
-    bound = most_hits(layer_steps, rooms, experts, filled=False)
+    bound = most_hits(layer_steps, capacities, experts, filled=False)
     assert forced <= free <= bound <= 1.02 * free
 
 
