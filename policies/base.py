@@ -366,14 +366,15 @@ class PrefetchPolicy(Policy, ABC):
         late: what becomes of the others that have not started when their layer comes:
             ``drop`` forgets them, ``keep`` leaves them in the queue, where they may
             serve a later step through the cache, ``wait`` makes all of them demand
-            fetches, and the layer's GPU products wait for every one. ``active`` is an
-            older word for ``drop``.
+            fetches, and the layer's GPU products wait for every one, where staging
+            could hold them all. ``active`` is an older word for ``drop``.
         requeue: whether those for all other layers are forgotten as well before each
             layer step, so that naming them again, or not, sorts the queue anew.
         no_place: what becomes of a copy that the cache policy declines, or for which
-            everybody is held: ``stage`` uses a staging slot if one can be spared and
-            drops it otherwise, ``wait`` stays at the head of the queue until there is
-            one, ``drop`` never stages.
+            everybody is held, when it could start: ``stage`` uses a staging slot, waits
+            for one that demand uses, and is dropped where other prefetches have them
+            all; ``wait`` stays at the head of the queue until there is any place;
+            ``drop`` never stages.
     """
 
     # `late`, `requeue` and `no_place` may be parameters of a policy, so they are asked

@@ -224,7 +224,8 @@ def test_every_replay_keeps_the_books(trace, setup, system, slow):
         free = sum(memory._free_bytes)
         assert used + free == memory.size.total_bytes
         assert (memory.holds == memory.staged).all()
-        assert set(np.flatnonzero(memory.staged).tolist()) == planner._ahead[gpu]
+        # What is still staged is a guess about a layer that has not come again.
+        assert (memory.staged.sum(axis=1) == memory.staged_count).all()
     if (
         planner.host is not None
         and not planner.policies.prefetch.prefetches

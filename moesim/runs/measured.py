@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import HardwareProfile, default_profile, load_profile
+from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.decision_log import DecisionLog
 from moesim.policies.planner.observers import observed
 from moesim.runs import replay as api
@@ -120,12 +121,7 @@ def rehearse(planner: Planner, steps: Sequence[RoutedStep]) -> None:
     for step in steps:
         for routed in step.layers:
             plan = planner.plan(routed, step.step, step.phase, 0.0, step.batch)
-            for copies in [*plan.copies, *planner.complete(plan, 0.0)]:
-                for expert, read in zip(copies.experts, copies.read, strict=True):
-                    if read:
-                        planner.read_done(copies.layer, expert)
-                    if copies.gpu >= 0:
-                        planner.landed(copies.gpu, copies.layer, expert)
+            carry_out(planner, plan, 0.0)
 
 
 def run_trace(

@@ -92,11 +92,10 @@ class HostMemory:
         if len(keys):
             self.level.demand(work, layer, keys)
 
-    def promote(self, keys: np.ndarray) -> None:
-        """Note that a layer step waits for those that are queued already."""
-        for key in keys.tolist():
-            if self.level.is_wished(key):
-                self.level.promote(key)
+    def promote(self, key: int) -> None:
+        """Note that a layer step waits for an expert; its read may be queued already."""
+        if self.level.is_wished(key):
+            self.level.promote(key)
 
     def start_read(self, key: int, now_s: float) -> Place | None:
         """Take a place for a read that starts now; None if there is none."""

@@ -348,6 +348,19 @@ class MemoryLevel:
             return free > 0
         return free > reserve
 
+    def staging_will_have_room(self, reserve: int) -> bool:
+        """Whether staging can take a prefetch once demand has done with its slots.
+
+        What demand has staged is held by its layer step; what other prefetches have
+        staged is not, and stays until their layers are over.
+
+        Args:
+            reserve: staging slots that must stay free, for demand.
+        """
+        memory = self.memory
+        guesses = np.count_nonzero(memory.staged & (memory.holds == 1))
+        return bool(self._staging - guesses > reserve)
+
     def staged_prefetches(self, layer: int) -> list[int]:
         """Landed staged experts that nobody needs now, most distant layer first.
 

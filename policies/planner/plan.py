@@ -70,7 +70,8 @@ class Plan:
         copied: experts that `copies` and `promoted` bring from one memory to another.
         planning_s: seconds that planning is charged.
         serial: the CPU waits for the GPUs' fetched experts.
-        waits: GPU products wait until every copy of the layer has landed.
+        waits: GPU products wait until every copy of the layer has landed; staging can
+            hold them all.
         swaps: replacements by GPU, wished for when the layer has joined.
         precompute: experts of the next layer that the CPU starts after its own.
         precompute_s: seconds of each.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from moesim.policies.base import (
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from moesim.policies.planner.residency import CacheSize
     from moesim.traces.format.batch import RoutedLayer
     from moesim.traces.format.schema import ModelShape, Phase
+
+_RESERVED_SLOTS: Final = 1
+"""Staging slots that prefetches leave to demand: so it always finds one."""
 
 
 class Planner:
@@ -116,7 +119,7 @@ class Planner:
             GpuLink([costs.copy_s(layer, gpu) for layer in range(self.layers)])
             for gpu in range(self.gpus)
         ]
-        # Staged experts in flight whose layer step is over, by GPU.
+        # Staged experts in flight that their layer step needs no more, by GPU.
         self._orphans: list[set[int]] = [set() for _ in self.gpu]
 
         # Work ahead of the gate.
@@ -209,13 +212,15 @@ class Planner:
         key = layer * self.experts + expert
         landing_s = now_s + self._links[gpu].copy_s[layer]
         stages = self.policies.prefetch.no_place != "drop"
-        place = level.start(key, landing_s, reserve=1, may_stage=stages)
+        place = level.start(
+            key, landing_s, reserve=_RESERVED_SLOTS, may_stage=stages
+        )
         if place is None and level.is_demanded(key):
             # A prefetch that waits in staging is a guess; demand is not.
             idle = level.staged_prefetches(layer)
             if idle:
                 level.memory.drop_staged(*divmod(idle[0], self.experts))
-                place = level.start(key, landing_s, reserve=1)
+                place = level.start(key, landing_s, reserve=_RESERVED_SLOTS)
         if place is not None:
             self._links[gpu].start(layer, now_s)
         return place
@@ -228,7 +233,10 @@ class Planner:
             return False
         if level.is_replacement(key):
             return level.is_overtaken(key)
-        return self.policies.prefetch.no_place != "wait"
+        no_place = self.policies.prefetch.no_place
+        if no_place == "stage":
+            return not level.staging_will_have_room(_RESERVED_SLOTS)
+        return no_place == "drop"
 
     def cancel_copy(self, gpu: int, layer: int, expert: int) -> None:
         """Forget a queued copy to a GPU."""
@@ -348,15 +356,12 @@ class Planner:
             if not memory.staged_count[layer]:
                 continue
             for expert in memory.staged_of(layer):
-                if memory.state[layer, expert] == RESIDENT:
-                    memory.drop_staged(layer, expert)
-                else:
-                    self._orphans[gpu].add(layer * self.experts + expert)
+                self._drop_staged(gpu, layer, expert)
         if self.host is not None:
             held = self._held_precomputed.pop(layer, None)
             if held is not None:
                 self.host.release(layer, held)
-            self.host.release(layer, experts)
+            self.host.release(layer, experts[plan.lanes == CPU])
         self.now_s = now_s
         copies: list[Copies] = []
         for gpu, swap in plan.swaps:
@@ -398,8 +403,14 @@ class Planner:
             exposed_s = max(exposed_s, self._exposed_s(work, gpu, keys))
         if self.host is not None:
             self._read_for_cpu(self.host, work, lanes, order, copies)
+            # What a GPU computes is needed in host memory until its copy has landed,
+            # for which the copy holds it. A longer hold would keep a staging slot from
+            # the next read, for which the same GPU may be waiting.
+            self.host.memory.release(work.layer, work.experts[lanes != CPU])
         if self._prefetches:
             self._prefetch(work, copies)
+        # Products that wait free no slot: staging must hold all that they wait for.
+        waits = waits and self._can_stage_all(work.layer, copies, promoted)
 
         copied = len(promoted) + sum(len(part.experts) for part in copies)
         plan = Plan(
@@ -537,13 +548,38 @@ class Planner:
 
         Else one miss would evict the next hit.
         """
-        for level in self.gpu:
+        for gpu, level in enumerate(self.gpu):
             level.memory.hold(work.layer, work.experts)
+            self._forget_wrong_guesses(gpu, work.layer)
         if self.host is not None:
             self.host.memory.hold(work.layer, work.experts)
             self.host.accessed(work, lanes)
         for gpu in self._serving[work.layer]:
             self.gpu[gpu].cache.accessed(work)
+
+    def _forget_wrong_guesses(self, gpu: int, layer: int) -> None:
+        """Free the staging slots of prefetches for a layer that does not want them.
+
+        What is under way is forgotten when it lands.
+        """
+        memory = self.gpu[gpu].memory
+        if not memory.staged_count[layer]:
+            return
+        for expert in memory.staged_of(layer):
+            # Staging is one hold; the layer step holds what it wants.
+            if memory.holds[layer, expert] == 1:
+                self._drop_staged(gpu, layer, expert)
+            else:
+                # It may be on its way since a step that no longer needed it.
+                self._orphans[gpu].discard(layer * self.experts + expert)
+
+    def _drop_staged(self, gpu: int, layer: int, expert: int) -> None:
+        """Forget a staged expert, now or when its copy has landed."""
+        memory = self.gpu[gpu].memory
+        if memory.state[layer, expert] == RESIDENT:
+            memory.drop_staged(layer, expert)
+        else:
+            self._orphans[gpu].add(layer * self.experts + expert)
 
     def _demand(
         self,
@@ -568,8 +604,7 @@ class Planner:
         if any(queued):
             for key in keys[queued].tolist():
                 if not level.is_demanded(key):
-                    level.promote(key)
-                    promoted.append((gpu, key - layer * self.experts))
+                    self._promote(gpu, key, promoted)
             keys = keys[np.logical_not(queued)]
             if not len(keys):
                 return keys
@@ -582,8 +617,34 @@ class Planner:
         """Promote every queued copy of a layer: its products wait for all of them."""
         for gpu, level in enumerate(self.gpu):
             for key in level.wished_of(layer):
-                level.promote(key)
-                promoted.append((gpu, key - layer * self.experts))
+                self._promote(gpu, key, promoted)
+
+    def _promote(self, gpu: int, key: int, promoted: list[tuple[int, int]]) -> None:
+        """Note that a layer step waits for a queued copy, and for the read before it."""
+        self.gpu[gpu].promote(key)
+        if self.host is not None:
+            self.host.promote(key)
+        promoted.append((gpu, key % self.experts))
+
+    def _can_stage_all(
+        self, layer: int, copies: list[Copies], promoted: list[tuple[int, int]]
+    ) -> bool:
+        """Whether staging could hold every queued copy of a layer at once, beside what
+        it holds already.
+        """
+        for gpu in self._serving[layer]:
+            memory = self.gpu[gpu].memory
+            coming = [part for part in copies if (part.gpu, part.layer) == (gpu, layer)]
+            count = sum(len(part.experts) for part in coming)
+            count += sum(copied_to == gpu for copied_to, _ in promoted)
+            count += memory.staged_count[layer]
+            # Demand may take the slots of prefetches; a prefetch may not.
+            if any(part.kind == PREFETCH for part in coming):
+                count += memory.staged_total - memory.staged_count[layer]
+                count += _RESERVED_SLOTS
+            if count > self.sizes.staging:
+                return False
+        return True
 
     def _exposed_s(self, work: LayerWork, gpu: int, keys: np.ndarray) -> float:
         """Seconds by which a cache's choice of victims outlasts the first load."""
@@ -618,7 +679,8 @@ class Planner:
             return [False] * len(keys)
         read = host.need(layer, keys)
         if demanded:
-            host.promote(keys)
+            for key in keys.tolist():
+                host.promote(key)
             host.demand(work, layer, keys[read])
         else:
             for key in keys[read].tolist():
@@ -639,7 +701,8 @@ class Planner:
         if not len(keys):
             return
         read = [not host.level.is_wished(key) for key in keys.tolist()]
-        host.promote(keys)
+        for key in keys.tolist():
+            host.promote(key)
         host.demand(work, layer, keys[read])
         experts = (keys - layer * self.experts).tolist()
         copies.append(Copies(READ, -1, layer, experts, read))
@@ -710,7 +773,10 @@ class Planner:
                 f" {self.experts}, got {experts.tolist()}"
             )
         if self.host is not None:
-            present = self.host.memory.state[layer][experts] == RESIDENT
+            # Staging is for reads that somebody waits for, not for guesses of a layer.
+            memory = self.host.memory
+            present = memory.state[layer][experts] == RESIDENT
+            present &= ~memory.staged[layer][experts]
             named = Precompute(experts[present], named.tokens[present], named.routing)
             # Needed until the product has ended and its layer step is over.
             self.host.memory.hold(layer, named.experts)
