@@ -244,6 +244,8 @@ class Transfers(Generic[Op]):
         now_s = self._world.now_s()
         if operation.kind == READ:
             place = self._planner.start_read(layer, expert, now_s)
+            if place is None and self._yield_to(layer, expert):
+                place = self._planner.start_read(layer, expert, now_s)
             if place is None:
                 return WAIT
             self._reads[self._key(operation)].started = True
@@ -263,6 +265,14 @@ class Transfers(Generic[Op]):
         self._in_flight.add(gpu * self._model + self._key(operation))
         self._world.placed(operation, gpu)
         return START
+
+    def _yield_to(self, layer: int, expert: int) -> bool:
+        """Give up a prefetch for a read that finds no place; whether there was one."""
+        copies = self._planner.yielding_copies(layer, expert)
+        for copy in copies:
+            self._planner.cancel_copy(*copy)
+            self._take_back(*copy)
+        return bool(copies)
 
     # -- ends -------------------------------------------------------------------------
 

@@ -135,16 +135,21 @@ class HostMemory:
         """Note that an active expert's product on the CPU has ended.
 
         Returns:
-            Whether a staging slot is free again.
+            Whether a staging slot is free again, or kept by copies that yield to a
+            read that is awaited.
         """
-        memory = self.memory
-        if not memory.staged[layer, expert]:
+        if not self.level.used[layer, expert]:
             return False
-        # Held by staging and by the layer step, which needs it no more.
-        if memory.holds[layer, expert] > 2:
-            return False
-        memory.drop_staged(layer, expert)
-        return True
+        self.level.used[layer, expert] = False
+        was_staged = bool(self.memory.staged[layer, expert])
+        self.unneed(layer, expert)
+        return was_staged
+
+    def complete(self, layer: int) -> None:
+        """End the holds of a layer step that `computed` has not ended."""
+        used = self.level.used[layer]
+        self.release(layer, np.flatnonzero(used))
+        used[:] = False
 
     def _drop_if_unneeded(self, layer: int, expert: int) -> bool:
         memory = self.memory

@@ -64,6 +64,8 @@ class MemoryLevel:
         name: the policy's name, for messages.
         shielded: bool [L, E], experts that a prediction wants: no prefetch takes their
             places.
+        used: bool [L, E], experts that the layer step under way computes from this
+            memory: if they are staged, nobody takes their slots.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class MemoryLevel:
         self.cache = cache
         self.name = name
         self.shielded = np.zeros(memory.state.shape, np.bool_)
+        self.used = np.zeros(memory.state.shape, np.bool_)
         self.deliberates = type(cache).exposed_s is not CachePolicy.exposed_s
         self._staging = staging
         self._wishes: dict[int, Wish] = {}
@@ -351,18 +354,17 @@ class MemoryLevel:
     def staging_will_have_room(self, reserve: int) -> bool:
         """Whether staging can take a prefetch once demand has done with its slots.
 
-        What demand has staged is held by its layer step; what other prefetches have
-        staged is not, and stays until their layers are over.
+        What other prefetches have staged stays until their layers are over.
 
         Args:
             reserve: staging slots that must stay free, for demand.
         """
         memory = self.memory
-        guesses = np.count_nonzero(memory.staged & (memory.holds == 1))
+        guesses = np.count_nonzero(memory.staged & ~self.used)
         return bool(self._staging - guesses > reserve)
 
     def staged_prefetches(self, layer: int) -> list[int]:
-        """Landed staged experts that nobody needs now, most distant layer first.
+        """Landed staged experts that nobody computes now, most distant layer first.
 
         Demand takes their slots if there is no other: a prefetch is only a guess.
 
@@ -370,7 +372,7 @@ class MemoryLevel:
             layer: the layer under way; distance counts forward from it.
         """
         memory = self.memory
-        idle = memory.staged & (memory.state == RESIDENT) & (memory.holds == 1)
+        idle = memory.staged & (memory.state == RESIDENT) & ~self.used
         keys = np.flatnonzero(idle)
         distance = (keys // memory.experts - layer) % memory.layers
         return keys[np.argsort(-distance, kind="stable")].tolist()

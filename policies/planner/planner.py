@@ -270,6 +270,30 @@ class Planner:
         assert self.host is not None
         return self.host.start_read(layer * self.experts + expert, now_s)
 
+    def yielding_copies(self, layer: int, expert: int) -> list[tuple[int, int, int]]:
+        """Queued copies that should be cancelled so that a read finds a staging slot.
+
+        A read that a layer step waits for goes before guesses: before prefetches and
+        replacements whose experts lie in host memory's staging area until the link
+        takes them.
+
+        Returns:
+            (GPU, layer, expert) of all copies of one expert; empty if the read is a
+            guess itself, or no slot can be freed like this.
+        """
+        assert self.host is not None
+        level = self.host.level
+        if not level.is_demanded(layer * self.experts + expert):
+            return []
+        holds = level.memory.holds.reshape(-1)
+        for key in level.staged_prefetches(layer):
+            gpus = [gpu for gpu, cache in enumerate(self.gpu) if cache.is_wished(key)]
+            demanded = any(self.gpu[gpu].is_demanded(key) for gpu in gpus)
+            # Staging itself is one hold. More holds than copies: another need.
+            if gpus and not demanded and holds[key] == 1 + len(gpus):
+                return [(gpu, *divmod(key, self.experts)) for gpu in gpus]
+        return []
+
     def cancel_read(self, layer: int, expert: int) -> None:
         """Forget a queued read."""
         assert self.host is not None
@@ -298,9 +322,7 @@ class Planner:
                 return False
             memory.drop_staged(layer, expert)
             return True
-        if self.host is None or not self.host.memory.staged_total:
-            return False
-        return self.host.computed(layer, expert)
+        return self.host is not None and self.host.computed(layer, expert)
 
     def precompute_ended(self, layer: int, expert: int) -> bool:
         """Note that a product ahead of its gate has ended.
@@ -353,6 +375,7 @@ class Planner:
         for gpu, level in enumerate(self.gpu):
             memory = level.memory
             memory.release(layer, experts)
+            level.used[layer] = False
             if not memory.staged_count[layer]:
                 continue
             for expert in memory.staged_of(layer):
@@ -361,7 +384,7 @@ class Planner:
             held = self._held_precomputed.pop(layer, None)
             if held is not None:
                 self.host.release(layer, held)
-            self.host.release(layer, experts[plan.lanes == CPU])
+            self.host.complete(layer)
         self.now_s = now_s
         copies: list[Copies] = []
         for gpu, swap in plan.swaps:
@@ -550,15 +573,17 @@ class Planner:
         """
         for gpu, level in enumerate(self.gpu):
             level.memory.hold(work.layer, work.experts)
+            level.used[work.layer, work.experts[lanes == 1 + gpu]] = True
             self._forget_wrong_guesses(gpu, work.layer)
         if self.host is not None:
             self.host.memory.hold(work.layer, work.experts)
+            self.host.level.used[work.layer, work.experts[lanes == CPU]] = True
             self.host.accessed(work, lanes)
         for gpu in self._serving[work.layer]:
             self.gpu[gpu].cache.accessed(work)
 
     def _forget_wrong_guesses(self, gpu: int, layer: int) -> None:
-        """Free the staging slots of prefetches for a layer that does not want them.
+        """Free the staging slots of prefetches that a GPU does not compute after all.
 
         What is under way is forgotten when it lands.
         """
@@ -566,12 +591,11 @@ class Planner:
         if not memory.staged_count[layer]:
             return
         for expert in memory.staged_of(layer):
-            # Staging is one hold; the layer step holds what it wants.
-            if memory.holds[layer, expert] == 1:
-                self._drop_staged(gpu, layer, expert)
-            else:
+            if self.gpu[gpu].used[layer, expert]:
                 # It may be on its way since a step that no longer needed it.
                 self._orphans[gpu].discard(layer * self.experts + expert)
+            else:
+                self._drop_staged(gpu, layer, expert)
 
     def _drop_staged(self, gpu: int, layer: int, expert: int) -> None:
         """Forget a staged expert, now or when its copy has landed."""
@@ -637,12 +661,8 @@ class Planner:
             coming = [part for part in copies if (part.gpu, part.layer) == (gpu, layer)]
             count = sum(len(part.experts) for part in coming)
             count += sum(copied_to == gpu for copied_to, _ in promoted)
-            count += memory.staged_count[layer]
-            # Demand may take the slots of prefetches; a prefetch may not.
-            if any(part.kind == PREFETCH for part in coming):
-                count += memory.staged_total - memory.staged_count[layer]
-                count += _RESERVED_SLOTS
-            if count > self.sizes.staging:
+            # Slots of prefetches for other layers can be taken from them.
+            if count + memory.staged_count[layer] > self.sizes.staging:
                 return False
         return True
 
@@ -726,8 +746,13 @@ class Planner:
                 budget -= self.shape.expert_bytes[layer]
             keys = np.array([key])
             level.prefetch(work, key)
-            read = self._need_in_host(work, layer, keys, demanded=False)
-            copies.append(self._queued(PREFETCH, gpu, layer, keys, read))
+            # The products of this very layer may wait for it: then it is no guess.
+            awaited = layer == work.layer and self.policies.prefetch.late == "wait"
+            if awaited:
+                level.promote(key)
+            read = self._need_in_host(work, layer, keys, demanded=awaited)
+            kind = FETCH if awaited else PREFETCH
+            copies.append(self._queued(kind, gpu, layer, keys, read))
 
     def _shield(self, layer: int, named: Sequence[tuple[int, int]]) -> None:
         """Protect what a prediction wants from its own copies.
