@@ -77,7 +77,8 @@ class LayerWork:
         host_s: float64 [A], until the weights are in host memory; 0 if they are.
         gpu_s: float64 [G, A], compute on each GPU once resident.
         arrive_s: float64 [G, A], until the weights are on that GPU (SSD read included);
-            0 if resident, the remaining time if in flight.
+            0 if resident, the remaining time if in flight, and if absent what a copy
+            would take that is the next one on the link.
         routing: uint16 [T, K], experts of every token, best first.
         weights: float16 [T, K] combine weights, or None where the trace has none.
         scores: float16 [T, E] gate scores before top-k, or None.
@@ -87,6 +88,9 @@ class LayerWork:
             new sequences began.
         precomputed: bool [A], experts that the CPU began to compute one layer ahead;
             None where there are none. They stay on the CPU.
+        link_s: float64 [G], until each link has ended the copy under way; contained in
+            `arrive_s` of what is absent, of which only the first waits for it. None
+            where all links are idle.
     """
 
     step: int
@@ -105,6 +109,7 @@ class LayerWork:
     predicted: Mapping[str, np.ndarray] = field(default_factory=dict)
     batch: int = 0
     precomputed: np.ndarray | None = None
+    link_s: np.ndarray | None = None
 
 
 def flat_keys(work: LayerWork, width: int) -> np.ndarray:
@@ -157,6 +162,11 @@ class MachineView(Protocol):
     gpus: int
     cpu_first_s: float
     """Extra seconds of the first CPU expert of a layer step."""
+    gap_s: float
+    """Seconds from the last layer's end to this one's planning: its dense part, mostly.
+
+    As last seen within a forward pass; 0 until then.
+    """
 
     def resident(self, layer: int, gpu: int = 0) -> np.ndarray:
         """Bool [E]: usable on that GPU now."""

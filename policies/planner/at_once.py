@@ -45,8 +45,16 @@ def _copy(
 ) -> float:
     """Read an expert if it must be read, then copy it if a GPU wants it."""
     layer = copies.layer
+    key = layer * planner.experts + expert
+    if copies.kind != READ and not planner.gpu[copies.gpu].is_wished(key):
+        return now_s  # it has yielded to a read
     if read:
-        if planner.start_read(layer, expert, now_s) is None:
+        place = planner.start_read(layer, expert, now_s)
+        if place is None:
+            for copy in planner.yielding_copies(layer, expert):
+                planner.cancel_copy(*copy)
+            place = planner.start_read(layer, expert, now_s)
+        if place is None:
             # Demand always finds a slot: what was staged before has been computed.
             assert copies.kind not in {FETCH, READ}, "demand found no place"
             planner.cancel_copy(copies.gpu, layer, expert)

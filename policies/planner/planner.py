@@ -69,6 +69,7 @@ class Planner:
         sizes: how large the memories are.
         gpu: cache and books of each GPU.
         host: books of host memory where it is limited, else None.
+        gap_s: see `MachineView`.
         gate_mass: share of the gate's weight that altered routing kept, by layer step.
     """
 
@@ -98,6 +99,8 @@ class Planner:
         self.gpus = len(policies.caches)
         self.cpu_first_s = costs.cpu_first_s
         self.now_s = 0.0
+        self.gap_s = 0.0
+        self._joined_s = 0.0  # when the last layer step ended
         self.gate_mass: list[float] = []
         self.assignment_name = policies.names.get("assignment", "")
         self.splits_layers = memory.gpu_split == LAYERS or self.gpus == 1
@@ -386,6 +389,7 @@ class Planner:
                 self.host.release(layer, held)
             self.host.complete(layer)
         self.now_s = now_s
+        self._joined_s = now_s
         copies: list[Copies] = []
         for gpu, swap in plan.swaps:
             self._wish_swap(plan.work, gpu, swap, copies)
@@ -409,6 +413,9 @@ class Planner:
             PolicyError: a policy answered something illegal; the message names it.
         """
         self.now_s = now_s
+        # Before a pass's first layer other things happen too: a head, another batch.
+        if routed.layer:
+            self.gap_s = now_s - self._joined_s
         if self.policies.routing.alters:
             routed = self._reroute(routed, step, phase)
         work = self._look(routed, step, phase, batch)
@@ -501,11 +508,11 @@ class Planner:
 
         states = np.empty((len(gpus), len(experts)), np.int8)
         arrive_s = np.empty((len(gpus), len(experts)))
+        link_s = np.array([self._links[gpu].left_s(self.now_s) for gpu in gpus])
         for row, gpu in enumerate(gpus):
             memory = self.gpu[gpu].memory
-            link = self._links[gpu]
-            copy_s = link.copy_s[layer]
-            left_s = link.left_s(self.now_s)
+            copy_s = self._links[gpu].copy_s[layer]
+            left_s = float(link_s[row])
             look_up(
                 memory.state,
                 memory.landing_s,
@@ -544,6 +551,7 @@ class Planner:
             predicted=routed.predicted,
             batch=batch,
             precomputed=self._take_precomputed(layer, experts),
+            link_s=link_s if link_s.any() else None,
         )
 
     def _assign(self, work: LayerWork) -> tuple[np.ndarray, np.ndarray, bool]:
