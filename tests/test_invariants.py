@@ -214,7 +214,7 @@ def test_every_replay_keeps_the_books(trace, setup, system, slow):
         elif row.kind == "compute" and row.lane != "cpu":
             assert (row.lane, row.layer, row.expert) in landed
     # nothing stays held or staged that nobody waits for; bytes are conserved
-    for gpu, tier in enumerate(planner.gpu):
+    for tier in planner.gpu:
         memory = tier.memory
         unstaged = (memory.state != 0) & ~memory.staged
         used = sum(

@@ -251,9 +251,7 @@ def test_a_read_behind_an_awaited_copy_is_promoted_too():
     """
     planner = made("wishes:keys=2.2/2.3/1.3", host_slots=1, staging=3)
     arrivals = Arrivals()
-    _, timeline = run(
-        observed(planner, arrivals), steps([routed(0, 0), routed(1, 3)])
-    )
+    _, timeline = run(observed(planner, arrivals), steps([routed(0, 0), routed(1, 3)]))
     assert spans(timeline, "read") == [("ssd", 2, 2, 10), ("ssd", 3, 10, 18)]
     # 5 s of the read under way, 8 of its own, 4 of the copy.
     assert arrivals.expected[0, 1] == ([ABSENT], [17.0])

@@ -35,8 +35,8 @@ class HybriMoESchedule(AssignmentPolicy):
     A lane runs what it was given in the simulated order, except that a GPU really runs
     residents before arrivals. An expert in flight joins the GPU's queue when it lands,
     and the CPU's meanwhile, among the uncached ones: whoever would end it first, by the
-    reading, takes it. The link is free after it. Shared experts are part of the dense work
-    before. With several GPUs each has a queue and a link, the lower first in ties.
+    reading, takes it. The link is free after it. Shared experts are part of the dense
+    work before. With several GPUs each has a queue and a link, the lower first in ties.
 
     Args:
         reading: ``r2`` or ``r1``.

@@ -1,4 +1,4 @@
-"""Carries a plan out at once: for callers that ask a planner without lanes to run on."""
+"""Carries a plan out at once, for callers that ask a planner but have no lanes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def carry_out(planner: Planner, plan: Plan, now_s: float) -> float:
     """Let a plan's copies start and land one after another, then join the layer step.
 
     An expert is computed the moment it has landed. A prefetch or replacement that finds
-    no place is forgotten, so nothing is ever queued when the next layer step is planned.
+    no place is forgotten, so nothing is queued when the next layer step is planned.
 
     Args:
         planner: that made the plan, and whose plans are all carried out like this.
@@ -88,9 +88,8 @@ def _carry(planner: Planner, copy: _Queued, now_s: float) -> float | None:
         copy.read = False
         planner.read_done(*copy.place)
         now_s += planner.costs.read_s(copy.layer)
-    elif planner.host is not None:
-        if planner.host.memory.state[copy.place] != RESIDENT:
-            return None
+    elif not _is_in_host_memory(planner, copy):
+        return None
     if copy.kind == READ:
         planner.computed(-1, *copy.place)
         return now_s
@@ -101,6 +100,13 @@ def _carry(planner: Planner, copy: _Queued, now_s: float) -> float | None:
     if copy.kind == FETCH:
         planner.computed(copy.gpu, *copy.place)
     return now_s + planner.copy_s(copy.layer)
+
+
+def _is_in_host_memory(planner: Planner, copy: _Queued) -> bool:
+    """Whether an expert could be copied to a GPU or computed on the CPU."""
+    if planner.host is None:
+        return True
+    return bool(planner.host.memory.state[copy.place] == RESIDENT)
 
 
 def _forget(planner: Planner, guess: _Queued, waiting: list[_Queued]) -> None:

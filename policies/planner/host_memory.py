@@ -93,7 +93,7 @@ class HostMemory:
             self.level.demand(work, layer, keys)
 
     def promote(self, key: int) -> None:
-        """Note that a layer step waits for an expert; its read may be queued already."""
+        """Note that a layer step waits for an expert, whose read may be queued."""
         if self.level.is_wished(key):
             self.level.promote(key)
 

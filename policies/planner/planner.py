@@ -215,9 +215,7 @@ class Planner:
         key = layer * self.experts + expert
         landing_s = now_s + self._links[gpu].copy_s[layer]
         stages = self.policies.prefetch.no_place != "drop"
-        place = level.start(
-            key, landing_s, reserve=_RESERVED_SLOTS, may_stage=stages
-        )
+        place = level.start(key, landing_s, reserve=_RESERVED_SLOTS, may_stage=stages)
         if place is None and level.is_demanded(key):
             # A prefetch that waits in staging is a guess; demand is not.
             idle = level.staged_prefetches(layer)
@@ -652,7 +650,7 @@ class Planner:
                 self._promote(gpu, key, promoted)
 
     def _promote(self, gpu: int, key: int, promoted: list[tuple[int, int]]) -> None:
-        """Note that a layer step waits for a queued copy, and for the read before it."""
+        """Note that a layer step waits for a queued copy and for the read before."""
         self.gpu[gpu].promote(key)
         if self.host is not None:
             self.host.promote(key)

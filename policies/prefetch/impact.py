@@ -126,9 +126,9 @@ class Impact(PrefetchPolicy):
     after this layer's simulated end, the dense parts and the layers between. What would
     then be under way counts with what is left of its copy, and what would not have
     started counts nothing. Ties go to the nearer layer, the higher load, the lower id;
-    nothing is wanted without a gain. As many are wanted as the link could start, behind what is
-    queued on it, before this layer's own simulated end. Predicted experts that are
-    present are named last, which shields them from being evicted for the others.
+    nothing is wanted without a gain. As many are wanted as the link could start, behind
+    what is queued on it, before this layer's own simulated end. Predicted experts that
+    are present are named last, which shields them from being evicted for the others.
 
     "One at a time whenever the link is idle" means that nothing is promised before it
     starts. So what has not started when the next layer comes is taken back, and the
