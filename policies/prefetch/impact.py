@@ -223,7 +223,7 @@ class Impact(PrefetchPolicy):
             cpu_s=work.cpu_s,
             gpu_s=work.gpu_s.min(axis=0, keepdims=True),
             arrive_s=transfer_s(work).min(axis=0, keepdims=True),
-            flying=in_flight(work, view).any(axis=0, keepdims=True),
+            flying=in_flight(work, view).max(axis=0, keepdims=True),
             link_s=link_s(work).min(keepdims=True),
             first_s=first_cpu_s(view),
         )
