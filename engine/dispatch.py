@@ -58,7 +58,10 @@ class Dispatch(Generic[Op]):
         if plan.waits:
             self._barred = []
         cpu_used |= self._queue_products(plan)
-        if self._barred is not None:
+        if not self._barred:
+            # Nobody waits, so the layer step may end before its copies have landed.
+            self._barred = None
+        else:
             self._transfers.when_all_on_gpu(plan.work.layer, self._open)
         if self._held and not self.fetched:
             self._release_held()
