@@ -283,11 +283,15 @@ class MemoryLevel:
             return self._make_room_by_swap(layer, wish.replaces)
         free = self._unpromised_bytes(layer)
         size = self.memory.expert_bytes[layer]
-        promised = wish.leaving
-        if promised is not None and all(map(self._may_leave, promised)):
-            return self._evict(promised)
-        # Nobody was promised, or somebody needs one of them after all.
-        victims: list[int] = []
+        # Whoever was promised leaves, unless somebody needs one of them after all.
+        victims = list(wish.leaving or NO_VICTIMS)
+        if not all(map(self._may_leave, victims)):
+            victims = []
+        expert_bytes = self.memory.expert_bytes
+        experts = self.memory.experts
+        free += sum(expert_bytes[victim // experts] for victim in victims)
+        # That may be too little: where experts differ in size, copies share what a
+        # large victim leaves over, and one of them may start before it has left.
         incoming = np.array([key])
         while free < size:
             candidates = self._candidates(layer, wish)
@@ -300,7 +304,7 @@ class MemoryLevel:
                 return None
             self._check(victim, candidates)
             victims.append(int(victim[0]))
-            free += self.memory.expert_bytes[victims[-1] // self.memory.experts]
+            free += expert_bytes[victims[-1] // experts]
         return self._evict(victims)
 
     def _make_room_by_swap(self, layer: int, outgoing: int) -> tuple[int, ...] | None:

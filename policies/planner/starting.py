@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from moesim.policies.base import PolicyError, RunContext
@@ -11,12 +11,34 @@ from moesim.policies.planner.initial_content import fitting
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from moesim.hwprofiles.costs import Costs
     from moesim.policies.base import Future, Policy
-    from moesim.policies.planner.planner import Planner
+    from moesim.policies.planner.host_memory import HostMemory
+    from moesim.policies.planner.memory_level import MemoryLevel
+    from moesim.policies.planner.plan import MemoryPlan, Policies
+    from moesim.traces.format.schema import ModelShape
+
+
+class StartingPlanner(Protocol):
+    """What a planner must have before its policies can start: see `Planner`."""
+
+    shape: ModelShape
+    costs: Costs
+    policies: Policies
+    sizes: MemoryPlan
+    layers: int
+    experts: int
+    gpus: int
+    splits_layers: bool
+    gpu: list[MemoryLevel]
+    host: HostMemory | None
+
+    def home(self, layer: int) -> int:
+        """GPU that runs a layer's dense part."""
 
 
 def start_policies(
-    planner: Planner,
+    planner: StartingPlanner,
     *,
     seed: int,
     future: Future | None,
@@ -55,7 +77,7 @@ def start_policies(
         )
 
 
-def fill_memories(planner: Planner, calibration: np.ndarray | None) -> None:
+def fill_memories(planner: StartingPlanner, calibration: np.ndarray | None) -> None:
     """Make resident what each cache policy starts with.
 
     That is what the policy says, else the favourites of a calibration, else nothing.
@@ -77,7 +99,7 @@ def fill_memories(planner: Planner, calibration: np.ndarray | None) -> None:
         level.fill(keys)
 
 
-def _served(planner: Planner, policy: Policy) -> np.ndarray | None:
+def _served(planner: StartingPlanner, policy: Policy) -> np.ndarray | None:
     """Layers of the GPU whose cache policy this is, bool [L].
 
     None where that is all of them: GPUs do not share layers out, or it is no GPU's.
