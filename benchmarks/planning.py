@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
+from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import CacheSize
@@ -108,10 +109,7 @@ def planning_s(assignment: str, active: int) -> float:
             begin_s = time.perf_counter()
             plan = book.plan(routed, i, Phase.DECODE, 0.0)
             total += time.perf_counter() - begin_s
-            for copies in plan.copies:
-                for expert in copies.experts:
-                    book.landed(copies.gpu, copies.layer, expert)
-            book.complete(plan, 0.0)
+            carry_out(book, plan, 0.0)
         if round_:
             spent.append(total / len(steps))
     return float(np.median(spent))

@@ -33,12 +33,17 @@ class Dispatch(Generic[Op]):
         self.pending = 0
         self.fetched = 0
         self._world = world
+        self._planner = planner
+        self._transfers = transfers
+        self._report = transfers.report
         self._start_on_cpu = transfers.when_in_host_memory
         self._start_on_gpu = transfers.when_on_gpu
         self._cpu = world.lanes.index("cpu")
         self._gpu_of = [gpu_of_lane(lane) for lane in world.lanes]
         # State of every expert on each GPU, int8 [L, E].
         self._gpu_state = [level.memory.state for level in planner.gpu]
+        # GPU products that wait until every copy of the layer has landed.
+        self._barred: list[Op] | None = None
         self._held: list[Op] = []  # what the CPU of a serial plan will start with
         # (layer, expert) -> product ahead of its gate that has not ended.
         self._precomputes: dict[tuple[int, int], Op] = {}
@@ -49,15 +54,28 @@ class Dispatch(Generic[Op]):
         Returns:
             Whether the CPU has a part in this layer step.
         """
-        work = plan.work
-        cpu_used = False
-        if work.precomputed is not None:
-            cpu_used = bool(work.precomputed.any())
-            for expert in work.experts[work.precomputed].tolist():
-                self._await_precompute(work.layer, expert)
+        cpu_used = self._await_precomputes(plan)
+        if plan.waits:
+            self._barred = []
+        cpu_used |= self._queue_products(plan)
+        if not self._barred:
+            # Nobody waits, so the layer step may end before its copies have landed.
+            self._barred = None
+        else:
+            self._transfers.when_all_on_gpu(plan.work.layer, self._open)
+        if self._held and not self.fetched:
+            self._release_held()
+        if plan.precompute is not None:
+            self._begin_precomputes(plan)
+        if not self.pending:
+            self._world.computed(None)
+        return cpu_used
 
+    def _queue_products(self, plan: Plan) -> bool:
+        """Queue the layer step's products in launch order; whether the CPU has one."""
         # Nothing ends while products are queued, so they may be counted afterwards.
         count = 0
+        cpu_used = False
         computed = self._computed
         for product in self._world.computes(plan):
             product.on_end = computed
@@ -71,21 +89,28 @@ class Dispatch(Generic[Op]):
             else:
                 self._start_on_cpu(product)
         self.pending += count
-        if self._held and not self.fetched:
-            self._release_held()
-
-        if plan.precompute is not None:
-            self._begin_precomputes(plan)
-        if not self.pending:
-            self._world.computed(None)
         return cpu_used
 
     def _queue_on_gpu(self, product: Op, *, serial: bool) -> None:
+        """Start a product once its expert is there.
+
+        The CPU of a serial plan waits for those that are fetched.
+        """
         gpu = self._gpu_of[product.lane]
         if serial and self._gpu_state[gpu][product.layer, product.expert] != RESIDENT:
             self.fetched += 1
             product.on_end = self._fetched_computed
-        self._start_on_gpu(gpu, product)
+        if self._barred is None:
+            self._start_on_gpu(gpu, product)
+        else:
+            self._barred.append(product)
+
+    def _open(self) -> None:
+        """Start the GPU products that waited for all copies of their layer."""
+        barred = self._barred or []
+        self._barred = None
+        for product in barred:
+            self._start_on_gpu(self._gpu_of[product.lane], product)
 
     def _begin_precomputes(self, plan: Plan) -> None:
         """Queue products of the next layer's experts, after this layer's own."""
@@ -94,30 +119,53 @@ class Dispatch(Generic[Op]):
             self._precomputes[product.layer, product.expert] = product
             self._world.submit(product)
 
-    def _await_precompute(self, layer: int, expert: int) -> None:
-        """Count a product that was started ahead of its gate, unless it has ended."""
-        product = self._precomputes.pop((layer, expert), None)
-        if product is not None:
-            product.on_end = self._computed
-            self.pending += 1
+    def _await_precomputes(self, plan: Plan) -> bool:
+        """Count products that were started ahead of this gate and have not ended.
+
+        Returns:
+            Whether there were any, ended or not: they are the CPU's.
+        """
+        work = plan.work
+        if work.precomputed is None:
+            return False
+        experts = work.experts[work.precomputed].tolist()
+        for expert in experts:
+            product = self._precomputes.pop((work.layer, expert), None)
+            if product is not None:
+                product.on_end = self._awaited_precompute_ended
+                self.pending += 1
+        return bool(experts)
 
     def _precompute_ended(self, product: Op) -> None:
+        """Let go of a product ahead of its gate that nobody has awaited yet."""
         # A wrong guess of an earlier step may end after its successor has begun.
         place = product.layer, product.expert
         if self._precomputes.get(place) is product:
             del self._precomputes[place]
+        self._report(self._planner.precompute_ended, *place)
+
+    def _awaited_precompute_ended(self, product: Op) -> None:
+        place = product.layer, product.expert
+        self._report(self._planner.precompute_ended, *place)
+        self._count(product)
 
     def _computed(self, product: Op) -> None:
-        """Count a product that has ended; the last one ends the lanes' work."""
-        self.pending -= 1
-        if not self.pending:
-            self._world.computed(product)
+        """Let go of the weights, then count the product."""
+        gpu = self._gpu_of[product.lane]
+        self._report(self._planner.computed, gpu, product.layer, product.expert)
+        self._count(product)
 
     def _fetched_computed(self, product: Op) -> None:
         self.fetched -= 1
         if not self.fetched:
             self._release_held()
         self._computed(product)
+
+    def _count(self, product: Op) -> None:
+        """Count a product that has ended; the last one ends the lanes' work."""
+        self.pending -= 1
+        if not self.pending:
+            self._world.computed(product)
 
     def _release_held(self) -> None:
         """Let the CPU of a serial plan begin."""

@@ -10,21 +10,36 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from moesim.engine.operations import DEMAND, PRIORITIES, Operation
+from moesim.engine.operations import PRIORITIES, Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
 Op = TypeVar("Op", bound=Operation)
 
+START: Final = 0
+WAIT: Final = 1
+DROP: Final = 2
+"""What an admission gate may say to an operation at the head of its queue."""
 
-class StagingGate(Protocol):
-    """Staging slots that an operation with `staged` set must win before it starts."""
 
-    def admit(self, operation: Any, /) -> bool:
-        """Take a slot for it, if one is free."""
+class Admission:
+    """The gate that copies and reads pass when they could start.
+
+    They need a place where they go; `decide` takes one, or says that there is none.
+    """
+
+    __slots__ = ("decide",)
+
+    def __init__(self) -> None:
+        self.decide: Callable[[Any], int] = lambda _: START
+
+
+def takes_places(lane: str) -> bool:
+    """Whether a lane brings experts into a memory."""
+    return lane.startswith("h2d") or lane == "ssd"
 
 
 class WorkerQueues(Generic[Op]):
@@ -36,55 +51,55 @@ class WorkerQueues(Generic[Op]):
 
     __slots__ = ("_lines", "_queue_of", "waiting")
 
-    def __init__(
-        self, lanes: Sequence[tuple[int, str]], gates: Mapping[str, StagingGate]
-    ) -> None:
+    def __init__(self, lanes: Sequence[tuple[int, str]], admission: Admission) -> None:
         """Make empty queues.
 
         Args:
             lanes: index and name of each lane, in the order in which they take turns.
-            gates: lane name -> staging slots of its demand queue. Reads from an SSD
-                are staged whatever their priority, since none of them can land
-                anywhere else.
+            admission: gate of the lanes that bring experts into a memory.
         """
         self.waiting = 0
         self._queue_of: dict[int, list[deque[Op]]] = {}
-        self._lines: list[tuple[deque[Op], StagingGate | None]] = []
+        self._lines: list[tuple[deque[Op], Admission | None]] = []
         for index, name in lanes:
+            gate = admission if takes_places(name) else None
             self._queue_of[index] = []
-            for priority in PRIORITIES:
-                gated = priority == DEMAND or name == "ssd"
+            for _ in PRIORITIES:
                 queue: deque[Op] = deque()
                 self._queue_of[index].append(queue)
-                self._lines.append((queue, gates.get(name) if gated else None))
+                self._lines.append((queue, gate))
 
     def push(self, operation: Op, priority: int) -> None:
         """Append an operation to its lane's queue."""
         self._queue_of[operation.lane][priority].append(operation)
         self.waiting += 1
 
-    def withdraw(self, operation: Op, priority: int) -> bool:
-        """Take back an operation that has not started; False if it has."""
-        try:
-            self._queue_of[operation.lane][priority].remove(operation)
-        except ValueError:
-            return False
+    def withdraw(self, operation: Op, priority: int) -> None:
+        """Take back an operation that has not started.
+
+        Raises:
+            ValueError: it is not in that queue.
+        """
+        self._queue_of[operation.lane][priority].remove(operation)
         self.waiting -= 1
-        return True
 
     def pick(self) -> Op | None:
         """Take out the first operation that may start now."""
         if not self.waiting:
             return None
         for queue, gate in self._lines:
-            if not queue:
-                continue
-            # First come, first served holds for staged operations too: one that finds
-            # no slot keeps those behind it waiting, but not the other queues.
-            if gate is not None and queue[0].staged and not gate.admit(queue[0]):
-                continue
-            self.waiting -= 1
-            return queue.popleft()
+            while queue:
+                if gate is not None:
+                    verdict = gate.decide(queue[0])
+                    # One that waits keeps those behind it waiting, but not the others.
+                    if verdict == WAIT:
+                        break
+                    if verdict == DROP:
+                        queue.popleft()
+                        self.waiting -= 1
+                        continue
+                self.waiting -= 1
+                return queue.popleft()
         return None
 
 

@@ -56,29 +56,27 @@ class LayerStep(Generic[Op]):
         planner = self._planner
         transfers = self.transfers
 
-        # Late prefetches first: what they give up is free when the layer is planned.
-        now_s = world.now_s()
-        world.begin_layer()
+        # Routing and planning. Nothing starts meanwhile: what the plan saw must hold.
         with world.exclusive():
-            transfers.begin_layer(routed.layer, routed.experts)
-
-        # Routing and planning.
-        plan = planner.plan(routed, step, phase, now_s, batch)
+            transfers.begin_decisions(routed.layer, routed.experts)
+        plan = planner.plan(routed, step, phase, world.now_s(), batch)
         yield from world.planned(plan)
 
         # Lanes work.
         world.launching(plan)
         with world.exclusive():
+            for gpu, expert in plan.promoted:
+                transfers.promote(gpu, routed.layer, expert)
             for copies in plan.copies:
                 transfers.enqueue(copies, step)
             cpu_used = self.dispatch.begin(plan)
+            transfers.end_decisions()
         yield world.all_computed()
 
         # Results join, holds are released, and the cache may replace what it likes.
         yield from world.joined(plan, cpu_used=cpu_used)
-        replacements = planner.complete(plan, world.now_s())
-        world.replacing(replacements)
         with world.exclusive():
-            for copies in replacements:
+            for copies in planner.complete(plan, world.now_s()):
                 transfers.enqueue(copies, step)
+            world.offer()
             world.end_layer()

@@ -37,8 +37,6 @@ class Operation(Protocol):
         step: forward pass.
         layer: MoE layer; -1 where there is none.
         expert: expert; -1 where there is none.
-        staged: needs a staging slot before it starts.
-        start_s: when it started; negative before.
         on_end: called when it has ended, with the operation.
     """
 
@@ -47,6 +45,4 @@ class Operation(Protocol):
     step: int
     layer: int
     expert: int
-    staged: bool
-    start_s: float
     on_end: Callable[..., object] | None

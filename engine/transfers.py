@@ -1,29 +1,55 @@
 """Transfers: SSD to host memory to GPU, as a chain, demand before prefetch.
 
-A copy to a GPU starts when its expert is in host memory; where that is limited, a read
-comes first. What waits for an expert (a product, a copy) is queued the moment it lands.
+The life of a copy (design §5): queued, when nothing has changed; started, when it has
+taken its place and its victim has left; landed. A copy to a GPU is queued on its link
+once its expert is in host memory; where that is limited, a read comes first. What waits
+for an expert (a product, a copy) is queued the moment it lands.
+
+While decisions are under way nothing starts and no landing is reported: a plan must
+hold for the memories it was made for.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, NamedTuple
+from typing import TYPE_CHECKING, Generic
 
-from moesim.engine.lanes import Op, gpu_of_lane
+from moesim.engine.lanes import DROP, START, WAIT, Op, gpu_of_lane
 from moesim.engine.operations import DEMAND, PREFETCH, PRIORITY_OF
+from moesim.policies.planner import plan as kinds
 from moesim.policies.planner.plan import READ
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from moesim.engine.world import World
     from moesim.policies.planner.plan import Copies
     from moesim.policies.planner.planner import Planner
 
 
-class Follower(NamedTuple, Generic[Op]):
-    """What follows once an expert is in host memory, and with which priority."""
+class QueuedCopy(Generic[Op]):
+    """A copy to a GPU that has not started: on its link's queue, or behind a read."""
 
-    operation: Op
-    priority: int
+    __slots__ = ("gpu", "operation", "priority", "read")
+
+    def __init__(self, operation: Op, gpu: int, priority: int) -> None:
+        self.operation = operation
+        self.gpu = gpu
+        self.priority = priority
+        self.read: PendingRead[Op] | None = None
+
+
+class PendingRead(Generic[Op]):
+    """A read that has not landed, and what follows it."""
+
+    __slots__ = ("copies", "operation", "priority", "products", "started")
+
+    def __init__(self, operation: Op, priority: int) -> None:
+        self.operation = operation
+        self.priority = priority
+        self.started = False
+        self.copies: list[QueuedCopy[Op]] = []
+        self.products: list[Op] = []
 
 
 class Transfers(Generic[Op]):
@@ -31,7 +57,7 @@ class Transfers(Generic[Op]):
 
     Args:
         world: makes operations, starts them and reports their ends.
-        planner: decides about late prefetches.
+        planner: gives places, and decides about late prefetches.
     """
 
     def __init__(self, world: World[Op], planner: Planner) -> None:
@@ -42,153 +68,248 @@ class Transfers(Generic[Op]):
         self._gpu_of = [gpu_of_lane(lane) for lane in world.lanes]
         # Keys are layer * E + expert; per GPU they are shifted by the whole model.
         self._model = planner.shape.layers * planner.shape.experts
-        self._in_flight: set[int] = set()  # copies to GPUs, queued ones included
+        self._queued: dict[int, QueuedCopy[Op]] = {}
+        self._in_flight: set[int] = set()
         self._awaiting_gpu: dict[int, Op] = {}  # product that waits for a copy
-        self._followers: dict[int, list[Follower[Op]]] = {}  # read -> what follows it
-        # Layer -> prefetches for it, by the first operation of their chain.
-        self._prefetches: dict[int, dict[tuple[int, int, int], Op]] = {}
+        self._reads: dict[int, PendingRead[Op]] = {}
+        # Layer -> queued prefetches for it: (GPU, layer, expert) in queue order.
+        self._prefetches: dict[int, dict[tuple[int, int, int], None]] = {}
+        # Layer -> copies to it that have not landed, and what to call when all have.
+        self._outstanding = [0] * planner.shape.layers
+        self._when_landed: dict[int, Callable[[], None]] = {}
+        self._deciding = False
+        # Reports of what happened while decisions were under way.
+        self._unreported: list[tuple[Callable[..., bool], tuple[int, ...]]] = []
+        world.admission.decide = self._admit
+
+    # -- queueing ---------------------------------------------------------------------
 
     def enqueue(self, copies: Copies, step: int) -> None:
         """Queue copies of one kind in their order."""
-        world = self._world
         layer = copies.layer
         priority = PRIORITY_OF[copies.kind]
-        world.enqueuing(copies)
         if copies.kind == READ:
-            for expert, host_staged in zip(
-                copies.experts, copies.host_staged, strict=True
-            ):
-                self._read(step, layer, expert, priority, staged=host_staged)
+            for expert, read in zip(copies.experts, copies.read, strict=True):
+                self._read(step, layer, expert, priority, new=read)
             return
 
         gpu = copies.gpu
-        first_key = layer * self._experts
         for position, expert in enumerate(copies.experts):
-            key = first_key + expert
-            copy = world.copy(copies, position, step)
-            copy.on_end = self._landed
-            self._in_flight.add(gpu * self._model + key)
-            first = copy
-            if copies.read[position]:
-                staged = copies.host_staged[position]
-                first = self._read(step, layer, expert, priority, staged=staged)
-                self._followers[key].append(Follower(copy, priority))
-            elif key in self._followers:
-                self._followers[key].append(Follower(copy, priority))
-            else:
-                self._submit(copy, priority)
+            key = layer * self._experts + expert
+            operation = self._world.copy(copies, position, step)
+            operation.on_end = self._copied
+            copy = QueuedCopy(operation, gpu, priority)
+            self._queued[gpu * self._model + key] = copy
+            self._outstanding[layer] += 1
             if priority == PREFETCH:
-                self._prefetches.setdefault(layer, {})[gpu, layer, expert] = first
+                place = (gpu, layer, expert)
+                self._prefetches.setdefault(layer, {})[place] = None
+            if copies.read[position] or key in self._reads:
+                new = copies.read[position]
+                copy.read = self._read(step, layer, expert, priority, new=new)
+                copy.read.copies.append(copy)
+            else:
+                self._submit(operation, priority)
+
+    def promote(self, gpu: int, layer: int, expert: int) -> None:
+        """Let a queued copy go first: a layer step waits for it."""
+        key = layer * self._experts + expert
+        copy = self._queued[gpu * self._model + key]
+        if copy.read is not None:
+            self._promote_read(copy.read)
+        elif copy.priority != DEMAND:
+            self._world.withdraw(copy.operation, copy.priority)
+            self._submit(copy.operation, DEMAND)
+        copy.priority = DEMAND
 
     def when_on_gpu(self, gpu: int, product: Op) -> None:
         """Start a product as soon as its expert is on a GPU."""
-        if not self._in_flight:
-            self._submit(product)
-            return
         key = gpu * self._model + self._key(product)
-        if key in self._in_flight:
+        if key in self._queued or key in self._in_flight:
             self._awaiting_gpu[key] = product
         else:
             self._submit(product)
 
     def when_in_host_memory(self, product: Op) -> None:
         """Start a product as soon as its expert is in host memory."""
-        if not self._followers:
-            self._submit(product)
-            return
-        followers = self._followers.get(self._key(product))
-        if followers is None:
+        read = self._reads.get(self._key(product)) if self._reads else None
+        if read is None:
             self._submit(product)
         else:
-            followers.append(Follower(product, DEMAND))
+            read.products.append(product)
 
-    def begin_layer(self, layer: int, active: np.ndarray) -> None:
-        """Take back this layer's prefetches whose chain has not started.
+    def when_all_on_gpu(self, layer: int, call: Callable[[], None]) -> None:
+        """Call once all copies of a layer have landed, or now if there is none."""
+        if self._outstanding[layer]:
+            self._when_landed[layer] = call
+        else:
+            call()
 
-        The planner drops them or makes them demand fetches. Where the prefetch policy
-        sorts its queue anew at every layer, those for other layers are taken back and
-        dropped as well.
+    def _settle(self, layer: int) -> None:
+        """Count a copy that has landed or was given up."""
+        self._outstanding[layer] -= 1
+        if not self._outstanding[layer] and layer in self._when_landed:
+            self._when_landed.pop(layer)()
+
+    def _read(
+        self, step: int, layer: int, expert: int, priority: int, *, new: bool
+    ) -> PendingRead[Op]:
+        """Queue a read from the SSD, or hurry the one that is pending."""
+        key = layer * self._experts + expert
+        if not new:
+            pending = self._reads[key]
+            if priority == DEMAND:
+                self._promote_read(pending)
+            return pending
+        demanded = priority == DEMAND
+        operation = self._world.read(step, layer, expert, demanded=demanded)
+        operation.on_end = self._read_ended
+        pending = self._reads[key] = PendingRead(operation, priority)
+        self._submit(operation, priority)
+        return pending
+
+    def _promote_read(self, read: PendingRead[Op]) -> None:
+        if not read.started and read.priority != DEMAND:
+            self._world.withdraw(read.operation, read.priority)
+            self._submit(read.operation, DEMAND)
+        read.priority = DEMAND
+
+    # -- decisions --------------------------------------------------------------------
+
+    def begin_decisions(self, layer: int, active: np.ndarray) -> None:
+        """Stop starts, and settle what becomes of queued prefetches.
 
         Args:
             layer: MoE layer whose gate has just chosen.
             active: int32 [A], the experts that it chose.
         """
+        self._deciding = True
         if not self._prefetches:
             return
-        unstarted: dict[tuple[int, int, int], Op] = {}
-        layers = list(self._prefetches) if self._planner.requeues else [layer]
-        for target in layers:
-            queued = self._prefetches.get(target, {})
-            taken = {
-                place: operation
-                for place, operation in queued.items()
-                if self._is_idle(operation)
-                and self._world.withdraw(operation, PREFETCH)
-            }
-            self._prefetches[target] = {
-                place: operation
-                for place, operation in queued.items()
-                if place not in taken
-            }
-            unstarted |= taken
-        # What has started is no longer a prefetch that anybody could take back.
-        self._prefetches.pop(layer, None)
-        if not unstarted:
+        if self._planner.requeues:
+            queued = [place for places in self._prefetches.values() for place in places]
+        else:
+            queued = list(self._prefetches.get(layer, ()))
+        if not queued:
             return
+        for gpu, target, expert in self._planner.drop_late(
+            queued, layer, active.tolist()
+        ):
+            self._take_back(gpu, target, expert)
 
-        for place in self._planner.late(list(unstarted), layer, active.tolist()):
-            operation = unstarted.pop(place)
-            gpu, target, expert = place
-            key = target * self._experts + expert
-            self._in_flight.remove(gpu * self._model + key)
-            if operation.kind == READ:
-                del self._followers[key]
-            self._world.dropped(target, expert)
-        for operation in unstarted.values():
-            if operation.kind == READ:
-                key = self._key(operation)
-                self._followers[key] = [
-                    Follower(follower.operation, DEMAND)
-                    for follower in self._followers[key]
-                ]
-            self._world.submit(operation, DEMAND)
+    def end_decisions(self) -> None:
+        """Report what has landed meanwhile, and let queued operations start."""
+        self._deciding = False
+        for report, arguments in self._unreported:
+            report(*arguments)
+        self._unreported.clear()
+        self._world.offer()
 
-    def _is_idle(self, operation: Op) -> bool:
-        """Whether a prefetch's first operation has not started and serves nothing
-        else.
-        """
-        if operation.start_s >= 0.0:
-            return False
-        return operation.kind != READ or len(self._followers[self._key(operation)]) == 1
+    def _take_back(self, gpu: int, layer: int, expert: int) -> None:
+        """Forget a queued copy; the planner has forgotten it already."""
+        copy = self._forget(gpu, layer, expert)
+        self._settle(layer)
+        if copy.read is None:
+            self._world.withdraw(copy.operation, copy.priority)
+        else:
+            self._leave_read(copy)
+
+    def _forget(self, gpu: int, layer: int, expert: int) -> QueuedCopy[Op]:
+        key = layer * self._experts + expert
+        copy = self._queued.pop(gpu * self._model + key)
+        if copy.operation.kind == kinds.PREFETCH:
+            del self._prefetches[layer][gpu, layer, expert]
+        return copy
+
+    def _leave_read(self, copy: QueuedCopy[Op]) -> None:
+        """Withdraw the read behind a copy if nothing else needs it."""
+        read = copy.read
+        assert read is not None
+        read.copies.remove(copy)
+        if read.started or read.copies or read.products:
+            return
+        operation = read.operation
+        self._world.withdraw(operation, read.priority)
+        del self._reads[self._key(operation)]
+        self._planner.cancel_read(operation.layer, operation.expert)
+
+    # -- starts -----------------------------------------------------------------------
+
+    def _admit(self, operation: Op) -> int:
+        """Take a place for an operation that could start; say whether it may."""
+        if self._deciding:
+            return WAIT
+        layer = operation.layer
+        expert = operation.expert
+        now_s = self._world.now_s()
+        if operation.kind == READ:
+            place = self._planner.start_read(layer, expert, now_s)
+            if place is None and self._yield_to(layer, expert):
+                place = self._planner.start_read(layer, expert, now_s)
+            if place is None:
+                return WAIT
+            self._reads[self._key(operation)].started = True
+            self._world.placed(operation, -1)
+            return START
+
+        gpu = self._gpu_of[operation.lane]
+        place = self._planner.start_copy(gpu, layer, expert, now_s)
+        if place is None:
+            if not self._planner.gives_up(gpu, layer, expert):
+                return WAIT
+            self._planner.cancel_copy(gpu, layer, expert)
+            self._forget(gpu, layer, expert)
+            self._settle(layer)
+            return DROP
+        self._forget(gpu, layer, expert)
+        self._in_flight.add(gpu * self._model + self._key(operation))
+        self._world.placed(operation, gpu)
+        return START
+
+    def _yield_to(self, layer: int, expert: int) -> bool:
+        """Give up a prefetch for a read that finds no place; whether there was one."""
+        copies = self._planner.yielding_copies(layer, expert)
+        for copy in copies:
+            self._planner.cancel_copy(*copy)
+            self._take_back(*copy)
+        return bool(copies)
+
+    # -- ends -------------------------------------------------------------------------
 
     def _key(self, operation: Op) -> int:
         return operation.layer * self._experts + operation.expert
 
-    def _read(
-        self, step: int, layer: int, expert: int, priority: int, *, staged: bool
-    ) -> Op:
-        """Queue a read from the SSD."""
-        demanded = priority == DEMAND
-        operation = self._world.read(
-            step, layer, expert, staged=staged, demanded=demanded
-        )
-        operation.on_end = self._read_done
-        self._followers[layer * self._experts + expert] = []
-        self._world.submit(operation, priority)
-        return operation
-
-    def _read_done(self, operation: Op) -> None:
+    def _read_ended(self, operation: Op) -> None:
         """Queue what waited for an expert in host memory."""
-        self._world.read_done(operation)
-        for follower in self._followers.pop(self._key(operation)):
-            self._submit(follower.operation, follower.priority)
+        layer = operation.layer
+        expert = operation.expert
+        self.report(self._planner.read_done, layer, expert)
+        read = self._reads.pop(self._key(operation))
+        for copy in read.copies:
+            copy.read = None
+            self._submit(copy.operation, copy.priority)
+        for product in read.products:
+            self._submit(product)
 
-    def _landed(self, operation: Op) -> None:
+    def _copied(self, operation: Op) -> None:
         """Start the product that waited for an expert on a GPU."""
         gpu = self._gpu_of[operation.lane]
+        self.report(self._planner.landed, gpu, operation.layer, operation.expert)
         key = gpu * self._model + self._key(operation)
         self._in_flight.remove(key)
-        self._world.landed(operation, gpu)
         product = self._awaiting_gpu.pop(key, None)
         if product is not None:
             self._submit(product)
+        self._settle(operation.layer)
+
+    def report(self, report: Callable[..., bool], *arguments: int) -> None:
+        """Tell the planner what has ended, now or when it has decided.
+
+        Args:
+            report: one of its methods; answers whether a staging slot is free again.
+            arguments: of it.
+        """
+        if self._deciding:
+            self._unreported.append((report, arguments))
+        elif report(*arguments):
+            self._world.offer()

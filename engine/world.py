@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moesim.engine.lanes import Op
+from moesim.engine.lanes import Admission, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,6 +22,10 @@ class World(Protocol[Op]):
     """A clock with lanes. What a wait is, its driver knows."""
 
     @property
+    def admission(self) -> Admission:
+        """The gate that copies and reads pass when they could start."""
+
+    @property
     def lanes(self) -> Sequence[str]:
         """Names of the lanes, by index."""
 
@@ -30,12 +34,13 @@ class World(Protocol[Op]):
     def submit(self, operation: Op, priority: int = ..., /) -> None:
         """Queue an operation; it starts at once if its worker is idle."""
 
-    def withdraw(self, operation: Op, priority: int, /) -> bool:
-        """Take back an operation that has not started; False if it has."""
+    def withdraw(self, operation: Op, priority: int, /) -> None:
+        """Take back an operation that has not started."""
 
-    def read(
-        self, step: int, layer: int, expert: int, *, staged: bool, demanded: bool
-    ) -> Op:
+    def offer(self) -> None:
+        """Let workers look again at operations that waited for a place."""
+
+    def read(self, step: int, layer: int, expert: int, *, demanded: bool) -> Op:
         """Make the read of an expert from the SSD into host memory."""
 
     def copy(self, copies: Copies, position: int, step: int, /) -> Op:
@@ -52,17 +57,8 @@ class World(Protocol[Op]):
 
     # -- what the engine reports ------------------------------------------------------
 
-    def enqueuing(self, copies: Copies, /) -> None:
-        """Make ready for copies that are about to be queued."""
-
-    def read_done(self, operation: Op, /) -> None:
-        """Note that a read has landed in host memory."""
-
-    def landed(self, operation: Op, gpu: int, /) -> None:
-        """Note that a copy has landed on a GPU."""
-
-    def dropped(self, layer: int, expert: int, /) -> None:
-        """Note that a copy to a GPU was taken back for good."""
+    def placed(self, operation: Op, gpu: int, /) -> None:
+        """Note that a copy or (GPU -1) a read has taken its place and starts now."""
 
     def computed(self, operation: Op | None, /) -> None:
         """Note that the last product of a layer step has ended; None if it had none."""
@@ -75,9 +71,6 @@ class World(Protocol[Op]):
     def exclusive(self) -> AbstractContextManager[object]:
         """Nothing starts or ends in the block."""
 
-    def begin_layer(self) -> None:
-        """Report what has landed to the planner, before anything is decided."""
-
     def planned(self, plan: Plan, /) -> Iterable[Any]:
         """Note every access and spend the planning time; yields waits."""
 
@@ -89,9 +82,6 @@ class World(Protocol[Op]):
 
     def joined(self, plan: Plan, /, *, cpu_used: bool) -> Iterable[Any]:
         """Bring results together; yields waits."""
-
-    def replacing(self, copies: Sequence[Copies], /) -> None:
-        """Make ready for the copies that carry out the cache's replacements."""
 
     def end_layer(self) -> None:
         """Let the model go on; in the engine's exclusive block."""

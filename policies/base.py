@@ -32,10 +32,11 @@ IN_FLIGHT = 1
 RESIDENT = 2
 """States of an expert in one memory."""
 
-Late = Literal["keep", "drop", "active"]
-"""What becomes of a prefetch whose layer has come before its copy started: see
-`PrefetchPolicy`.
-"""
+Late = Literal["keep", "drop", "wait", "active"]
+"""What becomes of a prefetch whose layer has come before its copy started."""
+
+NoPlace = Literal["stage", "drop", "wait"]
+"""What becomes of a prefetch that finds no place in the cache when it could start."""
 
 
 class PolicyError(ValueError):
@@ -76,7 +77,8 @@ class LayerWork:
         host_s: float64 [A], until the weights are in host memory; 0 if they are.
         gpu_s: float64 [G, A], compute on each GPU once resident.
         arrive_s: float64 [G, A], until the weights are on that GPU (SSD read included);
-            0 if resident, the remaining time if in flight.
+            0 if resident, the remaining time if in flight, and if absent what a copy
+            would take that is the next one on the link.
         routing: uint16 [T, K], experts of every token, best first.
         weights: float16 [T, K] combine weights, or None where the trace has none.
         scores: float16 [T, E] gate scores before top-k, or None.
@@ -86,6 +88,9 @@ class LayerWork:
             new sequences began.
         precomputed: bool [A], experts that the CPU began to compute one layer ahead;
             None where there are none. They stay on the CPU.
+        link_s: float64 [G], until each link has ended the copy under way; contained in
+            `arrive_s` of what is absent, of which only the first waits for it. None
+            where all links are idle.
     """
 
     step: int
@@ -104,6 +109,7 @@ class LayerWork:
     predicted: Mapping[str, np.ndarray] = field(default_factory=dict)
     batch: int = 0
     precomputed: np.ndarray | None = None
+    link_s: np.ndarray | None = None
 
 
 def flat_keys(work: LayerWork, width: int) -> np.ndarray:
@@ -156,6 +162,11 @@ class MachineView(Protocol):
     gpus: int
     cpu_first_s: float
     """Extra seconds of the first CPU expert of a layer step."""
+    gap_s: float
+    """Seconds from the last layer's end to this one's planning: its dense part, mostly.
+
+    As last seen within a forward pass; 0 until then.
+    """
 
     def resident(self, layer: int, gpu: int = 0) -> np.ndarray:
         """Bool [E]: usable on that GPU now."""
@@ -356,25 +367,32 @@ class PrefetchPolicy(Policy, ABC):
     """Decides which experts of coming layers are copied before a layer needs them.
 
     Copies wait in a queue, behind all demand, in the order in which they were named.
-    `late` and `requeue` decide about copies that have not started; what has started is
-    never stopped.
+    Until one starts it changes nothing: it has no place, and nobody has left for it.
+    What a layer step turns out to need becomes a demand fetch, if the plan wants it on
+    a GPU. What has started is never stopped.
 
     Attributes:
         prefetches: whether it ever asks for a copy; false for `none` alone.
-        late: what becomes of copies whose own layer has come: ``keep`` makes all of
-            them demand fetches, ``drop`` none, ``active`` those of experts that the
-            layer's gate, which has just been evaluated, did choose (before any routing
-            policy).
-        requeue: whether all other copies are taken back as well before each layer step,
-            so that naming them again, or not, sorts the queue anew; what is taken back
-            loses its slot in the cache until then.
+        late: what becomes of the others that have not started when their layer comes:
+            ``drop`` forgets them, ``keep`` leaves them in the queue, where they may
+            serve a later step through the cache, ``wait`` makes all of them demand
+            fetches, and the layer's GPU products wait for every one, where staging
+            could hold them all. ``active`` is an older word for ``drop``.
+        requeue: whether those for all other layers are forgotten as well before each
+            layer step, so that naming them again, or not, sorts the queue anew.
+        no_place: what becomes of a copy that the cache policy declines, or for which
+            everybody is held, when it could start: ``stage`` uses a staging slot, waits
+            for one that demand uses, and is dropped where other prefetches have them
+            all; ``wait`` stays at the head of the queue until there is any place;
+            ``drop`` never stages.
     """
 
-    # `late` and `requeue` may be parameters of a policy, so they are asked of the
-    # instance; `prefetches` is a property of the class.
+    # `late`, `requeue` and `no_place` may be parameters of a policy, so they are asked
+    # of the instance; `prefetches` is a property of the class.
     prefetches: ClassVar[bool] = True
-    late: Late = "keep"
+    late: Late = "drop"
     requeue: bool = False
+    no_place: NoPlace = "stage"
 
     @abstractmethod
     def prefetch(

@@ -20,7 +20,7 @@ from moesim.policies.cache._kernels import (
     replay_accesses,
 )
 from moesim.policies.planner.initial_content import fitting
-from moesim.policies.planner.memory_level import Tier
+from moesim.policies.planner.memory_level import MemoryLevel
 from moesim.policies.planner.residency import GLOBAL, CacheSize, Residency
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def replay(
         PolicyError: the policy answered something illegal.
     """
     memory = Residency(shape.layers, shape.experts, shape.expert_bytes, size)
-    tier = Tier(memory, cache, name)
+    level = MemoryLevel(memory, cache, name, staging=shape.experts)
     cache.start(
         RunContext(
             shape=shape,
@@ -101,7 +101,7 @@ def replay(
     if keys is None and calibration is not None:
         keys = fitting(-calibration, size.slots, size.scope)
     if keys is not None:
-        tier.fill(keys)
+        level.fill(keys)
 
     counts = CacheCounts(
         hits_by_layer=np.zeros(shape.layers, np.int64),
@@ -109,18 +109,18 @@ def replay(
     )
     for step in steps:
         for routed in step.layers:
-            _replay_layer(tier, step, routed, counts)
+            _replay_layer(level, step, routed, counts)
     return counts
 
 
 def _replay_layer(
-    tier: Tier,
+    level: MemoryLevel,
     step: RoutedStep,
     routed: RoutedLayer,
     counts: CacheCounts,
 ) -> None:
     """Replay one layer step."""
-    memory = tier.memory
+    memory = level.memory
     layer = routed.layer
     experts = routed.experts
     state = memory.state[layer][experts]
@@ -128,22 +128,24 @@ def _replay_layer(
 
     # All active experts are held first, or one miss would evict the next hit.
     memory.hold(layer, experts)
-    tier.cache.accessed(work)
+    level.cache.accessed(work)
     missing = experts[work.state == ABSENT]
     counts.hits_by_layer[layer] += len(experts) - len(missing)
     counts.accesses_by_layer[layer] += len(experts)
     if len(missing):
         keys = missing.astype(np.int64) + layer * memory.experts
-        at_once_s = np.zeros(len(missing))
-        tier.admit(work, layer, keys, at_once_s)
+        level.demand(work, layer, keys)
         # Copies take no time here: all have landed when the layer step ends.
+        for key in keys.tolist():
+            level.start(key, 0.0, reserve=0)
         for expert in missing.tolist():
             memory.land(layer, expert)
 
     memory.release(layer, experts)
     # What was declined ran from staging and is gone after its layer step.
     if memory.staged_count[layer]:
-        memory.drop_staged(memory.staged_of(layer))
+        for expert in memory.staged_of(layer):
+            memory.drop_staged(layer, expert)
 
 
 def _work_without_costs(

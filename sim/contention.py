@@ -29,27 +29,6 @@ PRIORITY = {name: 2 + rank for rank, name in enumerate(CLASSES)}
 """The same order as SimPy priorities, after its own URGENT and NORMAL."""
 
 
-class StagingSlots:
-    """Free staging slots of one memory; `lane` brings experts there and waits for them.
-
-    A copy that needs one takes it when it starts; it is given back when the last
-    operation on that expert has ended.
-    """
-
-    __slots__ = ("free", "lane")
-
-    def __init__(self, lane: int, free: int = 0) -> None:
-        self.lane = lane
-        self.free = free
-
-    def admit(self, _: Operation) -> bool:
-        """Take a slot, if one is free."""
-        if self.free < 1:
-            return False
-        self.free -= 1
-        return True
-
-
 class Operation(Event):
     """Something one lane does without interruption: a product, a copy, a read, a plan.
 
@@ -61,8 +40,6 @@ class Operation(Event):
         kind: kind of span.
         work_s: seconds it takes alone.
         on_end: called with the operation when its work is done.
-        staged: needs a staging slot before it starts.
-        frees: gives one back when it ends.
         start_s: when it started; negative before.
         end_s: when its work is done; known at the end only where lanes slow each other.
         end: the event that counts as its end, if that is not the operation itself
@@ -74,8 +51,6 @@ class Operation(Event):
     _ok = True
     _value = None
     _defused = False
-    staged = False
-    frees: StagingSlots | None = None
     start_s = -1.0
     end: Event | None = None
     end_s: float

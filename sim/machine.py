@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.engine.lanes import WorkerQueues
+from moesim.engine.lanes import Admission, WorkerQueues, takes_places
 from moesim.engine.operations import DEMAND
-from moesim.sim.contention import Contention, Operation, StagingSlots
+from moesim.sim.contention import Contention, Operation
 from moesim.traces.timeline.spans import pack_span
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.sim.noise import Noise
@@ -30,10 +30,8 @@ class Worker(WorkerQueues[Operation]):
 
     __slots__ = ("busy",)
 
-    def __init__(
-        self, lanes: Sequence[tuple[int, str]], gates: Mapping[str, StagingSlots]
-    ) -> None:
-        super().__init__(lanes, gates)
+    def __init__(self, lanes: Sequence[tuple[int, str]], admission: Admission) -> None:
+        super().__init__(lanes, admission)
         self.busy = False
 
 
@@ -57,25 +55,22 @@ class Machine:
         self._record = timeline.spans.extend
         self._noise = noise
         self._start = self.contention.start if noise is None else self._start_scattered
-        self.staging = [
-            StagingSlots(self.lanes.index(f"h2d{gpu}")) for gpu in range(profile.gpus)
-        ]
-        self.host_staging = StagingSlots(
-            self.lanes.index("ssd") if "ssd" in self.lanes else -1
-        )
-        gates = {f"h2d{gpu}": slots for gpu, slots in enumerate(self.staging)}
-        gates["ssd"] = self.host_staging
+        self.admission = Admission()
+        self._gated = [takes_places(name) for name in self.lanes]
         by_lane: dict[int, Worker] = {}
         for names in profile.workers.values():
             lanes = [(self.lanes.index(name), name) for name in names]
-            worker = Worker(lanes, gates)
+            worker = Worker(lanes, self.admission)
             by_lane |= dict.fromkeys((index for index, _ in lanes), worker)
         self._worker_of = [by_lane[index] for index in range(len(self.lanes))]
+        gated = [worker for index, worker in by_lane.items() if self._gated[index]]
+        self._gated_workers = list(dict.fromkeys(gated))
 
     def submit(self, operation: Operation, priority: int = DEMAND) -> None:
         """Queue an operation; it starts at once if its worker is idle."""
-        worker = self._worker_of[operation.lane]
-        if not worker.busy and not worker.waiting and not operation.staged:
+        lane = operation.lane
+        worker = self._worker_of[lane]
+        if not worker.busy and not worker.waiting and not self._gated[lane]:
             worker.busy = True
             self._start(operation)
             return
@@ -83,9 +78,15 @@ class Machine:
         if not worker.busy:
             self._serve(worker)
 
-    def withdraw(self, operation: Operation, priority: int) -> bool:
-        """Take back an operation that has not started; False if it has."""
-        return self._worker_of[operation.lane].withdraw(operation, priority)
+    def offer(self) -> None:
+        """Let idle workers look again at operations that waited for a place."""
+        for worker in self._gated_workers:
+            if worker.waiting and not worker.busy:
+                self._serve(worker)
+
+    def withdraw(self, operation: Operation, priority: int) -> None:
+        """Take back an operation that has not started."""
+        self._worker_of[operation.lane].withdraw(operation, priority)
 
     def _serve(self, worker: Worker) -> None:
         """Start the next operation that an idle worker may start."""
@@ -118,11 +119,6 @@ class Machine:
         )
         worker = self._worker_of[lane]
         worker.busy = False
-        if operation.frees is not None:
-            operation.frees.free += 1
-            waiting = self._worker_of[operation.frees.lane]
-            if not waiting.busy:
-                self._serve(waiting)
         if operation.on_end is not None:
             operation.on_end(operation)
         if worker.waiting and not worker.busy:

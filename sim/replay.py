@@ -59,7 +59,6 @@ class Replay:
         self.env = Environment()
         noise = None if noise_seed is None else Noise(profile, noise_seed)
         self.machine = Machine(self.env, profile, timeline, noise)
-        self.machine.host_staging.free = planner.sizes.staging
         self._world = VirtualWorld(
             self.env, self.machine, profile, costs, planner, timeline
         )

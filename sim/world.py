@@ -18,7 +18,7 @@ from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, JOIN, PLAN
 from simpy.events import Event
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
@@ -61,6 +61,8 @@ class VirtualWorld:
         self.lanes = machine.lanes
         self.submit = machine.submit
         self.withdraw = machine.withdraw
+        self.offer = machine.offer
+        self.admission = machine.admission
         self.turns = 0
         self.has_read = False
         self._env = env
@@ -82,9 +84,6 @@ class VirtualWorld:
             *(self.lanes.index(f"gpu{gpu}") for gpu in gpus),
         ]
         self._lane_of = np.array(self._compute_lanes, np.int8)
-
-        # Staging slots beside each memory that products read, by lane code.
-        self._staging = [machine.host_staging, *machine.staging]
 
         # Durations that depend on sizes or counts only.
         shape = planner.shape
@@ -114,9 +113,7 @@ class VirtualWorld:
 
     # -- operations -------------------------------------------------------------------
 
-    def read(
-        self, step: int, layer: int, expert: int, *, staged: bool, demanded: bool
-    ) -> Operation:
+    def read(self, step: int, layer: int, expert: int, *, demanded: bool) -> Operation:
         """Make the read of an expert.
 
         The first one that a layer step demands takes longer.
@@ -126,18 +123,16 @@ class VirtualWorld:
             self._last_read_at = (step, layer)
             work_s += self._first_read_s
         nbytes = self._bytes[layer]
-        operation = Operation(self._ssd, READ, step, layer, expert, work_s, nbytes)
-        operation.staged = staged
-        return operation
+        return Operation(self._ssd, READ, step, layer, expert, work_s, nbytes)
 
     def copy(self, copies: Copies, position: int, step: int) -> Operation:
-        """Make the copy of an expert; it frees the host's staging slot when it ends."""
+        """Make the copy of an expert."""
         gpu = copies.gpu
         layer = copies.layer
         copy_s = self._copy_s[gpu][layer]
         if copies.read[position]:
             copy_s *= self._copy_after_read
-        operation = Operation(
+        return Operation(
             self._links[gpu],
             copies.kind,
             step,
@@ -146,11 +141,6 @@ class VirtualWorld:
             copy_s + self._dispatch_s,
             self._bytes[layer],
         )
-        # Staged prefetches won their slot when they were planned.
-        operation.staged = copies.kind == FETCH and copies.staged[position]
-        if copies.host_staged[position]:
-            operation.frees = self._machine.host_staging
-        return operation
 
     def computes(self, plan: Plan) -> list[Operation]:
         """Make the products of a layer step, in launch order.
@@ -165,7 +155,6 @@ class VirtualWorld:
         codes = plan.lanes.tolist()
         lane_s = self._durations_s(plan, experts)
         first_op_s = self._first_op_s(len(experts), plan.copied)
-        staged = _staged(plan) if plan.copies else ()
         unused = [True] * len(lanes)
         skipped = None if work.precomputed is None else work.precomputed.tolist()
         products = []
@@ -179,8 +168,6 @@ class VirtualWorld:
                 unused[code] = False
                 work_s += first_op_s + self._first_s[code]
             product = Operation(lanes[code], COMPUTE, step, layer, expert, work_s)
-            if expert in staged:
-                product.frees = self._staging[code]
             products.append(product)
         return products
 
@@ -219,19 +206,8 @@ class VirtualWorld:
 
     # -- what the engine reports ------------------------------------------------------
 
-    def enqueuing(self, copies: Copies) -> None:
+    def placed(self, operation: Operation, gpu: int) -> None:
         """Nothing: places exist in the planner's books only."""
-
-    def read_done(self, operation: Operation) -> None:
-        """Report a read that has landed in host memory."""
-        self._planner.read_done(operation.layer, operation.expert)
-
-    def landed(self, operation: Operation, gpu: int) -> None:
-        """Report a copy that has landed on a GPU."""
-        self._planner.landed(gpu, operation.layer, operation.expert)
-
-    def dropped(self, layer: int, expert: int) -> None:
-        """Nothing: the planner has dropped it from its books itself."""
 
     def computed(self, _: Operation | None) -> None:
         """Give the replaying process its turn, now."""
@@ -248,9 +224,6 @@ class VirtualWorld:
         """Nothing happens in virtual time while Python runs."""
         return self._uncontended
 
-    def begin_layer(self) -> None:
-        """Nothing: landings are reported when they happen."""
-
     def planned(self, plan: Plan) -> tuple[Event]:
         """Note every access, and let control plan as long as planning takes."""
         work = plan.work
@@ -262,11 +235,7 @@ class VirtualWorld:
         return (wait,)
 
     def launching(self, plan: Plan) -> None:
-        """Open the staging slots that the plan leaves to demand fetches."""
-        for staging, slots in zip(
-            self._machine.staging, plan.staging_slots, strict=True
-        ):
-            staging.free = slots
+        """Get the process's next turn ready, and note whether anything is read."""
         self.has_read = self._notes_reads and any(
             copies.kind == READ or (copies.kind == FETCH and any(copies.read))
             for copies in plan.copies
@@ -289,9 +258,6 @@ class VirtualWorld:
         seconds = self._join_s(len(work.experts), plan.copied)
         yield self.alone(self._control, JOIN, step, layer, seconds)
 
-    def replacing(self, copies: Sequence[Copies]) -> None:
-        """Nothing: places exist in the planner's books only."""
-
     def end_layer(self) -> None:
         """Nothing: the process goes on by itself."""
 
@@ -303,14 +269,3 @@ class VirtualWorld:
         turn.callbacks = []
         self.submit(Operation(lane, kind, step, layer, -1, work_s, 0, self.computed))
         return turn
-
-
-def _staged(plan: Plan) -> set[int]:
-    """Experts that this layer step brings into a staging area."""
-    return {
-        expert
-        for copies in plan.copies
-        if copies.kind in {FETCH, READ}
-        for expert, staged in zip(copies.experts, copies.staged, strict=True)
-        if staged
-    }

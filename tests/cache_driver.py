@@ -94,6 +94,8 @@ def work(
 class View:
     """A machine whose memories are lists of keys."""
 
+    gap_s = 0.0
+
     def __init__(self, layers=1, experts=8, gpus=1, resident=(), in_flight=()):
         self.shape = shape(layers, experts)
         self.layers = layers

@@ -13,7 +13,8 @@ from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import HardwareProfile
 from moesim.hwprofiles.schema import Quantity
 from moesim.policies.base import AssignmentPolicy, RoutingPolicy
-from moesim.policies.planner.decision_log import Journal
+from moesim.policies.planner.decision_log import DecisionLog
+from moesim.policies.planner.observers import observed
 from moesim.policies.planner.planner import Planner
 from moesim.policies.registry import find, names
 from moesim.policies.systems import System
@@ -163,7 +164,7 @@ class Case:
         device=None,
         own_cores=False,
     ):
-        """Generate; return the `LiveRun`, its journal, its timeline, a planner like the
+        """Generate; return the `LiveRun`, its decision log, its timeline, a planner like the
         one used, and the result.
         """
         profile = profile or host_profile()
@@ -178,11 +179,11 @@ class Case:
                 self.shape, costs, policies, memory, seed=seed, extras=extras
             )
 
-        journal = Journal(planner())
+        log = DecisionLog()
         timeline = Timeline(profile.lanes)
         executor = Executor(
             profile,
-            journal,
+            observed(planner(), log),
             timeline,
             self.store,
             device or HostDevice(),
@@ -214,7 +215,7 @@ class Case:
             result = executor.run(live)
         finally:
             executor.close()
-        return live, journal, timeline, planner(), result
+        return live, log, timeline, planner(), result
 
 
 def mapping(address: int) -> dict[str, list[str]]:

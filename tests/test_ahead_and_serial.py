@@ -205,13 +205,12 @@ def test_daop_replays_the_shipped_trace():
     assert 0 < run_.metrics["gate_mass_kept"] <= 1
 
 
-def test_parity_of_journals_covers_work_ahead():
-    from moesim.policies.planner.decision_log import Journal, repeat
+def test_parity_of_decision_logs_covers_work_ahead():
+    from moesim.policies.planner.decision_log import DecisionLog, repeat
+    from moesim.policies.planner.observers import observed
 
     passes = steps([routed(0, 0), routed(1, 1)], [routed(0, 2), routed(1, 3)])
-    journal = Journal(plan_of(shape(layers=2), ahead("1/3")))
-    run(journal, passes, HandProfile())
-    assert (
-        len(repeat(journal.entries, plan_of(shape(layers=2), ahead("1/3")), passes))
-        == 4
-    )
+    log = DecisionLog()
+    planner = observed(plan_of(shape(layers=2), ahead("1/3")), log)
+    run(planner, passes, HandProfile())
+    assert len(repeat(log.entries, plan_of(shape(layers=2), ahead("1/3")), passes)) == 4

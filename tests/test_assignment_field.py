@@ -9,19 +9,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cache_driver import View, shape, work
-from moesim.policies.assignment._gpu_choice import gpu_state
+from moesim.policies.assignment._gpu_choice import gpu_state, transfer_s
 from moesim.policies.assignment._list_scheduler import list_schedule
 from moesim.policies.assignment._optimum import (
     modelled_s,
     optimal_scheduled,
     scheduled_s,
 )
+from moesim.policies.assignment.exact import Exact
 from moesim.policies.assignment.fetch_split import FetchSplit
 from moesim.policies.assignment.fiddler import Fiddler
 from moesim.policies.assignment.fixed_mapping import FixedMapping
+from moesim.policies.assignment.greedy import Greedy
 from moesim.policies.assignment.hybrimoe_released import HybriMoEReleased
 from moesim.policies.assignment.hybrimoe_schedule import HybriMoESchedule
 from moesim.policies.assignment.ik_break_even import IkBreakEven
+from moesim.policies.assignment.ilp import ILP
 from moesim.policies.assignment.layer_wise import LayerWise
 from moesim.policies.assignment.moe_lightning import MoELightning
 from moesim.policies.assignment.smoe_balancer import SMoEBalancer
@@ -55,6 +58,7 @@ def rehearsed(now, reading="r2", first=0.0, stealing=True):
         now.gpu_s,
         now.arrive_s,
         flying,
+        np.zeros(len(now.arrive_s)),
         first,
         reading == "r2",
         stealing,
@@ -204,9 +208,11 @@ def test_section_4_1_random_instances():
     assert mean["r2"] < mean["released"] < mean["r1"]
 
 
-def test_hybrimoe_leaves_experts_in_flight_to_the_gpu():
-    """Lands at 2, computed to 3, though the CPU would need 1; the other is copied from
-    2 to 5, computed to 6.
+def test_an_expert_in_flight_is_in_reach_of_the_cpu_too():
+    """One lands at 2, the other is absent; the CPU takes 1 and 9, a copy 3.
+
+    The CPU ends the first at 1, before the GPU could begin; the link is free at 2 all
+    the same, so the other lands at 5 and is computed to 6.
     """
     now = work(
         cpu_s=[1, 9],
@@ -215,10 +221,65 @@ def test_hybrimoe_leaves_experts_in_flight_to_the_gpu():
         tokens=[1, 9],
         state=[IN_FLIGHT, ABSENT],
     )
-    assert rehearsed(now) == ([1, 1], [0, 1], 6)
+    assert rehearsed(now) == ([0, 1], [0, 1], 6)
     # Knows cached and uncached only: its tail is the CPU's.
     released = HybriMoEReleased().assign(now, Machine())
     assert released.lanes.tolist() == [0, 1]
+
+
+def test_an_expert_in_flight_stays_with_the_gpu_where_that_is_sooner():
+    """It lands at 2 and is computed to 3; the CPU would need 5."""
+    now = work(cpu_s=[5], gpu_s=[1], arrive_s=[2], tokens=[5], state=[IN_FLIGHT])
+    assert rehearsed(now) == ([1], [0], 3)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        HybriMoESchedule(reading="r1"),
+        HybriMoESchedule(reading="r2"),
+        Greedy(),
+        Exact(),
+        Exact(objective="scheduled"),
+        ILP(),
+    ],
+    ids=["r1", "r2", "greedy", "exact", "exact-scheduled", "ilp"],
+)
+def test_nobody_waits_50_seconds_for_what_the_cpu_does_in_2(policy):
+    """Two experts, one in flight for 50 s more and one behind it; 2 s each on the CPU,
+    so both are done after 4.
+    """
+    now = replace(
+        work(
+            cpu_s=[2, 2],
+            gpu_s=[1, 1],
+            arrive_s=[50, 100],
+            tokens=[1, 1],
+            state=[IN_FLIGHT, ABSENT],
+        ),
+        link_s=np.array([50.0]),
+    )
+    assert policy.assign(now, Machine()).lanes.tolist() == [0, 0]
+
+
+def test_only_the_first_of_several_copies_waits_for_the_one_under_way():
+    """A copy for another layer has 4 s to go, each copy takes 4, the CPU 9 an expert.
+
+    Greedy: the first waits, 8 s on the GPU against 9; the second adds 4 s and not 8, so
+    12 against 9, the CPU; the third is again the GPU's, 12 against 18.
+    """
+    now = replace(
+        work(
+            cpu_s=[9, 9, 9],
+            gpu_s=[1, 1, 1],
+            arrive_s=[8, 8, 8],
+            tokens=[1, 1, 1],
+            state=[ABSENT] * 3,
+        ),
+        link_s=np.array([4.0]),
+    )
+    assert Greedy().assign(now, Machine()).lanes.tolist() == [1, 0, 1]
+    assert transfer_s(now).tolist() == [[4, 4, 4]]
 
 
 def test_section_4_2_prefill_of_the_release_is_all_gpu():

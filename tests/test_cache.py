@@ -30,7 +30,7 @@ from moesim.policies.cache.lfu import LFU
 from moesim.policies.cache.lru import LRU
 from moesim.policies.cache.none import NoCache
 from moesim.policies.cache.static import Static
-from moesim.policies.planner.memory_level import Tier
+from moesim.policies.planner.memory_level import MemoryLevel
 from moesim.policies.planner.residency import CacheSize, Residency
 
 UNIT_STRING = [5, 2, 4, 2, 1, 3, 1, 5, 3, 5, 1, 3, 1, 4, 3, 5, 1, 4]
@@ -189,16 +189,17 @@ def test_an_order_that_loses_an_expert_is_the_policys_error():
             return incoming[1:]
 
     model = shape(1, 4)
-    tier = Tier(
+    level = MemoryLevel(
         Residency(1, 4, (100,), CacheSize.of((100,), 4, slots_per_layer=1)),
         Forgetful(),
         "forgetful",
+        staging=2,
     )
-    tier.cache.start(RunContext(model, 1, np.array([1]), "layer"))
+    level.cache.start(RunContext(model, 1, np.array([1]), "layer"))
     with pytest.raises(
         PolicyError, match=r"'forgetful': precedence \[1\] is not an order of \[0, 1\]"
     ):
-        tier.admit(work(experts=[0, 1]), 0, np.array([0, 1]), np.zeros(2))
+        level.demand(work(experts=[0, 1]), 0, np.array([0, 1]))
 
 
 def test_belady_admits_on_a_tie():

@@ -11,17 +11,15 @@ import torch
 from conftest import write_trace
 from handmade import registered
 from moesim.hwprofiles.costs import Costs
-from moesim.policies.base import Assignment, AssignmentPolicy
+from moesim.policies.base import RESIDENT, Assignment, AssignmentPolicy
 from moesim.policies.base import Precompute as Named
-from moesim.policies.planner.decision_log import Journal
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
 from moesim.runtime.executor.executor import Executor
 from moesim.runtime.executor.host_device import HostDevice
-from moesim.runtime.executor.operations import Precompute
-from moesim.runtime.executor.world import RealWorld
+from moesim.runtime.executor.operations import Precompute, Read
 from moesim.runtime.models.expert_math import expert_forward, group_tokens
 from moesim.runtime.store.build import build_random_store
 from moesim.runtime.store.memory import HostSlots
@@ -92,7 +90,7 @@ def shape(layers=2):
 
 @contextmanager
 def executor(store, policy, workers, *, slots=0, host=None):
-    """An executor, its journal and its timeline."""
+    """An executor, its planner and its timeline."""
     profile = host_profile(WORKERS[workers][0], cores=WORKERS[workers][1])
     model = shape()
     size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=slots)
@@ -102,14 +100,12 @@ def executor(store, policy, workers, *, slots=0, host=None):
             model.expert_bytes, model.experts, scope="global", total_bytes=host * 6144
         )
     policies = System(policy, "lru").build(gpus=1, host_cache="lru" if host else None)
-    journal = Journal(
-        Planner(model, Costs(profile, model), policies, MemoryPlan(size, limited))
-    )
+    planner = Planner(model, Costs(profile, model), policies, MemoryPlan(size, limited))
     timeline = Timeline(profile.lanes)
-    made = Executor(profile, journal, timeline, store, HostDevice())
+    made = Executor(profile, planner, timeline, store, HostDevice())
     try:
         made.fill()
-        yield made, journal, timeline
+        yield made, planner, timeline
     finally:
         made.close()
 
@@ -194,40 +190,36 @@ def test_a_token_is_served_ahead_only_where_that_was_predicted_for_it(
 
 
 def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeypatch):
-    """Host memory of three. Expert (1, 1) is started in vain, then least recently used
-    when (0, 3) must be read.
+    """Host memory of three: (0, 0), (1, 1) and (1, 2) when (0, 3) must be read.
 
-    The product waits inside until the planner has given its weights' place away.
+    Least recently used is (1, 1), but a product on it, started in vain a step ago, is
+    still inside: it stays, and (0, 0) leaves instead.
     """
-    gone = []
-    go = threading.Event()
-    seen = []
     run = Precompute.run
-    make_way = RealWorld._make_way
+    read = Read.run
+    go = threading.Event()
+    unchanged = []
 
     def slow(self):
         record = self._memories.host.record(self.key)
         before = record.clone()
-        assert go.wait(10), "nobody wanted the place"
+        assert go.wait(10), "nothing was read meanwhile"
         run(self)
-        seen.append(torch.equal(before, record))
+        unchanged.append(torch.equal(before, record))
 
-    def noting(self, copies):
-        state = self._planner.host.memory.state.reshape(-1)
-        leaving = [one for one in self._running if state[one.key] != 2]
-        if leaving:
+    def noting(self):
+        read(self)
+        if (self.layer, self.expert) == (0, 3):
             go.set()
-        make_way(self, copies)
-        gone.extend(one.done for one in leaving)
 
     monkeypatch.setattr(Precompute, "run", slow)
-    monkeypatch.setattr(RealWorld, "_make_way", noting)
+    monkeypatch.setattr(Read, "run", noting)
     hidden = torch.randn(1, 32)
     with (
         build_random_store(shape(), tmp_path / "s", dtype="float32") as store,
         executor(store, "guessing", "a thread per lane", host=3) as (
             made,
-            journal,
+            planner,
             timeline,
         ),
     ):
@@ -240,13 +232,14 @@ def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeyp
                 made.end_step(1, 1)
 
         made.run(forward)
-        assert not any(journal.host.memory.holds.reshape(-1))
-        assert not any(made.memories.host._users)
-    assert gone == [True], "the place was given away once, after the product had ended"
-    assert seen == [True]
-    assert [
-        tuple(row) for row in computed(timeline)[["step", "layer", "expert"]].to_numpy()
-    ] == [(1, 1, 1)]
+        resident = np.argwhere(planner.host.memory.state == RESIDENT).tolist()
+    assert resident == [[0, 3], [1, 1], [1, 2]]
+    assert unchanged
+    assert all(unchanged)
+    early = computed(timeline).iloc[0]
+    assert (early["step"], early["layer"], early["expert"]) == (1, 1, 1)
+    reads = timeline.frame().query("kind == 'read' and step == 2")
+    assert reads["end_s"].max() < early["end_s"], "it was read while the product ran"
 
 
 SMALL = ModelShape(

@@ -94,7 +94,7 @@ def test_a_planner_that_decides_otherwise_is_found(bench, monkeypatch):
 
     monkeypatch.setattr(LRU, "victims", moody)
     wrong = bench.row("assignment", "on-demand", "gpu").wrong
-    assert any(one.startswith("plans: journal") for one in wrong)
+    assert any(one.startswith("plans: decision log") for one in wrong)
     assert "accesses differ from the simulator's" in wrong
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_trace
+from moesim.engine.lanes import DROP, START, WAIT
 from moesim.engine.operations import DEMAND, PREFETCH, REPLACEMENT
 from moesim.runtime.errors import StoreError
 from moesim.runtime.executor.lanes import (
@@ -109,37 +110,36 @@ def test_what_has_not_started_can_be_withdrawn_and_what_has_cannot(lanes):
     second = Noted(link, "second", log)
     lanes.post([(first, PREFETCH), (second, PREFETCH)])
     with lanes.lock:
-        assert not lanes.withdraw(first, PREFETCH)
-        assert lanes.withdraw(second, PREFETCH)
+        lanes.withdraw(second, PREFETCH)
+        with pytest.raises(ValueError, match="not in deque"):
+            lanes.withdraw(first, PREFETCH)
     go.set()
     until_idle(lanes, log, 1)
     assert log == ["first"]
 
 
-def test_a_gate_holds_staged_operations_back_and_lets_others_pass():
-    class Gate:
-        free = 0
-
-        def admit(self, operation):
-            self.free -= 1
-            return self.free >= 0
-
-    gate = Gate()
-    lanes = Lanes(host_profile(), {"h2d0": gate})
-    lanes.open()
+def test_admission_lets_a_copy_wait_for_a_place_start_or_be_dropped(lanes):
+    """The demand copy waits, the first prefetch is dropped, the second starts; once
+    there is a place the demand copy starts too.
+    """
     link = lanes.names.index("h2d0")
     log = []
-    staged = Noted(link, "staged", log)
-    staged.staged = True
-    lanes.post([(staged, DEMAND), (Noted(link, "prefetch", log), PREFETCH)])
+    verdicts = {"demand": WAIT, "unlucky": DROP}
+    lanes.admission.decide = lambda operation: verdicts.get(operation.name, START)
+    lanes.post(
+        [
+            (Noted(link, "demand", log), DEMAND),
+            (Noted(link, "unlucky", log), PREFETCH),
+            (Noted(link, "prefetch", log), PREFETCH),
+        ]
+    )
     until_idle(lanes, log, 1)
     assert log == ["prefetch"]
-    gate.free = 1
+    verdicts["demand"] = START
     with lanes.lock:
-        lanes.worker("h2d0").offer()
+        lanes.offer()
     until_idle(lanes, log, 2)
-    assert log == ["prefetch", "staged"]
-    lanes.close()
+    assert log == ["prefetch", "demand"]
 
 
 def test_the_control_thread_serves_the_cpu_lane_itself(lanes):

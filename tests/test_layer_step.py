@@ -161,11 +161,11 @@ def test_lanes_that_share_a_worker_take_turns_in_their_order():
     planner = plan_of(shape(), ON_GPU, slots=3)
     run_steps = steps([routed(0, 0)], [routed(0, 0, 1, 2)])
     _, timeline = run(planner, run_steps, profile)
-    # second step starts at 7, dense to 9; resident 0 waits behind nothing: the copy was
-    # queued first and is running
-    assert spans(timeline, "fetch")[1:] == [("h2d0", 1, 9, 13), ("h2d0", 2, 15, 19)]
+    # second step starts at 7, dense to 9; nothing starts before all is queued, so the
+    # resident's product goes before the copies
+    assert spans(timeline, "fetch")[1:] == [("h2d0", 1, 10, 14), ("h2d0", 2, 15, 19)]
     assert spans(timeline, "compute")[1:] == [
-        ("gpu0", 0, 13, 14),
+        ("gpu0", 0, 9, 10),
         ("gpu0", 1, 14, 15),
         ("gpu0", 2, 19, 20),
     ]

@@ -14,7 +14,10 @@ from moesim.policies.planner.decision_log import repeat
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
-from moesim.runtime.executor.decision_log_file import load_views, save_views
+from moesim.runtime.executor.decision_log_file import (
+    load_decision_log,
+    save_decision_log,
+)
 from moesim.runtime.executor.live import TOLERANCES, verify
 from moesim.runtime.models import tiny
 from moesim.runtime.record.residual import Residual
@@ -177,25 +180,25 @@ def test_padding_is_not_computed(trained):
 
 
 def test_views_of_a_live_run_give_the_same_plans_elsewhere(trained, tmp_path):
-    """Journal and gate decisions go through a file; a fresh planner, fed with them,
+    """The decision log and gate decisions go through a file; a fresh planner, fed with them,
     plans alike.
     """
     system = System("greedy", "lru", "residual")
-    live, journal, _, fresh, _ = trained.run(
+    live, log, _, fresh, _ = trained.run(
         system,
         memory(trained.shape, 8, host=30),
         batch=2,
         residual=some_residual(trained.shape),
     )
-    save_views(tmp_path / "views.npz", journal.entries, live.result.steps)
-    entries, steps = load_views(tmp_path / "views.npz")
+    save_decision_log(tmp_path / "decisions.npz", log.entries, live.result.steps)
+    entries, steps = load_decision_log(tmp_path / "decisions.npz")
     plans = repeat(entries, fresh, steps)
     assert len(plans) == len(live.result.steps) * 6
     broken = [
         e._replace(answer=()) if e.call == "plan" and e.arguments[0] == 2 else e
         for e in entries
     ]
-    with pytest.raises(PolicyError, match="journal: plan at step 2, layer 0"):
+    with pytest.raises(PolicyError, match="decision log: plan at step 2, layer 0"):
         repeat(
             broken,
             trained.run(
@@ -214,9 +217,9 @@ def test_work_ahead_is_an_approximation_whose_plans_repeat(trained):
     """
     system = System("daop:first_layer=1", "lru")
     sizes = memory(trained.shape, 8, host=60)
-    live, journal, timeline, fresh, _ = trained.run(system, sizes, batch=3, new=6)
+    live, log, timeline, fresh, _ = trained.run(system, sizes, batch=3, new=6)
     assert not verify(trained.plain, live.result.passes, "float32").passed
-    plans = repeat(journal.entries, fresh, live.result.steps)
+    plans = repeat(log.entries, fresh, live.result.steps)
     assert any(
         plan.work.precomputed is not None and plan.work.precomputed.any()
         for plan in plans
@@ -273,10 +276,10 @@ def test_a_dropped_prefetch_that_is_fetched_after_all_leaves_its_old_slot_first(
         b"import os\nimport sys\n\ndef main():\n    return 0\n\nclass Point:\n    x:"
         b" int\n"
     )
-    live, journal, _, fresh, _ = trained.run(
+    live, log, _, fresh, _ = trained.run(
         SYSTEMS["smoe"], MemoryPlan(size, host, 4), prompts=[text, text[:20]], new=8
     )
-    assert len(repeat(journal.entries, fresh, live.result.steps)) == 6 * len(
+    assert len(repeat(log.entries, fresh, live.result.steps)) == 6 * len(
         live.result.steps
     )
 
@@ -440,12 +443,12 @@ def test_launching_from_the_control_thread_gives_the_same_answer(trained, launch
     profile = host_profile(LAUNCHED, cores=8)
     system = System("greedy", "lru", "next-gate")
     sizes = memory(trained.shape, 3, host=40)
-    live, journal, timeline, fresh, _ = trained.run(
+    live, log, timeline, fresh, _ = trained.run(
         system, sizes, batch=2, profile=profile, device=launching
     )
     assert verify(trained.plain, live.result.passes, "float32").passed
     assert launching._copies.waited > 0
-    repeat(journal.entries, fresh, live.result.steps)
+    repeat(log.entries, fresh, live.result.steps)
     spans = timeline.frame()
     accesses = timeline.access_frame()
     compute = spans[spans["kind"] == "compute"]
@@ -534,7 +537,7 @@ if torch.cuda.is_available():
         folder = tmp_path_factory.mktemp("cuda")
         on_gpu = Case.make(tiny.tiny_dir(), folder / "s", device="cuda")
         profile = host_profile(LAUNCHED, accelerator="cuda", cores=8)
-        live, journal, _, fresh, _ = on_gpu.run(
+        live, log, _, fresh, _ = on_gpu.run(
             system_of(combination),
             memory(on_gpu.shape, 8, host=40),
             batch=4,
@@ -543,5 +546,5 @@ if torch.cuda.is_available():
             residual=some_residual(on_gpu.shape),
         )
         assert verify(on_gpu.plain, live.result.passes, "float32").passed
-        repeat(journal.entries, fresh, live.result.steps)
+        repeat(log.entries, fresh, live.result.steps)
         on_gpu.store.close()

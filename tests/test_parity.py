@@ -7,7 +7,7 @@ from conftest import write_trace
 from learned_network import write
 from moesim.policies.base import ExpertKey, Late, PrefetchPolicy
 from moesim.policies.planner.decision_log import repeat
-from moesim.runtime.executor.decision_log_file import FILE_NAME, load_views
+from moesim.runtime.executor.decision_log_file import FILE_NAME, load_decision_log
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
@@ -211,7 +211,9 @@ def test_a_queue_that_is_sorted_anew_is_sorted_alike_in_both_worlds(
         run = measured(
             trace, store, combination, workers=ONE_WORKER, out=tmp_path, **memory
         )
-        entries = [entry for entry in run.decision_log.entries if entry.call == "late"]
+        entries = [
+            entry for entry in run.decision_log.entries if entry.call == "drop_late"
+        ]
         assert any(
             one[1] != layer
             for waiting, layer, _ in (e.arguments for e in entries)
@@ -223,7 +225,7 @@ def test_a_queue_that_is_sorted_anew_is_sorted_alike_in_both_worlds(
             assert all(own == layer for _, own, _ in kept)
             assert late != "drop" or not kept
             assert late != "active" or all(expert in active for *_, expert in kept)
-        saved, _ = load_views(tmp_path / FILE_NAME)
+        saved, _ = load_decision_log(tmp_path / FILE_NAME)
         plans = repeat(
             saved,
             fresh_planner(trace, combination, **memory),
@@ -254,13 +256,13 @@ def test_saved_views_are_checked_in_another_process_without_torch(
     from pathlib import Path
 
     measured(trace, store, "greedy+lru+next-gate", out=tmp_path, slots_per_layer=3)
-    entries, steps = load_views(tmp_path / FILE_NAME)
+    entries, steps = load_decision_log(tmp_path / FILE_NAME)
     assert steps is None, "routing is in the trace"
     assert [e.call for e in entries].count("plan") > 0
     code = (
         "import sys; from pathlib import Path; from"
-        " moesim.runtime.executor.decision_log_file import load_views\nentries, _ ="
-        f" load_views(Path({str(tmp_path / FILE_NAME)!r}))\nassert 'torch' not in"
+        " moesim.runtime.executor.decision_log_file import load_decision_log\nentries, _ ="
+        f" load_decision_log(Path({str(tmp_path / FILE_NAME)!r}))\nassert 'torch' not in"
         " sys.modules; print(len(entries))"
     )
     done = subprocess.run(

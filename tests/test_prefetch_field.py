@@ -50,7 +50,12 @@ def experts(keys):
 
 
 class HybriMoEView(View):
-    """The reference's arbitrary units: CPU 1 per token, GPU 1 per expert, copy 3."""
+    """The reference's arbitrary units: CPU 1 per token, GPU 1 per expert, copy 3.
+
+    The dense part is so long that whatever starts lands before its layer.
+    """
+
+    gap_s = 100.0
 
     def copy_s(self, layer):
         return 3.0
@@ -225,6 +230,41 @@ def test_impact_wants_only_what_the_link_could_start_before_the_layer_ends():
         )
 
 
+@pytest.mark.parametrize("gap_s", [2.0, 0.0])
+def test_a_prefetch_that_lands_a_little_late_is_worth_what_it_still_saves(gap_s):
+    """P3, Q2, R1 absent in layer 1: 4 s, and 3 s with P. This layer ends after 1.
+
+    A copy takes 3, so P lands as layer 1 begins after a dense part of 2. Without one it
+    lands 2 s late: CPU R, Q to 3, GPU P 2 to 3, so it is worth 1 too.
+    """
+    now = predicting(tokens_for({0: 3, 1: 2, 2: 1}, 4), busy_s=1.0)
+    view = HybriMoEView(2, 4)
+    view.gap_s = gap_s
+    assert started(Impact(depth=1), 2, 4).prefetch(now, view) == [(1, 0)]
+
+
+def test_a_prefetch_that_cannot_help_by_the_time_it_lands_is_not_wanted():
+    """One absent expert of load 2: 2 s on the CPU, 1 s if present, and the copy takes 3.
+
+    Landing 0.5 s into its layer it still gains 0.5; landing 1 s into it, nothing. What
+    could not even start before its layer begins would be dropped.
+    """
+
+    class Queued(HybriMoEView):
+        gap_s = 0.0
+        queue_s = 0.0
+
+        def link_wait_s(self, gpu=0):
+            return self.queue_s
+
+    now = predicting(tokens_for({0: 2}, 4), busy_s=3.0)
+    view = Queued(2, 4)
+    for queue_s, wanted in ((0.0, [(1, 0)]), (0.5, [(1, 0)]), (1.0, []), (2.9, [])):
+        view.queue_s = queue_s
+        policy = started(Impact(depth=1), 2, 4)
+        assert list(policy.prefetch(now, view)) == wanted, queue_s
+
+
 def test_impact_shields_predicted_experts_that_are_present():
     """Layer 1's only place holds expert 3, which is predicted too: it is named last and
     so not evicted for 0.
@@ -308,13 +348,13 @@ def test_random_guesses_alike_whatever_is_present():
 def test_section_6_5_whole_layer_names_everything():
     assert WholeLayer().prefetch(
         work(experts=[0]), View(2, 3, resident={(0, 1, 1)})
-    ) == [(1, 0), (1, 1), (1, 2)]
+    ) == [*((0, e) for e in range(3)), *((1, e) for e in range(3))]
     assert not WholeLayer().prefetch(work(experts=[0], layer=1), View(2, 3))
 
 
 def test_section_6_5_streaming_a_layer_takes_all_its_copies():
-    """One expert is active but four are moved: layer 1 waits until its own lands, layer
-    2 behind all of layer 1.
+    """One expert is active but four are moved in each layer, the first one's included,
+    and no product starts before all four have landed.
     """
     system = System(assignment="on-demand", cache="none", prefetch="whole-layer")
     planner = plan_of(
@@ -322,10 +362,9 @@ def test_section_6_5_streaming_a_layer_takes_all_its_copies():
     )
     _, timeline = run(planner, steps([routed(0, 3), routed(1, 3), routed(2, 3)]))
     moved = spans(timeline, "fetch") + spans(timeline, "prefetch")
-    assert len(moved) == 1 + 4 + 4
-    compute = spans(timeline, "compute")
-    # Four copies behind the first layer's own, one second earlier.
-    assert compute[1][2] >= compute[0][3] + 4 * 4 - 1
+    assert len(moved) == 4 + 4 + 4
+    # Copies from 2 on, without a gap: 16 s for each layer.
+    assert [row[2] for row in spans(timeline, "compute")] == [18, 34, 50]
 
 
 # -- oracles ---------------------------------------------------------------------------

@@ -6,7 +6,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from moesim.policies.base import ExpertKey, Late, PolicyError, PrefetchPolicy
+from moesim.policies.base import (
+    ABSENT,
+    IN_FLIGHT,
+    RESIDENT,
+    ExpertKey,
+    Late,
+    PolicyError,
+    PrefetchPolicy,
+)
 from moesim.policies.systems import System
 
 from tests.handmade import (
@@ -81,26 +89,43 @@ def test_section_3_2_a_late_prefetch_is_dropped_and_the_one_in_flight_ends():
     assert planner.gpu[0].memory.free_bytes(1) == 100  # experts 1 and 3 of three slots
 
 
-def test_section_1_5_c_a_late_prefetch_that_is_kept_goes_before_younger_demand():
-    planner = plan_of(shape(layers=2), ahead("scripted:script=1/2"), slots=3)
-    _, timeline = run(planner, steps([routed(0, 0), routed(1, 2, 3)]))
-    assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10), ("h2d0", 2, 10, 14)]
-    assert spans(timeline, "fetch")[-1] == ("h2d0", 3, 14, 18)
-
-
-def test_of_late_prefetches_only_those_that_turn_out_active_are_kept():
-    """Layer 1 comes at 9 while (1,1) is on the link; of 2 and 3, which have not
-    started, its gate wants 3 only.
+def test_section_1_5_c_what_a_layer_turns_out_to_need_becomes_a_demand():
+    """Kept when late: (1,2) is active, so it goes first, as a fetch; (1,1), which has
+    started, ends; (1,4) is not, so it stays in the queue, behind the fetches.
     """
     planner = plan_of(
-        shape(layers=2), ahead("scripted:late=active,script=1/2/3"), slots=4
+        shape(layers=2, experts=5), ahead("scripted:script=1/4/2"), slots=4
     )
-    _, timeline = run(planner, steps([routed(0, 0), routed(1, 0, 3)]))
-    assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10), ("h2d0", 3, 10, 14)]
-    assert spans(timeline, "fetch")[-1] == ("h2d0", 0, 14, 18)
-    assert timeline.access_frame()["state"].tolist() == ["miss", "miss", "delayed"]
-    # 0, 1 and 3 of four slots; 2 was forgotten.
-    assert planner.gpu[0].memory.free_bytes(1) == 100
+    passes = steps([routed(0, 0), routed(1, 2, 3)], [routed(0, 0)])
+    _, timeline = run(planner, passes)
+    assert spans(timeline, "prefetch")[:2] == [("h2d0", 1, 6, 10), ("h2d0", 4, 18, 22)]
+    assert spans(timeline, "fetch") == [
+        ("h2d0", 0, 2, 6),
+        ("h2d0", 2, 10, 14),
+        ("h2d0", 3, 14, 18),
+    ]
+    assert timeline.access_frame()["state"].tolist() == ["miss", "miss", "miss", "hit"]
+
+
+def test_active_is_an_older_word_for_drop():
+    """Layer 1 comes at 9 while (1,1) is on the link; of 2 and 3, which have not
+    started, its gate wants 3 only: a fetch, and 2 is forgotten.
+    """
+    timelines = []
+    for late in ("active", "drop"):
+        planner = plan_of(
+            shape(layers=2), ahead(f"scripted:late={late},script=1/2/3"), slots=4
+        )
+        _, timeline = run(planner, steps([routed(0, 0), routed(1, 0, 3)]))
+        assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10)]
+        assert spans(timeline, "fetch")[1:] == [
+            ("h2d0", 0, 10, 14),
+            ("h2d0", 3, 14, 18),
+        ]
+        # 0, 1 and 3 of four slots; 2 never had one.
+        assert planner.gpu[0].memory.free_bytes(1) == 100
+        timelines.append(timeline.frame())
+    assert timelines[0].equals(timelines[1])
 
 
 class Anew(PrefetchPolicy):
@@ -118,7 +143,7 @@ class Anew(PrefetchPolicy):
 
 @pytest.mark.parametrize(
     ("requeue", "prefetched"),
-    [(True, [(3, 0), (2, 1)]), (False, [(3, 0), (3, 1), (2, 0), (2, 1)])],
+    [(True, [(3, 0), (2, 1)]), (False, [(3, 0), (3, 1)])],
 )
 def test_a_queue_that_is_sorted_anew_starts_with_what_the_nearer_layer_wants(
     requeue, prefetched
@@ -128,7 +153,8 @@ def test_a_queue_that_is_sorted_anew_starts_with_what_the_nearer_layer_wants(
 
     Nor is (3, 1) when layer 2 comes: what is not named again is out. Dense 2 and
     compute 1 a layer: layer 0 copies 2-6 and computes to 7, layer 1 plans at 9 and
-    copies behind (3, 0).
+    copies behind (3, 0), 10-14. A queue that is not sorted anew goes on with (3, 1),
+    14-18, and both copies for layer 2, whose gate speaks at 17, come too late.
     """
     planner = plan_of(
         shape(layers=4), ahead(f"anew:requeue={str(requeue).lower()}"), slots=4
@@ -213,31 +239,49 @@ def test_the_byte_budget_trims_what_is_wanted_least():
     assert [c.experts for c in plan.copies] == [[0], [1], [2]]
 
 
+def seen(layers, *keys):
+    """A calibration that saw these (layer, expert) and nothing else."""
+    counts = np.zeros((layers, 4))
+    for key in keys:
+        counts[key] = 1
+    return counts
+
+
 def test_a_prefetch_never_evicts_what_the_same_prediction_wants():
     """Layer 1 holds {1, 2}; predicted {2, 1, 3}: 3 finds no victim in the cache and
     goes to staging.
     """
     planner = plan_of(
-        shape(layers=2), ahead("scripted:script=2/1/3"), slots=2, staging=2
+        shape(layers=2),
+        ahead("scripted:script=2/1/3"),
+        slots=2,
+        staging=2,
+        calibration=seen(2, (0, 0), (0, 1), (1, 1), (1, 2)),
     )
-    for step, experts in enumerate(([1], [2])):
-        planner.complete(planner.plan(routed(1, *experts), step, 1, 0.0), 0.0)
-        planner.landed(0, 1, experts[0])
-    planner.plan(routed(0, 0), 2, 1, 0.0)
-    assert planner.resident(1).tolist() == [False, True, True, False]
-    assert planner.gpu[0].memory.staged[1].tolist() == [False, False, False, True]
+    run(planner, steps([routed(0, 0)]))
+    memory = planner.gpu[0].memory
+    assert memory.state[1].tolist() == [ABSENT, RESIDENT, RESIDENT, IN_FLIGHT]
+    assert memory.staged[1].tolist() == [False, False, False, True]
 
 
 def test_declined_prefetches_wait_in_staging_but_one_slot_stays_for_demand():
+    """Three slots: the demand fetch 20-24 has one until 25, the prefetch of 1 the second
+    from 24 on; the last stays free, and when 2 could start at 28 the demand's slot is
+    free again. Then prefetches have two of three, so 3 is dropped. Layer 1 wants
+    neither 1 nor 2: both are forgotten, and its own prefetches find staging free.
+    """
     planner = plan_of(
-        shape(layers=2),
+        shape(layers=3),
         ahead("scripted:script=1/2/3", cache="none"),
+        HandCosts(dense=20.0),
         slots=0,
         staging=3,
     )
-    plan = planner.plan(routed(0, 0), 0, 1, 0.0)
-    assert [c.experts for c in plan.copies] == [[0], [1], [2]]
-    assert plan.staging_slots == [1]
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 0)]))
+    assert spans(timeline, "prefetch") == [("h2d0", 1, 24, 28), ("h2d0", 2, 28, 32)]
+    memory = planner.gpu[0].memory
+    assert not memory.staged[1].any()
+    assert memory.state[2].tolist() == [ABSENT, IN_FLIGHT, ABSENT, ABSENT]
 
 
 def test_section_1_5_b_staged_prefetches_are_forgotten_after_their_layer():

@@ -21,6 +21,7 @@ from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import default_profile
 from moesim.policies.base import RESIDENT, LayerWork, RunContext
 from moesim.policies.cache.lru import LRU
+from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import GLOBAL, CacheSize
@@ -281,12 +282,7 @@ def _compare(
                     f" ({step.phase.label}), layer {routed.layer}, expert"
                     f" {expert}: resident in the {where}"
                 )
-
-        # Copies land at once, so that only the cache decides what is resident.
-        for copies in plan.copies:
-            for expert in copies.experts:
-                planner.landed(copies.gpu, copies.layer, expert)
-        planner.complete(plan, 0.0)
+        carry_out(planner, plan, 0.0)
     if step.phase is Phase.DECODE:
         record.decoded += 1
 

@@ -213,6 +213,7 @@ def run_live(
         timeline=run.timeline,
         config=run.config,
         warnings=run.warnings,
+        shape=run.shape,
         result=run.result,
         decision_log=run.decision_log,
         startup=run.startup,

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesim.policies.planner.decision_log import Journal
+from moesim.policies.planner.at_once import carry_out
+from moesim.policies.planner.decision_log import DecisionLog
+from moesim.policies.planner.observers import observed
 from moesim.runs.config import MeasuredConfig, takes_options
 from moesim.runs.machine import device_of, machine_profile
 from moesim.runs.result import Run
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
+    from moesim.traces.format.schema import ModelShape
 
 REHEARSED_STEPS = 3
 """Forward passes that are planned beforehand: a prefill and decode steps among them."""
@@ -47,6 +50,7 @@ class MeasuredRun(Run):
     """A finished run on this machine.
 
     Attributes:
+        shape: the model, or the sizes that its experts were given.
         result: dispatch times of every layer step.
         decision_log: reports to the planner and its answers
             (`moesim.policies.planner.decision_log.repeat` checks them).
@@ -57,8 +61,9 @@ class MeasuredRun(Run):
             takes what it likes.
     """
 
+    shape: ModelShape
     result: ExecutorResult
-    decision_log: Journal
+    decision_log: DecisionLog
     startup: dict[str, Any]
     footprint: Footprint | None
 
@@ -211,12 +216,7 @@ def rehearse(planner: Planner, steps: Sequence[RoutedStep]) -> None:
     for step in steps:
         for routed in step.layers:
             plan = planner.plan(routed, step.step, step.phase, 0.0, step.batch)
-            for copies in [*plan.copies, *planner.complete(plan, 0.0)]:
-                for expert, read in zip(copies.experts, copies.read, strict=True):
-                    if read:
-                        planner.read_done(copies.layer, expert)
-                    if copies.gpu >= 0:
-                        planner.landed(copies.gpu, copies.layer, expert)
+            carry_out(planner, plan, 0.0)
 
 
 def _columns(trace: Trace, policies: Policies) -> tuple[str, ...]:
@@ -254,14 +254,14 @@ def execute(
     from moesim.runtime.executor.executor import Executor  # noqa: PLC0415 - torch
 
     planner = setup.planner()
-    decision_log = Journal(planner)
+    decision_log = DecisionLog()
     timeline = Timeline(setup.profile.lanes, None if out is None else Path(out))
     executor = None
     begin_s = time.perf_counter()
     try:
         executor = Executor(
             setup.profile,
-            decision_log,  # type: ignore[arg-type]
+            observed(planner, decision_log),
             timeline,
             store,
             device,
@@ -294,6 +294,7 @@ def execute(
         timeline=timeline,
         config={"direct_reads": store.direct},
         warnings=[] if store.direct else [f"store: {store.reason}"],
+        shape=planner.shape,
         result=result,
         decision_log=decision_log,
         startup={"experts_s": fill_s, "experts_bytes": fill_bytes},
@@ -323,7 +324,7 @@ def finish(
     """
     from moesim.runtime.executor.decision_log_file import (  # noqa: PLC0415 - torch
         FILE_NAME,
-        save_views,
+        save_decision_log,
     )
 
     ready_s = run.startup["dense_s"] + run.startup["experts_s"]
@@ -332,10 +333,8 @@ def finish(
         run.startup["first_token_s"] = ready_s + run.metrics["ttft_s"]
 
     if out is not None:
-        save_views(
-            Path(out) / FILE_NAME,
-            run.decision_log.entries,
-            steps if decided else None,
+        save_decision_log(
+            Path(out) / FILE_NAME, run.decision_log.entries, steps if decided else None
         )
     if perfetto is not None:
         # Nothing but the clock differs: same policies, same routing, same costs.
@@ -363,7 +362,7 @@ def compare_startups(
         By way of starting: seconds until ready, and until the first token (the whole
         first step where a trace has no prefill); None where that is impossible.
     """
-    shape = first.decision_log.shape
+    shape = first.shape
     # Staging needs its slots, and one expert must fit beside them.
     least_bytes = (first.config["staging"] + 1) * shape.max_expert_bytes
     quarter_bytes = sum(shape.expert_bytes) * shape.experts // 4

@@ -47,6 +47,23 @@ def in_flight(
     return flying & (work.arrive_s > 0.0) if flying.any() else flying
 
 
+def link_s(work: LayerWork) -> np.ndarray:
+    """Seconds until each link has ended the copy under way: float64 [G]."""
+    return np.zeros(len(work.arrive_s)) if work.link_s is None else work.link_s
+
+
+def transfer_s(work: LayerWork) -> np.ndarray:
+    """`arrive_s` without the wait for the copy under way: float64 [G, A].
+
+    For schedules that let copies follow each other: only the first waits for it.
+    """
+    if work.link_s is None:
+        return work.arrive_s
+    wait_s = work.link_s[:, None]
+    # What is in flight lands with the copy under way; what is absent, after it.
+    return np.where(work.arrive_s > wait_s, work.arrive_s - wait_s, work.arrive_s)
+
+
 def first_cpu_s(view: MachineView) -> float:
     """Extra seconds of the first CPU expert of a layer step; 0 for a view without
     them.
@@ -83,6 +100,7 @@ def gpu_lanes(
             forever_s,
             gpu_s[:, chosen].copy(),
             work.arrive_s[:, chosen].copy(),
+            link_s(work),
             UNLIMITED,
         )
         lanes[chosen] = fastest[0]

@@ -92,6 +92,7 @@ def gap_order(
         SECONDS,
         SECONDS_BY_GPU,
         SECONDS_BY_GPU,
+        SECONDS,
         nb.int64,
     )
 )
@@ -100,12 +101,15 @@ def greedy(
     host_s: np.ndarray,
     gpu_s: np.ndarray,
     arrive_s: np.ndarray,
+    link_s: np.ndarray,
     staging: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Give each expert, largest gap first, to the lane that would end first; ties GPU
     first, then lower GPU.
 
-    At most `staging` experts that are not resident go to each GPU.
+    At most `staging` experts that are not resident go to each GPU. The first absent one
+    on a GPU waits for the copy under way on its link, `link_s` [G]; the next ones come
+    behind the first, which has waited already.
 
     Returns:
         lanes int8 [A] and the order int64 [A] in which they were decided.
@@ -118,6 +122,7 @@ def greedy(
     lanes = np.empty(active, np.int8)
     load_s = np.zeros(gpus + 1, np.float64)
     staging_left = np.full(gpus + 1, staging, np.int64)
+    waited_s = np.zeros(gpus + 1, np.float64)
 
     for i in order:
         chosen = 0
@@ -129,13 +134,20 @@ def greedy(
             absent = arrive_s[lane - 1, i] > 0.0
             if absent and staging_left[lane] <= 0:
                 continue
-            gpu_end_s = load_s[lane] + cost_s(lane, i, cpu_s, host_s, gpu_s, arrive_s)
+            gpu_cost_s = cost_s(lane, i, cpu_s, host_s, gpu_s, arrive_s)
+            if arrive_s[lane - 1, i] > link_s[lane - 1]:
+                # Absent: what is in flight lands when the link is free, not later.
+                transfer_s = arrive_s[lane - 1, i] - waited_s[lane]
+                gpu_cost_s = max(transfer_s, gpu_s[lane - 1, i])
+            gpu_end_s = load_s[lane] + gpu_cost_s
             if gpu_end_s <= end_s:
                 chosen = lane
                 end_s = gpu_end_s
 
         if chosen > 0 and arrive_s[chosen - 1, i] > 0.0:
             staging_left[chosen] -= 1
+            if arrive_s[chosen - 1, i] > link_s[chosen - 1]:
+                waited_s[chosen] = link_s[chosen - 1]
         load_s[chosen] = end_s
         lanes[i] = chosen
     return lanes, order

@@ -47,14 +47,14 @@ def _arrivals(
     Returns:
         when each GPU may start each expert (0 resident, inf not on its way), float64
         [G, A]; bool [A], which experts are on a GPU or bound for one; bool [A], which
-        are only bound for one; and float64 [G], when each link is free.
+        are on a GPU; and float64 [G], when each link is free.
     """
     gpus = len(arrive_s)
     active = arrive_s.shape[1]
     link_s = np.zeros(gpus)
     lands_s = np.full(arrive_s.shape, np.inf)
     at_gpu = np.zeros(active, np.bool_)
-    bound = np.zeros(active, np.bool_)
+    resident = np.zeros(active, np.bool_)
     for i in range(active):
         for g in range(gpus):
             if arrive_s[g, i] == 0.0 or flying[g, i]:
@@ -63,8 +63,8 @@ def _arrivals(
                 link_s[g] = max(link_s[g], arrive_s[g, i])
         first_s = lands_s[:, i].min()
         at_gpu[i] = first_s < np.inf
-        bound[i] = 0.0 < first_s < np.inf
-    return lands_s, at_gpu, bound, link_s
+        resident[i] = first_s == 0.0
+    return lands_s, at_gpu, resident, link_s
 
 
 @called
@@ -113,6 +113,7 @@ def _skip(
         SECONDS_BY_GPU,
         SECONDS_BY_GPU,
         input_array(nb.boolean, 2),
+        SECONDS,
         nb.float64,
         nb.boolean,
         nb.boolean,
@@ -124,6 +125,7 @@ def list_schedule(
     gpu_s: np.ndarray,
     arrive_s: np.ndarray,
     flying: np.ndarray,
+    busy_s: np.ndarray,
     first_s: float,
     soonest_end: bool,
     stealing: bool,
@@ -133,15 +135,18 @@ def list_schedule(
     Each GPU takes what it holds, highest load first; the CPU what no GPU holds, lowest
     load first, and when that has run out (and with `stealing`) the lowest load that a
     GPU holds; each link brings the highest load that no GPU holds. What lands joins the
-    GPU's queue, and is out of the CPU's reach from the start of its copy.
+    GPU's queue. What is in flight when the layer step begins stays in the CPU's reach
+    until it is computed: the CPU need not wait for its landing. What the schedule
+    itself copies does not: a copy is for its GPU.
 
     Args:
         tokens: int32 [A], the loads.
         cpu_s: float64 [A].
         gpu_s: float64 [G, A].
-        arrive_s: float64 [G, A].
+        arrive_s: float64 [G, A]; of an absent expert, its copy alone.
         flying: bool [G, A], copies under way; their link is free when the last has
             landed.
+        busy_s: float64 [G], until each link has ended copies for other layers.
         first_s: extra seconds of the first CPU expert.
         soonest_end: the operation that would end first comes next; else the one that
             would start first. Ties: GPUs, CPU, links.
@@ -158,7 +163,12 @@ def list_schedule(
     active = len(cpu_s)
     falling = _by_load(-tokens)
     rising = _by_load(tokens)
-    lands_s, at_gpu, bound, link_s = _arrivals(arrive_s, flying)
+    lands_s, at_gpu, resident, link_s = _arrivals(arrive_s, flying)
+    link_s = np.maximum(link_s, busy_s)
+    # Experts that the CPU does not take as uncached, and as cached ones.
+    not_uncached = resident.copy()
+    not_cached = ~resident
+    fetched = np.zeros(active, np.bool_)
     lanes = np.full(active, -1, np.int8)
     order = np.empty(active, np.int64)
     ordered = 0
@@ -192,8 +202,8 @@ def list_schedule(
                 device = g
                 chosen_end_s = end_s
 
-        uncached = _skip(rising, lanes, at_gpu, uncached)
-        cached = _skip(rising, lanes, bound, cached) if stealing else active
+        uncached = _skip(rising, lanes, not_uncached, uncached)
+        cached = _skip(rising, lanes, not_cached, cached) if stealing else active
         n = uncached if uncached < active else cached
         i = rising[min(n, active - 1)]
         end_s = cpu_end_s + cpu_s[i] + cpu_extra_s
@@ -214,8 +224,8 @@ def list_schedule(
             chosen_end_s = end_s
 
         # A fetched expert is ordered once, by its copy; when the GPU computes it later,
-        # it has its position already. What was in flight before has none yet.
-        if kind == _LINK or not bound[chosen] or flying[:, chosen].any():
+        # it has its position already.
+        if not fetched[chosen]:
             order[ordered] = chosen
             ordered += 1
 
@@ -223,7 +233,8 @@ def list_schedule(
             link_s[device] = chosen_end_s
             lands_s[device, chosen] = chosen_end_s
             at_gpu[chosen] = True
-            bound[chosen] = True
+            not_uncached[chosen] = True
+            fetched[chosen] = True
             continue
 
         remaining -= 1

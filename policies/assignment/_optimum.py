@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from moesim.policies.assignment._dynamic_program import dynamic_program
-from moesim.policies.assignment._gpu_choice import first_cpu_s, in_flight
+from moesim.policies.assignment._gpu_choice import (
+    first_cpu_s,
+    in_flight,
+    link_s,
+    transfer_s,
+)
 from moesim.policies.assignment._lagrangian_bounds import (
     Layer,
     lagrangian_prices,
@@ -86,8 +91,8 @@ def scheduled_s(
 ) -> float:
     """Scheduled makespan of an assignment.
 
-    An absent expert's copy takes `arrive_s` and follows the one before it; the first
-    waits for this layer's copies in flight. A GPU computes its residents, then what
+    An absent expert's copy follows the one before it; the first waits for the copy
+    under way. A GPU computes its residents, then what
     lands, in launch order: first what is in flight, by landing, then what takes the GPU
     longest, which is Johnson's rule where all copies take the same time. The CPU
     charges each expert ``max(host_s, cpu_s)``, and the first of a layer step its extra
@@ -157,7 +162,7 @@ def _scheduled(
     """The layer step with its copies, and the launch order of `scheduled_s`."""
     flying = in_flight(work, view)
     landing_s = np.where(flying, work.arrive_s, 0.0)
-    copy_s = np.where(flying, 0.0, work.arrive_s)
+    copy_s = np.where(flying, 0.0, transfer_s(work))
 
     # Last key first: residents, then by landing, then the longest on the GPU.
     first_landing_s = np.where(flying, work.arrive_s, np.inf).min(axis=0)
@@ -169,7 +174,7 @@ def _scheduled(
         gpu_s=np.array(work.gpu_s),
         copy_s=copy_s,
         landing_s=landing_s,
-        link_s=landing_s.max(axis=1),
+        link_s=np.maximum(landing_s.max(axis=1), link_s(work)),
         first_s=first_cpu_s(view),
         order=order,
     )

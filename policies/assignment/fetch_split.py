@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from moesim.policies.assignment._gpu_choice import gpu_lanes, in_flight
+from moesim.policies.assignment._gpu_choice import gpu_lanes, in_flight, transfer_s
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
 from moesim.policies.parameters import expect
 from moesim.policies.ranking import highest_first
@@ -91,7 +91,7 @@ class FetchSplit(AssignmentPolicy):
         if self.fraction is None:
             gpus = len(work.arrive_s)
             cpu_s = np.maximum(work.host_s, work.cpu_s)
-            arrive_s = float(work.arrive_s[:, misses].mean())
+            arrive_s = float(transfer_s(work)[:, misses].mean())
             fetch_s = arrive_s * self.link_slowdown / gpus
             compute_s = float(cpu_s[misses].mean()) * self.cpu_slowdown
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moesim.policies.assignment._gpu_choice import link_s
 from moesim.policies.assignment._kernels import UNLIMITED, greedy
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
 from moesim.policies.parameters import expect
@@ -15,7 +16,8 @@ class Greedy(AssignmentPolicy):
     CPU: a steady-state pipeline estimate that hides compute behind the next copy. Ties
     between lanes go to the GPU (the paper's ``<=``), ties between gaps to the lower id.
     With several GPUs the gap is that of the best GPU and the earliest-ending lane of
-    all wins. Costless experts change no load, which is the paper's skip.
+    all wins. Costless experts change no load, which is the paper's skip. An expert in
+    flight costs a GPU what is left of its copy, and the CPU what it always does.
 
     Experts are launched in the order of decision. The gap of an absent expert on the
     GPU is what the CPU would lose on it, so the copies that pay most are on the link
@@ -49,6 +51,7 @@ class Greedy(AssignmentPolicy):
             work.host_s,
             work.gpu_s,
             work.arrive_s,
+            link_s(work),
             self._staging_limit,
         )
         return Assignment(*lanes_and_order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from moesim.policies.assignment._gpu_choice import first_cpu_s, gpu_state
+from moesim.policies.assignment._gpu_choice import first_cpu_s, gpu_state, transfer_s
 from moesim.policies.assignment._two_pointer import head_and_tail
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
 from moesim.policies.parameters import expect_choice
@@ -60,7 +60,7 @@ class HybriMoEReleased(AssignmentPolicy):
 
         cpu_s = work.cpu_s
         gpu_s = work.gpu_s
-        arrive_s = work.arrive_s
+        arrive_s = transfer_s(work)
         first_s = self._first_s
         if self.costs == "released":
             cpu_s = _CPU_PER_TOKEN * work.tokens

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from moesim.policies.assignment._gpu_choice import first_cpu_s, in_flight
+from moesim.policies.assignment._gpu_choice import (
+    first_cpu_s,
+    in_flight,
+    link_s,
+    transfer_s,
+)
 from moesim.policies.assignment._list_scheduler import list_schedule
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
 from moesim.policies.parameters import expect_choice
@@ -28,9 +33,10 @@ class HybriMoESchedule(AssignmentPolicy):
     10 instead of 2 (one is stolen). That is why R2 is the default. Neither is optimal.
 
     A lane runs what it was given in the simulated order, except that a GPU really runs
-    residents before arrivals. Experts in flight count as copied: the CPU leaves them
-    alone, and the link is free after them. Shared experts are part of the dense work
-    before. With several GPUs each has a queue and a link, the lower first in ties.
+    residents before arrivals. An expert in flight joins the GPU's queue when it lands,
+    and the CPU's meanwhile, among the uncached ones: whoever would end it first, by the
+    reading, takes it. The link is free after it. Shared experts are part of the dense
+    work before. With several GPUs each has a queue and a link, the lower first in ties.
 
     Args:
         reading: ``r2`` or ``r1``.
@@ -64,8 +70,9 @@ class HybriMoESchedule(AssignmentPolicy):
             work.tokens,
             work.cpu_s,
             work.gpu_s,
-            work.arrive_s,
+            transfer_s(work),
             in_flight(work, view),
+            link_s(work),
             self._first_s,
             *self._rule,
         )

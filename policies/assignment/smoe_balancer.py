@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from moesim.policies.assignment._gpu_choice import gpu_state
+from moesim.policies.assignment._gpu_choice import gpu_state, transfer_s
 from moesim.policies.assignment._two_pointer import head_and_tail, load_or_compute
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
 from moesim.policies.parameters import expect_choice
@@ -45,6 +45,7 @@ class SMoEBalancer(AssignmentPolicy):
     ) -> Assignment:
         """Place by two pointers."""
         state = gpu_state(work, view)
+        arrive_s = transfer_s(work)
         if self.prefill == "gpu" and work.phase == Phase.PREFILL:
             # A CPU that takes forever leaves every miss to the links.
             forever_s = np.full(len(work.experts), np.inf)
@@ -52,7 +53,7 @@ class SMoEBalancer(AssignmentPolicy):
                 work.tokens,
                 forever_s,
                 work.gpu_s,
-                work.arrive_s,
+                arrive_s,
                 state,
                 0.0,
             )
@@ -61,7 +62,7 @@ class SMoEBalancer(AssignmentPolicy):
                 work.tokens,
                 work.cpu_s,
                 work.host_s,
-                work.arrive_s,
+                arrive_s,
                 state,
                 self.form == "guarded",
             )

@@ -1,9 +1,7 @@
-"""Host memory in front of the SSD: what must be read before it can be copied or
-computed.
+"""Host memory in front of the SSD: what must be read before it can be copied or used.
 
-A shelf between the warehouse (SSD) and the bench (GPU). Every copy to a GPU passes over
-it, every CPU expert is worked on there. What the host cache policy declines lies in
-staging until its last user is done.
+Every copy to a GPU passes through it and every CPU expert is computed from it. What the
+host cache policy declines lies in staging until its last user is done.
 """
 
 from __future__ import annotations
@@ -12,104 +10,154 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from moesim.policies.base import ABSENT, RESIDENT, LayerWork
-from moesim.policies.planner.residency_kernels import look
+from moesim.policies.base import ABSENT, CPU, RESIDENT, LayerWork
+from moesim.policies.planner.residency_kernels import look_up
 
 if TYPE_CHECKING:
-    from moesim.policies.planner.memory_level import Tier
+    from moesim.policies.planner.memory_level import MemoryLevel, Place
 
 
 class HostMemory:
-    """The host tier's books: holds of copies in flight and the SSD's expected queue."""
+    """The books of limited host memory: who needs which expert, and reads expected.
 
-    def __init__(self, tier: Tier, read_s: list[float]) -> None:
-        self.tier = tier
-        self.memory = tier.memory
+    Attributes:
+        level: the memory and its cache policy.
+        memory: its books.
+    """
+
+    def __init__(self, level: MemoryLevel, read_s: list[float]) -> None:
+        self.level = level
+        self.memory = level.memory
         self._read_s = read_s
-        self._ssd_free_s = 0.0
+        self._busy_until_s = 0.0  # when the read under way is expected to end
 
     def wait_s(self, layer: int, experts: np.ndarray, now_s: float) -> np.ndarray:
-        """Seconds until each expert is in host memory, float64 [A]."""
+        """Seconds until each expert is in host memory, float64 [A].
+
+        What is absent could be read next, after the read under way.
+        """
         memory = self.memory
-        found = np.empty(len(experts), np.int8)
+        states = np.empty(len(experts), np.int8)
         wait_s = np.empty(len(experts))
-        look(
+        absent_s = max(0.0, self._busy_until_s - now_s) + self._read_s[layer]
+        look_up(
             memory.state,
             memory.landing_s,
             layer,
             experts,
             now_s,
-            self._read_s[layer],
-            found,
+            absent_s,
+            states,
             wait_s,
         )
         return wait_s
 
     def accessed(self, work: LayerWork, lanes: np.ndarray) -> None:
-        """Tell the host cache what the GPUs do not hold or the CPU computes: only that
-        is asked of it.
+        """Tell the host cache what the GPUs lack or the CPU computes.
+
+        Only that is asked of it.
         """
-        asked = (work.state == ABSENT) | (lanes == 0)
+        asked = (work.state == ABSENT) | (lanes == CPU)
         if not asked.any():
             return
         experts = work.experts[asked]
-        self.tier.cache.accessed(
-            replace(
-                work,
-                experts=experts,
-                tokens=work.tokens[asked],
-                state=self.memory.state[work.layer][experts],
-                cpu_s=work.cpu_s[asked],
-                host_s=work.host_s[asked],
-                gpu_s=np.ascontiguousarray(work.gpu_s[:, asked]),
-                arrive_s=np.ascontiguousarray(work.arrive_s[:, asked]),
-            )
+        part = replace(
+            work,
+            experts=experts,
+            tokens=work.tokens[asked],
+            state=self.memory.state[work.layer][experts],
+            cpu_s=work.cpu_s[asked],
+            host_s=work.host_s[asked],
+            gpu_s=np.ascontiguousarray(work.gpu_s[:, asked]),
+            arrive_s=np.ascontiguousarray(work.arrive_s[:, asked]),
         )
+        self.level.cache.accessed(part)
 
-    def bring(
-        self, work: LayerWork | None, layer: int, keys: np.ndarray, now_s: float
-    ) -> tuple[list[bool], list[bool]]:
-        """Hold experts of one layer for a copy each.
+    def need(self, layer: int, keys: np.ndarray) -> list[bool]:
+        """Hold experts of one layer for a queued copy each.
 
         Returns:
-            For each key, whether it must first be read from the SSD, and whether that
-            read lands in staging.
+            For each key, whether it is neither there nor on its way: it must be read.
         """
-        memory = self.memory
-        read = memory.state.reshape(-1)[keys] == ABSENT
-        absent = keys[read]
-        if len(absent):
-            each_s = self._read_s[layer]
-            start_s = max(now_s, self._ssd_free_s)
-            self._ssd_free_s = start_s + len(absent) * each_s
-            landings_s = start_s + each_s * np.arange(1, len(absent) + 1)
-            if work is None:
-                memory.stage(absent, landings_s)
-            else:
-                self.tier.admit(work, layer, absent, landings_s)
-        memory.holds.reshape(-1)[keys] += 1
-        return read.tolist(), (read & memory.staged.reshape(-1)[keys]).tolist()
+        flat = self.memory.state.reshape(-1)
+        unread = [
+            bool(flat[key] == ABSENT) and not self.level.is_wished(key)
+            for key in keys.tolist()
+        ]
+        self.memory.hold(layer, keys - layer * self.memory.experts)
+        return unread
 
-    def unhold(self, layer: int, expert: int, *, cancelled: bool = False) -> None:
-        """End the hold of one copy; a staged expert that nothing waits for is
-        forgotten.
+    def demand(self, work: LayerWork, layer: int, keys: np.ndarray) -> None:
+        """Wish for reads that a layer step waits for."""
+        if len(keys):
+            self.level.demand(work, layer, keys)
+
+    def promote(self, key: int) -> None:
+        """Note that a layer step waits for an expert, whose read may be queued."""
+        if self.level.is_wished(key):
+            self.level.promote(key)
+
+    def start_read(self, key: int, now_s: float) -> Place | None:
+        """Take a place for a read that starts now; None if there is none."""
+        landing_s = now_s + self._read_s[key // self.memory.experts]
+        place = self.level.start(key, landing_s, reserve=1)
+        if place is not None:
+            self._busy_until_s = landing_s
+        return place
+
+    def land(self, layer: int, expert: int) -> bool:
+        """Complete a read.
+
+        Returns:
+            Whether a staging slot is free again, as nobody needs the expert any more.
         """
-        memory = self.memory
-        memory.holds[layer, expert] -= 1
-        key = layer * memory.experts + expert
-        idle = memory.holds[layer, expert] == (1 if memory.staged[layer, expert] else 0)
-        if idle and cancelled and memory.state[layer, expert] != RESIDENT:
-            self.tier.cancel(key)
-        elif idle and memory.staged[layer, expert]:
-            memory.drop_staged(np.array([key]))
+        self.memory.land(layer, expert)
+        return self._drop_if_unneeded(layer, expert)
+
+    def unneed(self, layer: int, expert: int) -> bool:
+        """End the need of one copy or product.
+
+        Returns:
+            Whether a staging slot is free again.
+        """
+        self.memory.holds[layer, expert] -= 1
+        return self._drop_if_unneeded(layer, expert)
 
     def release(self, layer: int, experts: np.ndarray) -> None:
         """End the holds of a layer step, and forget what was staged for it alone."""
         memory = self.memory
         memory.release(layer, experts)
         if memory.staged_count[layer]:
-            keys = memory.staged_of(layer)
-            idle = (memory.state.reshape(-1)[keys] == RESIDENT) & (
-                memory.holds.reshape(-1)[keys] == 1
-            )
-            memory.drop_staged(keys[idle])
+            for expert in memory.staged_of(layer):
+                self._drop_if_unneeded(layer, expert)
+
+    def computed(self, layer: int, expert: int) -> bool:
+        """Note that an active expert's product on the CPU has ended.
+
+        Returns:
+            Whether a staging slot is free again, or kept by copies that yield to a
+            read that is awaited.
+        """
+        if not self.level.used[layer, expert]:
+            return False
+        self.level.used[layer, expert] = False
+        was_staged = bool(self.memory.staged[layer, expert])
+        self.unneed(layer, expert)
+        return was_staged
+
+    def complete(self, layer: int) -> None:
+        """End the holds of a layer step that `computed` has not ended."""
+        used = self.level.used[layer]
+        self.release(layer, np.flatnonzero(used))
+        used[:] = False
+
+    def _drop_if_unneeded(self, layer: int, expert: int) -> bool:
+        memory = self.memory
+        if not memory.staged[layer, expert]:
+            return False
+        # Staging itself is one hold.
+        needed = memory.holds[layer, expert] > 1
+        if needed or memory.state[layer, expert] != RESIDENT:
+            return False
+        memory.drop_staged(layer, expert)
+        return True

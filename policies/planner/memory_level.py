@@ -1,32 +1,87 @@
-"""One memory and the policy that rules it: admission with victims, staging for what is
-declined.
+"""A memory level: one memory and the cache policy that rules it.
+
+The life of a copy into it (design §5): *wished* for, when nothing changes; *started*,
+when it takes its place and, in a full cache, its victim leaves; *landed*. A wish
+that is cancelled before it started leaves no trace.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-from moesim.policies.base import CachePolicy, LayerWork, PolicyError
+from moesim.policies.base import RESIDENT, CachePolicy, LayerWork, PolicyError
 from moesim.policies.planner.residency import PER_LAYER
 from moesim.policies.planner.residency_kernels import distinct_members
 
 if TYPE_CHECKING:
     from moesim.policies.planner.residency import Residency
 
+NO_VICTIMS: Final[tuple[int, ...]] = ()
 
-class Tier:
-    """A `Residency` with its cache policy. The planner is its only caller."""
 
-    def __init__(self, memory: Residency, cache: CachePolicy, name: str) -> None:
+class Place(NamedTuple):
+    """The place that a starting copy has taken.
+
+    Attributes:
+        staged: in the staging area instead of the cache.
+        evicted: flat keys of residents that left for it, now.
+    """
+
+    staged: bool
+    evicted: tuple[int, ...] = NO_VICTIMS
+
+
+class Wish:
+    """A copy that has not started.
+
+    Attributes:
+        enters: the cache policy admits it; else it goes to staging.
+        demanded: a layer step waits for it.
+        room: bytes of free room promised to it.
+        leaving: flat keys promised to leave for it, held until then; None where the
+            victim is chosen when the copy starts.
+        replaces: flat key of the resident whose place it takes (a swap that the cache
+            asked for); -1 otherwise.
+    """
+
+    __slots__ = ("demanded", "enters", "leaving", "replaces", "room")
+
+    def __init__(self, *, enters: bool, demanded: bool, replaces: int = -1) -> None:
+        self.enters = enters
+        self.demanded = demanded
+        self.replaces = replaces
+        self.room = 0
+        self.leaving: list[int] | None = None
+
+
+class MemoryLevel:
+    """A `Residency` with its cache policy. The planner is its only caller.
+
+    Attributes:
+        memory: the books.
+        cache: the policy.
+        name: the policy's name, for messages.
+        shielded: bool [L, E], experts that a prediction wants: no prefetch takes their
+            places.
+        used: bool [L, E], experts that the layer step under way computes from this
+            memory: if they are staged, nobody takes their slots.
+    """
+
+    def __init__(
+        self, memory: Residency, cache: CachePolicy, name: str, staging: int
+    ) -> None:
         self.memory = memory
         self.cache = cache
         self.name = name
-        self.replaces = type(cache).replacements is not CachePolicy.replacements
+        self.shielded = np.zeros(memory.state.shape, np.bool_)
+        self.used = np.zeros(memory.state.shape, np.bool_)
         self.deliberates = type(cache).exposed_s is not CachePolicy.exposed_s
-        self._equal_sizes = (
-            len(set(memory.expert_bytes)) == 1 or memory.size.scope == PER_LAYER
-        )
+        self._staging = staging
+        self._wishes: dict[int, Wish] = {}
+        self._promised_bytes = [0] * len(memory.size.pool_bytes)
+        one_size = len(set(memory.expert_bytes)) == 1
+        self._equal_sizes = one_size or memory.size.scope == PER_LAYER
         self._admits_all = type(cache).admits is CachePolicy.admits
         self._in_launch_order = type(cache).precedence is CachePolicy.precedence
 
@@ -35,131 +90,293 @@ class Tier:
         self.memory.fill(keys)
         self.cache.admitted(keys)
 
-    def admit(
-        self, work: LayerWork, layer: int, keys: np.ndarray, landing_s: np.ndarray
-    ) -> list[bool]:
-        """Give each absent key of one layer a place in the cache, or send it to
-        staging.
+    # -- wishes -----------------------------------------------------------------------
 
-        Free places go first, in the policy's order; then it names victims among unheld
-        residents.
+    def is_wished(self, key: int) -> bool:
+        """Whether a copy of this expert is queued."""
+        return key in self._wishes
 
-        Returns:
-            For each key, whether it is staged.
+    def is_demanded(self, key: int) -> bool:
+        """Whether a layer step waits for the queued copy of this expert."""
+        return self._wishes[key].demanded
+
+    def is_replacement(self, key: int) -> bool:
+        """Whether the queued copy of this expert is one that the cache asked for."""
+        return self._wishes[key].replaces >= 0
+
+    def is_overtaken(self, key: int) -> bool:
+        """Whether the resident that a queued replacement should follow has left."""
+        outgoing = self._wishes[key].replaces
+        return bool(self.memory.state.reshape(-1)[outgoing] != RESIDENT)
+
+    def demand(self, work: LayerWork, layer: int, keys: np.ndarray) -> None:
+        """Wish for absent experts of one layer that a layer step waits for.
+
+        Free room is promised first, in the policy's order; then it names victims among
+        unheld residents. They stay, held, until the copies start: these are all awaited
+        within this layer step, so nothing else can be decided about them meanwhile.
 
         Raises:
             PolicyError: the policy named a victim that is not a candidate, or one
                 twice, or lost one in reordering.
         """
-        memory = self.memory
-        wanted = keys if self._admits_all else keys[self.cache.admits(work, keys)]
-        room = max(0, memory.free_bytes(layer) // memory.expert_bytes[layer])
-        placed = wanted
-        if len(wanted) > room:
-            if not self._in_launch_order:
-                wanted = self._preferred(wanted)
-            made = self._make_room(
-                layer,
-                wanted[room:],
-                memory.free_bytes(layer) - room * memory.expert_bytes[layer],
-            )
-            placed = (
-                wanted
-                if room + len(made) == len(wanted)
-                else np.concatenate((wanted[:room], made))
-            )
-        if len(placed) == len(keys):
-            memory.reserve(layer, keys, landing_s)
-            self.cache.admitted(keys)
-            return [False] * len(keys)
-        staged = np.isin(keys, placed, invert=True)
-        if len(placed):
-            placed = keys[~staged]
-            memory.reserve(layer, placed, landing_s[~staged])
-            self.cache.admitted(placed)
-        memory.stage(keys[staged], landing_s[staged])
-        return staged.tolist()
+        for key in keys.tolist():
+            self._wishes[key] = Wish(enters=False, demanded=True)
+        entering = keys if self._admits_all else keys[self.cache.admits(work, keys)]
+        size = self.memory.expert_bytes[layer]
+        pool = self.memory.pool(layer)
+        free = self.memory.free_bytes(layer) - self._promised_bytes[pool]
+        room = max(0, free // size)
+        if len(entering) > room and not self._in_launch_order:
+            entering = self._preferred(entering)
+        for key in entering[:room].tolist():
+            self._promise(key, pool, size, NO_VICTIMS)
+        if len(entering) <= room:
+            return
 
-    def _preferred(self, wanted: np.ndarray) -> np.ndarray:
-        """`wanted` in the policy's order of precedence."""
-        order = self.cache.precedence(wanted)
-        if len(order) != len(wanted) or not np.array_equal(
-            np.sort(order), np.sort(wanted)
-        ):
-            raise PolicyError(
-                f"cache policy {self.name!r}: precedence {order.tolist()} is not an"
-                f" order of {wanted.tolist()}"
-            )
-        return order
-
-    def cancel(self, key: int) -> None:
-        """Take back a copy that has not started."""
-        layer, expert = divmod(key, self.memory.experts)
-        keys = np.array([key])
-        if self.memory.staged[layer, expert]:
-            self.memory.drop_staged(keys)
-        else:
-            self.memory.evict(keys)
-            self.cache.evicted(keys)
-
-    def swap(self, outgoing: int, incoming: int, landing_s: float) -> None:
-        """Replace a resident by an absent expert whose copy is now in flight."""
-        out = np.array([outgoing])
-        into = np.array([incoming])
-        self.memory.evict(out)
-        self.cache.evicted(out)
-        self.memory.reserve(
-            incoming // self.memory.experts, into, np.array([landing_s])
-        )
-        self.cache.admitted(into)
-
-    def _make_room(self, layer: int, incoming: np.ndarray, free: int) -> np.ndarray:
-        """Evict for as many of `incoming` as the policy finds victims for; returns
-        those, in order.
-
-        `free` bytes are left over, too few for one expert.
-        """
+        incoming = entering[room:]
         if not self._equal_sizes:
-            return self._make_room_unequal(layer, incoming, free)
+            self._demand_unequal(layer, incoming, free - room * size)
+            return
         candidates = self.memory.candidates(layer)
         incoming = incoming[: len(candidates)]
         if not len(incoming):
-            return incoming
+            return
         victims = self.cache.victims(incoming, candidates)
-        if min(victims.tolist()) < 0:
-            incoming = incoming[victims >= 0]
-            victims = victims[victims >= 0]
-        self._evict(victims, candidates)
-        return incoming
+        chosen = victims >= 0
+        self._check(victims[chosen], candidates)
+        for key, victim in zip(
+            incoming[chosen].tolist(), victims[chosen].tolist(), strict=True
+        ):
+            self._promise(key, pool, 0, (victim,))
 
-    def _make_room_unequal(
-        self, layer: int, incoming: np.ndarray, free: int
-    ) -> np.ndarray:
-        """Global pool with unequal experts: evict one by one until each incoming expert
-        fits.
-        """
-        placed = []
+    def _demand_unequal(self, layer: int, incoming: np.ndarray, free: int) -> None:
+        """Global pool with unequal experts: name victims until each one fits."""
         size = self.memory.expert_bytes[layer]
-        for i in range(len(incoming)):
-            while free < size:
+        pool = self.memory.pool(layer)
+        for position, key in enumerate(incoming.tolist()):
+            leaving: list[int] = []
+            gained = free
+            while gained < size:
                 candidates = self.memory.candidates(layer)
+                candidates = candidates[~np.isin(candidates, leaving)]
                 if not len(candidates):
                     break
-                victim = self.cache.victims(incoming[i : i + 1], candidates)
+                victim = self.cache.victims(
+                    incoming[position : position + 1], candidates
+                )
                 if victim[0] < 0:
                     break
-                self._evict(victim, candidates)
-                free += self.memory.expert_bytes[int(victim[0]) // self.memory.experts]
-            if free >= size:
-                placed.append(i)
-                free -= size
-        return incoming[placed]
+                self._check(victim, candidates)
+                leaving.append(int(victim[0]))
+                gained += self.memory.expert_bytes[leaving[-1] // self.memory.experts]
+            if gained < size:
+                continue
+            self._promise(key, pool, min(free, size), leaving)
+            # What a large victim leaves over is free for the next.
+            free = gained - size
 
-    def _evict(self, victims: np.ndarray, candidates: np.ndarray) -> None:
+    def prefetch(self, work: LayerWork, key: int) -> None:
+        """Wish for an absent expert of a coming layer."""
+        enters = self._admits_all or bool(self.cache.admits(work, np.array([key]))[0])
+        self._wishes[key] = Wish(enters=enters, demanded=False)
+
+    def replace(self, outgoing: int, incoming: int) -> None:
+        """Wish for an absent expert in the place of a resident one."""
+        self._wishes[incoming] = Wish(enters=True, demanded=False, replaces=outgoing)
+
+    def wished_of(self, layer: int) -> list[int]:
+        """Flat keys of queued copies of one layer, in queue order."""
+        first = layer * self.memory.experts
+        end = first + self.memory.experts
+        return [key for key in self._wishes if first <= key < end]
+
+    def promote(self, key: int) -> None:
+        """Note that a layer step waits for a copy that was wished for otherwise."""
+        self._wishes[key].demanded = True
+
+    def cancel(self, key: int) -> None:
+        """Forget a wish; what was promised to it is free again."""
+        self._keep_promises(key, self._wishes.pop(key))
+
+    def _promise(
+        self, key: int, pool: int, room: int, leaving: tuple[int, ...] | list[int]
+    ) -> None:
+        wish = self._wishes[key]
+        wish.enters = True
+        wish.room = room
+        wish.leaving = list(leaving)
+        self._promised_bytes[pool] += room
+        holds = self.memory.holds.reshape(-1)
+        for victim in leaving:
+            holds[victim] += 1
+
+    def _keep_promises(self, key: int, wish: Wish) -> None:
+        """End the promises made to a wish that starts or is cancelled."""
+        if wish.leaving is None:
+            return
+        pool = self.memory.pool(key // self.memory.experts)
+        self._promised_bytes[pool] -= wish.room
+        holds = self.memory.holds.reshape(-1)
+        for victim in wish.leaving:
+            holds[victim] -= 1
+
+    def _preferred(self, incoming: np.ndarray) -> np.ndarray:
+        """`incoming` in the policy's order of precedence."""
+        order = self.cache.precedence(incoming)
+        same = np.array_equal(np.sort(order), np.sort(incoming))
+        if len(order) != len(incoming) or not same:
+            raise PolicyError(
+                f"cache policy {self.name!r}: precedence {order.tolist()} is not an"
+                f" order of {incoming.tolist()}"
+            )
+        return order
+
+    # -- starts -----------------------------------------------------------------------
+
+    def start(
+        self, key: int, landing_s: float, *, reserve: int, may_stage: bool = True
+    ) -> Place | None:
+        """Take a place for a copy that starts now.
+
+        Args:
+            key: flat key of the expert, wished for.
+            landing_s: when it is expected.
+            reserve: staging slots that must stay free, for demand.
+            may_stage: whether a prefetch may go to staging.
+
+        Returns:
+            The place, or None if there is none now; then nothing has changed.
+        """
+        wish = self._wishes[key]
+        layer, expert = divmod(key, self.memory.experts)
+        self._keep_promises(key, wish)
+        victims = self._make_room(key, layer, wish) if wish.enters else None
+        if victims is not None:
+            del self._wishes[key]
+            self.memory.enter(layer, expert, landing_s)
+            self.cache.admitted(np.array([key]))
+            return Place(staged=False, evicted=victims)
+
+        # A swap belongs into the cache or nowhere, unless a layer step waits for it.
+        stages = wish.demanded or (wish.replaces < 0 and may_stage)
+        if stages and self._can_stage(wish, reserve):
+            del self._wishes[key]
+            self.memory.stage(layer, expert, landing_s)
+            return Place(staged=True)
+        self._renew_promises(key, wish)
+        return None
+
+    def _renew_promises(self, key: int, wish: Wish) -> None:
+        """Promise again what `start` could not use."""
+        if wish.leaving is None:
+            return
+        pool = self.memory.pool(key // self.memory.experts)
+        self._promised_bytes[pool] += wish.room
+        holds = self.memory.holds.reshape(-1)
+        for victim in wish.leaving:
+            holds[victim] += 1
+
+    def _make_room(self, key: int, layer: int, wish: Wish) -> tuple[int, ...] | None:
+        """Evict what must leave for a copy; None if it gets no place in the cache."""
+        if wish.replaces >= 0:
+            return self._make_room_by_swap(layer, wish.replaces)
+        free = self._unpromised_bytes(layer)
+        size = self.memory.expert_bytes[layer]
+        # Whoever was promised leaves, unless somebody needs one of them after all.
+        victims = list(wish.leaving or NO_VICTIMS)
+        if not all(map(self._may_leave, victims)):
+            victims = []
+        expert_bytes = self.memory.expert_bytes
+        experts = self.memory.experts
+        free += sum(expert_bytes[victim // experts] for victim in victims)
+        # That may be too little: where experts differ in size, copies share what a
+        # large victim leaves over, and one of them may start before it has left.
+        incoming = np.array([key])
+        while free < size:
+            candidates = self._candidates(layer, wish)
+            if victims:
+                candidates = candidates[~np.isin(candidates, victims)]
+            if not len(candidates):
+                return None
+            victim = self.cache.victims(incoming, candidates)
+            if victim[0] < 0:
+                return None
+            self._check(victim, candidates)
+            victims.append(int(victim[0]))
+            free += expert_bytes[victims[-1] // experts]
+        return self._evict(victims)
+
+    def _make_room_by_swap(self, layer: int, outgoing: int) -> tuple[int, ...] | None:
+        """The named resident leaves; if it has left already, its room is enough."""
+        if self._may_leave(outgoing):
+            return self._evict([outgoing])
+        gone = self.memory.state.reshape(-1)[outgoing] != RESIDENT
+        if gone and self._unpromised_bytes(layer) >= self.memory.expert_bytes[layer]:
+            return NO_VICTIMS
+        return None
+
+    def _unpromised_bytes(self, layer: int) -> int:
+        pool = self.memory.pool(layer)
+        return self.memory.free_bytes(layer) - self._promised_bytes[pool]
+
+    def _may_leave(self, key: int) -> bool:
+        layer, expert = divmod(key, self.memory.experts)
+        resident = self.memory.state[layer, expert] == RESIDENT
+        return bool(resident and self.memory.holds[layer, expert] == 0)
+
+    def _candidates(self, layer: int, wish: Wish) -> np.ndarray:
+        """Who may leave: for a prefetch, nobody that a prediction wants as well."""
+        candidates = self.memory.candidates(layer)
+        if wish.demanded:
+            return candidates
+        return candidates[~self.shielded.reshape(-1)[candidates]]
+
+    def _evict(self, victims: list[int] | tuple[int, ...]) -> tuple[int, ...]:
+        for victim in victims:
+            self.memory.evict(victim)
+        if victims:
+            self.cache.evicted(np.array(victims))
+        return tuple(victims)
+
+    def _check(self, victims: np.ndarray, candidates: np.ndarray) -> None:
         if not distinct_members(victims, candidates):
             raise PolicyError(
                 f"cache policy {self.name!r}: victims {victims.tolist()} are not"
                 f" distinct members of the {len(candidates)} candidates it was given"
             )
-        self.memory.evict(victims)
-        self.cache.evicted(victims)
+
+    # -- staging ----------------------------------------------------------------------
+
+    def _can_stage(self, wish: Wish, reserve: int) -> bool:
+        """Whether a staging slot is free for this wish."""
+        free = self._staging - self.memory.staged_total
+        if wish.demanded:
+            return free > 0
+        return free > reserve
+
+    def staging_will_have_room(self, reserve: int) -> bool:
+        """Whether staging can take a prefetch once demand has done with its slots.
+
+        What other prefetches have staged stays until their layers are over.
+
+        Args:
+            reserve: staging slots that must stay free, for demand.
+        """
+        memory = self.memory
+        guesses = np.count_nonzero(memory.staged & ~self.used)
+        return bool(self._staging - guesses > reserve)
+
+    def staged_prefetches(self, layer: int) -> list[int]:
+        """Landed staged experts that nobody computes now, most distant layer first.
+
+        Demand takes their slots if there is no other: a prefetch is only a guess.
+
+        Args:
+            layer: the layer under way; distance counts forward from it.
+        """
+        memory = self.memory
+        idle = memory.staged & (memory.state == RESIDENT) & ~self.used
+        keys = np.flatnonzero(idle)
+        distance = (keys // memory.experts - layer) % memory.layers
+        return keys[np.argsort(-distance, kind="stable")].tolist()

@@ -37,7 +37,7 @@ all.
 
 
 class Copies(NamedTuple):
-    """Copies of one kind to one memory, in queue order.
+    """Copies of one kind to one memory, in queue order. None of them has started.
 
     Attributes:
         kind: FETCH, PREFETCH or REPLACE to a GPU; READ to host memory only (for the
@@ -45,41 +45,47 @@ class Copies(NamedTuple):
         gpu: destination; -1 for READ.
         layer: MoE layer of all of them.
         experts: expert ids.
-        staged: whether each lands in the GPU's staging area instead of its cache (for
-            READ: as `host_staged`).
-        read: whether each must first be read from the SSD into host memory.
-        host_staged: whether that read lands in host staging instead of the host cache.
+        read: whether each must first be read from the SSD into host memory. Where it is
+            false, the expert is in host memory or already on its way there.
     """
 
     kind: int
     gpu: int
     layer: int
     experts: list[int]
-    staged: list[bool]
     read: list[bool]
-    host_staged: list[bool]
 
 
 @dataclass(slots=True)
 class Plan:
     """What the lanes do for one layer step.
 
-    `lanes` int8 [A]: CPU (0) or 1 + GPU index; `order`: positions in launch order;
-    `copied`: how many experts `copies` bring from one memory to another;
-    `staging_slots`: per GPU, how many staging slots demand fetches may use at a time;
-    `serial`: the CPU waits for the GPUs' fetched experts; `swaps`: replacements by GPU,
-    carried out when the layer has joined; `precompute`: experts of the next layer that
-    the CPU starts after its own, each for `precompute_s` seconds.
+    Attributes:
+        work: what the layer step asks for.
+        lanes: int8 [A], CPU (0) or 1 + GPU index.
+        order: positions in launch order.
+        copies: what is to be queued, demand first.
+        promoted: (GPU, expert) of queued replacements that this layer step waits for;
+            they go before its demand fetches.
+        copied: experts that `copies` and `promoted` bring from one memory to another.
+        planning_s: seconds that planning is charged.
+        serial: the CPU waits for the GPUs' fetched experts.
+        waits: GPU products wait until every copy of the layer has landed; staging can
+            hold them all.
+        swaps: replacements by GPU, wished for when the layer has joined.
+        precompute: experts of the next layer that the CPU starts after its own.
+        precompute_s: seconds of each.
     """
 
     work: LayerWork
     lanes: np.ndarray
     order: list[int]
     copies: list[Copies]
+    promoted: list[tuple[int, int]]
     copied: int
-    staging_slots: list[int]
     planning_s: float
     serial: bool = False
+    waits: bool = False
     swaps: list[tuple[int, Swap]] = field(default_factory=list)
     precompute: Precompute | None = None
     precompute_s: list[float] = field(default_factory=list)

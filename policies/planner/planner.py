@@ -1,18 +1,18 @@
-"""The one place that asks policies, in one fixed order, for both worlds.
+"""The planner: the one place that asks policies, in one fixed order, for both worlds.
 
-A layer step is planned like a kitchen order: who cooks what (assignment), nobody clears
-away what is on the stove (hold), the pantry notes what was asked for (access), what is
-missing is fetched (demand, with victims), what the next course may need is put on its
-way (prefetch), and the pantry may tidy up (replacement). The planner keeps no clock:
-the world passes the time and reports what has landed, so the same reports always give
-the same plans.
+For every layer step it looks at the active experts, asks for their assignment, holds
+them, notes the accesses, and wishes for copies: what is missing, what the next layers
+may need, what the cache wants to replace. A copy takes its place when it starts.
+
+The planner keeps no clock: the engine passes the time and reports what has started and
+landed, so the same reports always give the same plans.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from moesim.policies.base import (
@@ -25,12 +25,11 @@ from moesim.policies.base import (
     LayerWork,
     PolicyError,
     Precompute,
-    RunContext,
 )
 from moesim.policies.planner.gate_mass import gate_mass_kept, weight_kept
+from moesim.policies.planner.gpu_link import GpuLink
 from moesim.policies.planner.host_memory import HostMemory
-from moesim.policies.planner.initial_content import fitting
-from moesim.policies.planner.memory_level import Tier
+from moesim.policies.planner.memory_level import MemoryLevel
 from moesim.policies.planner.plan import (
     FETCH,
     LAYERS,
@@ -42,21 +41,36 @@ from moesim.policies.planner.plan import (
     Plan,
     Policies,
 )
-from moesim.policies.planner.residency import CacheSize, Residency
-from moesim.policies.planner.residency_kernels import legal, look, missing
+from moesim.policies.planner.residency import Residency
+from moesim.policies.planner.residency_kernels import is_legal, look_up, missing
+from moesim.policies.planner.starting import fill_memories, start_policies
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from moesim.hwprofiles.costs import Costs
-    from moesim.policies.base import Future, Policy, Swap
+    from moesim.policies.base import Future, Swap
+    from moesim.policies.planner.memory_level import Place
+    from moesim.policies.planner.residency import CacheSize
     from moesim.traces.format.batch import RoutedLayer
     from moesim.traces.format.schema import ModelShape, Phase
 
+_RESERVED_SLOTS: Final = 1
+"""Staging slots that prefetches leave to demand: so it always finds one."""
+
 
 class Planner:
-    """Asks the policies and keeps the books; also the `MachineView` that policies
-    see.
+    """Asks the policies and keeps the books; also the `MachineView` that they see.
+
+    Attributes:
+        shape: the model.
+        costs: what operations take on this machine.
+        policies: who decides.
+        sizes: how large the memories are.
+        gpu: cache and books of each GPU.
+        host: books of host memory where it is limited, else None.
+        gap_s: see `MachineView`.
+        gate_mass: share of the gate's weight that altered routing kept, by layer step.
     """
 
     def __init__(
@@ -83,137 +97,73 @@ class Planner:
         self.layers = shape.layers
         self.experts = shape.experts
         self.gpus = len(policies.caches)
+        self.cpu_first_s = costs.cpu_first_s
+        self.now_s = 0.0
+        self.gap_s = 0.0
+        self._joined_s = 0.0  # when the last layer step ended
+        self.gate_mass: list[float] = []
+        self.assignment_name = policies.names.get("assignment", "")
+        self.splits_layers = memory.gpu_split == LAYERS or self.gpus == 1
+        self._prefetches = policies.prefetch.prefetches
+        self._serving = self._serving_gpus()
+
+        # Memories and links.
         name = policies.names.get("cache", "cache")
-        self.gpu = [
-            Tier(self._memory(memory.gpu), cache, name) for cache in policies.caches
-        ]
+        self.gpu = [self._level(memory.gpu, cache, name) for cache in policies.caches]
         self.host: HostMemory | None = None
         if memory.host is not None:
             assert policies.host_cache is not None, (
                 "limited host memory needs a host cache policy"
             )
-            tier = Tier(self._memory(memory.host), policies.host_cache, name)
-            self.host = HostMemory(
-                tier, [costs.read_s(layer) for layer in range(self.layers)]
-            )
-        self.cpu_first_s = costs.cpu_first_s
-        self.now_s = 0.0
-        self.gate_mass: list[float] = []
-        self._precomputed: dict[
-            int, np.ndarray
-        ] = {}  # layer -> experts that the CPU computes ahead
-        self._held_precomputed: dict[
-            int, np.ndarray
-        ] = {}  # the same, held in limited host memory
-        # Step, layer, its gate asked earlier.
-        self._predicted_gate: tuple[int, int, np.ndarray | None] = (
-            -1,
-            -1,
-            None,
-        )
+            level = self._level(memory.host, policies.host_cache, name)
+            read_s = [costs.read_s(layer) for layer in range(self.layers)]
+            self.host = HostMemory(level, read_s)
+        self._links = [
+            GpuLink([costs.copy_s(layer, gpu) for layer in range(self.layers)])
+            for gpu in range(self.gpus)
+        ]
+        # Staged experts in flight that their layer step needs no more, by GPU.
+        self._orphans: list[set[int]] = [set() for _ in self.gpu]
+
+        # Work ahead of the gate.
         self._precomputes = (
             type(policies.assignment).precompute is not AssignmentPolicy.precompute
         )
-        self.assignment_name = policies.names.get("assignment", "")
-        self._link_free_s = [0.0] * self.gpus
-        # Staged prefetches, by GPU.
-        self._ahead: list[set[int]] = [set() for _ in self.gpu]
-        # Staged, still in flight, layer step over.
-        self._orphans: list[set[int]] = [set() for _ in self.gpu]
-        self._prefetching = policies.names.get("prefetch") != "none"
-        self._copy_s = [
-            [costs.copy_s(layer, g) for layer in range(self.layers)]
-            for g in range(self.gpus)
-        ]
+        self._precomputed: dict[int, np.ndarray] = {}  # layer -> experts started
+        self._held_precomputed: dict[int, np.ndarray] = {}
+        # Step and layer whose gate was asked one layer earlier, and its answer.
+        self._predicted_gate: tuple[int, int, np.ndarray | None] = (-1, -1, None)
+
+        # Made once, used in every layer step.
         self._zeros = np.zeros(self.experts)
         self._zeros.flags.writeable = False
         self._ascending = np.arange(self.experts)
-        self._counting = np.arange(1.0, self.experts + 1.0)
+        limited = self.host is not None
         self._planning_s = cache(
-            partial(
-                costs.planning_s, self.assignment_name, tiered=self.host is not None
-            )
+            partial(costs.planning_s, self.assignment_name, tiered=limited)
         )
-        self._split_layers = memory.gpu_split == LAYERS or self.gpus == 1
-        everyone = tuple(range(self.gpus))
-        self._serving = [  # GPUs that compute a layer's experts, its home first
-            (layer * self.gpus // self.layers,) if self._split_layers else everyone
-            for layer in range(self.layers)
-        ]
-        self._start(seed, future, calibration, extras or {})
 
-    def _memory(self, size: CacheSize) -> Residency:
-        return Residency(self.layers, self.experts, self.shape.expert_bytes, size)
-
-    def _start(
-        self,
-        seed: int,
-        future: Future | None,
-        calibration: np.ndarray | None,
-        extras: Mapping[str, Any],
-    ) -> None:
-        for policy in self.policies.all():
-            if policy.oracle and future is None:
-                raise PolicyError(
-                    "policy"
-                    f" {type(policy).__module__.rpartition('.')[2].replace('_', '-')!r}"
-                    " is an oracle: it needs the future, which only the replay of a"
-                    " trace has; choose a policy that sees the past only"
-                )
-            size = (
-                self.sizes.host
-                if policy is self.policies.host_cache
-                else self.sizes.gpu
-            )
-            assert size is not None
-            policy.start(
-                RunContext(
-                    shape=self.shape,
-                    gpus=self.gpus,
-                    capacity_slots=size.slots,
-                    scope=size.scope,
-                    seed=seed,
-                    calibration=calibration,
-                    future=future if policy.oracle else None,
-                    extras=extras,
-                    costs=self.costs,
-                    served=self._served(policy),
-                )
-            )
-        for tier in [*self.gpu, self.host.tier] if self.host else self.gpu:
-            size = tier.memory.size
-            keys = tier.cache.initial(size.slots)
-            if keys is None and calibration is not None:
-                keys = fitting(
-                    -calibration, size.slots, size.scope, self._served(tier.cache)
-                )
-            if keys is None:
-                continue
-            if tier in self.gpu and self._split_layers and self.gpus > 1:
-                keys = keys[
-                    [
-                        self.gpu[self.home(key // self.experts)] is tier
-                        for key in keys.tolist()
-                    ]
-                ]
-            tier.fill(keys)
-
-    def _served(self, policy: Policy) -> np.ndarray | None:
-        """Bool [L]: layers of the GPU whose cache this is, where GPUs share the layers
-        out; None for all.
-        """
-        gpu = next(
-            (g for g, cache in enumerate(self.policies.caches) if cache is policy), -1
+        start_policies(
+            self, seed=seed, future=future, calibration=calibration, extras=extras or {}
         )
-        if gpu < 0 or self.gpus == 1 or not self._split_layers:
-            return None
-        return np.array([self.home(layer) == gpu for layer in range(self.layers)])
+        fill_memories(self, calibration)
 
-    # -- the view that policies see ----------------------------------------------------
+    def _level(self, size: CacheSize, cache: Any, name: str) -> MemoryLevel:
+        memory = Residency(self.layers, self.experts, self.shape.expert_bytes, size)
+        return MemoryLevel(memory, cache, name, self.sizes.staging)
+
+    def _serving_gpus(self) -> list[tuple[int, ...]]:
+        """GPUs that compute each layer's experts, its home first."""
+        if self.splits_layers:
+            return [(layer * self.gpus // self.layers,) for layer in range(self.layers)]
+        return [tuple(range(self.gpus))] * self.layers
+
+    # -- the view that policies see ---------------------------------------------------
 
     def home(self, layer: int) -> int:
-        """GPU that runs this layer's dense part (and, with split layers, all its GPU
-        experts).
+        """GPU that runs this layer's dense part.
+
+        With split layers it also computes all the layer's GPU experts.
         """
         return self._serving[layer][0]
 
@@ -232,13 +182,11 @@ class Planner:
 
     def copy_s(self, layer: int) -> float:
         """Seconds to copy one expert of this layer from host memory to a GPU."""
-        return self._copy_s[0][layer]
+        return self._links[0].copy_s[layer]
 
     def link_wait_s(self, gpu: int = 0) -> float:
-        """Seconds until the link has served what is queued on it, by the profile's
-        estimate.
-        """
-        return max(0.0, self._link_free_s[gpu] - self.now_s)
+        """Seconds until the link has served what is queued on it, as expected."""
+        return self._links[gpu].wait_s(self.now_s)
 
     def cpu_s(self, layer: int, tokens: np.ndarray) -> np.ndarray:
         """Seconds one expert takes on the CPU."""
@@ -250,55 +198,170 @@ class Planner:
 
     @property
     def requeues(self) -> bool:
-        """Whether prefetches of all layers that have not started are offered to `late`
-        before each layer step.
-        """
+        """Whether queued prefetches of all layers are chosen anew before each one."""
         return self.policies.prefetch.requeue
 
-    # -- what the world reports --------------------------------------------------------
+    # -- what the engine reports ------------------------------------------------------
 
-    def read_done(self, layer: int, expert: int) -> None:
-        """Note that an expert has arrived in host memory from the SSD."""
-        assert self.host is not None
-        self.host.memory.land(layer, expert)
+    def start_copy(
+        self, gpu: int, layer: int, expert: int, now_s: float
+    ) -> Place | None:
+        """Take a place for a queued copy to a GPU that starts now.
 
-    def landed(self, gpu: int, layer: int, expert: int) -> None:
-        """Note that an expert's copy to a GPU is complete."""
-        self.gpu[gpu].memory.land(layer, expert)
+        Returns:
+            The place, or None if there is none now.
+        """
+        level = self.gpu[gpu]
         key = layer * self.experts + expert
+        landing_s = now_s + self._links[gpu].copy_s[layer]
+        stages = self.policies.prefetch.no_place != "drop"
+        place = level.start(key, landing_s, reserve=_RESERVED_SLOTS, may_stage=stages)
+        if place is None and level.is_demanded(key):
+            # A prefetch that waits in staging is a guess; demand is not.
+            idle = level.staged_prefetches(layer)
+            if idle:
+                level.memory.drop_staged(*divmod(idle[0], self.experts))
+                place = level.start(key, landing_s, reserve=_RESERVED_SLOTS)
+        if place is not None:
+            self._links[gpu].start(layer, now_s)
+        return place
+
+    def gives_up(self, gpu: int, layer: int, expert: int) -> bool:
+        """Whether a queued copy that finds no place is dropped; else it waits."""
+        level = self.gpu[gpu]
+        key = layer * self.experts + expert
+        if level.is_demanded(key):
+            return False
+        if level.is_replacement(key):
+            return level.is_overtaken(key)
+        no_place = self.policies.prefetch.no_place
+        if no_place == "stage":
+            return not level.staging_will_have_room(_RESERVED_SLOTS)
+        return no_place == "drop"
+
+    def cancel_copy(self, gpu: int, layer: int, expert: int) -> None:
+        """Forget a queued copy to a GPU."""
+        self.gpu[gpu].cancel(layer * self.experts + expert)
+        self._links[gpu].withdraw(layer)
+        if self.host is not None:
+            self.host.unneed(layer, expert)
+
+    def landed(self, gpu: int, layer: int, expert: int) -> bool:
+        """Note that an expert's copy to a GPU is complete.
+
+        Returns:
+            Whether a staging slot is free again.
+        """
+        memory = self.gpu[gpu].memory
+        memory.land(layer, expert)
+        key = layer * self.experts + expert
+        freed = False
         if key in self._orphans[gpu]:
             self._orphans[gpu].remove(key)
-            self._drop_ahead(gpu, key)
+            memory.drop_staged(layer, expert)
+            freed = True
         if self.host is not None:
-            self.host.unhold(layer, expert)
+            freed |= self.host.unneed(layer, expert)
+        return freed
 
-    def late(
-        self, waiting: Sequence[tuple[int, int, int]], layer: int, active: Sequence[int]
-    ) -> list[tuple[int, int, int]]:
-        """Decide about prefetches ``(gpu, layer, expert)`` that have not started, now
-        that a gate has spoken.
-
-        All of `layer`, and with `requeues` those of other layers; `active` are the
-        experts that its gate chose.
-
-        Returns those that are dropped; their places are free again. The others, of
-        `layer`, become demand fetches.
+    def start_read(self, layer: int, expert: int, now_s: float) -> Place | None:
+        """Take a place in host memory for a read that starts now; None if there is
+        none.
         """
-        rule = self.policies.prefetch.late
-        kept = {(layer, expert) for expert in active} if rule == "active" else set()
-        dropped = [
-            one
-            for one in waiting
-            if one[1] != layer or (rule != "keep" and (one[1], one[2]) not in kept)
-        ]
-        for gpu, own, expert in dropped:
-            key = own * self.experts + expert
-            self._ahead[gpu].discard(key)
-            self._orphans[gpu].discard(key)
-            self.gpu[gpu].cancel(key)
-            self._link_free_s[gpu] -= self._copy_s[gpu][own]
-            if self.host is not None:
-                self.host.unhold(own, expert, cancelled=True)
+        assert self.host is not None
+        return self.host.start_read(layer * self.experts + expert, now_s)
+
+    def yielding_copies(self, layer: int, expert: int) -> list[tuple[int, int, int]]:
+        """Queued copies that should be cancelled so that a read finds a staging slot.
+
+        A read that a layer step waits for goes before guesses: before prefetches and
+        replacements whose experts lie in host memory's staging area until the link
+        takes them.
+
+        Returns:
+            (GPU, layer, expert) of all copies of one expert; empty if the read is a
+            guess itself, or no slot can be freed like this.
+        """
+        assert self.host is not None
+        level = self.host.level
+        if not level.is_demanded(layer * self.experts + expert):
+            return []
+        holds = level.memory.holds.reshape(-1)
+        for key in level.staged_prefetches(layer):
+            gpus = [gpu for gpu, cache in enumerate(self.gpu) if cache.is_wished(key)]
+            demanded = any(self.gpu[gpu].is_demanded(key) for gpu in gpus)
+            # Staging itself is one hold. More holds than copies: another need.
+            if gpus and not demanded and holds[key] == 1 + len(gpus):
+                return [(gpu, *divmod(key, self.experts)) for gpu in gpus]
+        return []
+
+    def cancel_read(self, layer: int, expert: int) -> None:
+        """Forget a queued read."""
+        assert self.host is not None
+        self.host.level.cancel(layer * self.experts + expert)
+
+    def read_done(self, layer: int, expert: int) -> bool:
+        """Note that an expert has arrived in host memory from the SSD.
+
+        Returns:
+            Whether a staging slot is free again.
+        """
+        assert self.host is not None
+        return self.host.land(layer, expert)
+
+    def computed(self, gpu: int, layer: int, expert: int) -> bool:
+        """Note that an active expert's product has ended, on a GPU or (-1) the CPU.
+
+        A staged expert is needed no more then.
+
+        Returns:
+            Whether a staging slot is free again.
+        """
+        if gpu >= 0:
+            memory = self.gpu[gpu].memory
+            if not memory.staged_total or not memory.staged[layer, expert]:
+                return False
+            memory.drop_staged(layer, expert)
+            return True
+        return self.host is not None and self.host.computed(layer, expert)
+
+    def precompute_ended(self, layer: int, expert: int) -> bool:
+        """Note that a product ahead of its gate has ended.
+
+        Returns:
+            Whether a staging slot is free again.
+        """
+        return self.host is not None and self.host.unneed(layer, expert)
+
+    def drop_late(
+        self,
+        queued: Sequence[tuple[int, int, int]],
+        layer: int,
+        active: Sequence[int],
+    ) -> list[tuple[int, int, int]]:
+        """Decide about queued prefetches, now that a gate has spoken.
+
+        What the layer turns out to need becomes a demand fetch, if the plan wants it on
+        a GPU, and is dropped here for that; the others are dropped or stay, as the
+        prefetch policy says.
+
+        Args:
+            queued: (GPU, layer, expert) of this layer's, and with `requeues` of all.
+            layer: whose gate has spoken.
+            active: experts that it chose.
+
+        Returns:
+            Those that are dropped.
+        """
+        dropped = []
+        for place in queued:
+            gpu, target, expert = place
+            awaited = target == layer and expert in active
+            rule = self.policies.prefetch.late if target == layer else "drop"
+            stays = rule == "wait" or (rule == "keep" and not awaited)
+            if not stays:
+                dropped.append(place)
+                self.cancel_copy(gpu, target, expert)
         return dropped
 
     def complete(self, plan: Plan, now_s: float) -> list[Copies]:
@@ -310,84 +373,99 @@ class Planner:
         """
         layer = plan.work.layer
         experts = plan.work.experts
-        for gpu, tier in enumerate(self.gpu):
-            tier.memory.release(layer, experts)
-            if tier.memory.staged_count[layer]:
-                for key in tier.memory.staged_of(layer).tolist():
-                    if tier.memory.state[layer, key - layer * self.experts] == RESIDENT:
-                        self._drop_ahead(gpu, key)
-                    else:
-                        self._orphans[gpu].add(key)
+        for gpu, level in enumerate(self.gpu):
+            memory = level.memory
+            memory.release(layer, experts)
+            level.used[layer] = False
+            if not memory.staged_count[layer]:
+                continue
+            for expert in memory.staged_of(layer):
+                self._drop_staged(gpu, layer, expert)
         if self.host is not None:
-            if layer in self._held_precomputed:
-                self.host.memory.release(layer, self._held_precomputed.pop(layer))
-            self.host.release(layer, experts)
+            held = self._held_precomputed.pop(layer, None)
+            if held is not None:
+                self.host.release(layer, held)
+            self.host.complete(layer)
         self.now_s = now_s
+        self._joined_s = now_s
         copies: list[Copies] = []
         for gpu, swap in plan.swaps:
-            self._swap(gpu, swap, copies)
+            self._wish_swap(plan.work, gpu, swap, copies)
         return copies
 
-    # -- planning ----------------------------------------------------------------------
+    # -- planning ---------------------------------------------------------------------
 
-    def plan(  # noqa: C901 - the contract's order, in one place
-        self, routed: RoutedLayer, step: int, phase: Phase, now_s: float, batch: int = 0
+    def plan(
+        self,
+        routed: RoutedLayer,
+        step: int,
+        phase: Phase,
+        now_s: float,
+        batch: int = 0,
     ) -> Plan:
-        """Plan one layer step: assignment, holds, accesses, demand, prefetch,
-        replacement, in this order.
+        """Plan one layer step in the order of the contract (design §5).
+
+        Assignment, holds, accesses, demand, prefetches, work ahead, replacements.
 
         Raises:
             PolicyError: a policy answered something illegal; the message names it.
         """
         self.now_s = now_s
+        # Before a pass's first layer other things happen too: a head, another batch.
+        if routed.layer:
+            self.gap_s = now_s - self._joined_s
         if self.policies.routing.alters:
             routed = self._reroute(routed, step, phase)
         work = self._look(routed, step, phase, batch)
         lanes, order, serial = self._assign(work)
+        self._note_accesses(work, lanes)
+
         copies: list[Copies] = []
-        gpus = self._serving[work.layer]
-        for tier in self.gpu:
-            tier.memory.hold(work.layer, work.experts)
-        if self.host is not None:
-            self.host.memory.hold(work.layer, work.experts)
-            self.host.accessed(work, lanes)
-        for gpu in gpus:
-            self.gpu[gpu].cache.accessed(work)
-        planning_s = 0.0
-        for gpu in gpus:
-            planning_s = max(planning_s, self._demand(work, gpu, lanes, order, copies))
+        promoted: list[tuple[int, int]] = []
+        waits = self.policies.prefetch.late == "wait"
+        if waits:
+            self._promote_all(work.layer, promoted)
+        exposed_s = 0.0
+        for gpu in self._serving[work.layer]:
+            keys = self._demand(work, gpu, lanes, order, copies, promoted)
+            exposed_s = max(exposed_s, self._exposed_s(work, gpu, keys))
         if self.host is not None:
             self._read_for_cpu(self.host, work, lanes, order, copies)
-        if self._prefetching:
+            # What a GPU computes is needed in host memory until its copy has landed,
+            # for which the copy holds it. A longer hold would keep a staging slot from
+            # the next read, for which the same GPU may be waiting.
+            self.host.memory.release(work.layer, work.experts[lanes != CPU])
+        if self._prefetches:
             self._prefetch(work, copies)
-        copied = sum(len(one.experts) for one in copies)
-        planning_s += self._planning_s(len(lanes), copied)
-        staging_slots = [self.sizes.staging - len(ahead) for ahead in self._ahead]
+        # Products that wait free no slot: staging must hold all that they wait for.
+        waits = waits and self._can_stage_all(work.layer, copies, promoted)
+
+        copied = len(promoted) + sum(len(part.experts) for part in copies)
         plan = Plan(
-            work,
-            lanes,
-            order.tolist(),
-            copies,
-            copied,
-            staging_slots,
-            planning_s,
-            serial,
+            work=work,
+            lanes=lanes,
+            order=order.tolist(),
+            copies=copies,
+            promoted=promoted,
+            copied=copied,
+            planning_s=exposed_s + self._planning_s(len(lanes), copied),
+            serial=serial,
+            waits=waits,
         )
         if self._precomputes and work.layer + 1 < self.layers:
             self._ask_precompute(plan)
-        for gpu in gpus:
-            if self.gpu[gpu].replaces:
+        for gpu in self._serving[work.layer]:
+            if self.gpu[gpu].cache.replaces:
                 self._ask_replacements(gpu, plan)
         return plan
 
     def _reroute(self, routed: RoutedLayer, step: int, phase: Phase) -> RoutedLayer:
-        said, layer, predicted = self._predicted_gate
-        predicted = predicted if (said, layer) == (step, routed.layer) else None
-        self._predicted_gate = (
-            step,
-            routed.layer + 1,
-            routed.predicted.get("pred1_raw"),
-        )
+        """Let the routing policy choose the experts of every token."""
+        predicted_step, layer, predicted = self._predicted_gate
+        if (predicted_step, layer) != (step, routed.layer):
+            predicted = None
+        coming = routed.predicted.get("pred1_raw")
+        self._predicted_gate = (step, routed.layer + 1, coming)
         gate = Gate(
             step,
             routed.layer,
@@ -399,13 +477,11 @@ class Planner:
         )
         routing = self.policies.routing.route(gate, self)
         if routed.scores is not None:
-            self.gate_mass.append(
-                gate_mass_kept(routed.scores, routed.routing, routing.experts)
-            )
+            kept = gate_mass_kept(routed.scores, routed.routing, routing.experts)
+            self.gate_mass.append(kept)
         elif routed.weights is not None:
-            self.gate_mass.append(
-                weight_kept(routed.weights, routed.routing, routing.experts)
-            )
+            kept = weight_kept(routed.weights, routed.routing, routing.experts)
+            self.gate_mass.append(kept)
         used = routing.experts[routing.experts < self.experts]
         experts, tokens = np.unique(used, return_counts=True)
         return replace(
@@ -419,95 +495,70 @@ class Planner:
     def _look(
         self, routed: RoutedLayer, step: int, phase: Phase, batch: int
     ) -> LayerWork:
+        """Look the active experts up: states, costs and expected arrivals."""
         layer = routed.layer
         experts = routed.experts
         tokens = routed.tokens
+        gpus = self._serving[layer]
         host_s = self._zeros[: len(experts)]
         if self.host is not None:
             host_s = self.host.wait_s(layer, experts, self.now_s)
-        gpus = self._serving[layer]
+
         states = np.empty((len(gpus), len(experts)), np.int8)
         arrive_s = np.empty((len(gpus), len(experts)))
+        link_s = np.array([self._links[gpu].left_s(self.now_s) for gpu in gpus])
         for row, gpu in enumerate(gpus):
             memory = self.gpu[gpu].memory
-            copy_s = self._copy_s[gpu][layer]
-            look(
+            copy_s = self._links[gpu].copy_s[layer]
+            left_s = float(link_s[row])
+            look_up(
                 memory.state,
                 memory.landing_s,
                 layer,
                 experts,
                 self.now_s,
-                copy_s,
+                left_s + copy_s,
                 states[row],
                 arrive_s[row],
             )
+            if self.host is not None:
+                # A copy starts when link and expert are there, whichever is later.
+                absent = states[row] == ABSENT
+                arrive_s[row, absent] = np.maximum(left_s, host_s[absent]) + copy_s
+
         if len(gpus) == 1:
             state = states[0]
             gpu_s = self.costs.gpu_s(layer, tokens, gpus[0])[None]
         else:
             state = states.max(axis=0)
             gpu_s = np.stack([self.costs.gpu_s(layer, tokens, gpu) for gpu in gpus])
-        if self.host is not None:
-            arrive_s = np.where(state == ABSENT, arrive_s + host_s, arrive_s)
         return LayerWork(
-            step,
-            layer,
-            phase,
-            experts,
-            tokens,
-            state,
-            self.costs.cpu_s(layer, tokens),
-            host_s,
-            gpu_s,
-            arrive_s,
-            routed.routing,
-            routed.weights,
-            routed.scores,
-            routed.predicted,
-            batch,
-            self._was_precomputed(layer, experts) if self._precomputed else None,
+            step=step,
+            layer=layer,
+            phase=phase,
+            experts=experts,
+            tokens=tokens,
+            state=state,
+            cpu_s=self.costs.cpu_s(layer, tokens),
+            host_s=host_s,
+            gpu_s=gpu_s,
+            arrive_s=arrive_s,
+            routing=routed.routing,
+            weights=routed.weights,
+            scores=routed.scores,
+            predicted=routed.predicted,
+            batch=batch,
+            precomputed=self._take_precomputed(layer, experts),
+            link_s=link_s if link_s.any() else None,
         )
 
-    def _was_precomputed(self, layer: int, experts: np.ndarray) -> np.ndarray | None:
-        """Bool [A]: which active experts the CPU has begun one layer ahead; None if it
-        has begun nothing here.
-        """
-        begun = self._precomputed.pop(layer, None)
-        return None if begun is None else np.isin(experts, begun)
-
-    def _ask_precompute(self, plan: Plan) -> None:
-        """Let the assignment name experts of the next layer; those not in host memory
-        are left to their own layer.
-        """
-        layer = plan.work.layer + 1
-        ahead = self.policies.assignment.precompute(plan.work, self)
-        if ahead is None or not len(ahead.experts):
-            return
-        if (
-            ahead.experts.min() < 0
-            or ahead.experts.max() >= self.experts
-            or (np.diff(ahead.experts) <= 0).any()
-        ):
-            raise PolicyError(
-                f"assignment policy {self.assignment_name!r}: step {plan.work.step},"
-                f" layer {layer}, ahead: expected ascending experts below"
-                f" {self.experts}, got {ahead.experts.tolist()}"
-            )
-        if self.host is not None:
-            there = self.host.memory.state[layer][ahead.experts] == RESIDENT
-            ahead = Precompute(ahead.experts[there], ahead.tokens[there], ahead.routing)
-            self.host.memory.hold(layer, ahead.experts)
-            self._held_precomputed[layer] = ahead.experts
-        self._precomputed[layer] = ahead.experts
-        plan.precompute = ahead
-        plan.precompute_s = self.costs.cpu_s(layer, ahead.tokens).tolist()
-
     def _assign(self, work: LayerWork) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Ask for lanes and launch order, and check them."""
         lanes, order, serial = self.policies.assignment.assign(work, self)
-        gpus = 1 if self._split_layers else self.gpus
+        gpus = 1 if self.splits_layers else self.gpus
         if order is None:
             order = self._ascending[: len(work.experts)]
-        if not legal(lanes, order, len(work.experts), gpus):
+        if not is_legal(lanes, order, len(work.experts), gpus):
             raise PolicyError(
                 f"assignment policy {self.assignment_name!r}: step {work.step}, layer"
                 f" {work.layer}: expected a lane in 0..{gpus} for each of"
@@ -521,6 +572,45 @@ class Planner:
             lanes = np.where(work.precomputed, CPU, lanes).astype(np.int8)
         return lanes, order, serial
 
+    def _note_accesses(self, work: LayerWork, lanes: np.ndarray) -> None:
+        """Hold every active expert before any victim is named, then tell the caches.
+
+        Else one miss would evict the next hit.
+        """
+        for gpu, level in enumerate(self.gpu):
+            level.memory.hold(work.layer, work.experts)
+            level.used[work.layer, work.experts[lanes == 1 + gpu]] = True
+            self._forget_wrong_guesses(gpu, work.layer)
+        if self.host is not None:
+            self.host.memory.hold(work.layer, work.experts)
+            self.host.level.used[work.layer, work.experts[lanes == CPU]] = True
+            self.host.accessed(work, lanes)
+        for gpu in self._serving[work.layer]:
+            self.gpu[gpu].cache.accessed(work)
+
+    def _forget_wrong_guesses(self, gpu: int, layer: int) -> None:
+        """Free the staging slots of prefetches that a GPU does not compute after all.
+
+        What is under way is forgotten when it lands.
+        """
+        memory = self.gpu[gpu].memory
+        if not memory.staged_count[layer]:
+            return
+        for expert in memory.staged_of(layer):
+            if self.gpu[gpu].used[layer, expert]:
+                # It may be on its way since a step that no longer needed it.
+                self._orphans[gpu].discard(layer * self.experts + expert)
+            else:
+                self._drop_staged(gpu, layer, expert)
+
+    def _drop_staged(self, gpu: int, layer: int, expert: int) -> None:
+        """Forget a staged expert, now or when its copy has landed."""
+        memory = self.gpu[gpu].memory
+        if memory.state[layer, expert] == RESIDENT:
+            memory.drop_staged(layer, expert)
+        else:
+            self._orphans[gpu].add(layer * self.experts + expert)
+
     def _demand(
         self,
         work: LayerWork,
@@ -528,59 +618,100 @@ class Planner:
         lanes: np.ndarray,
         order: np.ndarray,
         copies: list[Copies],
-    ) -> float:
-        """Fetch what a GPU lacks; returns the seconds by which its cache's choice
-        outlasts the first load.
+        promoted: list[tuple[int, int]],
+    ) -> np.ndarray:
+        """Wish for what a GPU lacks; what is queued already is promoted.
+
+        Returns:
+            Flat keys of what must be fetched.
         """
-        tier = self.gpu[gpu]
+        level = self.gpu[gpu]
         layer = work.layer
-        keys = missing(lanes, order, gpu + 1, tier.memory.state, layer, work.experts)
+        keys = missing(lanes, order, gpu + 1, level.memory.state, layer, work.experts)
         if not len(keys):
-            return 0.0
-        copies.append(self._copy(FETCH, gpu, layer, keys, work))
-        if not tier.deliberates:
-            return 0.0
-        arrive_s = work.arrive_s[0 if self._split_layers else gpu]
-        return tier.cache.exposed_s(
-            float(
-                arrive_s[
-                    np.searchsorted(work.experts, keys - layer * self.experts)
-                ].min()
-            )
-        )
+            return keys
+        queued = [level.is_wished(key) for key in keys.tolist()]
+        if any(queued):
+            for key in keys[queued].tolist():
+                if not level.is_demanded(key):
+                    self._promote(gpu, key, promoted)
+            keys = keys[np.logical_not(queued)]
+            if not len(keys):
+                return keys
+        level.demand(work, layer, keys)
+        read = self._need_in_host(work, layer, keys, demanded=True)
+        copies.append(self._queued(FETCH, gpu, layer, keys, read))
+        return keys
 
-    def _copy(
-        self, kind: int, gpu: int, layer: int, keys: np.ndarray, work: LayerWork
+    def _promote_all(self, layer: int, promoted: list[tuple[int, int]]) -> None:
+        """Promote every queued copy of a layer: its products wait for all of them."""
+        for gpu, level in enumerate(self.gpu):
+            for key in level.wished_of(layer):
+                self._promote(gpu, key, promoted)
+
+    def _promote(self, gpu: int, key: int, promoted: list[tuple[int, int]]) -> None:
+        """Note that a layer step waits for a queued copy and for the read before."""
+        self.gpu[gpu].promote(key)
+        if self.host is not None:
+            self.host.promote(key)
+        promoted.append((gpu, key % self.experts))
+
+    def _can_stage_all(
+        self, layer: int, copies: list[Copies], promoted: list[tuple[int, int]]
+    ) -> bool:
+        """Whether staging could hold every queued copy of a layer at once, beside what
+        it holds already.
+        """
+        for gpu in self._serving[layer]:
+            memory = self.gpu[gpu].memory
+            coming = [part for part in copies if (part.gpu, part.layer) == (gpu, layer)]
+            count = sum(len(part.experts) for part in coming)
+            count += sum(copied_to == gpu for copied_to, _ in promoted)
+            # Slots of prefetches for other layers can be taken from them.
+            if count + memory.staged_count[layer] > self.sizes.staging:
+                return False
+        return True
+
+    def _exposed_s(self, work: LayerWork, gpu: int, keys: np.ndarray) -> float:
+        """Seconds by which a cache's choice of victims outlasts the first load."""
+        level = self.gpu[gpu]
+        if not len(keys) or not level.deliberates:
+            return 0.0
+        row = 0 if self.splits_layers else gpu
+        position = np.searchsorted(work.experts, keys - work.layer * self.experts)
+        first_s = float(work.arrive_s[row][position].min())
+        return level.cache.exposed_s(first_s)
+
+    def _queued(
+        self, kind: int, gpu: int, layer: int, keys: np.ndarray, read: list[bool]
     ) -> Copies:
-        """Place absent experts of one layer on a GPU and put their copies on the
-        books.
-        """
-        experts = keys - layer * self.experts
-        read, host_staged = self._bring(work, layer, keys)
-        staged = self.gpu[gpu].admit(
-            work, layer, keys, self._link_landings(gpu, layer, len(keys))
-        )
-        return Copies(kind, gpu, layer, experts.tolist(), staged, read, host_staged)
+        """Put copies on the books of their link."""
+        link = self._links[gpu]
+        for _ in range(len(keys)):
+            link.enqueue(layer)
+        experts = (keys - layer * self.experts).tolist()
+        return Copies(kind, gpu, layer, experts, read)
 
-    def _link_landings(self, gpu: int, layer: int, count: int) -> np.ndarray:
-        """Expected landing times, float64 [count], of copies queued now; the link is
-        then busy until the last.
-        """
-        each_s = self._copy_s[gpu][layer]
-        start_s = max(self.now_s, self._link_free_s[gpu])
-        self._link_free_s[gpu] = start_s + count * each_s
-        return start_s + each_s * self._counting[:count]
+    def _need_in_host(
+        self, work: LayerWork, layer: int, keys: np.ndarray, *, demanded: bool
+    ) -> list[bool]:
+        """Hold experts in host memory for queued copies, and wish for missing reads.
 
-    def _bring(
-        self, work: LayerWork | None, layer: int, keys: np.ndarray
-    ) -> tuple[list[bool], list[bool]]:
-        """Hold experts in host memory for their copies; which are read from the SSD,
-        and which of those staged.
+        Returns:
+            Which of them must be read.
         """
-        if self.host is None:
-            nothing = [False] * len(keys)
-            return nothing, nothing
-        return self.host.bring(work, layer, keys, self.now_s)
+        host = self.host
+        if host is None:
+            return [False] * len(keys)
+        read = host.need(layer, keys)
+        if demanded:
+            for key in keys.tolist():
+                host.promote(key)
+            host.demand(work, layer, keys[read])
+        else:
+            for key in keys[read].tolist():
+                host.level.prefetch(work, key)
+        return read
 
     def _read_for_cpu(
         self,
@@ -590,109 +721,134 @@ class Planner:
         order: np.ndarray,
         copies: list[Copies],
     ) -> None:
+        """Wish for reads of what the CPU computes; the layer step itself holds it."""
         layer = work.layer
         keys = missing(lanes, order, CPU, host.memory.state, layer, work.experts)
-        if len(keys):
-            read, staged = host.bring(work, layer, keys, self.now_s)
-            host.memory.holds.reshape(-1)[keys] -= 1  # the layer step itself holds them
-            copies.append(
-                Copies(
-                    READ,
-                    -1,
-                    layer,
-                    (keys - layer * self.experts).tolist(),
-                    staged,
-                    read,
-                    staged,
-                )
-            )
+        if not len(keys):
+            return
+        read = [not host.level.is_wished(key) for key in keys.tolist()]
+        for key in keys.tolist():
+            host.promote(key)
+        host.demand(work, layer, keys[read])
+        experts = (keys - layer * self.experts).tolist()
+        copies.append(Copies(READ, -1, layer, experts, read))
 
     def _prefetch(self, work: LayerWork, copies: list[Copies]) -> None:
-        wanted = self.policies.prefetch.prefetch(work, self)
-        if not wanted:
+        """Wish for what the prefetch policy names, within its byte budget."""
+        named = self.policies.prefetch.prefetch(work, self)
+        self._shield(work.layer, named)
+        if not named:
             return
         budget = self.sizes.prefetch_budget_bytes
-        for layer, expert in wanted:
-            if not (0 <= layer < self.layers and 0 <= expert < self.experts):
-                raise PolicyError(
-                    f"prefetch policy {self.policies.names.get('prefetch')!r}: no"
-                    f" expert {layer, expert}"
-                )
-        shielded = [
-            (self.gpu[self.home(layer)].memory, layer, expert)
-            for layer, expert in wanted
-        ]
-        for memory, layer, expert in shielded:
-            memory.holds[layer, expert] += (
-                1  # a prefetch never evicts what the same prediction wants
-            )
-        for layer, expert in wanted:
+        for layer, expert in named:
             gpu = self.home(layer)
-            tier = self.gpu[gpu]
-            if tier.memory.state[layer, expert] != ABSENT:
+            level = self.gpu[gpu]
+            key = layer * self.experts + expert
+            if level.memory.state[layer, expert] != ABSENT or level.is_wished(key):
                 continue
             if budget is not None:
                 if budget < self.shape.expert_bytes[layer]:
                     break
                 budget -= self.shape.expert_bytes[layer]
-            self._prefetch_one(work, gpu, layer, expert, copies)
-        for memory, layer, expert in shielded:
-            memory.holds[layer, expert] -= 1
+            keys = np.array([key])
+            level.prefetch(work, key)
+            # The products of this very layer may wait for it: then it is no guess.
+            awaited = layer == work.layer and self.policies.prefetch.late == "wait"
+            if awaited:
+                level.promote(key)
+            read = self._need_in_host(work, layer, keys, demanded=awaited)
+            kind = FETCH if awaited else PREFETCH
+            copies.append(self._queued(kind, gpu, layer, keys, read))
 
-    def _prefetch_one(
-        self, work: LayerWork, gpu: int, layer: int, expert: int, copies: list[Copies]
-    ) -> None:
-        tier = self.gpu[gpu]
-        keys = np.array([layer * self.experts + expert])
-        landing_s = max(self.now_s, self._link_free_s[gpu]) + self._copy_s[gpu][layer]
-        staged = tier.admit(work, layer, keys, np.array([landing_s]))
-        if staged[0]:
-            # One slot always stays for demand fetches.
-            if len(self._ahead[gpu]) + 1 >= self.sizes.staging:
-                tier.memory.drop_staged(keys)
-                return
-            self._ahead[gpu].add(int(keys[0]))
-        self._link_free_s[gpu] = landing_s
-        copies.append(
-            Copies(
-                PREFETCH, gpu, layer, [expert], staged, *self._bring(work, layer, keys)
+    def _shield(self, layer: int, named: Sequence[tuple[int, int]]) -> None:
+        """Protect what a prediction wants from its own copies.
+
+        A new prediction of a layer takes the place of the last one; when the layer has
+        come, its prediction has served.
+        """
+        for coming, expert in named:
+            if not (0 <= coming < self.layers and 0 <= expert < self.experts):
+                raise PolicyError(
+                    f"prefetch policy {self.policies.names.get('prefetch')!r}: no"
+                    f" expert {coming, expert}"
+                )
+        for past in {layer, *(coming for coming, _ in named)}:
+            self.gpu[self.home(past)].shielded[past] = False
+        for coming, expert in named:
+            self.gpu[self.home(coming)].shielded[coming, expert] = True
+
+    # -- work ahead of the gate -------------------------------------------------------
+
+    def _take_precomputed(self, layer: int, experts: np.ndarray) -> np.ndarray | None:
+        """Which active experts the CPU has started one layer ahead, bool [A]; None if
+        it has started nothing here.
+        """
+        started = self._precomputed.pop(layer, None)
+        return None if started is None else np.isin(experts, started)
+
+    def _ask_precompute(self, plan: Plan) -> None:
+        """Let the assignment name experts of the next layer.
+
+        Those that are not in host memory are left to their own layer.
+        """
+        layer = plan.work.layer + 1
+        named = self.policies.assignment.precompute(plan.work, self)
+        if named is None or not len(named.experts):
+            return
+        experts = named.experts
+        inside = experts.min() >= 0 and experts.max() < self.experts
+        if not inside or (np.diff(experts) <= 0).any():
+            raise PolicyError(
+                f"assignment policy {self.assignment_name!r}: step {plan.work.step},"
+                f" layer {layer}, ahead: expected ascending experts below"
+                f" {self.experts}, got {experts.tolist()}"
             )
-        )
+        if self.host is not None:
+            # Staging is for reads that somebody waits for, not for guesses of a layer.
+            memory = self.host.memory
+            present = memory.state[layer][experts] == RESIDENT
+            present &= ~memory.staged[layer][experts]
+            named = Precompute(experts[present], named.tokens[present], named.routing)
+            # Needed until the product has ended and its layer step is over.
+            self.host.memory.hold(layer, named.experts)
+            self.host.memory.hold(layer, named.experts)
+            self._held_precomputed[layer] = named.experts
+        self._precomputed[layer] = named.experts
+        plan.precompute = named
+        plan.precompute_s = self.costs.cpu_s(layer, named.tokens).tolist()
 
-    def _drop_ahead(self, gpu: int, key: int) -> None:
-        self._ahead[gpu].discard(key)
-        self.gpu[gpu].memory.drop_staged(np.array([key]))
+    # -- replacements -----------------------------------------------------------------
 
     def _ask_replacements(self, gpu: int, plan: Plan) -> None:
-        memory = self.gpu[gpu].memory
-        for swap in self.gpu[gpu].cache.replacements(plan.work, self):
-            if (
-                memory.state[swap.outgoing] != RESIDENT
-                or memory.state[swap.incoming] == RESIDENT
-            ):
-                if memory.staged[swap.incoming]:
-                    plan.swaps.append((gpu, swap))
-                    continue
+        """Ask the cache for its own copies; they are wished for after the join."""
+        level = self.gpu[gpu]
+        memory = level.memory
+        for swap in level.cache.replacements(plan.work, self):
+            enters = memory.state[swap.incoming] != RESIDENT
+            if memory.staged[swap.incoming]:
+                enters = True
+            if memory.state[swap.outgoing] != RESIDENT or not enters:
                 raise PolicyError(
-                    f"cache policy {self.gpu[gpu].name!r}: swap {tuple(swap.outgoing)}"
-                    f" -> {tuple(swap.incoming)}: the first must be resident and the"
+                    f"cache policy {level.name!r}: swap {tuple(swap.outgoing)} ->"
+                    f" {tuple(swap.incoming)}: the first must be resident and the"
                     " second must not be"
                 )
             plan.swaps.append((gpu, swap))
 
-    def _swap(self, gpu: int, swap: Swap, copies: list[Copies]) -> None:
-        memory = self.gpu[gpu].memory
-        if (
-            memory.state[swap.outgoing] != RESIDENT
-            or memory.holds[swap.outgoing]
-            or memory.state[swap.incoming]
-        ):
-            return  # overtaken by a copy since it was decided
+    def _wish_swap(
+        self, work: LayerWork, gpu: int, swap: Swap, copies: list[Copies]
+    ) -> None:
+        """Wish for one replacement, unless a copy has overtaken it."""
+        level = self.gpu[gpu]
         layer, expert = swap.incoming
         key = layer * self.experts + expert
-        landing_s = float(self._link_landings(gpu, layer, 1)[0])
-        self.gpu[gpu].swap(
-            swap.outgoing.layer * self.experts + swap.outgoing.expert, key, landing_s
-        )
-        read = self._bring(None, layer, np.array([key]))
-        copies.append(Copies(REPLACE, gpu, layer, [expert], [False], *read))
+        absent = level.memory.state[layer, expert] == ABSENT
+        if not absent or level.is_wished(key):
+            return
+        if level.memory.state[swap.outgoing] != RESIDENT:
+            return
+        outgoing = swap.outgoing.layer * self.experts + swap.outgoing.expert
+        level.replace(outgoing, key)
+        keys = np.array([key])
+        read = self._need_in_host(work, layer, keys, demanded=False)
+        copies.append(self._queued(REPLACE, gpu, layer, keys, read))

@@ -1,19 +1,20 @@
-"""Where every expert is: the only bookkeeper of bytes, slots, holds and copies in
-flight.
+"""Residency: where every expert is. The only bookkeeper of bytes, slots and holds.
 
-One `Residency` stands for one memory (a GPU's expert cache, or host memory in front of
-the SSD). Think of a cloakroom: numbered hooks (slots), coats on their way (in flight),
-coats somebody is wearing (held) and a small bench beside it (staging) for coats that
-get no hook.
+One `Residency` stands for one memory: a GPU's expert cache, or host memory in front of
+the SSD. Beside the cache lies a small staging area for experts that get no place in it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT, PolicyError
-from moesim.policies.planner.residency_kernels import count_holds, depart, leave, unheld
+from moesim.policies.planner.residency_kernels import count_holds, unheld
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PER_LAYER = "layer"
 GLOBAL = "global"
@@ -56,10 +57,10 @@ class CacheSize:
         Raises:
             PolicyError: none or several of the three are given, or one is out of range.
         """
-        if (
-            sum(value is not None for value in (ratio, slots_per_layer, total_bytes))
-            != 1
-        ):
+        given = sum(
+            value is not None for value in (ratio, slots_per_layer, total_bytes)
+        )
+        if given != 1:
             raise PolicyError(
                 "cache size: give exactly one of a ratio, slots per layer, or bytes"
             )
@@ -86,11 +87,8 @@ class CacheSize:
             pool = max(0, total_bytes)
             slots = min(experts, pool // int(sizes.sum()))
         if scope == GLOBAL:
-            return cls(
-                scope,
-                np.array([pool // int(sizes.max())], np.int64),
-                np.array([pool], np.int64),
-            )
+            count = pool // int(sizes.max())
+            return cls(scope, np.array([count], np.int64), np.array([pool], np.int64))
         return cls(scope, np.full(len(sizes), slots, np.int64), slots * sizes)
 
     def split(self, gpus: int) -> CacheSize:
@@ -106,10 +104,18 @@ class CacheSize:
 class Residency:
     """State of every expert in one memory.
 
-    `state` int8 [L, E] is ABSENT, IN_FLIGHT or RESIDENT; `holds` int16 [L, E] counts
-    the reasons why an expert must not be evicted (active in the current layer step, or
-    staged); `landing_s` float64 [L, E] is when a copy in flight is expected; `staged`
-    bool [L, E] marks experts outside the cache.
+    A place is taken when a copy starts: `enter` or `stage` puts an absent expert in
+    flight, `land` makes it resident, `evict` and `drop_staged` make it absent again.
+
+    Attributes:
+        state: int8 [L, E], ABSENT, IN_FLIGHT or RESIDENT.
+        holds: int16 [L, E], reasons why an expert must not be evicted: active in the
+            current layer step, needed by a queued copy, staged.
+        landing_s: float64 [L, E], when a copy in flight is expected.
+        staged: bool [L, E], experts outside the cache.
+        staged_total: how many of these there are.
+        staged_count: the same by layer.
+        on_leave: called with the flat key of every expert that has left, if set.
     """
 
     def __init__(
@@ -123,28 +129,27 @@ class Residency:
         self.holds = np.zeros((layers, experts), np.int16)
         self.landing_s = np.zeros((layers, experts), np.float64)
         self.staged = np.zeros((layers, experts), np.bool_)
+        self.staged_total = 0
         self.staged_count = [0] * layers
-        self._free_bytes: list[int] = size.pool_bytes.tolist()
-        self._global = size.scope == GLOBAL
+        self.on_leave: Callable[[int], None] | None = None
         self.used_high_bytes = 0
         self._used_bytes = 0
+        self._free_bytes: list[int] = size.pool_bytes.tolist()
+        self._global = size.scope == GLOBAL
+
+    def pool(self, layer: int) -> int:
+        """Index of the pool that serves a layer."""
+        return 0 if self._global else layer
 
     def free_bytes(self, layer: int) -> int:
         """Free bytes of the pool that serves this layer."""
-        return self._free_bytes[0 if self._global else layer]
+        return self._free_bytes[self.pool(layer)]
 
     def candidates(self, layer: int) -> np.ndarray:
-        """Flat keys, ascending, of residents of this layer's pool that nobody holds."""
+        """Flat keys, ascending, of unheld residents of this layer's pool."""
         if self._global:
             return unheld(self.state, self.holds, 0, self.layers)
         return unheld(self.state, self.holds, layer, layer + 1)
-
-    def reserve(self, layer: int, keys: np.ndarray, landing_s: np.ndarray) -> None:
-        """Give absent experts of one layer their places in the cache; their copies are
-        now in flight.
-        """
-        self._take(layer, len(keys))
-        depart(self.state, self.landing_s, keys, landing_s)
 
     def fill(self, keys: np.ndarray) -> None:
         """Make absent experts resident before the run starts, without a copy."""
@@ -152,59 +157,69 @@ class Residency:
             self._take(key // self.experts, 1)
         self.state.reshape(-1)[keys] = RESIDENT
 
-    def stage(self, keys: np.ndarray, landing_s: np.ndarray) -> None:
-        """Send absent experts to the staging area; each is held until `drop_staged`."""
-        self.state.reshape(-1)[keys] = IN_FLIGHT
-        self.staged.reshape(-1)[keys] = True
-        self.holds.reshape(-1)[keys] += 1
-        self.landing_s.reshape(-1)[keys] = landing_s
-        for key in keys.tolist():
-            self.staged_count[key // self.experts] += 1
+    def enter(self, layer: int, expert: int, landing_s: float) -> None:
+        """Give an absent expert its place in the cache; its copy starts now."""
+        assert self.state[layer, expert] == ABSENT, "a copy of what is there already"
+        self._take(layer, 1)
+        self.state[layer, expert] = IN_FLIGHT
+        self.landing_s[layer, expert] = landing_s
+
+    def stage(self, layer: int, expert: int, landing_s: float) -> None:
+        """Give an absent expert a staging slot; its copy starts now.
+
+        It is held until `drop_staged`.
+        """
+        assert self.state[layer, expert] == ABSENT, "a copy of what is there already"
+        self.state[layer, expert] = IN_FLIGHT
+        self.staged[layer, expert] = True
+        self.holds[layer, expert] += 1
+        self.landing_s[layer, expert] = landing_s
+        self.staged_total += 1
+        self.staged_count[layer] += 1
 
     def land(self, layer: int, expert: int) -> None:
         """Complete the copy in flight."""
         assert self.state[layer, expert] == IN_FLIGHT, "landed without a copy in flight"
         self.state[layer, expert] = RESIDENT
 
-    def evict(self, keys: np.ndarray) -> None:
-        """Free the places of residents, or of cancelled copies; of one layer unless the
-        scope is global.
-        """
-        assert leave(self.state, self.holds, keys), (
-            "a held or absent expert was evicted"
-        )
-        if self._global:
-            for key in keys.tolist():
-                self._take(key // self.experts, -1)
-        elif len(keys):
-            self._take(int(keys[0]) // self.experts, -len(keys))
+    def evict(self, key: int) -> None:
+        """Free the place of an unheld resident."""
+        layer, expert = divmod(key, self.experts)
+        assert self.state[layer, expert] == RESIDENT, "an absent expert was evicted"
+        assert self.holds[layer, expert] == 0, "a held expert was evicted"
+        self.state[layer, expert] = ABSENT
+        self._take(layer, -1)
+        if self.on_leave is not None:
+            self.on_leave(key)
 
-    def drop_staged(self, keys: np.ndarray) -> None:
-        """Forget staged experts whose layer step is over or whose copy was
-        cancelled.
-        """
-        self.staged.reshape(-1)[keys] = False
-        self.holds.reshape(-1)[keys] -= 1
-        self.state.reshape(-1)[keys] = ABSENT
-        for key in keys.tolist():
-            self.staged_count[key // self.experts] -= 1
+    def drop_staged(self, layer: int, expert: int) -> None:
+        """Forget a staged expert that has landed and is needed no more."""
+        assert self.staged[layer, expert], "an expert of the cache was dropped"
+        assert self.state[layer, expert] == RESIDENT, "dropped before it landed"
+        self.staged[layer, expert] = False
+        self.holds[layer, expert] -= 1
+        self.state[layer, expert] = ABSENT
+        self.staged_total -= 1
+        self.staged_count[layer] -= 1
+        if self.on_leave is not None:
+            self.on_leave(layer * self.experts + expert)
 
-    def staged_of(self, layer: int) -> np.ndarray:
-        """Flat keys of this layer's experts outside the cache."""
-        return np.flatnonzero(self.staged[layer]) + layer * self.experts
-
-    def _take(self, layer: int, count: int) -> None:
-        pool = 0 if self._global else layer
-        taken = count * self.expert_bytes[layer]
-        self._free_bytes[pool] -= taken
-        assert self._free_bytes[pool] >= 0, "the planner reserved more than fits"
-        self._used_bytes += taken
-        self.used_high_bytes = max(self.used_high_bytes, self._used_bytes)
+    def staged_of(self, layer: int) -> list[int]:
+        """This layer's experts outside the cache, ascending."""
+        return np.flatnonzero(self.staged[layer]).tolist()
 
     def hold(self, layer: int, experts: np.ndarray) -> None:
-        """Protect the active experts of a layer step."""
+        """Protect experts from eviction."""
         count_holds(self.holds, layer, experts, 1)
 
     def release(self, layer: int, experts: np.ndarray) -> None:
-        """End the protection of `hold`."""
+        """End the protection of one `hold`."""
         count_holds(self.holds, layer, experts, -1)
+
+    def _take(self, layer: int, count: int) -> None:
+        pool = self.pool(layer)
+        taken = count * self.expert_bytes[layer]
+        self._free_bytes[pool] -= taken
+        assert self._free_bytes[pool] >= 0, "more was placed than fits"
+        self._used_bytes += taken
+        self.used_high_bytes = max(self.used_high_bytes, self._used_bytes)

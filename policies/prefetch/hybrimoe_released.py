@@ -39,6 +39,7 @@ class HybriMoEReleased(PrefetchPolicy):
     """
 
     needs = ("scores",)
+    late = "wait"
 
     def __init__(self, *, size: int = 4, alpha: float = 0.5) -> None:
         expect(size >= 0, "size", "a number >= 0", size)

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from moesim.policies.assignment._gpu_choice import first_cpu_s
+from moesim.policies.assignment._gpu_choice import (
+    first_cpu_s,
+    in_flight,
+    link_s,
+    transfer_s,
+)
 from moesim.policies.assignment._list_scheduler import list_schedule
 from moesim.policies.base import ExpertKey, PrefetchPolicy
 from moesim.policies.parameters import expect
@@ -33,6 +38,10 @@ _GAIN_DIGITS = 12
 class _Layer:
     """Work of a layer, actual or predicted; arrays over its experts as in `LayerWork`,
     of one GPU.
+
+    Attributes:
+        flying: bool [1, A], copies that will not have landed when the layer begins.
+        begins_s: seconds until the layer begins, as expected.
     """
 
     layer: int
@@ -41,48 +50,69 @@ class _Layer:
     cpu_s: np.ndarray
     gpu_s: np.ndarray
     arrive_s: np.ndarray
+    flying: np.ndarray
+    link_s: np.ndarray
     first_s: float
     weight: float = 1.0
+    begins_s: float = 0.0
 
-    def makespan_s(self, arrive_s: np.ndarray) -> float:
+    def makespan_s(self, arrive_s: np.ndarray, flying: np.ndarray) -> float:
         """Seconds HybriMoE's schedule takes, given what must still arrive (float64 [1,
-        A]).
+        A]) and what of it is under way (bool [1, A]).
         """
-        # What is on its way to a coming layer is taken for present already.
-        flying = np.zeros_like(arrive_s, dtype=np.bool_)
         schedule = list_schedule(
             self.tokens,
             self.cpu_s,
             self.gpu_s,
             arrive_s,
             flying,
+            self.link_s,
             self.first_s,
             *_RULE,
         )
         return schedule[2]
 
-    def best(self) -> tuple[float, int]:
-        """Weighted gain in seconds and position of the absent expert whose presence
+    def best(self, start_s: float, copy_s: float) -> tuple[float, int]:
+        """Weighted gain in seconds and position of the absent expert whose prefetch
         shortens this layer most.
 
         Experts of equal load cost the same everywhere, so the lowest id stands for all
         of them.
+
+        Args:
+            start_s: when the link could start the copy, seconds from now.
+            copy_s: seconds that it takes.
         """
-        before_s = self.makespan_s(self.arrive_s)
-        absent = np.flatnonzero(self.arrive_s[0])
+        # A copy that has not started when its layer begins is dropped.
+        if start_s >= self.begins_s:
+            return 0.0, -1
+        before_s = self.makespan_s(self.arrive_s, self.flying)
+        absent = np.flatnonzero((self.arrive_s > 0.0) & ~self.flying)
         best_s = 0.0
         best_position = -1
         # From the highest load down, and only a larger gain replaces: ties go to it.
         _, first_of_load = np.unique(self.tokens[absent], return_index=True)
         for first in first_of_load[::-1]:
             position = int(absent[first])
-            arrive_s = self.arrive_s.copy()
-            arrive_s[0, position] = 0.0
-            gain_s = round(before_s - self.makespan_s(arrive_s), _GAIN_DIGITS)
+            after_s = self.makespan_s(*self._with(position, start_s + copy_s))
+            gain_s = round(before_s - after_s, _GAIN_DIGITS)
             if gain_s > best_s:
                 best_s = gain_s
                 best_position = position
         return best_s * self.weight, best_position
+
+    def choose(self, position: int, lands_s: float) -> None:
+        """Let later choices build on a copy of this expert that lands at `lands_s`."""
+        self.arrive_s, self.flying = self._with(position, lands_s)
+
+    def _with(self, position: int, lands_s: float) -> tuple[np.ndarray, np.ndarray]:
+        """`arrive_s` and `flying` when the layer begins, if an expert lands then."""
+        left_s = max(0.0, lands_s - self.begins_s)
+        arrive_s = self.arrive_s.copy()
+        arrive_s[0, position] = left_s
+        flying = self.flying.copy()
+        flying[0, position] = left_s > 0.0
+        return arrive_s, flying
 
 
 class Impact(PrefetchPolicy):
@@ -91,11 +121,14 @@ class Impact(PrefetchPolicy):
 
     Each coming layer's experts and loads are what its gate predicts from this layer's
     input. Impact is the makespan of that layer by HybriMoE's own scheduler less its
-    makespan with the expert present, evaluated anew in the chosen layer after each
-    choice. Ties go to the nearer layer, the higher load, the lower id; nothing is
-    wanted without a gain. As many are wanted as the link could start, behind what is
-    queued on it, before this layer's own simulated end. Predicted experts that are
-    present are named last, which shields them from being evicted for the others.
+    makespan with the expert present, evaluated anew after each choice. It is present
+    only if it lands before its layer begins: behind what is queued on the link, and
+    after this layer's simulated end, the dense parts and the layers between. What would
+    then be under way counts with what is left of its copy, and what would not have
+    started counts nothing. Ties go to the nearer layer, the higher load, the lower id;
+    nothing is wanted without a gain. As many are wanted as the link could start, behind
+    what is queued on it, before this layer's own simulated end. Predicted experts that
+    are present are named last, which shields them from being evicted for the others.
 
     "One at a time whenever the link is idle" means that nothing is promised before it
     starts. So what has not started when the next layer comes is taken back, and the
@@ -139,51 +172,71 @@ class Impact(PrefetchPolicy):
         """Choose greedily among all coming layers."""
         following = view.layers - 1 - work.layer
         last = min(len(self.needs), following)
-        copies = self._possible_copies(work, view) if last else 0
+        if not last:
+            return ()
+        current = self._current(work, view)
+        begins_s = current.makespan_s(current.arrive_s, current.flying)
+        copies = self._possible_copies(begins_s, work, view)
         if not copies:
             return ()
 
-        coming = [self._predict(work, view, depth) for depth in range(1, last + 1)]
+        coming = []
+        for depth in range(1, last + 1):
+            layer = self._predict(work, view, depth)
+            begins_s += view.gap_s
+            layer.begins_s = begins_s
+            begins_s += layer.makespan_s(layer.arrive_s, layer.flying)
+            coming.append(layer)
         shielded = [
             ExpertKey(layer.layer, expert)
             for layer in coming
             for expert in layer.experts[layer.arrive_s[0] == 0.0].tolist()
         ]
-        best = [layer.best() for layer in coming]
+        keys = self._choose(coming, copies, view)
+        return keys + shielded if keys else ()
+
+    def _choose(
+        self, coming: list[_Layer], copies: int, view: MachineView
+    ) -> list[ExpertKey]:
+        """Take the copy of the largest gain, again and again."""
         keys: list[ExpertKey] = []
+        start_s = view.link_wait_s()
         while len(keys) < copies:
+            gains = [layer.best(start_s, view.copy_s(layer.layer)) for layer in coming]
             # `max` takes the first of equals: the nearer layer.
-            n = max(range(last), key=lambda k: best[k][0])
-            gain_s, position = best[n]
+            n = max(range(len(coming)), key=lambda k: gains[k][0])
+            gain_s, position = gains[n]
             if gain_s <= 0.0:
                 break
             chosen = coming[n]
-            expert = int(chosen.experts[position])
-            keys.append(ExpertKey(chosen.layer, expert))
-            # As if it were there: the next choice builds on this one.
-            chosen.arrive_s[0, position] = 0.0
-            best[n] = chosen.best()
-        return keys + shielded if keys else ()
+            keys.append(ExpertKey(chosen.layer, int(chosen.experts[position])))
+            start_s += view.copy_s(chosen.layer)
+            chosen.choose(position, start_s)
+        return keys
 
-    def _possible_copies(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> int:
-        """How many copies the link could start before this layer ends."""
-        # One GPU stands for all: the best of each expert's times.
-        nearest_s = work.arrive_s.min(axis=0, keepdims=True)
-        current = _Layer(
+    def _current(self, work: LayerWork, view: MachineView) -> _Layer:
+        """This layer. One GPU stands for all: the best of each expert's times."""
+        return _Layer(
             layer=work.layer,
             experts=work.experts,
             tokens=work.tokens,
             cpu_s=work.cpu_s,
             gpu_s=work.gpu_s.min(axis=0, keepdims=True),
-            arrive_s=nearest_s,
+            arrive_s=transfer_s(work).min(axis=0, keepdims=True),
+            flying=in_flight(work, view).max(axis=0, keepdims=True),
+            link_s=link_s(work).min(keepdims=True),
             first_s=first_cpu_s(view),
         )
+
+    def _possible_copies(
+        self,
+        ends_s: float,
+        work: LayerWork,
+        view: MachineView,
+    ) -> int:
+        """How many copies the link could start before this layer ends."""
         copy_s = view.copy_s(work.layer)
-        idle_s = current.makespan_s(nearest_s) - view.link_wait_s()
+        idle_s = ends_s - view.link_wait_s()
         # A link that takes no time could bring the whole layer.
         copies = view.experts
         if copy_s > 0.0:
@@ -211,6 +264,9 @@ class Impact(PrefetchPolicy):
             cpu_s=view.cpu_s(layer, tokens),
             gpu_s=view.gpu_s(layer, tokens)[None],
             arrive_s=arrive_s[None],
+            # What is on its way to a coming layer is taken for present already.
+            flying=np.zeros((1, len(experts)), np.bool_),
+            link_s=np.zeros(1),
             first_s=first_cpu_s(view),
             weight=self.discount ** (depth - 1),
         )

@@ -52,7 +52,7 @@ class NextGate(PrefetchPolicy):
         depth: int = 1,
         refill: bool = False,
         tie: Tie = "id",
-        late: Late = "keep",
+        late: Late = "drop",
         requeue: bool = False,
     ) -> None:
         expect(size >= 0, "size", "a number >= 0", size)

@@ -42,7 +42,7 @@ class NoisyOracle(FuturePrefetch):
         *,
         accuracy: float = 0.9,
         depth: int = 1,
-        late: Late = "keep",
+        late: Late = "drop",
     ) -> None:
         expect(0 <= accuracy <= 1, "accuracy", "0 to 1", accuracy)
         expect(depth >= 1, "depth", "a number >= 1", depth)

@@ -16,22 +16,24 @@ class WholeLayer(PrefetchPolicy):
     """Prefetch all experts of the next layer, whether they will be used or not.
 
     With no cache and staging for two layers a layer costs the longer of computing it
-    and moving all its experts, by the link's queue; copies that are late are waited
-    for. Two departures: a layer step waits for its active experts only, so the last
-    inactive ones may still be on their way in the next; and a step's first layer is
-    fetched on demand, so its inactive experts are not moved.
+    and moving all its experts: its products wait until every copy has landed. A step's
+    first layer, which nothing precedes, is moved as a whole when its own turn comes.
 
     Source: DeepSpeed ZeRO-Inference; our reference, section 6.5.
     """
+
+    late = "wait"
+    no_place = "wait"
 
     def prefetch(
         self,
         work: LayerWork,
         view: MachineView,
     ) -> Sequence[ExpertKey]:
-        """Name the next layer in ascending id."""
+        """Name the next layer in ascending id; and a step's first layer itself."""
         # All of them, present ones too: the planner drops those.
-        layer = work.layer + 1
-        if layer >= view.layers:
-            return ()
-        return [ExpertKey(layer, expert) for expert in range(view.experts)]
+        layers = [0] if work.layer == 0 else []
+        if work.layer + 1 < view.layers:
+            layers.append(work.layer + 1)
+        experts = range(view.experts)
+        return [ExpertKey(layer, expert) for layer in layers for expert in experts]

@@ -1,8 +1,8 @@
-"""What the policies saw, on disk: so that anybody can check, anywhere, that the same
-views give the same plans.
+"""Decision logs on disk: so that anybody can check, anywhere, that the same reports
+give the same plans.
 
-One `.npz` file: the journal (every report to the planner and every answer) as JSON,
-and, where routing did not come from a trace, what the gates of a live model decided.
+One `.npz` file: the log (every report to the planner and every answer) as JSON, and,
+where routing did not come from a trace, what the gates of a live model decided.
 """
 
 from __future__ import annotations
@@ -21,47 +21,45 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-FILE_NAME: Final = "views.npz"
-_JOURNAL = "journal"
+FILE_NAME: Final = "decisions.npz"
+_LOG = "log"
 _STEPS = "steps"
 
 
-def save_views(
+def save_decision_log(
     path: Path, entries: Iterable[Entry], steps: Iterable[RoutedStep] | None = None
 ) -> None:
-    """Write a journal.
+    """Write a decision log.
 
     Args:
         path: the file; written beside, then renamed.
-        entries: of `moesim.policies.planner.decision_log.Journal`.
+        entries: of `moesim.policies.planner.decision_log.DecisionLog`.
         steps: the routing, where no trace has it.
     """
-    arrays: dict[str, np.ndarray] = {
-        _JOURNAL: _text([list(entry) for entry in entries])
-    }
+    arrays = {_LOG: _to_bytes([list(entry) for entry in entries])}
     if steps is not None:
-        facts = []
-        for one in steps:
-            facts.append(
+        passes = []
+        for step in steps:
+            passes.append(
                 [
-                    one.step,
-                    int(one.phase),
-                    one.batch,
-                    one.tokens,
-                    one.context_tokens,
-                    one.sequences,
+                    step.step,
+                    int(step.phase),
+                    step.batch,
+                    step.tokens,
+                    step.context_tokens,
+                    step.sequences,
                 ]
             )
-            for layer in one.layers:
-                for name, values in _parts(layer).items():
-                    arrays[f"{one.step}/{layer.layer}/{name}"] = values
-        arrays[_STEPS] = _text(facts)
+            for layer in step.layers:
+                for name, values in _arrays_of(layer).items():
+                    arrays[f"{step.step}/{layer.layer}/{name}"] = values
+        arrays[_STEPS] = _to_bytes(passes)
     with written_beside(path) as part, part.open("wb") as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 
-def load_views(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]:
-    """Read a journal; feed it to `moesim.policies.planner.decision_log.repeat`.
+def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]:
+    """Read a decision log; `moesim.policies.planner.decision_log.repeat` checks it.
 
     Returns:
         Entries, and the routing where it is in the file.
@@ -72,37 +70,39 @@ def load_views(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]:
     try:
         with np.load(path) as file:
             arrays = dict(file)
-        journal = json.loads(arrays.pop(_JOURNAL).tobytes())
-        facts = json.loads(arrays.pop(_STEPS).tobytes()) if _STEPS in arrays else None
+        log = json.loads(arrays.pop(_LOG).tobytes())
+        passes = json.loads(arrays.pop(_STEPS).tobytes()) if _STEPS in arrays else None
         entries = [
-            Entry(call, tuple(arguments), _tuples(answer))
-            for call, arguments, answer in journal
+            Entry(call, _to_tuples(arguments), _to_tuples(answer))
+            for call, arguments, answer in log
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(
-            f"{path}: expected the views of a run, found {type(error).__name__}:"
-            f" {error}"
+            f"{path}: expected the decision log of a run, found"
+            f" {type(error).__name__}: {error}"
         ) from None
-    if facts is None:
+    if passes is None:
         return entries, None
-    parts: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+
+    by_layer: dict[tuple[int, int], dict[str, np.ndarray]] = {}
     for key, values in arrays.items():
         step, layer, name = key.split("/", 2)
-        parts.setdefault((int(step), int(layer)), {})[name] = values
+        by_layer.setdefault((int(step), int(layer)), {})[name] = values
     steps = []
-    for step, phase, batch, tokens, context, sequences in facts:
+    for number, phase, batch, tokens, context, sequences in passes:
         layers = [
-            _routed(layer, named)
-            for (of, layer), named in sorted(parts.items())
-            if of == step
+            _layer_of(layer, named)
+            for (step_of_layer, layer), named in sorted(by_layer.items())
+            if step_of_layer == number
         ]
         steps.append(
-            RoutedStep(step, Phase(phase), batch, tokens, context, sequences, layers)
+            RoutedStep(number, Phase(phase), batch, tokens, context, sequences, layers)
         )
     return entries, steps
 
 
-def _parts(layer: RoutedLayer) -> dict[str, np.ndarray]:
+def _arrays_of(layer: RoutedLayer) -> dict[str, np.ndarray]:
+    """What a gate decided, by name; without what it did not tell."""
     named: dict[str, Any] = {
         name: getattr(layer, name)
         for name in ("experts", "tokens", "routing", "weights", "scores")
@@ -111,26 +111,30 @@ def _parts(layer: RoutedLayer) -> dict[str, np.ndarray]:
     return {name: values for name, values in named.items() if values is not None}
 
 
-def _routed(layer: int, named: dict[str, np.ndarray]) -> RoutedLayer:
+def _layer_of(layer: int, named: dict[str, np.ndarray]) -> RoutedLayer:
+    """The inverse of `_arrays_of`."""
     predicted = {
-        key.removeprefix("predicted/"): named[key]
-        for key in named
+        key.removeprefix("predicted/"): values
+        for key, values in named.items()
         if key.startswith("predicted/")
     }
     return RoutedLayer(
-        layer,
-        named["experts"],
-        named["tokens"],
-        named["routing"],
-        named.get("weights"),
-        named.get("scores"),
-        predicted,
+        layer=layer,
+        experts=named["experts"],
+        tokens=named["tokens"],
+        routing=named["routing"],
+        weights=named.get("weights"),
+        scores=named.get("scores"),
+        predicted=predicted,
     )
 
 
-def _text(value: Any) -> np.ndarray:
+def _to_bytes(value: Any) -> np.ndarray:
     return np.frombuffer(json.dumps(value, separators=(",", ":")).encode(), np.uint8)
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+def _to_tuples(value: Any) -> Any:
+    """JSON has lists where the log has tuples."""
+    if isinstance(value, list):
+        return tuple(_to_tuples(part) for part in value)
+    return value

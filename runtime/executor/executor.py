@@ -119,11 +119,7 @@ class Executor:
         self._timeline = timeline
         self._store = store
         self.memories = _allocate(planner, store, device, gatings)
-        gates = {"h2d0": self.memories.slots}
-        if self.memories.host.gate is not None:
-            gates["ssd"] = self.memories.host.gate
-        self.lanes = Lanes(profile, gates, device.with_control)
-        self.memories.host.freed = self.lanes.worker("ssd").offer
+        self.lanes = Lanes(profile, device.with_control)
         self._device_worker = self.lanes.worker("gpu0")
         self._inline = self._device_worker is self.lanes.control
         self._own_cores = own_cores and not self._inline
@@ -165,8 +161,9 @@ class Executor:
         experts = self.memories.experts
         read = host.load(progress)
         keys = slots.residents()
-        slots.assign(keys)
-        if host.gate is None:
+        for key in keys:
+            slots.take(key)
+        if host.limited is None:
             for key in keys:
                 nbytes = self._store.record_bytes(key // experts)
                 self.device.copy(slots.slot(key), host.record(key), nbytes)
@@ -334,6 +331,7 @@ class Executor:
     def _run_layer(self, job: LayerJob) -> None:
         """Walk one layer step; serve control's own lanes wherever it waits."""
         self.memories.job = job
+        self._world.asked()
         waits = self._layer_step.run(job.routed, self._step, self._phase, self._batch)
         for until in waits:
             self.lanes.control.serve(until)
@@ -362,7 +360,7 @@ def _allocate(
     except BaseException:
         host.close()
         raise
-    slot_map = SlotMap(slots, planner.gpu[0].memory, store, sizes.staging)
+    slot_map = SlotMap(slots, planner.gpu[0].memory, store)
     return Memories(store, host, slot_map, device, gatings or [None] * store.layers)
 
 

@@ -20,12 +20,12 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import torch
-from moesim.engine.lanes import StagingGate, WorkerQueues
+from moesim.engine.lanes import Admission, WorkerQueues, takes_places
 from moesim.engine.operations import DEMAND
 from moesim.runtime.errors import RuntimeFault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
     from moesim.hwprofiles.profile import HardwareProfile
@@ -81,7 +81,6 @@ class Operation:
         layer: MoE layer; -1 where there is none.
         expert: expert; -1 where there is none.
         nbytes: bytes moved.
-        staged: needs a staging slot before it starts.
         start_s: when it started, seconds since the run began; negative before.
         end_s: when it ended; negative before.
         on_end: called with it when it has ended, with the lock held.
@@ -95,7 +94,6 @@ class Operation:
         "layer",
         "nbytes",
         "on_end",
-        "staged",
         "start_s",
         "step",
     )
@@ -115,7 +113,6 @@ class Operation:
         self.layer = layer
         self.expert = expert
         self.nbytes = nbytes
-        self.staged = False
         self.start_s = -1.0
         self.end_s = -1.0
         self.on_end: Callable[..., object] | None = None
@@ -157,10 +154,10 @@ class Worker(WorkerQueues[Operation]):
         owner: Lanes,
         name: str,
         lanes: Sequence[tuple[int, str]],
-        gates: Mapping[str, StagingGate],
+        admission: Admission,
         threads: int,
     ) -> None:
-        super().__init__(lanes, gates)
+        super().__init__(lanes, admission)
         self.name = name
         self.threads = threads
         self.idle = False
@@ -254,14 +251,13 @@ class Lanes:
 
     Args:
         profile: lanes, workers and their order.
-        gates: lane name -> gate of its demand queue (of all its queues for ``ssd``), as
-            in the simulator.
         with_control: lane classes served by the control thread whatever the profile
             says: CUDA work is launched there, since the device, not a host core, does
             it.
 
     Attributes:
-        lock: guards every queue, gate and chain.
+        lock: guards every queue, every chain of copies, and the planner's books.
+        admission: gate of the lanes that bring experts into a memory.
         finished: operations in the order they ended; the control thread takes them out.
         began_s: the monotonic clock when the run began; all times count from there.
         control: the worker of the caller's thread.
@@ -272,10 +268,10 @@ class Lanes:
     def __init__(
         self,
         profile: HardwareProfile,
-        gates: Mapping[str, StagingGate] | None = None,
         with_control: tuple[str, ...] = (),
     ) -> None:
         self.lock = WakingLock()
+        self.admission = Admission()
         self.finished: deque[Operation] = deque()
         self.began_s = time.perf_counter()
         self.stopping = False
@@ -289,12 +285,14 @@ class Lanes:
                 self,
                 name,
                 [(self.names.index(lane), lane) for lane in lanes],
-                gates or {},
+                self.admission,
                 profile.cpu_threads if "cpu" in lanes else 1,
             )
             self._workers.append(worker)
             for lane in lanes:
                 self._worker_of[self.names.index(lane)] = worker
+        gated = [self.worker(lane) for lane in self.names if takes_places(lane)]
+        self._gated = list(dict.fromkeys(gated))
         self.control = self._worker_of[self.names.index("control")]
 
     def worker(self, lane: str) -> Worker:
@@ -326,13 +324,17 @@ class Lanes:
         """Queue one operation; with the lock held."""
         self._worker_of[operation.lane].queue(operation, priority)
 
-    def withdraw(self, operation: Operation, priority: int) -> bool:
-        """Take back an operation that has not started; with the lock held.
+    def withdraw(self, operation: Operation, priority: int) -> None:
+        """Take back an operation that has not started; with the lock held."""
+        self._worker_of[operation.lane].withdraw(operation, priority)
 
-        Returns:
-            False if it has started.
+    def offer(self) -> None:
+        """Let idle workers look again at what waited for a place.
+
+        With the lock held.
         """
-        return self._worker_of[operation.lane].withdraw(operation, priority)
+        for worker in self._gated:
+            worker.offer()
 
     def fail(self, error: BaseException) -> None:
         """Note why the run cannot go on, and wake everybody."""

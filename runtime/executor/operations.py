@@ -118,12 +118,10 @@ class Compute(Operation):
     """
 
     __slots__ = (
-        "_in_staging",
         "_key",
         "_memories",
         "_on_cpu",
         "_position",
-        "_released",
         "only",
         "settles",
     )
@@ -136,8 +134,6 @@ class Compute(Operation):
         position: int,
         *,
         on_cpu: bool,
-        staged: bool,
-        released: Callable[[], None],
     ) -> None:
         """Describe a product.
 
@@ -147,8 +143,6 @@ class Compute(Operation):
             place: step, layer, expert.
             position: of the expert among the active ones.
             on_cpu: reads host memory, else a device slot.
-            staged: its slot is free afterwards.
-            released: called when it has given a staging slot back.
         """
         super().__init__(lane, COMPUTE, *place)
         self.only: torch.Tensor | None = None
@@ -157,8 +151,6 @@ class Compute(Operation):
         self._key = memories.key(self)
         self._position = position
         self._on_cpu = on_cpu
-        self._in_staging = staged and not on_cpu
-        self._released = released
 
     def run(self) -> tuple[float, float] | None:
         """Multiply."""
@@ -202,30 +194,16 @@ class Compute(Operation):
         end = starts[self._position + 1]
         return hidden.index_select(0, rows[first:end])
 
-    def ended(self) -> None:
-        """Let go of the weights, then let the layer step go on."""
-        if self._on_cpu:
-            self._memories.host.unuse(self._key)
-        elif self._in_staging:
-            self._memories.slots.release(self._key)
-            self._released()
-        super().ended()
-
 
 class Precompute(Operation):
     """An expert of the next layer on this layer's hidden state, computed on the CPU.
 
-    The weights are in use until the product has ended and its own layer step is over,
-    as in the planner's books.
-
     Attributes:
         rows: what it computes.
         key: flat key of its expert.
-        done: whether it has ended.
-        over: whether its layer step is over.
     """
 
-    __slots__ = ("_hidden", "_memories", "_woken", "done", "key", "over", "rows")
+    __slots__ = ("_hidden", "_memories", "key", "rows")
 
     def __init__(
         self,
@@ -234,7 +212,6 @@ class Precompute(Operation):
         place: tuple[int, int, int],
         hidden: torch.Tensor,
         rows: PrecomputedRows,
-        woken: Callable[[Precompute], None],
     ) -> None:
         """Describe a product ahead of its gate.
 
@@ -244,16 +221,12 @@ class Precompute(Operation):
             place: step, layer, expert.
             hidden: [T, H] of the layer before.
             rows: tokens to compute; takes the result.
-            woken: called with it when it has ended.
         """
         super().__init__(lane, COMPUTE, *place)
         self.rows = rows
-        self.done = False
-        self.over = False
         self.key = memories.key(self)
         self._memories = memories
         self._hidden = hidden
-        self._woken = woken
 
     def run(self) -> None:
         """Multiply."""
@@ -267,14 +240,6 @@ class Precompute(Operation):
         )
         # The hidden state need not outlive its use.
         self._hidden = self.rows.result
-
-    def ended(self) -> None:
-        """Let go of the weights, then let whoever waits for the product go on."""
-        self.done = True
-        if self.over:
-            self._memories.host.unuse(self.key)
-        super().ended()
-        self._woken(self)
 
 
 class Forward(Operation):

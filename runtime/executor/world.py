@@ -1,14 +1,9 @@
 """The real world: operations that really read, copy and compute, on real workers.
 
-Everything that follows from a plan is the engine's (`moesim.engine`). Two things exist
-only here. Experts have places: before the planner's word gives a place away, whoever
-still computes with what lies there finishes. And products ahead of the gate are made
-for certain tokens: a token that needs such an expert without having been predicted for
-it is served in the expert's own layer, on its own input.
-
-A landing is known in two places: here at the moment it happens (products that wait for
-it start at once), and in the planner's books when the control thread has reported it,
-before it plans again and when it joins a layer.
+Everything that follows from a plan is the engine's (`moesim.engine`). One thing exists
+only here: products ahead of the gate are made for certain tokens, and a token that
+needs such an expert without having been predicted for it is served in the expert's own
+layer, on its own input.
 """
 
 from __future__ import annotations
@@ -19,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from moesim.policies.base import CPU, RESIDENT
-from moesim.policies.planner.plan import FETCH, READ, REPLACE
 from moesim.runtime.executor.layer_job import PrecomputedRows
 from moesim.runtime.executor.operations import Compute, Copy, Precompute, Read
 from moesim.traces.timeline.spans import (
@@ -31,7 +25,7 @@ from moesim.traces.timeline.spans import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from moesim.policies.planner.plan import Copies, Plan
     from moesim.policies.planner.planner import Planner
@@ -65,6 +59,8 @@ class RealWorld:
         self.lanes = lanes.names
         self.submit = lanes.submit
         self.withdraw = lanes.withdraw
+        self.offer = lanes.offer
+        self.admission = lanes.admission
         self.now_s = lanes.clock_s
         self.fetched_left: Callable[[], int] = lambda: 0
         self.is_computed: Callable[[], bool] = lambda: True
@@ -81,92 +77,56 @@ class RealWorld:
         self._ssd = self.lanes.index("ssd")
         self._control = self.lanes.index("control")
         self._lane_of = np.array([self._cpu, self._gpu], np.int8)
-        self._link_worker = lanes.worker("h2d0")
         self._device_worker = lanes.worker("gpu0")
         self._elsewhere = [
             lanes.worker(name) is not lanes.control for name in self.lanes
         ]
-        self._begun_s = 0.0
+        self._asked_s = 0.0
         self._planned_s = 0.0
         self._step = 0
 
         # What is made ready outside the lock and queued inside it.
         self._products: list[Compute] = []
         self._new_precomputes: list[Precompute] = []
-        # Products ahead of the gate: for the layer step to come, by key; for the one
-        # under way; and all that are queued or being made.
+        # Products ahead of the gate for the layer step to come, by key.
         self._coming: dict[int, Precompute] = {}
-        self._current: list[Precompute] = []
-        self._running: list[Precompute] = []
 
     # -- operations -------------------------------------------------------------------
 
-    def read(
-        self, step: int, layer: int, expert: int, *, staged: bool, demanded: bool
-    ) -> Read:
-        """Make the read of an expert, with its place in host memory."""
+    def read(self, step: int, layer: int, expert: int, *, demanded: bool) -> Read:
+        """Make the read of an expert."""
         del demanded  # real reads take as long as they take
-        operation = Read(self._memories, self._ssd, step, layer, expert)
-        operation.staged = staged
-        self._memories.host.expect(self._memories.key(operation), staged=staged)
-        return operation
+        return Read(self._memories, self._ssd, step, layer, expert)
 
     def copy(self, copies: Copies, position: int, step: int) -> Copy:
-        """Make the copy of an expert; host memory is in use until it has ended."""
+        """Make the copy of an expert."""
         expert = copies.experts[position]
-        operation = Copy(
-            self._memories, self._link, copies.kind, step, copies.layer, expert
-        )
-        operation.staged = copies.kind == FETCH and copies.staged[position]
-        self._memories.host.use(self._memories.key(operation))
-        return operation
+        layer = copies.layer
+        return Copy(self._memories, self._link, copies.kind, step, layer, expert)
 
     def computes(self, plan: Plan) -> list[Compute]:
-        """The products that `launching` has made; host memory is in use until then."""
-        on_gpu = self._planner.gpu[0].memory.state[plan.work.layer]
-        for product in self._products:
-            if product.lane == self._cpu:
-                self._memories.host.use(self._memories.key(product))
-            elif plan.serial and on_gpu[product.expert] != RESIDENT:
-                # The last fetched expert lets the CPU begin: then it must be there.
-                product.settles = lambda: self.fetched_left() == 1
+        """The products that `launching` has made."""
+        if plan.serial:
+            on_gpu = self._planner.gpu[0].memory.state[plan.work.layer]
+            for product in self._products:
+                if product.lane == self._gpu and on_gpu[product.expert] != RESIDENT:
+                    # The last fetched expert lets the CPU begin: then it must be there.
+                    product.settles = lambda: self.fetched_left() == 1
         return self._products
 
     def precomputes(self, _: Plan) -> list[Precompute]:
         """The products ahead of the gate that `launching` has made."""
-        for product in self._new_precomputes:
-            self._memories.host.use(product.key)
-            self._running.append(product)
         return self._new_precomputes
 
     # -- what the engine reports ------------------------------------------------------
 
-    def enqueuing(self, copies: Copies) -> None:
-        """Give copies into the cache their slots.
-
-        Staged demand fetches win theirs when they start.
-        """
-        if copies.kind == READ:
-            return
-        first_key = copies.layer * self._memories.experts
-        self._memories.slots.assign(
-            [
-                first_key + expert
-                for expert, staged in zip(copies.experts, copies.staged, strict=True)
-                if not (staged and copies.kind == FETCH)
-            ]
-        )
-
-    def read_done(self, operation: Operation) -> None:
-        """Nothing: the planner is told when it is next asked."""
-
-    def landed(self, operation: Operation, _: int) -> None:
-        """Let go of host memory; the planner is told when it is next asked."""
-        self._memories.host.unuse(self._memories.key(operation))
-
-    def dropped(self, layer: int, expert: int) -> None:
-        """Let go of host memory."""
-        self._memories.host.unuse(layer * self._memories.experts + expert)
+    def placed(self, operation: Operation, gpu: int) -> None:
+        """Give an expert the slot that its copy or read goes to."""
+        key = self._memories.key(operation)
+        if gpu < 0:
+            self._memories.host.take(key)
+        else:
+            self._memories.slots.take(key)
 
     def computed(self, _: Operation | None) -> None:
         """Wake the control thread, which joins the results."""
@@ -178,19 +138,12 @@ class RealWorld:
         """The lanes' lock: nothing starts or ends while it is held."""
         return self._lanes.lock
 
-    def begin_layer(self) -> None:
-        """Report what has landed; from here on no place is given back."""
-        self._begun_s = self._lanes.clock_s()
-        with self._lanes.lock:
-            self._memories.host.freeze()
-        self.take_in()
-
     def planned(self, plan: Plan) -> tuple[()]:
         """Note the plan and every access; planning has taken its time already."""
         work = plan.work
         self._planned_s = self._lanes.clock_s()
         self._step = work.step
-        self._note(PLAN, work.layer, self._begun_s, self._planned_s)
+        self._note(PLAN, work.layer, self._asked_s, self._planned_s)
         lanes = self._lane_of[plan.lanes]
         self._timeline.access(
             work.step, work.layer, work.experts, work.tokens, lanes, work.state
@@ -211,15 +164,9 @@ class RealWorld:
         if plan.precompute is not None or cpu_used:
             self._hand_to_cpu(work.layer)
         self._new_precomputes = self._make_precomputes(plan)
-        self._make_way(plan.copies)
-        with self._lanes.lock:
-            self._memories.slots.free_staging = plan.staging_slots[0]
-            self._vacate(plan.copies)
 
     def all_computed(self) -> Callable[[], bool]:
-        """Wait for the last product; meanwhile places may be given back."""
-        with self._lanes.lock:
-            self._memories.host.thaw()
+        """Wait for the last product."""
         self.dispatch_s.append(self._lanes.clock_s() - self._planned_s)
         return self.is_computed
 
@@ -227,8 +174,6 @@ class RealWorld:
         """Add up the results."""
         del cpu_used  # the device brings the CPU's results over as it joins them
         memories = self._memories
-        with self._lanes.lock:
-            memories.host.freeze()
         self.take_in()
         start_s = self._lanes.clock_s()
         memories.job.gather()
@@ -236,35 +181,20 @@ class RealWorld:
         self._note(JOIN, plan.work.layer, start_s, self._lanes.clock_s())
         return NO_WAITS
 
-    def replacing(self, copies: Sequence[Copies]) -> None:
-        """Free the places of what has left, and of what was computed ahead."""
-        self._make_way(copies)
-        with self._lanes.lock:
-            for product in self._current:
-                product.over = True
-                if product.done:
-                    self._memories.host.unuse(product.key)
-            self._current.clear()
-            self._vacate(copies)
-
     def end_layer(self) -> None:
         """Let the model go on."""
-        self._memories.host.thaw()
         self._memories.job.answered = True
         self._device_worker.wake()
 
+    def asked(self) -> None:
+        """Note that the device asks for a layer: planning begins."""
+        self._asked_s = self._lanes.clock_s()
+
     def take_in(self) -> None:
-        """Report landings to the planner in the order in which they happened, and write
-        spans down.
-        """
+        """Write down the spans of what has ended."""
         finished = self._lanes.finished
-        planner = self._planner
         while finished:
             operation = finished.popleft()
-            if operation.kind == READ:
-                planner.read_done(operation.layer, operation.expert)
-            elif FETCH <= operation.kind <= REPLACE:
-                planner.landed(0, operation.layer, operation.expert)
             if operation.end_s < 0.0:
                 continue  # the device tells when, later
             self._timeline.spans.extend(
@@ -288,17 +218,9 @@ class RealWorld:
         work = plan.work
         experts = work.experts.tolist()
         codes = plan.lanes.tolist()
-        staged = {
-            expert
-            for copies in plan.copies
-            if copies.kind == FETCH
-            for expert, is_staged in zip(copies.experts, copies.staged, strict=True)
-            if is_staged
-        }
         precomputed = None if work.precomputed is None else work.precomputed.tolist()
         ahead = self._coming
         self._coming = {}
-        self._current = list(ahead.values())
         first_key = work.layer * self._memories.experts
 
         products = []
@@ -318,8 +240,6 @@ class RealWorld:
                 (work.step, work.layer, expert),
                 position,
                 on_cpu=on_cpu,
-                staged=expert in staged,
-                released=self._link_worker.offer,
             )
             product.only = only
             products.append(product)
@@ -346,16 +266,10 @@ class RealWorld:
                 (work.step, work.layer + 1, expert),
                 hidden,
                 PrecomputedRows(rows - len(hidden), hidden),
-                self._precompute_ended,
             )
             self._coming[product.key] = product
             products.append(product)
         return products
-
-    def _precompute_ended(self, product: Precompute) -> None:
-        """Wake control: it may wait for the product, or for the weights' place."""
-        self._running.remove(product)
-        self._lanes.control.wake()
 
     def _hand_to_cpu(self, layer: int) -> None:
         """Bring hidden states to where the CPU reads."""
@@ -374,34 +288,6 @@ class RealWorld:
                 end_s,
                 nbytes,
             )
-
-    # -- places -----------------------------------------------------------------------
-
-    def _make_way(self, copies: Sequence[Copies]) -> None:
-        """Wait for products whose weights have left host memory by the books.
-
-        They are wrong guesses, but what is read next may be read into their place.
-        """
-        host = self._planner.host
-        if host is None or not self._running:
-            return
-        if not any(True in part.read for part in copies):
-            return
-        state = host.memory.state.reshape(-1)
-        leaving = [
-            product for product in self._running if state[product.key] != RESIDENT
-        ]
-        self._lanes.control.serve(lambda: all(product.done for product in leaving))
-
-    def _vacate(self, copies: Sequence[Copies]) -> None:
-        """Take back the slots of what had left a memory and is brought there again."""
-        for part in copies:
-            for expert, read in zip(part.experts, part.read, strict=True):
-                key = part.layer * self._memories.experts + expert
-                if part.kind != READ:
-                    self._memories.slots.forget(key)
-                if read:
-                    self._memories.host.forget(key)
 
     # -- spans ------------------------------------------------------------------------
 

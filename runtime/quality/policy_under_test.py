@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from moesim.policies.base import RESIDENT
+from moesim.policies.planner.at_once import carry_out
 from moesim.runtime.models.expert_math import UNUSED
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from moesim.policies.base import LayerWork
-    from moesim.policies.planner.plan import Copies
     from moesim.policies.planner.planner import Planner
     from moesim.traces.format.batch import RoutedLayer
 
@@ -65,8 +63,7 @@ class PolicyUnderTest:
         planner = self.planner
         masses = len(planner.gate_mass)
         plan = planner.plan(routed, self._step, self.phase, self._now_s, self._batch)
-        self._land(plan.copies)
-        self._land(planner.complete(plan, self._now_s))
+        self._now_s = carry_out(planner, plan, self._now_s)
 
         work = plan.work
         if work.precomputed is None:
@@ -101,21 +98,6 @@ class PolicyUnderTest:
         self.counts["pairs"] += int((work.routing != UNUSED).sum())
         self.counts["hits"] += int((work.state == RESIDENT).sum())
         self.counts["active"] += len(work.state)
-
-    def _land(self, copies_list: Sequence[Copies]) -> None:
-        """Let copies land one after another; time passes by what the profile says they
-        take.
-        """
-        planner = self.planner
-        for copies in copies_list:
-            for expert, read in zip(copies.experts, copies.read, strict=True):
-                if read:
-                    planner.read_done(copies.layer, expert)
-                    self._now_s += planner.costs.read_s(copies.layer)
-                # A copy that ends in host memory names no GPU.
-                if copies.gpu >= 0:
-                    planner.landed(copies.gpu, copies.layer, expert)
-                    self._now_s += planner.copy_s(copies.layer)
 
 
 def top_experts(scores: np.ndarray, count: int) -> np.ndarray:
