@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Generic
 
 from moesim.engine.lanes import Op, gpu_of_lane
+from moesim.hwprofiles.lanes import CPU as CPU_LANE
 from moesim.policies.base import RESIDENT
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Dispatch(Generic[Op]):
         self._report = transfers.report
         self._start_on_cpu = transfers.when_in_host_memory
         self._start_on_gpu = transfers.when_on_gpu
-        self._cpu = world.lanes.index("cpu")
+        self._cpu = world.lanes.index(CPU_LANE.lane())
         self._gpu_of = [gpu_of_lane(lane) for lane in world.lanes]
         # State of every expert on each GPU, int8 [L, E].
         self._gpu_state = [level.memory.state for level in planner.gpu]

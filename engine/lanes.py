@@ -8,11 +8,11 @@ served. Both clocks keep their queues here and differ only in how a worker works
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from moesim.engine.operations import PRIORITIES, Operation
+from moesim.hwprofiles.lanes import gpu_of, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class Admission:
 
 def takes_places(lane: str) -> bool:
     """Whether a lane brings experts into a memory."""
-    return lane.startswith("h2d") or lane == "ssd"
+    return kind_of(lane).fills_memory
 
 
 class WorkerQueues(Generic[Op]):
@@ -105,5 +105,4 @@ class WorkerQueues(Generic[Op]):
 
 def gpu_of_lane(lane: str) -> int:
     """GPU of a lane that belongs to one (``gpu1``, ``h2d1``, ``d2h1``), else -1."""
-    number = re.search(r"\d+$", lane)
-    return int(number[0]) if number else -1
+    return gpu_of(lane) if kind_of(lane).per_gpu else -1

@@ -29,6 +29,8 @@ class LaneKind(NamedTuple):
         purpose: what such a lane does.
         unit: what the size of one operation is counted in.
         per_gpu: each GPU has a lane of this kind; otherwise the machine has one.
+        fills_memory: its operations bring experts into a memory, so they need a place
+            there.
         end_rank: order of operations that end at the same instant, lowest first.
         core_busy_with: accelerators beside which the lane keeps a host core busy.
         noise_paths: entries of a profile whose quantiles single operations are drawn
@@ -42,6 +44,7 @@ class LaneKind(NamedTuple):
     end_rank: int
     core_busy_with: frozenset[Accelerator]
     noise_paths: tuple[str, ...]
+    fills_memory: bool = False
 
     def lane(self, gpu: int = 0) -> str:
         """Name one lane of this kind; `gpu` is ignored where the machine has one."""
@@ -105,6 +108,7 @@ H2D = LaneKind(
     end_rank=1,
     core_busy_with=_WITHOUT_CUDA,
     noise_paths=(paths.points("h2d"), paths.link("h2d").bytes_per_s),
+    fills_memory=True,
 )
 D2H = LaneKind(
     "d2h",
@@ -124,6 +128,7 @@ SSD = LaneKind(
     # A direct read sleeps until the disk is done.
     core_busy_with=_NEVER,
     noise_paths=(paths.points("ssd"), paths.link("ssd").bytes_per_s),
+    fills_memory=True,
 )
 
 LANE_KINDS = (CONTROL, CPU, GPU, H2D, D2H, SSD)

@@ -1,17 +1,16 @@
 """Operations that slow each other while they overlap. SimPy has no such thing.
 
-Picture people sharing a narrow bench: each works at full speed alone; while another
-works beside him, each slows by a known factor. An operation has an amount of work in
-seconds-when-alone, and a rate: one over the product of the slowdowns that the others
-running now impose on its class. Whenever somebody starts or stops, work done so far is
-settled and the expected end moves. Two operations that slow each other by 2 are
-processor sharing.
+An operation has an amount of work, in seconds when it runs alone, and a rate: one over
+the product of the slowdowns that the others running now impose on its kind of lane.
+Whenever an operation starts or ends, the work done so far is settled and the expected
+ends of the others move. Two operations that slow each other by 2 share a processor.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moesim.hwprofiles.lanes import kind_of
 from simpy.events import Event
 
 if TYPE_CHECKING:
@@ -19,14 +18,8 @@ if TYPE_CHECKING:
 
     from simpy.core import Environment
 
-CLASSES = ("ssd", "h2d", "d2h", "gpu", "cpu", "control")
-"""Classes of work. Also the order of events at the same instant: reads and copies land
-first, then GPU and CPU results, then control; within a class the operation that was
-scheduled first ends first.
-"""
-
-PRIORITY = {name: 2 + rank for rank, name in enumerate(CLASSES)}
-"""The same order as SimPy priorities, after its own URGENT and NORMAL."""
+_FIRST_PRIORITY = 2
+"""SimPy keeps 0 and 1 for its own events; those of lanes come after them."""
 
 
 class Operation(Event):
@@ -109,7 +102,10 @@ class Contention:
         self._schedule: Callable[[Event, int, float], None] = env.schedule  # type: ignore[assignment] # any int sorts
         self._finished = finished
         self._alone = [finished]
-        self._priority = [PRIORITY[name] for name in lane_classes]
+        # Within a kind, the operation that was scheduled first ends first.
+        self._priority = [
+            _FIRST_PRIORITY + kind_of(name).end_rank for name in lane_classes
+        ]
         self._slowdown = [
             [slowdown(victim, other) for other in lane_classes]
             for victim in lane_classes

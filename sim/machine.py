@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from moesim.engine.lanes import Admission, WorkerQueues, takes_places
 from moesim.engine.operations import DEMAND
+from moesim.hwprofiles.lanes import kind_of
 from moesim.sim.contention import Contention, Operation
 from moesim.traces.timeline.spans import pack_span
 
@@ -48,9 +49,9 @@ class Machine:
         noise: Noise | None = None,
     ) -> None:
         self.lanes = profile.lanes
-        classes = [lane.rstrip("0123456789") for lane in self.lanes]
+        kinds = [kind_of(lane).name for lane in self.lanes]
         self.contention = Contention(
-            env, classes, profile.contention.slowdown, self._finished
+            env, kinds, profile.contention.slowdown, self._finished
         )
         self._record = timeline.spans.extend
         self._noise = noise

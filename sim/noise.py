@@ -11,24 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from moesim.hwprofiles.lanes import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from moesim.hwprofiles.lanes import LaneKind
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.sim.contention import Operation
-
-SOURCES = {
-    "cpu": ("costs.cpu.points", "costs.cpu.overhead_s"),
-    "gpu": ("costs.gpu.points", "costs.gpu.overhead_s"),
-    "h2d": ("costs.h2d.points", "costs.h2d.bytes_per_s"),
-    "d2h": ("costs.d2h.points", "costs.d2h.bytes_per_s"),
-    "ssd": ("costs.ssd.points", "costs.ssd.bytes_per_s"),
-    "control": ("costs.planning.default.base_s",),
-}
-"""Where each class of lane finds its quantiles: the first of these entries that has
-some.
-"""
 
 BLOCK = 4096
 
@@ -45,7 +35,7 @@ class Noise:
     def __init__(self, profile: HardwareProfile, seed: int) -> None:
         self._streams: list[Iterator[float] | None] = []
         for index, lane in enumerate(profile.lanes):
-            quantiles = _quantiles(profile, lane.rstrip("0123456789"))
+            quantiles = _quantiles(profile, kind_of(lane))
             self._streams.append(
                 _factors(quantiles, seed, index) if len(quantiles) else None
             )
@@ -57,8 +47,9 @@ class Noise:
             operation.work_s *= next(stream)
 
 
-def _quantiles(profile: HardwareProfile, lane_class: str) -> tuple[float, ...]:
-    for path in SOURCES[lane_class]:
+def _quantiles(profile: HardwareProfile, kind: LaneKind) -> tuple[float, ...]:
+    # The first entry that has quantiles counts.
+    for path in kind.noise_paths:
         entry = profile.curves.get(path) or profile.numbers.get(path)
         if entry is not None and entry.quantiles:
             return entry.quantiles

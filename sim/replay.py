@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moesim.engine.layer_step import LayerStep
+from moesim.hwprofiles.lanes import GPU
 from moesim.sim.machine import Machine
 from moesim.sim.noise import Noise
 from moesim.sim.world import VirtualWorld
@@ -66,7 +67,7 @@ class Replay:
         self._planner = planner
         self._costs = costs
         self._timeline = timeline
-        self._gpu = [profile.lanes.index(f"gpu{gpu}") for gpu in range(profile.gpus)]
+        self._gpu = [profile.lanes.index(lane) for lane in GPU.lanes(profile.gpus)]
         self._after_read = costs.after_read("dense") if planner.host else 1.0
         self._steps = 0
         self._layer_steps = 0
@@ -125,8 +126,8 @@ class Replay:
                 step.batch,
                 step.tokens,
                 step.sequences,
-                start_s,
-                env.now,
+                start_s=start_s,
+                end_s=env.now,
             )
             self._steps += 1
             if progress is not None:

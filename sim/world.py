@@ -11,6 +11,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
+from moesim.hwprofiles import lanes
 from moesim.policies.base import CPU
 from moesim.policies.planner.plan import FETCH, READ
 from moesim.sim.contention import Operation
@@ -75,13 +76,14 @@ class VirtualWorld:
 
         # Lanes by what runs there; lane codes of assignments are 0 for the CPU.
         gpus = range(profile.gpus)
-        self._control = self.lanes.index("control")
-        self._ssd = self.lanes.index("ssd") if "ssd" in self.lanes else -1
-        self._links = [self.lanes.index(f"h2d{gpu}") for gpu in gpus]
-        self._back_links = [self.lanes.index(f"d2h{gpu}") for gpu in gpus]
+        index = {lane: number for number, lane in enumerate(self.lanes)}
+        self._control = index[lanes.CONTROL.lane()]
+        self._ssd = index[lanes.SSD.lane()]
+        self._links = [index[lanes.H2D.lane(gpu)] for gpu in gpus]
+        self._back_links = [index[lanes.D2H.lane(gpu)] for gpu in gpus]
         self._compute_lanes = [
-            self.lanes.index("cpu"),
-            *(self.lanes.index(f"gpu{gpu}") for gpu in gpus),
+            index[lanes.CPU.lane()],
+            *(index[lanes.GPU.lane(gpu)] for gpu in gpus),
         ]
         self._lane_of = np.array(self._compute_lanes, np.int8)
 
@@ -123,7 +125,9 @@ class VirtualWorld:
             self._last_read_at = (step, layer)
             work_s += self._first_read_s
         nbytes = self._bytes[layer]
-        return Operation(self._ssd, READ, step, layer, expert, work_s, nbytes)
+        return Operation(
+            self._ssd, READ, step, layer, expert, work_s=work_s, nbytes=nbytes
+        )
 
     def copy(self, copies: Copies, position: int, step: int) -> Operation:
         """Make the copy of an expert."""
@@ -138,8 +142,8 @@ class VirtualWorld:
             step,
             layer,
             copies.experts[position],
-            copy_s + self._dispatch_s,
-            self._bytes[layer],
+            work_s=copy_s + self._dispatch_s,
+            nbytes=self._bytes[layer],
         )
 
     def computes(self, plan: Plan) -> list[Operation]:
@@ -267,5 +271,7 @@ class VirtualWorld:
         """Start one operation and return the process's turn after it."""
         turn = self._turn
         turn.callbacks = []
-        self.submit(Operation(lane, kind, step, layer, -1, work_s, 0, self.computed))
+        operation = Operation(lane, kind, step, layer, -1, work_s=work_s)
+        operation.on_end = self.computed
+        self.submit(operation)
         return turn

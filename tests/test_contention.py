@@ -9,7 +9,8 @@ import random
 import statistics
 
 import pytest
-from moesim.sim.contention import CLASSES, Contention, Operation
+from moesim.hwprofiles.lanes import END_ORDER
+from moesim.sim.contention import Contention, Operation
 from simpy.core import Environment
 
 from tests.handmade import (
@@ -22,6 +23,8 @@ from tests.handmade import (
     spans,
     steps,
 )
+
+ORDER = tuple(kind.name for kind in END_ORDER)
 
 
 class Bench:
@@ -175,12 +178,12 @@ def test_at_the_same_instant_reads_and_copies_land_before_results_and_control():
     """
     order = []
     bench = Bench(
-        list(CLASSES), finished=lambda operation: order.append(CLASSES[operation.lane])
+        list(ORDER), finished=lambda operation: order.append(ORDER[operation.lane])
     )
-    for lane in reversed(range(len(CLASSES))):
+    for lane in reversed(range(len(ORDER))):
         bench.contention.start(Operation(lane, 2, 0, 0, lane, 1.0))
     bench.run()
-    assert tuple(order) == CLASSES
+    assert tuple(order) == ORDER
 
 
 def test_a_copy_that_lands_when_the_cpu_ends_is_seen_first():

@@ -104,13 +104,15 @@ class Policies:
 
     def all(self) -> list[Policy]:
         """Every instance."""
-        found: list[Policy] = [
+        policies: list[Policy] = [
             self.assignment,
             self.prefetch,
             *self.caches,
             self.routing,
         ]
-        return [*found, self.host_cache] if self.host_cache is not None else found
+        if self.host_cache is not None:
+            policies.append(self.host_cache)
+        return policies
 
 
 @dataclass(frozen=True, slots=True)

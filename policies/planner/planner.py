@@ -467,13 +467,13 @@ class Planner:
         coming = routed.predicted.get("pred1_raw")
         self._predicted_gate = (step, routed.layer + 1, coming)
         gate = Gate(
-            step,
-            routed.layer,
-            phase,
-            routed.routing,
-            routed.weights,
-            routed.scores,
-            predicted,
+            step=step,
+            layer=routed.layer,
+            phase=phase,
+            experts=routed.routing,
+            weights=routed.weights,
+            scores=routed.scores,
+            predicted=predicted,
         )
         routing = self.policies.routing.route(gate, self)
         if routed.scores is not None:

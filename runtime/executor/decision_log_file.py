@@ -96,7 +96,15 @@ def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]
             if step_of_layer == number
         ]
         steps.append(
-            RoutedStep(number, Phase(phase), batch, tokens, context, sequences, layers)
+            RoutedStep(
+                step=number,
+                phase=Phase(phase),
+                batch=batch,
+                tokens=tokens,
+                context_tokens=context,
+                sequences=sequences,
+                layers=layers,
+            )
         )
     return entries, steps
 

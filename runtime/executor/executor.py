@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 from moesim.engine.layer_step import LayerStep
+from moesim.hwprofiles.lanes import GPU, SSD
 from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.executor.host_device import spare_record
 from moesim.runtime.executor.lanes import Lanes, Operation, Stopped
@@ -120,10 +121,10 @@ class Executor:
         self._store = store
         self.memories = _allocate(planner, store, device, gatings)
         self.lanes = Lanes(profile, device.with_control)
-        self._device_worker = self.lanes.worker("gpu0")
+        self._device_worker = self.lanes.worker(GPU.lane())
         self._inline = self._device_worker is self.lanes.control
         self._own_cores = own_cores and not self._inline
-        self._gpu = profile.lanes.index("gpu0")
+        self._gpu = profile.lanes.index(GPU.lane())
 
         self._world = RealWorld(self.lanes, self.memories, planner, timeline)
         self._layer_step: LayerStep[Operation] = LayerStep(self._world, planner)
@@ -193,7 +194,7 @@ class Executor:
         self._progress = progress or self._progress
         with (
             _undisturbed(lanes.control.threads),
-            _apart(self._device_worker, lanes.worker("ssd"), on=self._own_cores),
+            _apart(self._device_worker, lanes.worker(SSD.lane()), on=self._own_cores),
             torch.inference_mode(),
         ):
             lanes.open()
@@ -322,8 +323,8 @@ class Executor:
                 info.batch,
                 info.tokens,
                 info.sequences,
-                start_s,
-                end_s,
+                start_s=start_s,
+                end_s=end_s,
             )
             self._steps += 1
             self._progress(info)
@@ -367,9 +368,9 @@ def _allocate(
 def _raise_failure(failure: BaseException | None) -> None:
     """Raise what a run died of; memory that ran out in the words of a user."""
     if isinstance(failure, (MemoryError, torch.OutOfMemoryError)):
-        said = (str(failure).splitlines() or ["no more memory"])[0]
+        reason = (str(failure).splitlines() or ["no more memory"])[0]
         raise RuntimeFault(
-            f"out of memory during the run: {said}; ask for a smaller expert cache or"
+            f"out of memory during the run: {reason}; ask for a smaller expert cache or"
             " batch"
         ) from None
     if failure is not None:

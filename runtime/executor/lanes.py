@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from moesim.engine.lanes import Admission, WorkerQueues, takes_places
 from moesim.engine.operations import DEMAND
+from moesim.hwprofiles.lanes import CONTROL, CPU
 from moesim.runtime.errors import RuntimeFault
 
 if TYPE_CHECKING:
@@ -286,14 +287,14 @@ class Lanes:
                 name,
                 [(self.names.index(lane), lane) for lane in lanes],
                 self.admission,
-                profile.cpu_threads if "cpu" in lanes else 1,
+                profile.cpu_threads if CPU.lane() in lanes else 1,
             )
             self._workers.append(worker)
             for lane in lanes:
                 self._worker_of[self.names.index(lane)] = worker
         gated = [self.worker(lane) for lane in self.names if takes_places(lane)]
         self._gated = list(dict.fromkeys(gated))
-        self.control = self._worker_of[self.names.index("control")]
+        self.control = self._worker_of[self.names.index(CONTROL.lane())]
 
     def worker(self, lane: str) -> Worker:
         """Return who serves a lane."""
@@ -380,9 +381,9 @@ def _grouped(
     )
     grouped: dict[str, list[str]] = {}
     for name, lanes in profile.workers.items():
-        own = [lane for lane in lanes if lane not in moved]
-        if "control" in lanes:
-            own = [*moved, *own]
-        if own:
-            grouped[name] = own
+        served = [lane for lane in lanes if lane not in moved]
+        if CONTROL.lane() in lanes:
+            served = [*moved, *served]
+        if served:
+            grouped[name] = served
     return grouped

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from moesim.hwprofiles import lanes as kinds
 from moesim.policies.base import CPU, RESIDENT
 from moesim.runtime.executor.layer_job import PrecomputedRows
 from moesim.runtime.executor.operations import Compute, Copy, Precompute, Read
@@ -70,14 +71,16 @@ class RealWorld:
         self._memories = memories
         self._planner = planner
         self._timeline = timeline
-        self._cpu = self.lanes.index("cpu")
-        self._gpu = self.lanes.index("gpu0")
-        self._link = self.lanes.index("h2d0")
-        self._back_link = self.lanes.index("d2h0")
-        self._ssd = self.lanes.index("ssd")
-        self._control = self.lanes.index("control")
+        # Real runs have one GPU.
+        index = {lane: number for number, lane in enumerate(self.lanes)}
+        self._cpu = index[kinds.CPU.lane()]
+        self._gpu = index[kinds.GPU.lane()]
+        self._link = index[kinds.H2D.lane()]
+        self._back_link = index[kinds.D2H.lane()]
+        self._ssd = index[kinds.SSD.lane()]
+        self._control = index[kinds.CONTROL.lane()]
         self._lane_of = np.array([self._cpu, self._gpu], np.int8)
-        self._device_worker = lanes.worker("gpu0")
+        self._device_worker = lanes.worker(kinds.GPU.lane())
         self._elsewhere = [
             lanes.worker(name) is not lanes.control for name in self.lanes
         ]
@@ -283,10 +286,10 @@ class RealWorld:
                 ACTIVATION,
                 self._step,
                 layer,
-                -1,
-                start_s,
-                end_s,
-                nbytes,
+                expert=-1,
+                start_s=start_s,
+                end_s=end_s,
+                nbytes=nbytes,
             )
 
     # -- spans ------------------------------------------------------------------------
@@ -294,7 +297,14 @@ class RealWorld:
     def _note(self, kind: int, layer: int, start_s: float, end_s: float) -> None:
         """Write a span of control down."""
         self._timeline.span(
-            self._control, kind, self._step, layer, -1, start_s, end_s, 0
+            self._control,
+            kind,
+            self._step,
+            layer,
+            expert=-1,
+            start_s=start_s,
+            end_s=end_s,
+            nbytes=0,
         )
 
     def _note_hand_off(self, operation: Operation) -> None:
