@@ -474,7 +474,11 @@ def test_device_times_stay_sharp_in_a_long_run(launching, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     launching.begin(40.0)
     told = []
-    timeline = SimpleNamespace(span=lambda *span: told.append(span))
+    timeline = SimpleNamespace(
+        span=lambda *span, start_s, end_s, nbytes: told.append(
+            (*span, start_s, end_s, nbytes)
+        )
+    )
     clock[0] += 3 * 3600
     launching.step_done(timeline)
     operation = SimpleNamespace(lane=0, kind=0, step=1, layer=0, expert=3, nbytes=0)
