@@ -13,6 +13,7 @@ import pytest
 import yaml
 from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError
+from moesim.policies.planner.observers import observed_policy
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
 from moesim.traces.format.future import RecordedFuture
@@ -22,7 +23,7 @@ from moesim import cli
 from moesim.reproduction import published as reproduce
 from moesim.reproduction.experiments import EXPERIMENTS
 from moesim.reproduction.experiments.base import Excerpt
-from moesim.reproduction.experiments.evictions import Watched
+from moesim.reproduction.experiments.evictions import CALLS, EvictionHistory
 from moesim.reproduction.experiments.prediction import accuracy, next_layer, top
 from moesim.reproduction.experiments.routing import daop_similarity, flashmoe_prefill
 from tests.conftest import SHARED, write_trace
@@ -229,8 +230,9 @@ def test_section_5_5_evictions_and_their_re_use_within_two_steps():
         ("lru", 3, [0, 1, 0, 3, 1, 0], 4),
         ("belady:must_admit=true", 4, [1, 0, 3, 1, 0], 3),
     ):
-        watched = Watched(resolve(spec, "cache"), resolve("lfu", "cache"))
-        counts = cache_replay.replay(watched, spec, model, size, forward, future=future)
+        watched = EvictionHistory(resolve("lfu", "cache"))
+        policy = observed_policy(resolve(spec, "cache"), watched, CALLS)
+        counts = cache_replay.replay(policy, spec, model, size, forward, future=future)
         assert counts.hits == hits
         assert [key for _, key in sorted(watched.evictions)] == victims
         again = [

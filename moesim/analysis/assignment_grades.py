@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +14,6 @@ from moesim.policies.assignment._optimum import (
     optimal_scheduled,
     scheduled_s,
 )
-from moesim.policies.base import AssignmentPolicy
-
-if TYPE_CHECKING:
-    from moesim.policies.base import Assignment, LayerWork, MachineView
 
 PROVEN = 1e-9
 """Relative difference below which two makespans are equal: solver and simulator add in
@@ -46,8 +42,13 @@ class Grades:
     least_s: float = 0.0
     unproven: int = 0
 
-    def add(self, work: LayerWork, view: MachineView, answer: Assignment) -> None:
-        """Grade one answer; layer steps that cost nothing are left out."""
+    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
+        """Grade one answer; layer steps that cost nothing are left out.
+
+        An observer of `AssignmentPolicy.assign` (`moesim.policies.planner.observers`).
+        """
+        del call
+        work, view = arguments
         modelled = optimal(work)
         scheduled = optimal_scheduled(work, view)
         if not modelled.makespan_s or not scheduled.makespan_s:
@@ -91,25 +92,3 @@ def _statistics(ratios: np.ndarray) -> dict[str, float | None]:
         "max": float(ratios.max()),
         "optimal_share": float(np.mean(ratios <= 1.0 + PROVEN)),
     }
-
-
-class GradedAssignment(AssignmentPolicy):
-    """An assignment policy whose answers are graded.
-
-    Args:
-        policy: answers.
-        grades: collects the grades.
-    """
-
-    def __init__(self, policy: AssignmentPolicy, grades: Grades) -> None:
-        self.policy = policy
-        self.grades = grades
-        self.needs = policy.needs
-        # The policy's own method: it may ask for the future, which is not for grading.
-        self.start = policy.start  # type: ignore[method-assign]
-
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
-        """Pass the question on, grade the answer, pass it back."""
-        answer = self.policy.assign(work, view)
-        self.grades.add(work, view, answer)
-        return answer

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,18 +13,22 @@ from moesim.policies.base import CachePolicy, PolicyError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from moesim.policies.base import LayerWork, RunContext
     from moesim.traces.format.future import RecordedFuture
+
+CALLS = ("accessed", "admitted", "evicted", "victims")
+"""What a recorder must be told of."""
 
 SOON_STEPS = 5
 """A victim that is used again within so many steps was evicted too early."""
 
 
-class EvictionRecorder(CachePolicy):
-    """Passes every question on to a cache policy, and records every eviction.
+class EvictionRecorder:
+    """Records every eviction of a cache policy.
+
+    An observer (`moesim.policies.planner.observers`) of `CALLS`.
 
     Args:
-        policy: answers.
+        policy: whose evictions are recorded.
         future: of the same forward passes.
         experts: of a layer.
 
@@ -49,7 +52,6 @@ class EvictionRecorder(CachePolicy):
                 "a policy that declines admissions cannot be compared with those that"
                 " admit every miss"
             )
-        self._policy = policy
         self._future = future
         self._experts = experts
         self._step = 0
@@ -59,38 +61,26 @@ class EvictionRecorder(CachePolicy):
         self.optimal = 0
         self.soon = 0
 
-    def start(self, context: RunContext) -> None:
-        """Pass on, with the future for an oracle."""
-        # The driver knows the recorder, which is no oracle, and gives it no future.
-        if self._policy.oracle:
-            context = replace(context, future=self._future)
-        self._policy.start(context)
+    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
+        """Note one call."""
+        match call:
+            case "accessed":
+                # Admissions and evictions carry no step; those of the accesses before
+                # count.
+                self._step = arguments[0].step
+            case "admitted":
+                entered = arguments[0].tolist()
+                self._entered.update(dict.fromkeys(entered, self._step))
+            case "evicted":
+                for key in arguments[0].tolist():
+                    stay = (self._entered.pop(key), self._step)
+                    self.stays.setdefault(key, []).append(stay)
+            case "victims":
+                _, candidates = arguments
+                self._judge(answer, candidates)
 
-    def accessed(self, work: LayerWork) -> None:
-        """Note the step."""
-        # Admissions and evictions carry no step; those of the accesses before count.
-        self._step = work.step
-        self._policy.accessed(work)
-
-    def admitted(self, keys: np.ndarray) -> None:
-        """Note what entered."""
-        self._entered.update(dict.fromkeys(keys.tolist(), self._step))
-        self._policy.admitted(keys)
-
-    def evicted(self, keys: np.ndarray) -> None:
-        """Note what left."""
-        for key in keys.tolist():
-            stay = (self._entered.pop(key), self._step)
-            self.stays.setdefault(key, []).append(stay)
-        self._policy.evicted(keys)
-
-    def precedence(self, incoming: np.ndarray) -> np.ndarray:
-        """Pass on."""
-        return self._policy.precedence(incoming)
-
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-        """Let the policy choose, then compare with hindsight."""
-        chosen = self._policy.victims(incoming, candidates)
+    def _judge(self, chosen: np.ndarray, candidates: np.ndarray) -> None:
+        """Compare victims with those that hindsight would have named."""
         assert chosen.min() >= 0, "every policy of the comparison admits every miss"
 
         # Candidates are of one layer, and ascend.
@@ -107,7 +97,6 @@ class EvictionRecorder(CachePolicy):
         self.evictions += count
         self.optimal += int((of_victims >= threshold).sum())
         self.soon += int((used_again & within_steps).sum())
-        return chosen
 
 
 def mean_delay(

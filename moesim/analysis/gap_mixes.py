@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from moesim.analysis.assignment_grades import GradedAssignment
 from moesim.analysis.gap_eviction import SameStart
+from moesim.policies.planner.observers import observed_policy
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from moesim.analysis.assignment_grades import Grades
     from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.policies.base import AssignmentPolicy, CachePolicy, Future
+    from moesim.policies.base import CachePolicy, Future
+    from moesim.policies.planner.observers import Observer
     from moesim.policies.planner.plan import MemoryPlan, Policies
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.schema import ModelShape
@@ -150,7 +151,7 @@ class MixReplays:
         mix: Mapping[str, Substitute],
         grades: Grades | None = None,
         *,
-        observer: AssignmentPolicy | None = None,
+        observer: Observer | None = None,
     ) -> float:
         """Return the makespan with some parts replaced, in virtual seconds.
 
@@ -161,17 +162,17 @@ class MixReplays:
         Args:
             mix: part -> its substitute; other parts stay.
             grades: collects the quality of every assignment.
-            observer: asked instead of the assignment policy; it starts the ones it asks
-                itself.
+            observer: of the assignment policy's answers.
 
         Raises:
             PolicyError: a policy answered something illegal.
         """
         policies = self._policies(mix)
-        if observer is not None:
-            policies.assignment = observer
-        if grades is not None:
-            policies.assignment = GradedAssignment(policies.assignment, grades)
+        for watching in (grades, observer):
+            if watching is not None:
+                policies.assignment = observed_policy(
+                    policies.assignment, watching, calls=("assign",)
+                )
         return self._run(policies, self._memory(mix), free=PLANNING in mix)
 
     def resident_s(self) -> float:

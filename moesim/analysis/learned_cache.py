@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from moesim.analysis.eviction_recorder import EvictionRecorder, mean_delay
+from moesim.analysis.eviction_recorder import CALLS, EvictionRecorder, mean_delay
 from moesim.policies.cache.flashmoe import FlashMoE
 from moesim.policies.cache_replay import replay
+from moesim.policies.planner.observers import observed_policy
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
 from moesim.traces.format.future import RecordedFuture
@@ -90,7 +91,15 @@ def evaluate(
     def record(spec: str) -> tuple[EvictionRecorder, float | None]:
         policy = cast("CachePolicy", resolve(spec, "cache"))
         recorder = EvictionRecorder(policy, future, shape.experts)
-        counts = replay(recorder, spec, shape, size, steps, extras=artefacts)
+        counts = replay(
+            observed_policy(policy, recorder, CALLS),
+            spec,
+            shape,
+            size,
+            steps,
+            future=future,
+            extras=artefacts,
+        )
         return recorder, counts.hit_rate
 
     # Delays are held against Belady with the same duty to admit.

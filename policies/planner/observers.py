@@ -1,10 +1,19 @@
-"""Observers see what a planner is told and what it answers, without changing either."""
+"""Observers see what a planner or a policy is asked and answers, and change neither.
+
+`observed` gives observers to a planner, `observed_policy` to one policy. Decision logs,
+grades of assignments, records of evictions and stopwatches are observers.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from copy import copy
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from moesim.policies.base import Policy
     from moesim.policies.planner.planner import Planner
 
 OBSERVED: Final = frozenset(
@@ -25,14 +34,17 @@ OBSERVED: Final = frozenset(
 """Calls that change what a planner knows, or that it decides."""
 
 
-class PlannerObserver(Protocol):
+Observed = TypeVar("Observed", bound="Policy")
+
+
+class Observer(Protocol):
     """Is told of every observed call when it has been answered."""
 
     def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
         """Note one call.
 
         Args:
-            call: one of `OBSERVED`.
+            call: name of the method.
             arguments: as they were given.
             answer: as it was returned.
         """
@@ -41,9 +53,7 @@ class PlannerObserver(Protocol):
 class _Observed:
     """A planner whose calls are reported to observers; all else is the planner's."""
 
-    def __init__(
-        self, planner: Planner, observers: tuple[PlannerObserver, ...]
-    ) -> None:
+    def __init__(self, planner: Planner, observers: tuple[Observer, ...]) -> None:
         self._planner = planner
         self._observers = observers
 
@@ -63,6 +73,39 @@ class _Observed:
         return call
 
 
-def observed(planner: Planner, *observers: PlannerObserver) -> Planner:
+def observed(planner: Planner, *observers: Observer) -> Planner:
     """Give a planner observers; use what is returned in its place."""
     return cast("Planner", _Observed(planner, observers))
+
+
+def observed_policy(
+    policy: Observed, observer: Observer, calls: Iterable[str]
+) -> Observed:
+    """Give a policy an observer of some of its methods.
+
+    Args:
+        policy: is not changed; the answer shares its state until it is started.
+        observer: is told.
+        calls: names of methods.
+
+    Returns:
+        A copy of the policy, of a class of its own: whoever looks at its properties,
+        or at what it overrides, sees those of the policy.
+    """
+    kind = type(policy)
+    methods = {name: _reporting(getattr(kind, name), observer) for name in calls}
+    # No slots of its own: only then may an object change its class.
+    body = {"__slots__": (), "__module__": kind.__module__, **methods}
+    watched = copy(policy)
+    watched.__class__ = type(kind.__name__, (kind,), body)
+    return watched
+
+
+def _reporting(method: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
+    @wraps(method)
+    def call(policy: Policy, *arguments: Any) -> Any:
+        answer = method(policy, *arguments)
+        observer.reported(method.__name__, arguments, answer)
+        return answer
+
+    return call

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from moesim.analysis.assignment_grades import Grades
 from moesim.analysis.gap_mixes import MixReplays
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
-from moesim.policies.base import AssignmentPolicy
 from moesim.policies.registry import resolve
 from moesim.policies.systems import System
 from moesim.reproduction.experiments.base import Excerpt, Experiment, percent
@@ -25,7 +24,7 @@ from moesim.traces.format.future import RecordedFuture
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from moesim.policies.base import Assignment, LayerWork, MachineView
+    from moesim.policies.base import AssignmentPolicy
     from moesim.reproduction.experiments.base import Figures, Setting
     from moesim.traces.format.batch import RoutedStep
 
@@ -105,11 +104,13 @@ def _loss_row(metric: str, setting: Setting) -> str:
 
 
 @dataclass(slots=True)
-class Stopwatch(AssignmentPolicy):
-    """Asks greedy, and times what the others would need for the same layer step.
+class Stopwatch:
+    """Times what policies would need for the layer steps of a replay.
+
+    An observer of `AssignmentPolicy.assign` (`moesim.policies.planner.observers`).
 
     Attributes:
-        policies: row -> policy; the first one's answer is used.
+        policies: row -> policy.
         seldom: rows that are asked about one layer step in `SLOW_EVERY` only.
         seconds: row -> seconds of each decision.
     """
@@ -120,18 +121,18 @@ class Stopwatch(AssignmentPolicy):
     # Every decision counts, also those that the slow solvers are not asked for.
     layer_steps: int = 0
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
-        """Time all, answer with the first."""
-        answers = []
+    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
+        """Ask all policies for the same layer step, and time them."""
+        del call, answer
+        work, view = arguments
         for name, policy in self.policies.items():
             # Slow solvers are asked seldom, or they would take most of the time.
             if name in self.seldom and self.layer_steps % SLOW_EVERY:
                 continue
             begin_s = time.perf_counter()
-            answers.append(policy.assign(work, view))
+            policy.assign(work, view)
             self.seconds[name].append(time.perf_counter() - begin_s)
         self.layer_steps += 1
-        return answers[0]
 
 
 _DECIDERS = {

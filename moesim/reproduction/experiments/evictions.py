@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from moesim.analysis.gap_eviction import DelegatingCache
+from moesim.policies.planner.observers import observed_policy
 from moesim.policies.registry import resolve
 from moesim.reproduction.experiments.base import Excerpt, Experiment, percent
 from moesim.reproduction.experiments.caches_alone import cache_counts, cache_size
 
 if TYPE_CHECKING:
-    from moesim.policies.base import CachePolicy, LayerWork, RunContext
+    from moesim.policies.base import CachePolicy
     from moesim.reproduction.experiments.base import Figures, Setting
     from moesim.traces.format.future import RecordedFuture
 
@@ -23,23 +23,29 @@ published.yaml, FlashMoE text.
 """
 BELADY = "belady:must_admit=true"
 """The textbook's Belady, which takes in every miss, as LRU does."""
+CALLS = ("start", "accessed", "victims", "admitted", "evicted")
+"""What a history must be told of."""
 SOON = 5
 """Steps within which a re-fetch counts. Source: FlashMoE, text."""
 NO_EVICTIONS = "lacks evictions"
 
 
-class Watched(DelegatingCache):
-    """A cache policy whose evictions are written down.
+class EvictionHistory:
+    """Writes down what enters and leaves a cache.
+
+    An observer (`moesim.policies.planner.observers`) of `CALLS`.
+
+    Args:
+        rival: another cache policy, which is told the same and names its victims in
+            this cache; or None.
 
     Attributes:
-        rival: another policy that sees the same cache, or None.
         evictions: (step, key of the victim) in order.
         stays: key -> (entered, left) steps of finished stays.
         rivals: (step, victim, rival's victim) where they differ.
     """
 
-    def __init__(self, rule: CachePolicy, rival: CachePolicy | None = None) -> None:
-        super().__init__(rule)
+    def __init__(self, rival: CachePolicy | None = None) -> None:
         self.rival = rival
         self.step = -1
         self.evictions: list[tuple[int, int]] = []
@@ -47,49 +53,41 @@ class Watched(DelegatingCache):
         self.rivals: list[tuple[int, int, int]] = []
         self._entered: dict[int, int] = {}
 
-    def start(self, context: RunContext) -> None:
-        """Start both."""
-        super().start(context)
+    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
+        """Note one call, and put it to the rival."""
+        match call:
+            case "start":
+                # Rivals are causal: the future is for the policy, if it is an oracle.
+                arguments = (replace(arguments[0], future=None),)
+            case "accessed":
+                self.step = arguments[0].step
+            case "admitted":
+                self._entered |= dict.fromkeys(arguments[0].tolist(), self.step)
+            case "evicted":
+                self._note_evicted(arguments[0].tolist())
+            case "victims":
+                self._compare(*arguments, victims=answer)
+                return
         if self.rival is not None:
-            # Rivals are causal: the future is for the rule, if it is an oracle.
-            self.rival.start(replace(context, future=None))
+            getattr(self.rival, call)(*arguments)
 
-    def accessed(self, work: LayerWork) -> None:
-        """Note the step."""
-        self.step = work.step
-        super().accessed(work)
-        if self.rival is not None:
-            self.rival.accessed(work)
-
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-        """Ask the rival too, for the first victim only: later ones depend on the
-        first.
-        """
-        victims = super().victims(incoming, candidates)
-        if self.rival is not None:
-            rival_victim = int(self.rival.victims(incoming[:1], candidates)[0])
-            # -1 stands for an expert that is not let in.
-            if rival_victim != int(victims[0]) and victims[0] >= 0:
-                self.rivals.append((self.step, int(victims[0]), rival_victim))
-        return victims
-
-    def admitted(self, keys: np.ndarray) -> None:
-        """Note when they entered."""
-        super().admitted(keys)
-        self._entered |= dict.fromkeys(keys.tolist(), self.step)
-        if self.rival is not None:
-            self.rival.admitted(keys)
-
-    def evicted(self, keys: np.ndarray) -> None:
-        """Note when they left."""
-        super().evicted(keys)
-        for key in keys.tolist():
+    def _note_evicted(self, keys: list[int]) -> None:
+        for key in keys:
             self.evictions.append((self.step, key))
             # What filled the cache at the start never entered.
             stay = (self._entered.pop(key, -1), self.step)
             self.stays.setdefault(key, []).append(stay)
-        if self.rival is not None:
-            self.rival.evicted(keys)
+
+    def _compare(
+        self, incoming: np.ndarray, candidates: np.ndarray, *, victims: np.ndarray
+    ) -> None:
+        """Ask the rival for the first victim only: later ones depend on the first."""
+        if self.rival is None:
+            return
+        rival_victim = int(self.rival.victims(incoming[:1], candidates)[0])
+        # -1 stands for an expert that is not let in.
+        if rival_victim != int(victims[0]) and victims[0] >= 0:
+            self.rivals.append((self.step, int(victims[0]), rival_victim))
 
 
 def _slots_for(excerpt: Excerpt, hit_rate: float) -> int:
@@ -142,13 +140,11 @@ def flashmoe_refetch(excerpt: Excerpt) -> Figures:
     """
     size = cache_size(excerpt, slots=_slots_for(excerpt, LRU_HIT_RATE))
     # LFU names its victims in LRU's cache, so that both choose among the same experts.
-    lru = Watched(
-        cast("CachePolicy", resolve("lru", "cache")),
-        cast("CachePolicy", resolve("lfu", "cache")),
-    )
-    belady = Watched(cast("CachePolicy", resolve(BELADY, "cache")))
-    cache_counts(excerpt, "lru", size, lru)
-    cache_counts(excerpt, BELADY, size, belady)
+    lru = EvictionHistory(cast("CachePolicy", resolve("lfu", "cache")))
+    belady = EvictionHistory()
+    for spec, history in (("lru", lru), (BELADY, belady)):
+        policy = cast("CachePolicy", resolve(spec, "cache"))
+        cache_counts(excerpt, spec, size, observed_policy(policy, history, CALLS))
 
     future = excerpt.future()
     experts = excerpt.shape.experts
@@ -168,26 +164,28 @@ def _next_use(future: RecordedFuture, step: int, key: int, experts: int) -> int:
     return future.next_use(step, *divmod(key, experts))
 
 
-def _refetched(watched: Watched, future: RecordedFuture, experts: int) -> float | str:
+def _refetched(
+    history: EvictionHistory, future: RecordedFuture, experts: int
+) -> float | str:
     """Share in % of evictions whose victim is used again within `SOON` steps."""
-    if not watched.evictions:
+    if not history.evictions:
         return NO_EVICTIONS
     regretted = 0
-    for step, key in watched.evictions:
+    for step, key in history.evictions:
         use = _next_use(future, step, key, experts)
         # A victim that is never used again was a good choice.
         if use < future.never and use - step <= SOON:
             regretted += 1
-    return percent(regretted, len(watched.evictions))
+    return percent(regretted, len(history.evictions))
 
 
 def _better_victims(
-    watched: Watched, future: RecordedFuture, experts: int
+    history: EvictionHistory, future: RecordedFuture, experts: int
 ) -> float | str:
     """Share in % of victims that are used later than the rival's."""
     better = 0
     decided = 0
-    for step, victim, rival_victim in watched.rivals:
+    for step, victim, rival_victim in history.rivals:
         use = _next_use(future, step, victim, experts)
         rival_use = _next_use(future, step, rival_victim, experts)
         # Two victims that are both never used again are equally good.
@@ -197,11 +195,11 @@ def _better_victims(
     return percent(better, decided) if decided else NO_EVICTIONS
 
 
-def _eviction_delays(watched: Watched, belady: Watched) -> list[int]:
+def _eviction_delays(history: EvictionHistory, belady: EvictionHistory) -> list[int]:
     """By how many steps stays outlive Belady's first eviction of the same expert."""
     delays = []
     # Only stays that Belady would have ended earlier: the others are no delay.
-    for key, stays in watched.stays.items():
+    for key, stays in history.stays.items():
         belady_leaves = [left for _, left in belady.stays.get(key, ())]
         for entered, left in stays:
             earlier = [step for step in belady_leaves if entered <= step < left]
