@@ -41,8 +41,8 @@ class Dispatch(Generic[Op]):
         self._start_on_gpu = transfers.when_on_gpu
         self._cpu = world.lanes.index(CPU_LANE.lane())
         self._gpu_of = [gpu_of_lane(lane) for lane in world.lanes]
-        # State of every expert on each GPU, int8 [L, E].
-        self._gpu_state = [level.memory.state for level in planner.gpu]
+        self._gpu_memory = [level.memory for level in planner.gpu]
+        self._limited_host = planner.host is not None
         # GPU products that wait until every copy of the layer has landed.
         self._barred: list[Op] | None = None
         self._held: list[Op] = []  # what the CPU of a serial plan will start with
@@ -98,7 +98,10 @@ class Dispatch(Generic[Op]):
         The CPU of a serial plan waits for those that are fetched.
         """
         gpu = self._gpu_of[product.lane]
-        if serial and self._gpu_state[gpu][product.layer, product.expert] != RESIDENT:
+        if (
+            serial
+            and self._gpu_memory[gpu].state[product.layer, product.expert] != RESIDENT
+        ):
             self.fetched += 1
             product.on_end = self._fetched_computed
         if self._barred is None:
@@ -153,7 +156,9 @@ class Dispatch(Generic[Op]):
     def _computed(self, product: Op) -> None:
         """Let go of the weights, then count the product."""
         gpu = self._gpu_of[product.lane]
-        self._report(self._planner.computed, gpu, product.layer, product.expert)
+        # Where nothing is staged there is nothing to let go of.
+        if self._gpu_memory[gpu].staged_total if gpu >= 0 else self._limited_host:
+            self._report(self._planner.computed, gpu, product.layer, product.expert)
         self._count(product)
 
     def _fetched_computed(self, product: Op) -> None:

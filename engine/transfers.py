@@ -124,6 +124,9 @@ class Transfers(Generic[Op]):
 
     def when_on_gpu(self, gpu: int, product: Op) -> None:
         """Start a product as soon as its expert is on a GPU."""
+        if not self._queued and not self._in_flight:
+            self._submit(product)
+            return
         key = gpu * self._model + self._key(product)
         if key in self._queued or key in self._in_flight:
             self._awaiting_gpu[key] = product

@@ -52,7 +52,8 @@ def test_export_and_check_residency(tmp_path):
             "trace", "export", trace.path, tmp_path / "t.bin", "--to", "oracle-general"
         ).output
     )
-    result = run("trace", "check-residency", trace.path, "--cache", "1KiB")
+    # The smallest expert has 1,000 bytes.
+    result = run("trace", "check-residency", trace.path, "--cache", "999")
     assert (
         "decode: 78 accesses, 100.00% agree; hits 0.0% in the engine, 0.0% in the"
         " replay" in result.output

@@ -64,8 +64,6 @@ class MemoryLevel:
         name: the policy's name, for messages.
         shielded: bool [L, E], experts that a prediction wants: no prefetch takes their
             places.
-        used: bool [L, E], experts that the layer step under way computes from this
-            memory: if they are staged, nobody takes their slots.
     """
 
     def __init__(
@@ -75,7 +73,8 @@ class MemoryLevel:
         self.cache = cache
         self.name = name
         self.shielded = np.zeros(memory.state.shape, np.bool_)
-        self.used = np.zeros(memory.state.shape, np.bool_)
+        self._used = np.zeros(memory.state.shape, np.bool_)
+        self._noted_use: tuple[LayerWork, np.ndarray, int] | None = None
         self.deliberates = type(cache).exposed_s is not CachePolicy.exposed_s
         self._staging = staging
         self._wishes: dict[int, Wish] = {}
@@ -89,6 +88,36 @@ class MemoryLevel:
         """Make the policy's initial content resident."""
         self.memory.fill(keys)
         self.cache.admitted(keys)
+
+    # -- use --------------------------------------------------------------------------
+
+    def begin_use(self, work: LayerWork, lanes: np.ndarray, code: int) -> None:
+        """Note what a layer step computes from this memory.
+
+        Args:
+            work: the layer step.
+            lanes: int8 [A], lane code of each active expert.
+            code: of the lane that computes from here.
+        """
+        # Most layer steps stage nothing, and nobody looks: written down when asked for.
+        self._noted_use = (work, lanes, code)
+
+    def end_use(self, layer: int) -> None:
+        """Note that a layer step is over."""
+        if self._noted_use is None:
+            self._used[layer] = False
+        self._noted_use = None
+
+    @property
+    def used(self) -> np.ndarray:
+        """Bool [L, E], experts that the layer step under way computes from this
+        memory: if they are staged, nobody takes their slots.
+        """
+        if self._noted_use is not None:
+            work, lanes, code = self._noted_use
+            self._used[work.layer, work.experts[lanes == code]] = True
+            self._noted_use = None
+        return self._used
 
     # -- wishes -----------------------------------------------------------------------
 

@@ -376,7 +376,7 @@ class Planner:
         for gpu, level in enumerate(self.gpu):
             memory = level.memory
             memory.release(layer, experts)
-            level.used[layer] = False
+            level.end_use(layer)
             if not memory.staged_count[layer]:
                 continue
             for expert in memory.staged_of(layer):
@@ -506,11 +506,12 @@ class Planner:
 
         states = np.empty((len(gpus), len(experts)), np.int8)
         arrive_s = np.empty((len(gpus), len(experts)))
-        link_s = np.array([self._links[gpu].left_s(self.now_s) for gpu in gpus])
+        # Links are idle in most layer steps, so this stays a list until the end.
+        link_s = [self._links[gpu].left_s(self.now_s) for gpu in gpus]
         for row, gpu in enumerate(gpus):
             memory = self.gpu[gpu].memory
             copy_s = self._links[gpu].copy_s[layer]
-            left_s = float(link_s[row])
+            left_s = link_s[row]
             look_up(
                 memory.state,
                 memory.landing_s,
@@ -549,7 +550,7 @@ class Planner:
             predicted=routed.predicted,
             batch=batch,
             precomputed=self._take_precomputed(layer, experts),
-            link_s=link_s if link_s.any() else None,
+            link_s=np.array(link_s) if any(link_s) else None,
         )
 
     def _assign(self, work: LayerWork) -> tuple[np.ndarray, np.ndarray, bool]:
@@ -579,11 +580,11 @@ class Planner:
         """
         for gpu, level in enumerate(self.gpu):
             level.memory.hold(work.layer, work.experts)
-            level.used[work.layer, work.experts[lanes == 1 + gpu]] = True
+            level.begin_use(work, lanes, 1 + gpu)
             self._forget_wrong_guesses(gpu, work.layer)
         if self.host is not None:
             self.host.memory.hold(work.layer, work.experts)
-            self.host.level.used[work.layer, work.experts[lanes == CPU]] = True
+            self.host.level.begin_use(work, lanes, CPU)
             self.host.accessed(work, lanes)
         for gpu in self._serving[work.layer]:
             self.gpu[gpu].cache.accessed(work)
