@@ -29,11 +29,16 @@ class Admission:
     """The gate that copies and reads pass when they could start.
 
     They need a place where they go; `decide` takes one, or says that there is none.
+
+    Attributes:
+        closed: nothing may start, as decisions are under way.
+        decide: says what an operation may do.
     """
 
-    __slots__ = ("decide",)
+    __slots__ = ("closed", "decide")
 
     def __init__(self) -> None:
+        self.closed = False
         self.decide: Callable[[Any], int] = lambda _: START
 
 
@@ -90,6 +95,8 @@ class WorkerQueues(Generic[Op]):
         for queue, gate in self._lines:
             while queue:
                 if gate is not None:
+                    if gate.closed:
+                        break
                     verdict = gate.decide(queue[0])
                     # One that waits keeps those behind it waiting, but not the others.
                     if verdict == WAIT:

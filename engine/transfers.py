@@ -77,7 +77,6 @@ class Transfers(Generic[Op]):
         # Layer -> copies to it that have not landed, and what to call when all have.
         self._outstanding = [0] * planner.shape.layers
         self._when_landed: dict[int, Callable[[], None]] = {}
-        self._deciding = False
         # Reports of what happened while decisions were under way.
         self._unreported: list[tuple[Callable[..., bool], tuple[int, ...]]] = []
         world.admission.decide = self._admit
@@ -186,7 +185,7 @@ class Transfers(Generic[Op]):
             layer: MoE layer whose gate has just chosen.
             active: int32 [A], the experts that it chose.
         """
-        self._deciding = True
+        self._world.admission.closed = True
         if not self._prefetches:
             return
         if self._planner.requeues:
@@ -202,7 +201,7 @@ class Transfers(Generic[Op]):
 
     def end_decisions(self) -> None:
         """Report what has landed meanwhile, and let queued operations start."""
-        self._deciding = False
+        self._world.admission.closed = False
         for report, arguments in self._unreported:
             report(*arguments)
         self._unreported.clear()
@@ -240,8 +239,6 @@ class Transfers(Generic[Op]):
 
     def _admit(self, operation: Op) -> int:
         """Take a place for an operation that could start; say whether it may."""
-        if self._deciding:
-            return WAIT
         layer = operation.layer
         expert = operation.expert
         now_s = self._world.now_s()
@@ -312,7 +309,7 @@ class Transfers(Generic[Op]):
             report: one of its methods; answers whether a staging slot is free again.
             arguments: of it.
         """
-        if self._deciding:
+        if self._world.admission.closed:
             self._unreported.append((report, arguments))
         elif report(*arguments):
             self._world.offer()

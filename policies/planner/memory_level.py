@@ -73,6 +73,9 @@ class MemoryLevel:
         self.cache = cache
         self.name = name
         self.shielded = np.zeros(memory.state.shape, np.bool_)
+        # The same arrays by flat key.
+        self._holds = memory.holds.reshape(-1)
+        self._state = memory.state.reshape(-1)
         self._used = np.zeros(memory.state.shape, np.bool_)
         self._noted_use: tuple[LayerWork, np.ndarray, int] | None = None
         self.deliberates = type(cache).exposed_s is not CachePolicy.exposed_s
@@ -136,7 +139,7 @@ class MemoryLevel:
     def is_overtaken(self, key: int) -> bool:
         """Whether the resident that a queued replacement should follow has left."""
         outgoing = self._wishes[key].replaces
-        return bool(self.memory.state.reshape(-1)[outgoing] != RESIDENT)
+        return bool(self._state[outgoing] != RESIDENT)
 
     def demand(self, work: LayerWork, layer: int, keys: np.ndarray) -> None:
         """Wish for absent experts of one layer that a layer step waits for.
@@ -236,7 +239,7 @@ class MemoryLevel:
         wish.room = room
         wish.leaving = list(leaving)
         self._promised_bytes[pool] += room
-        holds = self.memory.holds.reshape(-1)
+        holds = self._holds
         for victim in leaving:
             holds[victim] += 1
 
@@ -246,7 +249,7 @@ class MemoryLevel:
             return
         pool = self.memory.pool(key // self.memory.experts)
         self._promised_bytes[pool] -= wish.room
-        holds = self.memory.holds.reshape(-1)
+        holds = self._holds
         for victim in wish.leaving:
             holds[victim] -= 1
 
@@ -302,7 +305,7 @@ class MemoryLevel:
             return
         pool = self.memory.pool(key // self.memory.experts)
         self._promised_bytes[pool] += wish.room
-        holds = self.memory.holds.reshape(-1)
+        holds = self._holds
         for victim in wish.leaving:
             holds[victim] += 1
 
@@ -340,7 +343,7 @@ class MemoryLevel:
         """The named resident leaves; if it has left already, its room is enough."""
         if self._may_leave(outgoing):
             return self._evict([outgoing])
-        gone = self.memory.state.reshape(-1)[outgoing] != RESIDENT
+        gone = self._state[outgoing] != RESIDENT
         if gone and self._unpromised_bytes(layer) >= self.memory.expert_bytes[layer]:
             return NO_VICTIMS
         return None
@@ -350,9 +353,7 @@ class MemoryLevel:
         return self.memory.free_bytes(layer) - self._promised_bytes[pool]
 
     def _may_leave(self, key: int) -> bool:
-        layer, expert = divmod(key, self.memory.experts)
-        resident = self.memory.state[layer, expert] == RESIDENT
-        return bool(resident and self.memory.holds[layer, expert] == 0)
+        return bool(self._state[key] == RESIDENT and not self._holds[key])
 
     def _candidates(self, layer: int, wish: Wish) -> np.ndarray:
         """Who may leave: for a prefetch, nobody that a prediction wants as well."""
