@@ -111,12 +111,12 @@ def decode_terms(
         terms["gpu keys and values"] = work.device_kv_bytes / rate
 
     if work.host_expert_layers:
-        reading = _host_seconds(work.host_experts, machine, setting, rates)
+        reading = host_seconds(work.host_experts, machine, setting, rates)
         terms["cpu experts"] = reading
         terms["cpu floor"] = work.host_expert_layers * rates["floor_s"]
 
     if work.host_dense_layers or work.host_dense:
-        reading = _host_seconds(work.host_dense, machine, setting, rates)
+        reading = host_seconds(work.host_dense, machine, setting, rates)
         terms["cpu other layers"] = (
             reading + work.host_dense_layers * rates["host_layer_s"]
         )
@@ -135,7 +135,7 @@ def device_seconds(formats: Mapping[str, float], rates: Mapping[str, float]) -> 
     )
 
 
-def _host_seconds(
+def host_seconds(
     formats: Mapping[str, float],
     machine: Machine,
     setting: Setting,
@@ -290,7 +290,7 @@ def _host_batch(
     Used experts are read once, whatever their number of tokens; then arithmetic counts.
     """
     formats = {group.host_format: share * group.stored_bytes}
-    reading = _host_seconds(formats, machine, setting, rates)
+    reading = host_seconds(formats, machine, setting, rates)
     flops = FLOPS_PER_WEIGHT * tokens * group.top_k * group.weights
     computing = flops / _host_flops(machine, setting, rates)
     return max(reading, computing) + rates["floor_s"]

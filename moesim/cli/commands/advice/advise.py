@@ -110,6 +110,13 @@ def advise(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with figures.")
     ] = None,
+    save_profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.toml",
+            help="Write the machine as a hardware profile, for moesim replay --hw.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which llama.cpp settings are fastest for a model on a machine, how fast, and
@@ -123,7 +130,8 @@ def advise(
     """
     # Before anything is computed: a result needs a place.
     check_places(
-        files=[html], inputs=[path for path in (bench, trace) if path is not None]
+        files=[html, save_profile],
+        inputs=[path for path in (bench, trace) if path is not None],
     )
     from moesim.advice import advise as library
     from moesim.advice.plan.candidates import Job
@@ -156,9 +164,19 @@ def advise(
         from moesim.advice.report.page import write_advice
 
         write_advice(advice, html)
+    replay_line = ""
+    if save_profile is not None:
+        from moesim.advice.plan.saved_profile import profile_of_advice, replay_command
+        from moesim.hwprofiles.profile import save_profile as save
+
+        save(profile_of_advice(advice), save_profile)
+        replay_line = replay_command(advice, str(save_profile))
+
     # Alone on standard output, for other programs.
     if as_json:
         print(json.dumps(advice_json(advice), indent=2))
         return
     print(advice_text(advice, explain=explain))
-    output.print_written([html])
+    if replay_line:
+        print(f"\nto replay this placement:\n  {replay_line}")
+    output.print_written([html, save_profile])
