@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING
 from moesim.advice.errors import AdviceError
 from moesim.advice.times.cache_engine import HostRates
 from moesim.advice.times.setting import ALL_LAYERS, Setting
-from moesim.advice.times.step_times import device_seconds, family, host_seconds
+from moesim.advice.times.step_times import (
+    busy_cores,
+    device_seconds,
+    family,
+    host_seconds,
+)
 from moesim.advice.times.work import decode_work
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.lanes import CPU, D2H, GPU, H2D, SSD
@@ -239,11 +244,11 @@ class _Numbers:
             f"other weights in {' '.join(other)} on the card",
         )
 
-        threads = self.setting.threads or machine.processor.cores
+        cores_busy = busy_cores(machine, self.setting.threads)
         cpu_flops = self._number(
-            lambda rates: threads * rates["core_flops"],
+            lambda rates: cores_busy * rates["core_flops"],
             ("core_flops",),
-            f"products on {threads} cores",
+            f"products on {cores_busy:g} cores",
         )
         gpu_flops = self._number(
             lambda rates: machine.device_flops * rates["flops_reach"],
