@@ -13,10 +13,12 @@ import moesim
 from moesim.advice.advise import advise
 from moesim.advice.errors import AdviceError
 from moesim.advice.machine.machine import Grade
-from moesim.advice.plan.candidates import Job, bill_of
+from moesim.advice.model.catalogue import named_contents
+from moesim.advice.plan.candidates import Candidate, Job, bill_of
 from moesim.advice.plan.commands import override_pattern, server_command
 from moesim.advice.times.byte_bound import placement_bound
 from moesim.advice.times.setting import Setting
+from moesim.advice.times.step_times import key_passes
 
 MODEL = "qwen3-30b-a3b"
 PC = {
@@ -269,3 +271,30 @@ def test_rows_of_another_model_teach_about_the_machine(tmp_path, advice):
         "x.gguf"
     ]
     assert learned.best.decode.spread < advice.best.decode.spread
+
+
+def test_keys_are_read_again_where_a_kernel_does_not_take_a_whole_group():
+    """Five query heads share a key: 8, 4 and 2 do not divide them, so each reads it."""
+    assert [key_passes(group, "sycl") for group in (1, 2, 4, 8, 16)] == [1, 1, 1, 1, 2]
+    assert [key_passes(group, "sycl") for group in (3, 5, 6, 12)] == [3, 5, 3, 3]
+    # CUDA's kernels pad a group instead.
+    assert key_passes(5, "cuda") == 1
+
+    setting = Setting(cpu_layers=99)
+    seconds = {}
+    for gpu in ("Arc B580", "RTX 4060 Ti 16GB"):
+        pc = PC | {"gpu": gpu, "ram": "2x48GB DDR4-3600"}
+        advised = advise("llama-4-scout", **pc, quant="UD-Q3_K_XL")
+        bill = bill_of(advised.model, advised.machine, setting, advised.job)
+        terms = advised.forecast.prospect(Candidate(setting, bill)).decode_terms
+        rate = advised.forecast.beliefs.median("device_read")
+        seconds[gpu] = terms["gpu keys and values"] * rate
+    assert seconds["Arc B580"] == pytest.approx(5 * seconds["RTX 4060 Ti 16GB"])
+
+
+def test_attention_of_a_dynamic_llama_4_file_has_four_to_six_bits():
+    dynamic = named_contents("llama-4-scout", "UD-Q3_K_XL", 49_016_000_000)
+    assert set(dynamic.layers[0].dense_formats) == {"q5_k", "f32"}
+    weights = sum(layer.expert_weights for layer in dynamic.layers)
+    # Stated: 3.5 bits, 4.5 in down projections.
+    assert 3.3 < 8 * dynamic.expert_bytes / weights < 4.5

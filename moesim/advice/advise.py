@@ -19,6 +19,7 @@ from moesim.advice.plan.candidates import Candidate, Job, bill_of, candidates
 from moesim.advice.plan.questions import Question, next_questions
 from moesim.advice.plan.ranking import Forecast, Prospect
 from moesim.advice.plan.what_if import WhatIf, expert_cache, no_fit_words, what_ifs
+from moesim.advice.routing.answer import RoutingAdvice, routing_advice
 from moesim.advice.times.byte_bound import ByteBound, placement_bound
 from moesim.advice.times.priors import priors_of
 from moesim.advice.times.setting import ALL_LAYERS, Setting
@@ -66,6 +67,7 @@ class Advice:
         observed: rows that were learned from.
         bound: what no schedule beats with the weights where `best` puts them.
         plain_kv: the fastest setting with unrounded keys and values.
+        routing: what a trace answers; None without one.
         forecast: predicts any other setting.
     """
 
@@ -80,6 +82,7 @@ class Advice:
     observed: ObservedRows
     bound: ByteBound
     plain_kv: Prospect | None
+    routing: RoutingAdvice | None
     forecast: Forecast = field(repr=False)
 
     @property
@@ -116,7 +119,8 @@ def advise(
         bench: what llama-bench wrote here.
         quant: weight formats of a model that is given by name.
         job: context, prompt and answer; default: `Job`.
-        trace: routing of this model, for the expert cache.
+        trace: routing of this model, for the bound of any schedule, for the masks of
+            ktransformers and for an expert cache.
         replay_cache: also replay an expert cache; takes some seconds.
         count: settings to return.
 
@@ -155,6 +159,10 @@ def advise(
         machine, contents, best.candidate.setting, wanted.mean_depth
     )
 
+    # First: it refuses a trace of another model.
+    routing = None
+    if trace is not None:
+        routing = routing_advice(forecast, best, Path(trace))
     changes = what_ifs(forecast, best)
     if replay_cache or trace is not None:
         place = None if trace is None else Path(trace)
@@ -173,6 +181,7 @@ def advise(
         observed=rows,
         bound=bound,
         plain_kv=forecast.ranked(plain, 1)[0] if plain else None,
+        routing=routing,
         forecast=forecast,
     )
 

@@ -7,10 +7,11 @@ same policies, same figures.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moesim.bound.host_memory import MemoryBound, highest_read_rate, memory_bound
 from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.decision_log import DecisionLog
 from moesim.policies.planner.observers import observed
@@ -59,6 +60,8 @@ class MeasuredRun(Run):
             none of the others.
         footprint: host memory budgeted and taken; None for a live model, whose library
             takes what it likes.
+        bound: what reading host memory allows at best; None where no probe says how
+            fast that is, or where it does not bind.
     """
 
     shape: ModelShape
@@ -66,12 +69,15 @@ class MeasuredRun(Run):
     decision_log: DecisionLog
     startup: dict[str, Any]
     footprint: Footprint | None
+    bound: MemoryBound | None = field(default=None, kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
         """One object with metrics, configuration, start-up, memory and warnings."""
         memory = None if self.footprint is None else self.footprint.to_json()
+        bound = {} if self.bound is None else {"bound": self.bound.to_json()}
         return {
             **self.metrics,
+            **bound,
             "startup": self.startup,
             "memory": memory,
             "config": self.config,
@@ -205,7 +211,44 @@ def run_trace(
             f"experts share {store.index.distinct} different records of the store"
         )
     finish(run, setup, walk, out=out, perfetto=perfetto)
+    # Experts that share records or come from an SSD need not cross the memory's wires.
+    if store.index.distinct is None and setup.memory.host is None:
+        run.bound = run_bound(setup, walk, dense.bytes * in_host)
     return run
+
+
+def run_bound(
+    setup: Setup, walk: Sequence[RoutedStep], dense_bytes: int
+) -> MemoryBound | None:
+    """Bound a run by what the profile's probes say of host memory.
+
+    Args:
+        setup: of the run.
+        walk: its forward passes.
+        dense_bytes: of all weights but experts that lie in host memory.
+
+    Returns:
+        The bound; None without probes, where the processor does not tell its caches, or
+        where routing is altered.
+    """
+    from moesim.runtime.measure.pool_size import (  # noqa: PLC0415 - needs psutil
+        all_caches_bytes,
+    )
+
+    rate = highest_read_rate(setup.profile.numbers)
+    caches = all_caches_bytes()
+    if rate is None or caches is None or setup.policies().routing.alters:
+        return None
+    # A card's slots keep experts out of host memory; the host accelerator's lie in it.
+    if setup.profile.accelerator == "cuda":
+        caches += int(setup.memory.gpu.pool_bytes.sum()) * setup.profile.gpus
+    return memory_bound(
+        walk,
+        setup.shape.expert_bytes,
+        rate,
+        cache_bytes=caches,
+        dense_bytes=dense_bytes,
+    )
 
 
 def rehearse(planner: Planner, steps: Sequence[RoutedStep]) -> None:

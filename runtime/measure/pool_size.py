@@ -8,7 +8,8 @@ from typing import Final
 import psutil
 
 _DEFAULT_CACHE_BYTES: Final = 64 << 20
-_CACHE_FOLDER: Final = Path("/sys/devices/system/cpu/cpu0/cache")
+_CPU_FOLDER: Final = Path("/sys/devices/system/cpu")
+_CACHE_FOLDER: Final = _CPU_FOLDER / "cpu0" / "cache"
 
 
 def last_level_cache_bytes() -> int:
@@ -21,6 +22,23 @@ def last_level_cache_bytes() -> int:
         if text.endswith("K") and text[:-1].isdigit()
     ]
     return max(sizes, default=_DEFAULT_CACHE_BYTES)
+
+
+def all_caches_bytes() -> int | None:
+    """Add up the data caches of all cores; None where the kernel does not say.
+
+    A cache that cores share counts once; instructions hold no weights.
+    """
+    sizes: dict[tuple[str, str], int] = {}
+    for folder in _CPU_FOLDER.glob("cpu[0-9]*/cache/index*"):
+        kind = (folder / "type").read_text().strip()
+        text = (folder / "size").read_text().strip()
+        if kind == "Instruction" or not text.endswith("K"):
+            continue
+        level = (folder / "level").read_text().strip()
+        sharing = (folder / "shared_cpu_list").read_text().strip()
+        sizes[level, sharing] = int(text[:-1]) << 10
+    return sum(sizes.values()) or None
 
 
 def pool_bytes(experts_bytes: int = 0) -> int:

@@ -135,7 +135,9 @@ def _template(row: Row, total: int) -> LayerContents:
         named = named_contents(row.text("model"), row.text("quant"))
         # Attention costs FLOPs that bytes do not tell.
         widths = [other.attention_width for other in named.layers]
-        layer = replace(layer, attention_width=sum(widths) // len(widths))
+        group = max(other.query_group for other in named.layers)
+        width = sum(widths) // len(widths)
+        layer = replace(layer, attention_width=width, query_group=group)
     return layer
 
 

@@ -21,6 +21,7 @@ from moesim.advice.model.contents import F16_BYTES, LayerContents, ModelContents
 from moesim.advice.model.formats import (
     Recipe,
     bytes_per_weight,
+    is_dynamic,
     more_bits,
     recipe,
     row_format,
@@ -56,6 +57,12 @@ ALIASES = {
 
 NORM_BYTES_PER_WEIGHT = 4
 MATRICES = 3
+
+# Unsloth's files of Llama 4 are older than its others: "attention and other layers in
+# 4 or 6bit", whose middle this is. Shared experts are half of what a token reads there.
+# Experts then come to the 3.5 bits that are stated for Q3_K_XL.
+# Source: docs.unsloth.ai, "How to run Llama 4".
+LLAMA_4_DENSE = "q5_k"
 
 
 @cache
@@ -119,6 +126,9 @@ def named_contents(
     if row["name"].startswith("gpt-oss") and formats.up not in ("f16", "bf16", "f32"):
         # Files of gpt-oss keep the experts as trained, whatever the label says.
         formats = replace(formats, up="mxfp4", down="mxfp4", down_more="mxfp4")
+
+    if row["name"].startswith("llama-4") and is_dynamic(label):
+        formats = replace(formats, dense=LLAMA_4_DENSE)
 
     contents = _computed(row, formats, label)
     if file_bytes is not None:
@@ -264,6 +274,7 @@ def _context_sizes(row: dict[str, Any], at: int, *, recurrent: bool) -> dict[str
         "kv_bytes_per_token": 2 * kv_heads * head_dim * F16_BYTES,
         "window_tokens": row["window"] if windowed else 0,
         "attention_width": 2 * heads * head_dim,
+        "query_group": max(1, heads // kv_heads),
     }
 
 

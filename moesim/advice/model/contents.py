@@ -36,6 +36,8 @@ class LayerContents:
         window_tokens: attention looks back at most so far; 0 without a window.
         state_bytes: recurrent state of one sequence, read and written per token.
         attention_width: heads x (key + value size): multiply-adds per context token.
+        query_group: query heads that share a key head; 1 where each has its own, or
+            where latent attention has kernels of its own.
     """
 
     dense_bytes: int
@@ -50,6 +52,7 @@ class LayerContents:
     window_tokens: int = 0
     state_bytes: int = 0
     attention_width: int = 0
+    query_group: int = 1
 
     @property
     def active_share(self) -> float:

@@ -153,13 +153,18 @@ def more_bits(layer: int, layers: int) -> bool:
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
+def is_dynamic(label: str) -> bool:
+    """Tell whether a label is that of one of Unsloth's dynamic files."""
+    marked = re.search(r"\bUD\b", label, re.IGNORECASE) is not None
+    return marked or label.lower().endswith("_xl")
+
+
 def recipe(label: str) -> Recipe | None:
     """Return the formats behind a label; None for one that says nothing.
 
     Args:
         label: such as ``Q4_K_M``, ``UD-Q4_K_XL``, ``IQ1_S_R4`` or ``bf16``.
     """
-    dynamic = re.search(r"\bUD\b", label, re.IGNORECASE) is not None
     word = re.search(
         r"(?:i?q\d(?:_[a-z0-9]+)*|bf16|f16|fp16|f32|fp8|mxfp4|nvfp4)", label.lower()
     )
@@ -168,7 +173,7 @@ def recipe(label: str) -> Recipe | None:
 
     # Suffixes that change the order of rows in memory, not their size.
     name = re.sub(r"_(?:r4|r8|r16)$", "", word.group(0)).replace("fp16", "f16")
-    dynamic = dynamic or name.endswith("_xl")
+    dynamic = is_dynamic(label)
     name = name.replace("_k_xl", "_k_m")
 
     if name in RECIPES and dynamic:

@@ -113,6 +113,7 @@ def _layer(sums: LayerTensors, at: int, keys: _Keys) -> LayerContents:
         window_tokens=attention.window_tokens,
         state_bytes=attention.state_bytes,
         attention_width=attention.width,
+        query_group=attention.query_group,
     )
 
 
@@ -124,6 +125,7 @@ class _Attention:
         self.window_tokens = 0
         self.state_bytes = 0
         self.width = 0
+        self.query_group = 1
 
         if self._recurrent(keys, at):
             inner = keys.whole("ssm.inner_size", 0)
@@ -147,6 +149,7 @@ class _Attention:
         else:
             self.kv_bytes_per_token = kv_heads * (key_size + value_size) * F16_BYTES
             self.width = heads * (key_size + value_size)
+            self.query_group = max(1, heads // max(1, kv_heads))
         self.window_tokens = self._window(keys, at)
 
     @staticmethod

@@ -201,4 +201,5 @@ def _layer(
         kv_bytes_per_token=kv_bytes,
         window_tokens=window,
         attention_width=width,
+        query_group=1 if rank else max(1, heads // max(1, kv_heads)),
     )

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from moesim.advice.plan.commands import server_command
+from moesim.advice.routing.ktransformers import server_command as mask_command
 
 if TYPE_CHECKING:
     from moesim.advice.advise import Advice
@@ -35,6 +36,7 @@ def advice_json(advice: Advice) -> dict[str, Any]:
             None if advice.plain_kv is None else _prospect(advice, advice.plain_kv)
         ),
         "bound": asdict(advice.bound) | {"tokens_per_s": advice.bound.tokens_per_s},
+        "routing": _routing(advice),
         # Readers draw their own figures from it.
         "curve": [
             {
@@ -78,6 +80,25 @@ def _prospect(advice: Advice, prospect: Prospect) -> dict[str, Any]:
         "gpu_left_bytes": bill.gpu_left,
         "host_bytes": dict(bill.host),
         "host_left_bytes": bill.host_left,
+    }
+
+
+def _routing(advice: Advice) -> dict[str, Any] | None:
+    routing = advice.routing
+    if routing is None:
+        return None
+    return {
+        "bound": asdict(routing.bound) | {"steps_per_s": routing.bound.steps_per_s},
+        "ktransformers": [
+            {
+                "command": mask_command(advice.forecast, plan),
+                "strategy": plan.strategy,
+                "experts_per_layer": plan.per_layer,
+                "share_on_card": plan.on_card,
+                "decode_tokens_per_s": _interval(plan.decode),
+            }
+            for plan in routing.masks
+        ],
     }
 
 

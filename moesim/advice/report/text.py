@@ -12,6 +12,9 @@ from moesim.advice.report.words import (
     speed_words,
     term_words,
 )
+from moesim.advice.routing.expert_masks import FREQUENCY
+from moesim.advice.routing.ktransformers import COUNTS_FILE
+from moesim.advice.routing.ktransformers import server_command as mask_command
 from moesim.advice.times.latents import NINETY
 from moesim.reporting.tables import aligned, facts_lines
 from moesim.reporting.units import ms, number
@@ -23,14 +26,18 @@ if TYPE_CHECKING:
     from moesim.advice.advise import Advice
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.plan.ranking import Prospect
+    from moesim.bound.bandwidths import RoutingBound
 
 
-def advice_text(advice: Advice, *, explain: bool = False) -> str:
+def advice_text(
+    advice: Advice, *, explain: bool = False, counts_file: str = COUNTS_FILE
+) -> str:
     """Lay out an answer.
 
     Args:
         advice: what was found out.
         explain: also print the seconds of every term.
+        counts_file: of experts, for ktransformers.
     """
     blocks = [facts_lines(_asked(advice)), _command_lines(advice)]
     blocks.append(facts_lines(_answer(advice)))
@@ -40,6 +47,7 @@ def advice_text(advice: Advice, *, explain: bool = False) -> str:
         blocks.append(aligned(term_rows(advice.best)))
     if advice.what_ifs:
         blocks.append(["what would change it:", *facts_lines(_change_facts(advice))])
+    blocks += _mask_blocks(advice, counts_file)
     blocks.append(_row_lines(advice))
     blocks.append(_question_lines(advice))
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
@@ -112,6 +120,8 @@ def _answer(advice: Advice) -> list[tuple[str, str]]:
         host += f"; {format_bytes(bill.host_left)} to spare"
     facts.append(("host memory", host))
     facts.append(("bound", bound_words(advice)))
+    if advice.routing is not None:
+        facts.append(("any schedule", routing_words(advice, advice.routing.bound)))
     return facts
 
 
@@ -126,6 +136,49 @@ def bound_words(advice: Advice) -> str:
         f" weights in these places: {number(bound.tokens_per_s)} steps/s, set by"
         f" {bound.resource}"
     )
+
+
+def routing_words(advice: Advice, bound: RoutingBound) -> str:
+    """Say how far the advised setting is from any schedule of the user's routing."""
+    sequences = advice.best.candidate.setting.sequences
+    share = advice.best.decode.value / (bound.steps_per_s * sequences)
+    return (
+        f"decode at {100 * share:.0f} % of what this machine can do at best with this"
+        f" routing, wherever experts lie: {number(bound.steps_per_s)} steps/s, set by"
+        f" {bound.resource} ({bound.reads:,} of {bound.accesses:,} expert reads of"
+        f" {bound.steps:,} steps cannot be avoided)"
+    )
+
+
+def mask_rows(advice: Advice) -> list[list[str]]:
+    """One row per placement strategy of kt-kernel, fastest first."""
+    rows = [["strategy", "experts per layer", "served by the card", "decode t/s"]]
+    masks = () if advice.routing is None else advice.routing.masks
+    rows += [
+        [
+            plan.strategy,
+            str(plan.per_layer),
+            f"{100 * plan.on_card:.0f} %",
+            speed_words(plan.decode, unit=""),
+        ]
+        for plan in masks
+    ]
+    return rows
+
+
+def _mask_blocks(advice: Advice, counts_file: str) -> list[list[str]]:
+    """Lines for ktransformers: its command, then its strategies."""
+    if advice.routing is None or not advice.routing.masks:
+        return []
+    first = advice.routing.masks[0]
+    command = mask_command(advice.forecast, first, counts_file)
+    lines = ["the same memory under ktransformers:", f"  {command}"]
+    table = [f"  {line}" for line in aligned(mask_rows(advice), lead=1)]
+    origin = "chosen on one half of the routing and judged on the other; experts on the"
+    notes = [f"{origin} card in as many bytes as in host memory"]
+    if first.strategy == FREQUENCY:
+        notes.append(f"--expert-counts {counts_file} writes the file that it reads")
+    return [[*lines, *table, *notes]]
 
 
 def setting_rows(advice: Advice) -> list[list[str]]:

@@ -85,3 +85,10 @@ def most_device_bytes_per_s(machine: Machine) -> float:
     # Schedules may cut layers across cards, so rates add.
     stated = sum(card.bytes_per_s * card.count for card in machine.graphics)
     return max(stated, machine.probes.device_read or 0.0)
+
+
+def most_link_bytes_per_s(machine: Machine) -> float:
+    """Return the highest rate at which all cards together get copies."""
+    # Each card has a link of its own.
+    stated = machine.link_bytes_per_s * machine.gpu_count
+    return max(stated, machine.probes.link or 0.0)

@@ -76,6 +76,26 @@ def family(name: str) -> str:  # noqa: PLR0911 # one answer per family
     return "quant"
 
 
+# Query heads that one pass over the keys serves, and backends whose kernels do so only
+# where that number divides the heads of a group. Source: flash attention of ggml:
+# `gqa_ratio % 8 == 0` and so on for SYCL and HIP; CUDA pads groups instead.
+HEADS_PER_PASS = (8, 4, 2)
+DIVIDING_BACKENDS = ("sycl", "rocm")
+
+
+def key_passes(query_group: int, backend: str) -> int:
+    """Return how often one decode step reads the keys and values of a layer.
+
+    Args:
+        query_group: query heads that share a key head.
+        backend: of the GPU.
+    """
+    if backend not in DIVIDING_BACKENDS:
+        return 1
+    fitting = (heads for heads in HEADS_PER_PASS if query_group % heads == 0)
+    return query_group // next(fitting, 1)
+
+
 def busy_cores(machine: Machine, threads: int | None) -> float:
     """Return how many fast cores' worth of work so many threads do.
 
@@ -108,15 +128,19 @@ def decode_terms(
         terms["gpu kernels"] += work.device_recurrent * rates["recurrent_s"]
     if work.device_kv_bytes:
         rate = rates["device_read"] * rates["kv_reach"]
-        terms["gpu keys and values"] = work.device_kv_bytes / rate
+        read = sum(
+            stored * key_passes(group, machine.backend)
+            for group, stored in work.device_kv.items()
+        )
+        terms["gpu keys and values"] = read / rate
 
     if work.host_expert_layers:
-        reading = _host_seconds(work.host_experts, machine, setting, rates)
+        reading = host_seconds(work.host_experts, machine, setting, rates)
         terms["cpu experts"] = reading
         terms["cpu floor"] = work.host_expert_layers * rates["floor_s"]
 
     if work.host_dense_layers or work.host_dense:
-        reading = _host_seconds(work.host_dense, machine, setting, rates)
+        reading = host_seconds(work.host_dense, machine, setting, rates)
         terms["cpu other layers"] = (
             reading + work.host_dense_layers * rates["host_layer_s"]
         )
@@ -135,7 +159,7 @@ def device_seconds(formats: Mapping[str, float], rates: Mapping[str, float]) -> 
     )
 
 
-def _host_seconds(
+def host_seconds(
     formats: Mapping[str, float],
     machine: Machine,
     setting: Setting,
@@ -290,7 +314,7 @@ def _host_batch(
     Used experts are read once, whatever their number of tokens; then arithmetic counts.
     """
     formats = {group.host_format: share * group.stored_bytes}
-    reading = _host_seconds(formats, machine, setting, rates)
+    reading = host_seconds(formats, machine, setting, rates)
     flops = FLOPS_PER_WEIGHT * tokens * group.top_k * group.weights
     computing = flops / _host_flops(machine, setting, rates)
     return max(reading, computing) + rates["floor_s"]

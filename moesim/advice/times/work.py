@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moesim.advice.times.setting import KV_SHARES
 
@@ -38,7 +38,7 @@ class DecodeWork:
         device: weight format -> bytes that the GPUs read.
         device_layers: layers with attention on the GPUs.
         device_recurrent: layers with a recurrence on the GPUs.
-        device_kv_bytes: keys and values that the GPUs read.
+        device_kv: query heads per key head -> keys and values that the GPUs read.
         host_kv_bytes: the same on the CPU.
     """
 
@@ -49,8 +49,13 @@ class DecodeWork:
     device: Mapping[str, float] = field(default_factory=dict)
     device_layers: int = 0
     device_recurrent: int = 0
-    device_kv_bytes: float = 0.0
+    device_kv: Mapping[int, float] = field(default_factory=dict)
     host_kv_bytes: float = 0.0
+
+    @property
+    def device_kv_bytes(self) -> float:
+        """Keys and values on the GPUs, each counted once."""
+        return sum(self.device_kv.values())
 
     @property
     def host_bytes(self) -> float:
@@ -78,7 +83,8 @@ def decode_work(
     host_dense: Counter[str] = Counter()
     device: Counter[str] = Counter()
     kv_share = KV_SHARES.get(setting.kv_format, 1.0)
-    device_kv = host_kv = 0.0
+    device_kv: Counter[int] = Counter()
+    host_kv = 0.0
     counts: Counter[str] = Counter()
 
     first_gpu = setting.first_gpu_layer(model)
@@ -102,7 +108,7 @@ def decode_work(
             recurrent = not layer.kv_bytes_per_token
             counts["recurrent" if recurrent else "attention"] += 1
             _add(device, layer.dense_formats)
-            device_kv += kv_bytes
+            _add(device_kv, {layer.query_group: kv_bytes})
 
         if at in on_host:
             counts["host experts"] += 1
@@ -120,12 +126,12 @@ def decode_work(
         device=dict(device),
         device_layers=counts["attention"],
         device_recurrent=counts["recurrent"],
-        device_kv_bytes=device_kv,
+        device_kv=dict(device_kv),
         host_kv_bytes=host_kv,
     )
 
 
-def _add(total: Counter[str], more: Mapping[str, float]) -> None:
+def _add(total: Counter[Any], more: Mapping[Any, float]) -> None:
     for name, stored in more.items():
         total[name] += stored  # type: ignore[assignment]
 

@@ -180,6 +180,8 @@ def _print(measured: "MeasuredRun", startups: dict[str, Any] | None) -> None:
     for number, text in enumerate(getattr(measured, "texts", [])):
         print(f"--- {number}\n{_without_controls(text)}")
     print(report.run_text(measured))
+    if measured.bound is not None:
+        print(f"bound: {measured.bound.words(measured.metrics['makespan_s'])}")
 
     startup = measured.startup
     first = ""

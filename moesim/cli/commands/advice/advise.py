@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +10,9 @@ from moesim.cli import output
 from moesim.cli.checks import check_places
 from moesim.cli.options import AsJson
 from moesim.cli.parsers import size_bytes
+
+if TYPE_CHECKING:
+    from moesim.advice.advise import Advice
 
 Model = Annotated[
     str,
@@ -95,7 +98,17 @@ def advise(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Routing of this model, to say what an expert cache would give.",
+            help=(
+                "Routing of this model: bound of any schedule, an expert cache, masks"
+                " for ktransformers."
+            ),
+        ),
+    ] = None,
+    expert_counts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.pt",
+            help="Write a trace's counts of experts, as kt-kernel's masks need them.",
         ),
     ] = None,
     cache: Annotated[
@@ -110,6 +123,13 @@ def advise(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with figures.")
     ] = None,
+    save_profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.toml",
+            help="Write the machine as a hardware profile, for moesim replay --hw.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which llama.cpp settings are fastest for a model on a machine, how fast, and
@@ -123,12 +143,15 @@ def advise(
     """
     # Before anything is computed: a result needs a place.
     check_places(
-        files=[html], inputs=[path for path in (bench, trace) if path is not None]
+        files=[html, save_profile, expert_counts],
+        inputs=[path for path in (bench, trace) if path is not None],
     )
+    _check_counts(trace, expert_counts)
     from moesim.advice import advise as library
     from moesim.advice.plan.candidates import Job
     from moesim.advice.report.as_json import advice_json
     from moesim.advice.report.text import advice_text
+    from moesim.advice.routing.ktransformers import COUNTS_FILE
 
     # Everything below only prints.
     advice = library.advise(
@@ -156,9 +179,53 @@ def advise(
         from moesim.advice.report.page import write_advice
 
         write_advice(advice, html)
+    if expert_counts is not None:
+        _write_counts(advice, expert_counts)
+    replay_line = ""
+    if save_profile is not None:
+        from moesim.advice.plan.saved_profile import profile_of_advice, replay_command
+        from moesim.hwprofiles.profile import save_profile as save
+
+        save(profile_of_advice(advice), save_profile)
+        replay_line = replay_command(advice, str(save_profile))
+
     # Alone on standard output, for other programs.
     if as_json:
         print(json.dumps(advice_json(advice), indent=2))
         return
-    print(advice_text(advice, explain=explain))
-    output.print_written([html])
+    counts_file = str(expert_counts or COUNTS_FILE)
+    print(advice_text(advice, explain=explain, counts_file=counts_file))
+    if replay_line:
+        print(f"\nto replay this placement:\n  {replay_line}")
+    output.print_written([html, save_profile, expert_counts])
+
+
+def _check_counts(trace: Path | None, expert_counts: Path | None) -> None:
+    """Refuse a file of counts that nothing can be counted for.
+
+    Raises:
+        typer.BadParameter: without a trace, or with a name that kt-kernel ignores.
+    """
+    if expert_counts is None:
+        return
+    if trace is None:
+        raise typer.BadParameter(
+            "expected --trace beside it, whose experts are counted",
+            param_hint="--expert-counts",
+        )
+    # Its loader looks at the ending before it looks into the file.
+    if expert_counts.suffix != ".pt":
+        raise typer.BadParameter(
+            f"{expert_counts}: expected a name that ends in .pt",
+            param_hint="--expert-counts",
+        )
+
+
+def _write_counts(advice: "Advice", file: Path) -> None:
+    from moesim.runtime.record.expert_counts import write_expert_counts
+
+    model = advice.model
+    experts = model.layers[model.moe_layers[0]].experts
+    assert advice.routing is not None
+    counts = advice.routing.decodes.counts(experts)
+    write_expert_counts(file, counts, model.moe_layers, len(model.layers))

@@ -1,0 +1,1 @@
+"""What a trace adds to advice: which experts are asked for, and so which to keep."""
