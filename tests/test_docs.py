@@ -81,6 +81,7 @@ def make_rows(folder):
 
 
 SETUP = {
+    "README.md": make_rows,
     "advise.md": make_rows,
     "configuration.md": make_config,
     "import.md": make_dumps,
