@@ -44,10 +44,13 @@ def least_reads(
         pool.append([(layer, expert) for expert in experts])
 
     reads = 0
+    single = shared or len(slots) == 1
     for pool_id, uses in pools.items():
-        size = int(slots[0] if shared or len(slots) == 1 else slots[pool_id])
+        size = int(slots[0 if single else pool_id])
         misses = min_with_bypass(uses, size)
-        reads += max(0, misses - size) if warm else misses
+        if warm:
+            misses = max(0, misses - size)
+        reads += misses
     return reads
 
 
@@ -66,10 +69,13 @@ def min_with_bypass(uses: Sequence[Sequence[Expert]], size: int) -> int:
     misses = 0
 
     for experts, next_steps in zip(uses, following, strict=True):
-        for expert, next_step in zip(experts, next_steps, strict=True):
-            misses += expert not in resident
+        used_next = dict(zip(experts, next_steps, strict=True))
+        for expert, next_step in used_next.items():
+            if expert not in resident:
+                misses += 1
             resident[expert] = next_step
-            heapq.heappush(latest_first, (-next_step, expert))
+            entry = (-next_step, expert)
+            heapq.heappush(latest_first, entry)
 
         while len(resident) > size:
             negative, victim = heapq.heappop(latest_first)
@@ -85,8 +91,10 @@ def _next_uses(uses: Sequence[Sequence[Expert]]) -> list[list[int]]:
     next_step: dict[Expert, int] = {}
     following: list[list[int]] = []
 
-    for at in range(len(uses) - 1, -1, -1):
-        following.append([next_step.get(expert, never) for expert in uses[at]])
-        next_step.update(dict.fromkeys(uses[at], at))
+    for at in reversed(range(never)):
+        experts = uses[at]
+        next_steps = [next_step.get(expert, never) for expert in experts]
+        following.append(next_steps)
+        next_step |= dict.fromkeys(experts, at)
     following.reverse()
     return following

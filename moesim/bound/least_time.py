@@ -69,10 +69,10 @@ class Bound:
     def words(self, makespan_s: float) -> str:
         """Put a run's distance in words."""
         share = 100 * self.share(makespan_s)
+        reads = f"{self.least_reads:,} of {self.accesses:,} expert reads"
         return (
             f"at {share:.0f} % of what this machine can do at best, limited by the"
-            f" {self.resource} ({self.least_reads:,} of {self.accesses:,} expert reads"
-            " cannot be avoided)"
+            f" {self.resource} ({reads} cannot be avoided)"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -112,10 +112,13 @@ def least_seconds(
 
     if memory.host is not None:
         # An expert in either memory needs no read; one pool of both is the best case.
-        both = int(slots.sum() + most_experts(memory.host, sizes).sum())
-        reads = least_reads(work.steps, np.array([both]), shared=True, warm=warm)
-        fastest_s = min(costs.read_s(layer) for layer in range(len(sizes)))
+        host_slots = most_experts(memory.host, sizes)
+        both = np.array([slots.sum() + host_slots.sum()])
+        reads = least_reads(work.steps, both, shared=True, warm=warm)
+        layers = range(len(sizes))
+        fastest_s = min(costs.read_s(layer) for layer in layers)
         by_resource[SSD] = reads * fastest_s
+
     resource = max(by_resource, key=lambda name: by_resource[name])
     return Bound(
         seconds=by_resource[resource],
@@ -172,16 +175,22 @@ class _Work:
         self.ordered_s += head_s
 
         for routed in step.layers:
-            cpu_s = costs.cpu_s(routed.layer, routed.tokens) * self.cpu_factor
-            cpu_s = cpu_s + costs.dispatch_s
-            gpu_s = costs.gpu_s(routed.layer, routed.tokens) + costs.dispatch_s
-            copy_s = costs.copy_s(routed.layer) * self.copy_factor + costs.dispatch_s
+            layer = routed.layer
+            dispatch_s = costs.dispatch_s
+            cpu_s = costs.cpu_s(layer, routed.tokens) * self.cpu_factor
+            cpu_s = cpu_s + dispatch_s
+            gpu_s = costs.gpu_s(layer, routed.tokens)
+            gpu_s = gpu_s + dispatch_s
+            copy_s = costs.copy_s(layer) * self.copy_factor
+            copy_s += dispatch_s
 
+            used = len(cpu_s)
+            self.accesses += used
             self.cpu_s.append(cpu_s)
             self.gpu_s.append(gpu_s)
-            self.copy_s.append(np.full(len(cpu_s), copy_s))
-            self.steps.append((routed.layer, routed.experts.tolist()))
-            self.accesses += len(cpu_s)
+            self.copy_s.append(np.full(used, copy_s))
+            experts = routed.experts.tolist()
+            self.steps.append((layer, experts))
             self.dense_s += dense_s
             self.ordered_s += dense_s
             # Work ahead of its gate leaves its layer step: the dense part binds alone.
@@ -201,8 +210,9 @@ def least_makespan(cpu_s: np.ndarray, gpu_s: np.ndarray) -> float:
         gpu_s: float [A], on the GPUs together.
     """
     order = np.argsort(cpu_s / gpu_s)
-    cpu_sum = np.concatenate([[0.0], np.cumsum(cpu_s[order])])
-    gpu_sum = gpu_s.sum() - np.concatenate([[0.0], np.cumsum(gpu_s[order])])
+    cpu_sum = _prefix_sums(cpu_s[order])
+    moved = _prefix_sums(gpu_s[order])
+    gpu_sum = gpu_s.sum() - moved
 
     # The first prefix with which the CPU is the later one: the cut is just before.
     after = int(np.argmax(cpu_sum >= gpu_sum))
@@ -228,10 +238,13 @@ def _best_split(work: _Work, reads: int, gpus: int) -> tuple[dict[str, float], i
 
     def lanes(on_cpu: int) -> dict[str, float]:
         copies = max(0, reads - on_cpu)
+        on_gpu = work.accesses - on_cpu
+        copies_s = float(copy_sum[copies])
+        gpus_s = work.dense_s + float(gpu_sum[on_gpu])
         return {
             CPU: float(cpu_sum[on_cpu]),
-            LINK: float(copy_sum[copies]) / gpus,
-            GPU: (work.dense_s + float(gpu_sum[work.accesses - on_cpu])) / gpus,
+            LINK: copies_s / gpus,
+            GPU: gpus_s / gpus,
         }
 
     # Bisection, because a trace may have a million accesses.
@@ -251,5 +264,12 @@ def _best_split(work: _Work, reads: int, gpus: int) -> tuple[dict[str, float], i
 
 def _sums_of_smallest(seconds: Sequence[np.ndarray]) -> np.ndarray:
     """Sums of the n smallest, float64 [A + 1]."""
+    # The empty array stands for a trace without accesses.
     values = np.concatenate([np.zeros(0), *seconds])
-    return np.concatenate([[0.0], np.cumsum(np.sort(values))])
+    return _prefix_sums(np.sort(values))
+
+
+def _prefix_sums(values: np.ndarray) -> np.ndarray:
+    """Sums of the first n, float64 [A + 1]."""
+    sums = np.cumsum(values)
+    return np.concatenate([[0.0], sums])

@@ -57,7 +57,8 @@ def bound_of(config: RunConfig) -> Bound | None:
     tokens = trace.rows / shape.layers
     if config.steps is not None:
         tokens = min(tokens, config.steps * config.batch)
-    too_long = tokens * shape.layers * shape.top_k > MOST_ACCESSES
+    accesses = tokens * shape.layers * shape.top_k
+    too_long = accesses > MOST_ACCESSES
     if too_long or config.noise_seed is not None:
         return None
     return replay_bound(Setup.of(config, trace), trace)
