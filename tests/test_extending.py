@@ -102,6 +102,16 @@ def moesim(project, command):
     return done.stdout
 
 
+def run_commands(project, section):
+    """Run what a section shows; what it printed."""
+    return "".join(
+        moesim(project, command)
+        for example in examples(section)
+        if example.language == "sh"
+        for command in lines_of(example.text)
+    )
+
+
 def test_the_page_shows_every_kind_of_policy():
     kinds = {"cache", "assignment", "prefetch", "routing"}
     folders = re.findall(r"^# policies/(\w+)/", PAGE.read_text(), flags=re.MULTILINE)
@@ -114,14 +124,17 @@ def test_an_extension_is_the_files_that_the_page_shows(project, title):
     section = SECTIONS[title]
     names = apply(project, section)
     code = {name for name in names if name.endswith(".py")}
+    if "moesim/runs/config.py" in code:
+        assert len(code) == 2, "an option that all runs share is two files"
+        run_commands(project, section)
+        for run in ("first", "second"):
+            config = json.loads((project / run / "run.json").read_text())["config"]
+            assert config["label"] == "quiet"
+        return
     assert len(code) == 1
     (added,) = code
     stem = Path(added).stem.replace("_", "-")
-    printed = ""
-    for example in examples(section):
-        if example.language == "sh":
-            for command in lines_of(example.text):
-                printed += moesim(project, command)
+    printed = run_commands(project, section)
     if added.startswith("policies/"):
         assert stem in printed
     if added.startswith("traces/importers/"):
