@@ -43,6 +43,7 @@ def gap_text(report: Gap) -> str:
             f"{_ms(report.resident_s)}: the bound if the GPUs held every expert",
         ),
     ]
+    facts += [("note", caveat) for caveat in config["synthetic"]]
     head = facts_lines(facts)
     rows = [["part", "share", "of the gap", "alone", "last", "exchanged for"]]
     rows += [

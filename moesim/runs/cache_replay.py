@@ -13,6 +13,7 @@ from moesim.runs.setup import profile_of, trace_of, warm_counts
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import layer_steps
+from moesim.traces.synthetic.marks import synthetic_caveats
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,5 +88,6 @@ def replay_cache(
         "misses": counts.accesses - counts.hits,
         "hit_rate_active": counts.hit_rate,
         "hits_by_layer": counts.hits_by_layer.tolist(),
+        "synthetic": synthetic_caveats(opened.header),
         "wall_s": time.perf_counter() - begin_s,
     }

@@ -23,6 +23,7 @@ from moesim.runs.stores import open_random_store
 from moesim.runtime.errors import RuntimeFault
 from moesim.sim.replay import Replay
 from moesim.traces.format.batch import compose as compose_steps
+from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.perfetto import write_perfetto
 from moesim.traces.timeline.spans import Timeline
@@ -205,6 +206,7 @@ def run_trace(
         "distinct_experts": store.index.distinct,
         "host_cache": config.host_cache,
     }
+    run.warnings += synthetic_caveats(opened.header)
     # A reader should know that fewer bytes lie on the disk than the model has.
     if store.index.distinct is not None:
         run.warnings.append(

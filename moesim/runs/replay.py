@@ -26,6 +26,7 @@ from moesim.runs.setup import (
 )
 from moesim.sim.replay import Replay
 from moesim.traces.format.batch import compose as compose_steps
+from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.traces.timeline.metrics import Summary, summarise
 from moesim.traces.timeline.perfetto import write_perfetto
 from moesim.traces.timeline.spans import Timeline
@@ -135,7 +136,8 @@ def replay(
     if not keep and out is None:
         timeline = Timeline(profile.lanes)
 
-    warnings = _warnings(setup, planner.costs.extrapolated, metrics)
+    warnings = synthetic_caveats(opened.header)
+    warnings += _warnings(setup, planner.costs.extrapolated, metrics)
     run = Run(metrics, timeline, setup.effective_config(opened), warnings)
     if out is not None:
         save_run(run, Path(out))

@@ -26,6 +26,7 @@ from moesim.runs.artefacts import load_artefacts
 from moesim.runs.config import ConfigError, RunConfig
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.version import __version__, git_commit
 
 if TYPE_CHECKING:
@@ -169,6 +170,8 @@ class Setup:
         return {
             "trace": None if trace is None else trace.name,
             "trace_digest": digest,
+            # What of the trace was drawn and not recorded; empty for a recorded one.
+            "synthetic": [] if trace is None else synthetic_caveats(trace.header),
             "model": shape.name,
             "hw": profile.name,
             "hw_kind": profile.kind,

@@ -101,3 +101,5 @@ def _cache_only(
             )
     counts = replay_cache(config)
     print(json.dumps(counts, indent=2) if as_json else report.cache_text(counts))
+    if not as_json:
+        output.print_notes(counts["synthetic"])

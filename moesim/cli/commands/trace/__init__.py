@@ -7,6 +7,7 @@ from moesim.cli.commands.trace.check_residency import check_residency
 from moesim.cli.commands.trace.export import export
 from moesim.cli.commands.trace.import_ import import_
 from moesim.cli.commands.trace.info import info
+from moesim.cli.commands.trace.predict import predict
 from moesim.cli.commands.trace.stats import stats
 from moesim.cli.commands.trace.synth import synth
 
@@ -23,6 +24,7 @@ for _name, _function, _short_help in (
     ("check", check, "Say whether a trace can be trusted."),
     ("export", export, "Write a trace in another layout."),
     ("synth", synth, "Draw a synthetic trace."),
+    ("predict", predict, "Add synthetic predictions to a trace."),
     (
         "check-residency",
         check_residency,

@@ -31,7 +31,10 @@ def info(trace: TraceFile, as_json: AsJson = False) -> None:
 
 def _facts(trace: dict[str, Any]) -> dict[str, str]:
     from moesim.traces.sizes import format_bytes
+    from moesim.traces.synthetic.marks import PREDICTIONS, predictions_text
 
+    provenance = dict(trace["provenance"])
+    drawn = provenance.pop(PREDICTIONS, None)
     facts = {
         "trace": (
             f"{trace['path']}, {format_bytes(trace['size_bytes'])}, {trace['rows']:,}"
@@ -50,9 +53,11 @@ def _facts(trace: dict[str, Any]) -> dict[str, str]:
         ),
         "columns": ", ".join(trace["columns"]) or "only the required ones",
         "assumed": ", ".join(trace["assumed"]),
+        # Beside the columns, so that nobody takes them for recorded ones.
+        "synthetic predictions": predictions_text(drawn) if drawn else "",
     }
     # Provenance is free text; it may not replace what was read from the rows.
-    for name, value in trace["provenance"].items():
+    for name, value in provenance.items():
         facts.setdefault(name, _text(value))
     return facts
 

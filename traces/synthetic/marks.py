@@ -1,0 +1,49 @@
+"""How a trace says that parts of it were drawn and not recorded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moesim.traces.format.schema import TraceHeader
+
+PREDICTIONS = "synthetic_predictions"
+"""Key of the header's provenance: column -> what was drawn, and how."""
+
+
+def predictions_text(drawn: dict[str, Any]) -> str:
+    """Return the entry `PREDICTIONS` of a header as words on one line."""
+    parts = []
+    if "scores" in drawn:
+        parts.append(f"scores drawn (seed {drawn['scores'].get('seed')})")
+
+    sources: dict[str, None] = {}
+    for column, entry in drawn.items():
+        if column == "scores":
+            continue
+        asked = entry.get("recall_asked")
+        parts.append(
+            f"{column} recall {entry.get('recall_measured', 0):.3f} (asked {asked:g})"
+        )
+        # Columns of one call share their dependence; it is said once.
+        dependence = entry.get("dependence", {})
+        words = ", ".join(f"{name} {value:g}" for name, value in dependence.items())
+        sources[f"errors correlated: {words}; seed {entry.get('seed')}"] = None
+    return "; ".join([*parts, *sources])
+
+
+def synthetic_caveats(header: TraceHeader) -> list[str]:
+    """Return what a reader of a replay must know of a trace that was drawn, whole or in
+    part: one line for its routing, one for its predictions.
+    """
+    provenance = header.provenance
+    caveats = []
+    if provenance.get("synthetic") is True:
+        like = provenance.get("like")
+        source = f"like {like}" if like else "with stated statistics"
+        caveats.append(f"synthetic routing: drawn {source}, not recorded")
+
+    drawn = provenance.get(PREDICTIONS)
+    if isinstance(drawn, dict) and drawn:
+        caveats.append(f"synthetic predictions: {predictions_text(drawn)}")
+    return caveats
