@@ -143,7 +143,7 @@ def policies_found_once():
 
 
 @settings(max_examples=REPLAYS // EACH, deadline=None)
-@given(data=st.data(), drawn=traces(max_sequences=3, max_decode=8))
+@given(data=st.data(), drawn=traces(max_sequences=3, max_decode=4))
 def test_no_replay_beats_the_bound(data, drawn, tmp_path_factory):
     """A thousand replays of drawn traces, machines, policies and memories."""
     trace = open_trace(drawn.write(tmp_path_factory.mktemp("drawn") / "t.parquet"))
