@@ -29,7 +29,7 @@ from moesim.runs.replay import replay
 from moesim.runs.setup import Setup, profile_of
 
 LAYERS = 4
-EXPERTS = 8
+EXPERTS = 6
 HIDDEN = 1024
 WIDTH = 512
 EXPERT_BYTES = 3 * HIDDEN * WIDTH * 4
@@ -66,7 +66,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def routing(tmp_path_factory):
-    """200 MB of experts, more than the caches of most processors."""
+    """150 MB of experts, more than the caches of most processors."""
     shape = ModelShape(
         "wide", LAYERS, EXPERTS, 3, HIDDEN, WIDTH, (EXPERT_BYTES,) * LAYERS, 1
     )
@@ -151,6 +151,8 @@ def test_the_quartile_above_the_median_is_the_rate_of_a_probe():
 def test_no_system_beats_the_bound_on_the_shipped_trace(system, hw, tmp_path):
     trace = open_trace("tiny")
     needs = {}
+    if system == "flashmoe" and hw != "two-core-host":
+        pytest.skip("training its network once is enough")
     if system == "flashmoe":
         sizes = (trace.shape.layers, trace.shape.experts)
         needs = {"artefacts": write_network(tmp_path / "network", *sizes)}

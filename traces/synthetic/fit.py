@@ -86,7 +86,7 @@ def fit(
         topics=topics.astype(np.float32),
         lengths=tuple(lengths),
         provenance={
-            "like": trace.path.name,
+            **_origin(trace),
             "model": shape.name,
             "fitted_tokens": sum(len(routing) for routing in sequences),
         },
@@ -95,6 +95,21 @@ def fit(
     kinds = _cluster_kinds(sequences, shape, share)
     model = _scaled(model, sequences)
     return _with_topics(_freed(model, kinds, sequences), min(_TOPICS, len(sequences)))
+
+
+def _origin(trace: Trace) -> dict[str, str]:
+    """Where the real tokens are from, as far as their header says so."""
+    facts = trace.header.provenance
+    like = trace.path.name
+    # Likeness is not what it was, if the likeness of a likeness is drawn.
+    if facts.get("synthetic") is True:
+        like = f"{like}, itself synthetic, like {facts.get('like', 'nothing recorded')}"
+
+    origin = {"like": like}
+    for name in ("source", "licence"):
+        if name in facts:
+            origin[f"like_{name}"] = str(facts[name])
+    return origin
 
 
 def _with_topics(

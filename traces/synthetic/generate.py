@@ -114,6 +114,36 @@ def stated(
     return _with_reuse(model, reuse)
 
 
+def of_lengths(
+    model: SynthModel,
+    *,
+    prompt: int | None = None,
+    generated: int | None = None,
+) -> SynthModel:
+    """Return a model whose sequences have so many tokens; None keeps those it has.
+
+    Raises:
+        TraceError: a number out of range, or sequences without tokens.
+    """
+    stated = {"prompt": prompt, "generated": generated}
+    changes = {name: value for name, value in stated.items() if value is not None}
+    _check_limits(changes)
+    lengths = tuple(
+        (
+            old_prompt if prompt is None else prompt,
+            old_generated if generated is None else generated,
+        )
+        for old_prompt, old_generated in model.lengths
+    )
+    if min(map(sum, lengths)) < 1:
+        raise TraceError(
+            "synthetic trace: expected at least one token per sequence, got prompt"
+            f" {lengths[0][0]} and generated {lengths[0][1]}"
+        )
+    # The header says what is not as in the trace that it is like.
+    return replace(model, lengths=lengths, provenance=model.provenance | changes)
+
+
 def _check_limits(values: dict[str, float]) -> None:
     for name, value in values.items():
         least, most = _LIMITS[name]

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moesim.cli import output
 from moesim.cli.checks import check_places
 from moesim.cli.options import Seed
 
@@ -25,7 +26,22 @@ def synth(
         ),
     ],
     like: Annotated[
-        Path | None, typer.Option(metavar="TRACE", help="A real trace to resemble.")
+        str | None,
+        typer.Option(
+            metavar="TRACE|FILE|NAME",
+            help=(
+                "A trace to resemble, saved statistics of one, or those that ship:"
+                " deepseek-v2-lite, gpt-oss-20b, mixtral-8x7b, olmoe-1b-7b,"
+                " qwen3-30b-a3b."
+            ),
+        ),
+    ] = None,
+    save_stats: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --like: save the statistics; --like takes them.",
+        ),
     ] = None,
     shape: Annotated[
         str | None,
@@ -34,7 +50,8 @@ def synth(
     weights: Annotated[
         str | None,
         typer.Option(
-            metavar="FORMAT", help="With --shape: weight format. Default: bf16."
+            metavar="FORMAT",
+            help="Weight format. Default: bf16, or with --like that of the trace.",
         ),
     ] = None,
     skew: Annotated[
@@ -64,12 +81,12 @@ def synth(
     prompt: Annotated[
         int | None,
         typer.Option(
-            min=0, help="With --shape: prompt tokens per sequence. Default: 0."
+            min=0, help="Prompt tokens per sequence. Default: 0, or as in --like."
         ),
     ] = None,
     generated: Annotated[
         int | None,
-        typer.Option(min=0, help="With --shape: generated tokens. Default: 512."),
+        typer.Option(min=0, help="Generated tokens. Default: 512, or as in --like."),
     ] = None,
     seed: Seed = 0,
 ) -> None:
@@ -78,7 +95,8 @@ def synth(
 
     \b
     Examples:
-      moesim trace synth long.parquet --like real.parquet --tokens 1e6
+      moesim trace synth long.parquet --like real.parquet --tokens 1e6 --save-stats real.npz
+      moesim trace synth mixtral.parquet --like mixtral-8x7b --weights q4_k_m --tokens 1e4
       moesim trace synth new.parquet --shape qwen3-235b-a22b --tokens 1e4 --skew 1 --reuse 0.4
     """
     possible = {
@@ -96,22 +114,30 @@ def synth(
     # Statistics come from one source only.
     if (like is None) == (shape is None):
         raise typer.BadParameter("expected either --like TRACE or --shape MODEL")
-    doubled = [*stated, *(["weights"] if weights else [])]
+    # Lengths are no habit: a trace of decode tokens only may be drawn with prompts.
+    doubled = [name for name in stated if name not in ("prompt", "generated")]
     if like is not None and doubled:
         raise typer.BadParameter(
             f"--{doubled[0]} states what --like measures; drop one of them"
         )
-    check_places(files=[target], inputs=[like])
+    if like is None and save_stats is not None:
+        raise typer.BadParameter(
+            "expected --like beside it: stated statistics need no file",
+            param_hint="--save-stats",
+        )
+    check_places(files=[target, save_stats], inputs=[like])
     from moesim.cli.progress import bar
-    from moesim.traces.format.reader import open_trace
     from moesim.traces.models import model_shape
     from moesim.traces.synthetic import generate as synthetic
 
     if like is not None:
         # It reads the whole trace; stated statistics need none.
-        from moesim.traces.synthetic.fit import fit
+        from moesim.traces.synthetic import saved
 
-        model = fit(open_trace(like))
+        model = saved.model_like(like, weights)
+        if save_stats is not None:
+            saved.save(model, save_stats)
+        model = synthetic.of_lengths(model, prompt=prompt, generated=generated)
     else:
         described = model_shape(str(shape), weights or "bf16")
         model = synthetic.stated(described, seed=seed, **stated)
@@ -124,3 +150,5 @@ def synth(
         f"wrote {target}: {rows:,} rows, {int(tokens):,} tokens; synthetic, and it"
         " says so"
     )
+    if save_stats is not None:
+        output.print_written([save_stats])

@@ -1,0 +1,238 @@
+"""Saved statistics: a fitted synthetic model in a small file, and those that ship.
+
+A file is an ``.npz`` archive: arrays, and a JSON header with shape and provenance.
+Log-weights of topics and kinds are rounded to steps of 1/8, a factor of 1.06 of a
+chance at most, and held in a byte each; the rest is kept as it is. There is no row of
+the real trace in it, but the kinds of its tokens are, in their order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zipfile
+from dataclasses import asdict, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from moesim.traces.errors import TraceError
+from moesim.traces.files import written_beside
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import ModelShape
+from moesim.traces.models import known_models, model_shape
+from moesim.traces.shipped import resolve_trace
+from moesim.traces.synthetic.draw import CLASSES, SynthModel, TokenKinds
+from moesim.traces.synthetic.fit import fit
+
+VERSION = 1
+SUFFIX = ".statistics.npz"
+# What a zip archive begins with; Parquet begins with PAR1.
+_ARCHIVE = b"PK"
+_STEP = 0.125
+_TUPLES = ("expert_bytes", "dense_layers", "assumed")
+
+
+def shipped_statistics() -> tuple[str, ...]:
+    """Return the names of the statistics that ship, sorted."""
+    files = resources.files("moesim.traces") / "data"
+    names = [file.name for file in files.iterdir() if file.name.endswith(SUFFIX)]
+    return tuple(sorted(name.removesuffix(SUFFIX) for name in names))
+
+
+def model_like(
+    like: Path | str,
+    weights: str | None = None,
+) -> SynthModel:
+    """Return what a trace like that one is drawn from.
+
+    Args:
+        like: a trace, which is fitted now; a file of saved statistics; or the name of
+            statistics or of a trace that ship. A file comes before a name.
+        weights: weight format that decides the experts' bytes; None keeps those of the
+            trace or the statistics.
+
+    Raises:
+        TraceError: none of these, damaged, or `weights` for a model that is not known
+            by name.
+    """
+    path = resolve_trace(like)
+    name = str(like)
+    if not path.is_file() and name in shipped_statistics():
+        files = resources.files("moesim.traces") / "data"
+        path = Path(str(files / f"{name}{SUFFIX}"))
+    if not path.exists():
+        raise TraceError(
+            f"{like}: no such file, and no statistics of that name ship; known:"
+            f" {', '.join(shipped_statistics())}"
+        )
+
+    if path.is_file() and _begins_as_archive(path):
+        model = load(path)
+    else:
+        model = fit(open_trace(like))
+    return model if weights is None else _with_weights(model, weights)
+
+
+def _begins_as_archive(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_ARCHIVE)) == _ARCHIVE
+
+
+def _with_weights(
+    model: SynthModel,
+    weights: str,
+) -> SynthModel:
+    """The same routing of experts of other sizes."""
+    shape = model.shape
+    sizes = model_shape(shape.name, weights) if shape.name in known_models() else None
+    # A name says nothing of a model that was cut to other numbers.
+    if sizes is None or (sizes.layers, sizes.experts) != (shape.layers, shape.experts):
+        raise TraceError(
+            f"--weights {weights}: the sizes of {shape.name!r} are not known by name;"
+            " leave it out"
+        )
+    return replace(model, shape=replace(sizes, top_k=shape.top_k))
+
+
+def save(
+    model: SynthModel,
+    path: Path | str,
+) -> Path:
+    """Write a fitted model; the file appears when it is complete.
+
+    Raises:
+        TraceError: stated statistics, which need no file.
+    """
+    if model.kinds is None or model.lift is not None:
+        raise TraceError(
+            "statistics: expected those of a trace; stated ones are their own few"
+            " numbers"
+        )
+    header = {
+        "moesim_statistics": VERSION,
+        "shape": asdict(model.shape),
+        "provenance": model.provenance,
+    }
+    text = json.dumps(header, sort_keys=True).encode()
+    arrays = {
+        "header": np.frombuffer(text, np.uint8),
+        "popularity": model.popularity.astype(np.float32),
+        "reuse": model.reuse.astype(np.float32),
+        "topics": _rounded(model.topics),
+        "kinds": _rounded(model.kinds.weights),
+        "character": model.kinds.character.astype(np.float32),
+        "course": model.kinds.course.astype(np.uint16),
+        "first": model.kinds.first.astype(np.int64),
+        "lengths": np.array(model.lengths, np.int64),
+    }
+    path = Path(path)
+    # Through a file object: given a name, numpy would add a suffix of its own.
+    with written_beside(path) as part, part.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+    return path
+
+
+def _rounded(weights: np.ndarray) -> np.ndarray:
+    return np.clip(np.round(weights / _STEP), -127, 127).astype(np.int8)
+
+
+def load(path: Path | str) -> SynthModel:
+    """Read what `save` wrote.
+
+    Raises:
+        TraceError: not such a file, damaged, or of another version.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+        header = json.loads(arrays["header"].tobytes())
+        version = header["moesim_statistics"]
+        shape = _shape(header["shape"])
+        model = _model(arrays, shape, dict(header["provenance"]))
+    except TraceError:
+        raise
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        EOFError,
+        zipfile.BadZipFile,
+    ) as error:
+        raise TraceError(
+            f"{path}: statistics: {type(error).__name__}: {error}; `moesim trace synth"
+            " --save-stats` makes such a file"
+        ) from None
+
+    if version != VERSION:
+        raise TraceError(
+            f"{path}: statistics: expected version {VERSION}, found {version}; save"
+            " them again"
+        )
+    _check(model, path)
+    return model
+
+
+def _shape(raw: dict[str, Any]) -> ModelShape:
+    # JSON has lists only.
+    known = {field.name for field in dataclasses.fields(ModelShape)}
+    values = {name: value for name, value in raw.items() if name in known}
+    values |= {name: tuple(values.get(name, ())) for name in _TUPLES}
+    return ModelShape(**values)
+
+
+def _model(
+    arrays: dict[str, np.ndarray],
+    shape: ModelShape,
+    provenance: dict[str, Any],
+) -> SynthModel:
+    step = np.float32(_STEP)
+    kinds = TokenKinds(
+        weights=arrays["kinds"] * step,
+        character=arrays["character"],
+        course=arrays["course"].astype(np.int64),
+        first=arrays["first"],
+    )
+    return SynthModel(
+        shape=shape,
+        popularity=arrays["popularity"],
+        reuse=arrays["reuse"],
+        topics=arrays["topics"] * step,
+        kinds=kinds,
+        lengths=tuple((int(p), int(g)) for p, g in arrays["lengths"]),
+        provenance=provenance,
+    )
+
+
+def _check(
+    model: SynthModel,
+    path: Path | str,
+) -> None:
+    """Refuse arrays that do not fit together, before drawing trips over them."""
+    kinds = model.kinds
+    assert kinds is not None
+    shape = model.shape
+    layer = (shape.layers, shape.experts)
+    expected = {
+        "popularity": (model.popularity.shape, layer),
+        "reuse": (model.reuse.shape, (shape.layers, CLASSES)),
+        "topics": (model.topics.shape[1:], layer),
+        "kinds": (kinds.weights.shape[1:], layer),
+        "character": (kinds.character.shape, (shape.layers,)),
+        "first": (kinds.first.shape, (len(model.topics) + 1,)),
+    }
+    for name, (actual, wanted) in expected.items():
+        if actual != wanted:
+            raise TraceError(
+                f"{path}: statistics: {name}: expected shape {wanted}, got {actual}"
+            )
+
+    # Each topic has its part of the course; a kind is an index.
+    ordered = (np.diff(kinds.first) > 0).all() and kinds.first[0] == 0
+    inside = kinds.course.size and kinds.course.max() < len(kinds.weights)
+    if not (ordered and inside and kinds.first[-1] == len(kinds.course)):
+        raise TraceError(f"{path}: statistics: course: expected kinds of every topic")
+    if not model.lengths or max(map(sum, model.lengths)) < 1:
+        raise TraceError(f"{path}: statistics: lengths: expected at least one token")
