@@ -314,6 +314,9 @@ class RunContext:
         costs: what operations take on this machine; None where a cache is driven alone.
         served: bool [L], layers that this memory serves: some of them where the layers
             are divided among several GPUs; None for all.
+        pool_bytes: int64 [L] or [1], bytes of each pool, as in `capacity_slots`; None
+            where slots say everything. Experts of unequal layers fill a global pool by
+            bytes: its one entry of `capacity_slots` counts the largest.
     """
 
     shape: ModelShape
@@ -326,6 +329,7 @@ class RunContext:
     extras: Mapping[str, Any] = field(default_factory=dict)
     costs: Costs | None = None
     served: np.ndarray | None = None
+    pool_bytes: np.ndarray | None = None
 
 
 class AssignmentPolicy(Policy, ABC):
