@@ -78,6 +78,7 @@ class Transfers(Generic[Op]):
         self._outstanding = [0] * planner.shape.layers
         self._when_landed: dict[int, Callable[[], None]] = {}
         self._deciding = False
+        self._predicting = False
         # Reports of what happened while decisions were under way.
         self._unreported: list[tuple[Callable[..., bool], tuple[int, ...]]] = []
         world.admission.decide = self._admit
@@ -205,6 +206,15 @@ class Transfers(Generic[Op]):
         self._unreported.clear()
         self._world.offer()
 
+    def begin_prediction(self) -> None:
+        """Let no prefetch start until `end_prediction`: nobody knows it before."""
+        self._predicting = True
+
+    def end_prediction(self) -> None:
+        """Let prefetches start."""
+        self._predicting = False
+        self._world.offer()
+
     def _take_back(self, gpu: int, layer: int, expert: int) -> None:
         """Forget a queued copy; the planner has forgotten it already."""
         copy = self._forget(gpu, layer, expert)
@@ -237,7 +247,8 @@ class Transfers(Generic[Op]):
 
     def _admit(self, operation: Op) -> int:
         """Take a place for an operation that could start; say whether it may."""
-        if self._deciding:
+        unknown = self._predicting and operation.kind == kinds.PREFETCH
+        if self._deciding or unknown:
             return WAIT
         layer = operation.layer
         expert = operation.expert

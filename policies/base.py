@@ -153,6 +153,22 @@ class Precompute(NamedTuple):
     routing: np.ndarray | None = None
 
 
+class Evaluations(NamedTuple):
+    """What a prediction costs the home GPU beyond the model's own work, in one layer
+    step, in units of what a profile knows the seconds of.
+
+    Attributes:
+        gates: gates of coming layers, on this layer's input. They are part of its dense
+            part, so planning waits for them.
+        dense_parts: dense parts of coming layers (attention, gate, shared experts),
+            computed behind the layer's resident experts. Prefetches start after them,
+            and the layer step ends after them.
+    """
+
+    gates: int = 0
+    dense_parts: int = 0
+
+
 class MachineView(Protocol):
     """What a real system would know at the moment of planning. No clock, no future."""
 
@@ -407,6 +423,16 @@ class PrefetchPolicy(Policy, ABC):
         """Keys of coming layers, most wanted first; the planner drops what is present
         and trims to the budget.
         """
+
+    def evaluations(self, following: int, phase: Phase) -> Evaluations:
+        """What the prediction of one layer step evaluates on the GPU. Default: nothing.
+
+        `following` counts the layers behind this one, at least 1. A table, an oracle or
+        a gate that decides early in the place of the layer's own costs nothing more.
+        What a trace replays as a recorded column is charged here.
+        """
+        del following, phase
+        return Evaluations()
 
 
 class CachePolicy(Policy, ABC):

@@ -126,11 +126,12 @@ SYSTEMS = {
         cache="score-window",
         prefetch="partial-hidden",
         routing="expert-cache-router:alpha=0.3",
-        staging=4,
+        # Prefill loads a layer while the one before computes.
+        staging_layers=1,
         note=(
             "alpha is 0.35, 0.30, 0.25 in settings S1, S2, S3. The next gate on this"
-            " layer's input stands in for the partial hidden state; prefill loads what"
-            " it needs, without its layer-wide buffer"
+            " layer's input stands in for the partial hidden state, whose attention and"
+            " gate are charged"
         ),
     ),
     "flashmoe": System(

@@ -8,6 +8,7 @@ from moesim.hwprofiles.profile import load_profile
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import SYSTEMS, compose
+from moesim.traces.format.schema import Phase
 
 from moesim.runs.memory import MemoryOptions
 from tests.cache_driver import ListFuture
@@ -85,3 +86,125 @@ def test_none_is_none():
     _, timeline = run(planner, steps([routed(0, 1)], [routed(0, 1)]))
     # Dense part 0-2, copy 2-6, product 6-7; then the same again.
     assert spans(timeline, "fetch") == [("h2d0", 1, 2, 6), ("h2d0", 1, 9, 13)]
+
+
+# -- SMoE ---------------------------------------------------------------------------
+
+
+def smoe_layer(layer, *experts, coming=0):
+    """One token; the next layer's gate foretells expert `coming`."""
+    scores = np.full((1, 4), 0.1, np.float16)
+    scores[0, list(experts)] = 0.3
+    foretold = np.full((1, 4), 0.1, np.float16)
+    foretold[0, coming] = 0.7
+    return routed(layer, *experts, scores=scores, pred1_raw=foretold)
+
+
+def test_smoe_prefill_preloads_the_next_layer():
+    """Layer 0: dense part 0-2, copies of both experts 2-6-10, products to 11; behind
+    them the whole of layer 1 is copied. It comes at 13: expert 0 is on its way until
+    14, expert 1 goes next, to 18, the two that nobody wants are dropped; products to
+    19. Layer 2 likewise: copies 18-22-26, products to 27. Without preloading: 33.
+    """
+    passes = steps([smoe_layer(n, 0, 1) for n in range(3)], phase=Phase.PREFILL)
+    for prefetch, end_s in (("partial-hidden", 27.0), ("none", 33.0)):
+        planner = plan_of(
+            shape(layers=3, top_k=2),
+            compose("smoe", prefetch=prefetch),
+            slots=1,
+            staging=4,
+        )
+        result, timeline = run(planner, passes)
+        assert result.makespan_s == end_s
+    assert spans(timeline, "prefetch") == []
+
+
+def test_smoe_prefill_keeps_the_next_layers_residents():
+    """All of layer 1 is preloaded but its resident, which does not leave for the
+    others: they wait in staging.
+    """
+    planner = plan_of(
+        shape(layers=2),
+        compose("smoe"),
+        HandCosts(dense=40.0),
+        slots=1,
+        staging=5,
+        calibration=np.array([[1.0, 0, 0, 0], [0, 0, 1.0, 0]]),
+    )
+    passes = steps([smoe_layer(0, 0), smoe_layer(1, 2)], phase=Phase.PREFILL)
+    _, timeline = run(planner, passes)
+    assert [span[1] for span in spans(timeline, "prefetch")] == [0, 1, 3]
+    assert planner.resident(1).tolist() == [False, False, True, False]
+    assert timeline.access_frame()["state"].tolist() == ["hit", "hit"]
+
+
+def test_smoe_decode_pays_for_its_prediction():
+    """Layer 0: dense part 0-2, its resident 2-3, the next dense part once more on what
+    there is, 3-5. The copy that it asks for follows, 5-9, and (1, 0) leaves for it.
+    Layer 1: dense part 5-7, product 9-10.
+    """
+    planner = plan_of(
+        shape(layers=2),
+        compose("smoe"),
+        slots=1,
+        calibration=np.array([[1.0, 0, 0, 0]] * 2),
+    )
+    left = []
+    planner.gpu[0].memory.on_leave = left.append
+    result, timeline = run(
+        planner, steps([smoe_layer(0, 0, coming=1), smoe_layer(1, 1)])
+    )
+    assert spans(timeline, "prefetch") == [("h2d0", 1, 5, 9)]
+    assert left == [4]
+    assert [span[2:] for span in spans(timeline, "dense")] == [(0, 2), (3, 5), (5, 7)]
+    assert result.makespan_s == 10.0
+
+
+def test_smoe_routes_by_cache_in_decode_only():
+    """beta is 0.2, the band 0.14 to 0.26: expert 1 of 0.25 is low-score and absent,
+    expert 2 of 0.2 is resident. A prompt keeps its gate's choice.
+    """
+    scores = np.array([[0.35, 0.25, 0.2, 0.2]], np.float16)
+    layer = routed(0, 0, 1, scores=scores)
+    used = {}
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        planner = plan_of(
+            shape(top_k=2),
+            compose("smoe"),
+            slots=2,
+            calibration=np.array([[1.0, 0, 1.0, 0]]),
+        )
+        _, timeline = run(planner, steps([layer], phase=phase))
+        used[phase] = sorted(span[1] for span in spans(timeline, "compute"))
+    assert used == {Phase.PREFILL: [0, 1], Phase.DECODE: [0, 2]}
+
+
+# -- what predictions cost ----------------------------------------------------------
+
+
+def test_gates_of_coming_layers_are_part_of_the_dense_part():
+    """Dense part 2 s, gate 1 s. HybriMoE asks three gates ahead, of four layers: 3, 2,
+    1 and 0 of them; DALI one, but behind the last layer; a table costs nothing.
+    """
+    experts = np.full((1, 4), 0.25, np.float16)
+    columns = dict.fromkeys(
+        ("pred1_raw", "pred2_raw", "pred3_raw", "pred1_res"), experts
+    )
+    weights = np.ones((1, 1), np.float16)
+    layers = [
+        routed(n, 0, scores=experts, weights=weights, **columns) for n in range(4)
+    ]
+    passes = steps(layers)
+    for system, gates in (
+        ("hybrimoe", [3, 2, 1, 0]),
+        ("dali", [1, 1, 1, 0]),
+        ("adapmoe", [1, 1, 1, 0]),
+        ("edgemoe", [0, 0, 0, 0]),
+        ("hybrimoe-released", [0, 0, 0, 0]),
+    ):
+        planner = plan_of(
+            shape(layers=4), SYSTEMS[system], HandCosts(gate=1.0), slots=4
+        )
+        _, timeline = run(planner, passes)
+        lengths = [end - start for *_, start, end in spans(timeline, "dense")]
+        assert lengths == [2 + count for count in gates], system

@@ -21,6 +21,7 @@ from moesim.policies.base import (
     IN_FLIGHT,
     RESIDENT,
     AssignmentPolicy,
+    Evaluations,
     Gate,
     LayerWork,
     PolicyError,
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from moesim.policies.planner.residency import CacheSize
     from moesim.traces.format.batch import RoutedLayer
     from moesim.traces.format.schema import ModelShape, Phase
+
+_NO_EVALUATIONS: Final = Evaluations()
 
 _RESERVED_SLOTS: Final = 1
 """Staging slots that prefetches leave to demand: so it always finds one."""
@@ -200,6 +203,13 @@ class Planner:
     def requeues(self) -> bool:
         """Whether queued prefetches of all layers are chosen anew before each one."""
         return self.policies.prefetch.requeue
+
+    def evaluations(self, layer: int, phase: Phase) -> Evaluations:
+        """What predicting in a layer step evaluates on the GPU."""
+        following = self.layers - 1 - layer
+        if not following or not self._prefetches:
+            return _NO_EVALUATIONS
+        return self.policies.prefetch.evaluations(following, phase)
 
     # -- what the engine reports ------------------------------------------------------
 
@@ -451,6 +461,7 @@ class Planner:
             planning_s=exposed_s + self._planning_s(len(lanes), copied),
             serial=serial,
             waits=waits,
+            dense_parts=self.evaluations(work.layer, phase).dense_parts,
         )
         if self._precomputes and work.layer + 1 < self.layers:
             self._ask_precompute(plan)
