@@ -405,6 +405,8 @@ class PrefetchPolicy(Policy, ABC):
             for one that demand uses, and is dropped where other prefetches have them
             all; ``wait`` stays at the head of the queue until there is any place;
             ``drop`` never stages.
+        buffer_slots: staging slots that it needs beside those of the system or the
+            profile, as what it names never enters the cache.
     """
 
     # `late`, `requeue` and `no_place` may be parameters of a policy, so they are asked
@@ -413,6 +415,7 @@ class PrefetchPolicy(Policy, ABC):
     late: Late = "drop"
     requeue: bool = False
     no_place: NoPlace = "stage"
+    buffer_slots: int = 0
 
     @abstractmethod
     def prefetch(
@@ -441,7 +444,15 @@ class CachePolicy(Policy, ABC):
     It is asked once per layer step and memory, and never about bytes. Experts are
     passed as flat keys, ``layer * E + expert`` (int64), so one policy serves both
     scopes.
+
+    Attributes:
+        lands_by_next_visit: whether copies that it asked for itself (`replacements`)
+            and that have not started when their layer comes again go before all others
+            then. Else they wait until the link has nothing better to do.
     """
+
+    # May be a parameter of a policy, so it is asked of the instance.
+    lands_by_next_visit: bool = False
 
     @property
     def replaces(self) -> bool:

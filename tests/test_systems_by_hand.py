@@ -208,3 +208,99 @@ def test_gates_of_coming_layers_are_part_of_the_dense_part():
         _, timeline = run(planner, passes)
         lengths = [end - start for *_, start, end in spans(timeline, "dense")]
         assert lengths == [2 + count for count in gates], system
+
+
+# -- DALI ---------------------------------------------------------------------------
+
+WINDOW_OF_ONE = "workload-window:window=1,swaps=1,fill=lowest"
+
+
+def dali_run(cache, second_visit):
+    """Two layers, two steps. In the first, single tokens go to the CPU (1 s; a copy
+    takes 20) and ask for swaps. Layer 0: dense part 0-2, CPU 2-3, swap 3-23. Layer 1:
+    dense part 3-5, CPU 5-6, its swap for expert 2 waits behind. Layer 0 again: 6-9.
+    Layer 1 again is planned at 11.
+    """
+    planner = plan_of(
+        shape(layers=2),
+        compose("dali", cache=cache, prefetch="none"),
+        HandCosts(cpu=1.0, gpu=0.01, copy=20.0, per_token=1.0),
+        slots=1,
+    )
+    first = [routed(0, 1), routed(1, 2)]
+    _, timeline = run(planner, steps(first, [routed(0, 1), second_visit]))
+    frame = timeline.frame()
+    copies = frame[frame["lane"] == "h2d0"]
+    columns = ("kind", "layer", "expert", "start_s", "end_s")
+    return [tuple(row) for row in copies[list(columns)].to_numpy().tolist()]
+
+
+def test_dalis_swaps_land_before_what_their_layer_needs_next():
+    """At 11 layer 1 wants expert 3 for 100 tokens: a fetch. The swap goes first, as it
+    should have been there already; with no deadline it stays behind the fetch.
+    """
+    wanted = routed(1, 3, tokens=[100])
+    swap, fetch = ("replace", 1, 2), ("fetch", 1, 3)
+    for deadline, order in (("visit", [swap, fetch]), ("none", [fetch, swap])):
+        copies = dali_run(f"{WINDOW_OF_ONE},deadline={deadline}", wanted)
+        assert copies[0] == ("replace", 0, 1, 3.0, 23.0)
+        assert copies[1] == (*order[0], 23.0, 43.0)
+        # A run ends with its last product, so what is behind it is not copied.
+        behind = [(*fetch, 43.0, 63.0)] if order[0] == swap else []
+        assert copies[2:] == behind
+
+
+def test_dalis_swap_that_its_layer_needs_is_awaited_not_fetched_again():
+    """At 11 layer 1 wants expert 2 itself, for 100 tokens: 32 s on the link are less
+    than 100 on the CPU, and its queued swap is what it waits for.
+    """
+    for deadline in ("visit", "none"):
+        copies = dali_run(
+            f"{WINDOW_OF_ONE},deadline={deadline}", routed(1, 2, tokens=[100])
+        )
+        assert copies[:2] == [
+            ("replace", 0, 1, 3.0, 23.0),
+            ("replace", 1, 2, 23.0, 43.0),
+        ]
+
+
+def test_dalis_buffer_holds_all_that_it_prefetches():
+    """Layer 1 is prefetched while its dense part runs for 40 s: its four experts are
+    there when it comes, though the cache admits none of them.
+    """
+    model = shape(layers=2, experts=6, top_k=4)
+    memory = MemoryOptions(slots_per_layer=1)
+    assert memory.plan(model, PROFILE, SYSTEMS["dali"]).staging == 8
+    small = compose("dali", prefetch="residual:size=1")
+    assert memory.plan(model, PROFILE, small).staging == 5
+
+    scores = np.array([[0.1, 0.2, 0.2, 0.2, 0.2, 0.1]], np.float16)
+    layers = [routed(0, 0, 1, 2, 3, pred1_res=scores), routed(1, 1, 2, 3, 4)]
+    system = compose("greedy", cache=WINDOW_OF_ONE, prefetch="residual")
+    slots = memory.plan(model, PROFILE, system).staging
+    assert slots == PROFILE.memory.staging_experts + 4
+    costs = HandCosts(dense=40.0, cpu=50.0)
+    planner = plan_of(model, system, costs, slots=1, staging=slots)
+    _, timeline = run(planner, steps(layers))
+    assert timeline.access_frame()["state"].tolist()[4:] == ["hit"] * 4
+
+
+def test_dalis_readings_of_others():
+    """KTransformers keeps the last of two layers on the GPU, whole; HybriMoE compares
+    each expert by itself: 12 tokens take 12 s on the CPU, more than a copy of 10, and
+    two tokens 2 s.
+    """
+    costs = HandCosts(cpu=1.0, gpu=0.1, copy=10.0, per_token=1.0)
+    layers = [routed(0, 1, 2, tokens=[12, 2]), routed(1, 1, 2, tokens=[12, 2])]
+    planner = plan_of(
+        shape(layers=2), SYSTEMS["dali-ktransformers"], costs, slots=2, scope="global"
+    )
+    _, timeline = run(planner, steps(layers))
+    lanes = [span[:2] for span in spans(timeline, "compute")]
+    assert lanes == [("cpu", 1), ("cpu", 2), ("gpu0", 1), ("gpu0", 2)]
+
+    system = compose("dali-hybrimoe", cache="lru", prefetch="none")
+    planner = plan_of(shape(layers=2), system, costs, slots=2)
+    _, timeline = run(planner, steps(layers))
+    lanes = {span[:2] for span in spans(timeline, "compute")}
+    assert lanes == {("gpu0", 1), ("cpu", 2)}

@@ -141,11 +141,15 @@ class MemoryOptions:
     def _staging(
         self, shape: ModelShape, profile: HardwareProfile, system: System
     ) -> int:
-        """Staging slots: the user's, else the system's, else the profile's."""
+        """Staging slots: the user's, else the system's, else the profile's, and what
+        its prefetch policy buffers.
+        """
         if self.staging is not None:
             return self.staging
         slots = system.staging_slots(shape)
-        return profile.memory.staging_experts if slots is None else slots
+        if slots is None:
+            slots = profile.memory.staging_experts
+        return slots + system.buffer_slots()
 
     def _left_on_gpu(self, shape: ModelShape, staging: int, gpus: int) -> int:
         """Bytes left for the expert cache, over all GPUs that share the layers."""

@@ -243,7 +243,7 @@ class Planner:
         if level.is_demanded(key):
             return False
         if level.is_replacement(key):
-            return level.is_overtaken(key)
+            return level.is_hopeless(key)
         no_place = self.policies.prefetch.no_place
         if no_place == "stage":
             return not level.staging_will_have_room(_RESERVED_SLOTS)
@@ -433,8 +433,7 @@ class Planner:
         copies: list[Copies] = []
         promoted: list[tuple[int, int]] = []
         waits = self.policies.prefetch.late == "wait"
-        if waits:
-            self._promote_all(work.layer, promoted)
+        self._promote_due(work.layer, promoted, everything=waits)
         exposed_s = 0.0
         for gpu in self._serving[work.layer]:
             keys = self._demand(work, gpu, lanes, order, copies, promoted)
@@ -654,18 +653,38 @@ class Planner:
         copies.append(self._queued(FETCH, gpu, layer, keys, read))
         return keys
 
-    def _promote_all(self, layer: int, promoted: list[tuple[int, int]]) -> None:
-        """Promote every queued copy of a layer: its products wait for all of them."""
+    def _promote_due(
+        self, layer: int, promoted: list[tuple[int, int]], *, everything: bool
+    ) -> None:
+        """Promote queued copies of a layer that should have landed before it came.
+
+        That is `everything` if its products wait for all of them, else what caches with
+        a deadline asked for. A replacement whose predecessor is in use stays behind,
+        and so does one that must be read first: a guess must not block the SSD.
+        """
         for gpu, level in enumerate(self.gpu):
+            hurries = level.cache.lands_by_next_visit
+            if not everything and not hurries:
+                continue
             for key in level.wished_of(layer):
-                self._promote(gpu, key, promoted)
+                if everything:
+                    self._promote(gpu, key, promoted)
+                elif self._is_in_host_memory(key) and level.hurry(key):
+                    promoted.append((gpu, key % self.experts))
+
+    def _is_in_host_memory(self, key: int) -> bool:
+        if self.host is None:
+            return True
+        return bool(self.host.memory.state.reshape(-1)[key] == RESIDENT)
 
     def _promote(self, gpu: int, key: int, promoted: list[tuple[int, int]]) -> None:
         """Note that a layer step waits for a queued copy and for the read before."""
         self.gpu[gpu].promote(key)
         if self.host is not None:
             self.host.promote(key)
-        promoted.append((gpu, key % self.experts))
+        place = gpu, key % self.experts
+        if place not in promoted:
+            promoted.append(place)
 
     def _can_stage_all(
         self, layer: int, copies: list[Copies], promoted: list[tuple[int, int]]

@@ -25,8 +25,8 @@ class Residual(PrefetchPolicy):
     the stream switch of each copy is what its hand-off to the link takes.
 
     Args:
-        size: experts ranked per layer; 4 for DeepSeek and Qwen, 1 for Mixtral (DALI,
-            figure 12).
+        size: experts ranked per layer, for which there is a buffer beside the cache; 4
+            for DeepSeek and Qwen, 1 for Mixtral (DALI, figure 12).
         refill: False ranks all experts and transfers those of the top `size` that are
             absent, because the paper measures accuracy over the top k of all experts;
             True takes the next in rank instead.
@@ -43,6 +43,7 @@ class Residual(PrefetchPolicy):
         expect(size >= 0, "size", "a number >= 0", size)
         expect_choice("tie", tie, Tie)
         self.size = size
+        self.buffer_slots = size
         self.refill = refill
         self.tie = tie
 
