@@ -68,6 +68,12 @@ class Dispatch(Generic[Op]):
             self._release_held()
         if plan.precompute is not None:
             self._begin_precomputes(plan)
+        for prediction in self._world.predictions(plan):
+            # On the same lane, behind the products of residents.
+            self.pending += 1
+            prediction.on_end = self._predicted
+            self._transfers.begin_prediction()
+            self._world.submit(prediction)
         if not self.pending:
             self._world.computed(None)
         return cpu_used
@@ -152,6 +158,11 @@ class Dispatch(Generic[Op]):
         place = product.layer, product.expert
         self._report(self._planner.precompute_ended, *place)
         self._count(product)
+
+    def _predicted(self, prediction: Op) -> None:
+        """Let prefetches start, now that the prediction they follow is there."""
+        self._transfers.end_prediction()
+        self._count(prediction)
 
     def _computed(self, product: Op) -> None:
         """Let go of the weights, then count the product."""

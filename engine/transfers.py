@@ -77,6 +77,7 @@ class Transfers(Generic[Op]):
         # Layer -> copies to it that have not landed, and what to call when all have.
         self._outstanding = [0] * planner.shape.layers
         self._when_landed: dict[int, Callable[[], None]] = {}
+        self._predicting = False
         # Reports of what happened while decisions were under way.
         self._unreported: list[tuple[Callable[..., bool], tuple[int, ...]]] = []
         world.admission.decide = self._admit
@@ -207,6 +208,15 @@ class Transfers(Generic[Op]):
         self._unreported.clear()
         self._world.offer()
 
+    def begin_prediction(self) -> None:
+        """Let no prefetch start until `end_prediction`: nobody knows it before."""
+        self._predicting = True
+
+    def end_prediction(self) -> None:
+        """Let prefetches start."""
+        self._predicting = False
+        self._world.offer()
+
     def _take_back(self, gpu: int, layer: int, expert: int) -> None:
         """Forget a queued copy; the planner has forgotten it already."""
         copy = self._forget(gpu, layer, expert)
@@ -239,6 +249,9 @@ class Transfers(Generic[Op]):
 
     def _admit(self, operation: Op) -> int:
         """Take a place for an operation that could start; say whether it may."""
+        # What a prefetch predicts is not known yet.
+        if self._predicting and operation.kind == kinds.PREFETCH:
+            return WAIT
         layer = operation.layer
         expert = operation.expert
         now_s = self._world.now_s()

@@ -55,6 +55,12 @@ class World(Protocol[Op]):
     def precomputes(self, plan: Plan, /) -> Iterable[Op]:
         """Make the products of the next layer's experts that the CPU starts now."""
 
+    def predictions(self, plan: Plan, /) -> Iterable[Op]:
+        """Make what the GPU evaluates of coming layers in order to predict them.
+
+        A world whose predictions are part of the model's own work makes nothing.
+        """
+
     # -- what the engine reports ------------------------------------------------------
 
     def placed(self, operation: Op, gpu: int, /) -> None:

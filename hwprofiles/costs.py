@@ -251,6 +251,10 @@ class Costs:
         """
         return self._dense.layer_s(tokens, context_tokens, sequences)
 
+    def gate_s(self, tokens: int) -> float:
+        """Seconds of one more gate on the GPU: scores of `tokens`, and their top k."""
+        return self._dense.gate_s(tokens)
+
     def head_s(self, tokens: int, logits: int | None = None) -> float:
         """Seconds of what happens once per step: embedding, feed-forward of the dense
         layers, output head.

@@ -21,6 +21,12 @@ _WIDE_DTYPES = {"f32", "fp32", "float32"}
 """Spellings of the only type in use that takes four bytes; all others take two."""
 
 
+_LAYER_KERNELS = 12
+"""Dependent kernels of a layer's dense part, of which the gate is one: two norms, four
+projections, rotary, attention, softmax, two residuals, gate.
+"""
+
+
 class DenseWork(NamedTuple):
     """What a dense part reads and computes."""
 
@@ -126,6 +132,16 @@ class DenseCosts:
         in_place = self._in_place(DENSE, self.sizes.layer_params, tokens)
         roofline_s = self._roofline_s(work.read_bytes, work.flops)
         return roofline_s * in_place
+
+    def gate_s(self, tokens: int) -> float:
+        """Return the seconds of one gate by itself; see `Costs.gate_s`."""
+        params = self._shape.hidden * self._shape.experts
+        read_bytes = params * self.sizes.param_bytes
+        # The roofline charges the launches of a whole layer.
+        launches_s = self._roofline_s(0.0, 0.0)
+        work_s = self._roofline_s(read_bytes, 2.0 * params * tokens) - launches_s
+        in_place = self._in_place(DENSE, self.sizes.layer_params, tokens)
+        return (launches_s / _LAYER_KERNELS + work_s) * in_place
 
     def head_s(self, tokens: int, outputs: int) -> float:
         """Return the seconds of what happens once per step; see `Costs.head_s`."""

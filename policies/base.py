@@ -153,6 +153,22 @@ class Precompute(NamedTuple):
     routing: np.ndarray | None = None
 
 
+class Evaluations(NamedTuple):
+    """What a prediction costs the home GPU beyond the model's own work, in one layer
+    step, in units of what a profile knows the seconds of.
+
+    Attributes:
+        gates: gates of coming layers, on this layer's input. They are part of its dense
+            part, so planning waits for them.
+        dense_parts: dense parts of coming layers (attention, gate, shared experts),
+            computed behind the layer's resident experts. Prefetches start after them,
+            and the layer step ends after them.
+    """
+
+    gates: int = 0
+    dense_parts: int = 0
+
+
 class MachineView(Protocol):
     """What a real system would know at the moment of planning. No clock, no future."""
 
@@ -314,6 +330,9 @@ class RunContext:
         costs: what operations take on this machine; None where a cache is driven alone.
         served: bool [L], layers that this memory serves: some of them where the layers
             are divided among several GPUs; None for all.
+        pool_bytes: int64 [L] or [1], bytes of each pool, as in `capacity_slots`; None
+            where slots say everything. Experts of unequal layers fill a global pool by
+            bytes: its one entry of `capacity_slots` counts the largest.
     """
 
     shape: ModelShape
@@ -326,6 +345,7 @@ class RunContext:
     extras: Mapping[str, Any] = field(default_factory=dict)
     costs: Costs | None = None
     served: np.ndarray | None = None
+    pool_bytes: np.ndarray | None = None
 
 
 class AssignmentPolicy(Policy, ABC):
@@ -385,6 +405,8 @@ class PrefetchPolicy(Policy, ABC):
             for one that demand uses, and is dropped where other prefetches have them
             all; ``wait`` stays at the head of the queue until there is any place;
             ``drop`` never stages.
+        buffer_slots: staging slots that it needs beside those of the system or the
+            profile, as what it names never enters the cache.
     """
 
     # `late`, `requeue` and `no_place` may be parameters of a policy, so they are asked
@@ -393,6 +415,7 @@ class PrefetchPolicy(Policy, ABC):
     late: Late = "drop"
     requeue: bool = False
     no_place: NoPlace = "stage"
+    buffer_slots: int = 0
 
     @abstractmethod
     def prefetch(
@@ -404,6 +427,16 @@ class PrefetchPolicy(Policy, ABC):
         and trims to the budget.
         """
 
+    def evaluations(self, following: int, phase: Phase) -> Evaluations:
+        """What the prediction of one layer step evaluates on the GPU. Default: nothing.
+
+        `following` counts the layers behind this one, at least 1. A table, an oracle or
+        a gate that decides early in the place of the layer's own costs nothing more.
+        What a trace replays as a recorded column is charged here.
+        """
+        del following, phase
+        return Evaluations()
+
 
 class CachePolicy(Policy, ABC):
     """Decides which fetched experts enter a memory, and which residents leave it.
@@ -411,7 +444,15 @@ class CachePolicy(Policy, ABC):
     It is asked once per layer step and memory, and never about bytes. Experts are
     passed as flat keys, ``layer * E + expert`` (int64), so one policy serves both
     scopes.
+
+    Attributes:
+        lands_by_next_visit: whether copies that it asked for itself (`replacements`)
+            and that have not started when their layer comes again go before all others
+            then. Else they wait until the link has nothing better to do.
     """
+
+    # May be a parameter of a policy, so it is asked of the instance.
+    lands_by_next_visit: bool = False
 
     @property
     def replaces(self) -> bool:

@@ -94,12 +94,19 @@ def replay(
             # Given to oracles alone, so that no other rule can profit by accident.
             future=future if cache.oracle else None,
             extras=extras or {},
+            pool_bytes=size.pool_bytes,
         )
     )
     # As the planner fills it: the policy's content first, else the calibration's.
     keys = cache.initial(size.slots)
     if keys is None and calibration is not None:
-        keys = fitting(-calibration, size.slots, size.scope)
+        keys = fitting(
+            -calibration,
+            size.slots,
+            size.scope,
+            pool_bytes=size.pool_bytes,
+            expert_bytes=shape.expert_bytes,
+        )
     if keys is not None:
         level.fill(keys)
 

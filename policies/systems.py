@@ -53,6 +53,14 @@ class System:
         # 0 slots, of either kind, is no request.
         return self.staging or whole_layers or None
 
+    def buffer_slots(self) -> int:
+        """Staging slots that its prefetch policy needs beside those.
+
+        Raises:
+            PolicyError: an unknown name or parameter.
+        """
+        return cast("PrefetchPolicy", resolve(self.prefetch, "prefetch")).buffer_slots
+
     def build(self, *, gpus: int, host_cache: str | None) -> Policies:
         """Make fresh instances: one cache policy per GPU, and one for host memory if it
         is limited.
@@ -88,10 +96,30 @@ SYSTEMS = {
         assignment="greedy",
         cache="workload-window:window=4,swaps=8",
         prefetch="residual:size=4",
-        staging=8,
+        # For demand; prefetched experts wait in as many more as are asked for.
+        staging=4,
         note=(
             "published for DeepSeek and Qwen; Mixtral has swaps=1, size=1. Prefetched"
-            " experts wait in staging"
+            " experts wait in a buffer of their own, beside the cache"
+        ),
+    ),
+    "dali-ktransformers": System(
+        assignment="layer-wise",
+        cache="static:fill=last",
+        scope="global",
+        note=(
+            "KTransformers as DALI reads it and compares with: whole layers, the first"
+            " ones on the CPU; its faster CPU kernels belong in the hardware profile"
+        ),
+    ),
+    "dali-hybrimoe": System(
+        assignment="static-threshold",
+        cache="mrs:fill=lowest",
+        prefetch="next-gate:size=4",
+        note=(
+            "HybriMoE as DALI reads it and compares with: every expert goes where it"
+            " alone is sooner, prefetched by the next gate on this layer's input. How"
+            " many DALI lets it prefetch is not stated: 4, as DALI itself"
         ),
     ),
     "hybrimoe": System(
@@ -126,11 +154,12 @@ SYSTEMS = {
         cache="score-window",
         prefetch="partial-hidden",
         routing="expert-cache-router:alpha=0.3",
-        staging=4,
+        # Prefill loads a layer while the one before computes.
+        staging_layers=1,
         note=(
             "alpha is 0.35, 0.30, 0.25 in settings S1, S2, S3. The next gate on this"
-            " layer's input stands in for the partial hidden state; prefill loads what"
-            " it needs, without its layer-wide buffer"
+            " layer's input stands in for the partial hidden state, whose attention and"
+            " gate are charged"
         ),
     ),
     "flashmoe": System(

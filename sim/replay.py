@@ -104,14 +104,19 @@ class Replay:
         env = self.env
         costs = self._costs
         world = self._world
+        planner = self._planner
         for step in steps:
             start_s = env.now
             # Nothing was read since the last pass's head: caches are as without reads.
             world.has_read = False
             dense_s = costs.dense_s(step.tokens, step.context_tokens, step.sequences)
+            world.dense_s = dense_s
             for routed in step.layers:
-                lane = self._gpu[self._planner.home(routed.layer)]
+                lane = self._gpu[planner.home(routed.layer)]
                 work_s = dense_s * self._after_read if world.has_read else dense_s
+                gates = planner.evaluations(routed.layer, step.phase).gates
+                if gates:
+                    work_s += gates * costs.gate_s(step.tokens)
                 yield world.alone(lane, DENSE, step.step, routed.layer, work_s)
                 yield from self._layer_step.run(
                     routed, step.step, step.phase, step.batch

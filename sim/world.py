@@ -15,7 +15,7 @@ from moesim.hwprofiles import lanes
 from moesim.policies.base import CPU
 from moesim.policies.planner.plan import FETCH, READ
 from moesim.sim.contention import Operation
-from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, JOIN, PLAN
+from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
 from simpy.events import Event
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class VirtualWorld:
         lanes: names of the lanes, by index.
         turns: how often the replaying process was woken.
         has_read: whether the last layer step read from the SSD.
+        dense_s: seconds of a layer's dense part in the forward pass under way.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class VirtualWorld:
         self.admission = machine.admission
         self.turns = 0
         self.has_read = False
+        self.dense_s = 0.0
         self._env = env
         self._machine = machine
         self._planner = planner
@@ -207,6 +209,15 @@ class VirtualWorld:
         ):
             work_s = seconds + self._dispatch_s
             yield Operation(lane, COMPUTE, step, layer, expert, work_s)
+
+    def predictions(self, plan: Plan) -> tuple[Operation, ...]:
+        """Make the evaluation of coming layers' dense parts: as long as this step's."""
+        if not plan.dense_parts:
+            return ()
+        work = plan.work
+        lane = self._compute_lanes[1 + self._planner.home(work.layer)]
+        work_s = plan.dense_parts * self.dense_s + self._dispatch_s
+        return (Operation(lane, DENSE, work.step, work.layer, -1, work_s=work_s),)
 
     # -- what the engine reports ------------------------------------------------------
 

@@ -78,6 +78,7 @@ class HandCosts:
     copy: float = 4.0
     read: float = 8.0
     dense: float = 2.0
+    gate: float = 0.0
     head: float = 0.0
     plan: float = 0.0
     dispatch_s: float = 0.0
@@ -110,6 +111,9 @@ class HandCosts:
 
     def dense_s(self, tokens, context_tokens, sequences):
         return self.dense
+
+    def gate_s(self, tokens):
+        return self.gate
 
     def head_s(self, tokens, logits=None):
         return self.head

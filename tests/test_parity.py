@@ -119,7 +119,7 @@ def test_views_of_a_run_give_the_same_plans_for_every_policy(trace, store, artef
         batch = 1 + one % 3
         memory = {
             "slots_per_layer": one % 9,
-            "host_memory_bytes": (3 + one % 9) * EXPERT if one % 2 else None,
+            "host_memory_bytes": (7 + one % 9) * EXPERT if one % 2 else None,
         }
         run = measured(
             trace, store, combination, batch=batch, artefacts=artefacts, **memory

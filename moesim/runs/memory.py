@@ -122,7 +122,11 @@ class MemoryOptions:
             total_bytes=total_bytes,
         )
         if system.divides_slots and scope == PER_LAYER:
-            gpu = _by_use(gpu, shape, artefacts or {})
+            # All that a ratio allows: what is spread evenly may be an expert short.
+            budget = gpu.total_bytes
+            if ratio is not None:
+                budget = round(ratio * shape.experts * sum(shape.expert_bytes))
+            gpu = _by_use(gpu, shape, artefacts or {}, budget)
         # Layers that share one cache must be divided among GPUs before they share.
         if profile.gpus > 1 and scope == GLOBAL and self.gpu_split == LAYERS:
             gpu = gpu.split(profile.gpus)
@@ -137,11 +141,15 @@ class MemoryOptions:
     def _staging(
         self, shape: ModelShape, profile: HardwareProfile, system: System
     ) -> int:
-        """Staging slots: the user's, else the system's, else the profile's."""
+        """Staging slots: the user's, else the system's, else the profile's, and what
+        its prefetch policy buffers.
+        """
         if self.staging is not None:
             return self.staging
         slots = system.staging_slots(shape)
-        return profile.memory.staging_experts if slots is None else slots
+        if slots is None:
+            slots = profile.memory.staging_experts
+        return slots + system.buffer_slots()
 
     def _left_on_gpu(self, shape: ModelShape, staging: int, gpus: int) -> int:
         """Bytes left for the expert cache, over all GPUs that share the layers."""
@@ -180,10 +188,10 @@ class MemoryOptions:
 
 
 def _by_use(
-    size: CacheSize, shape: ModelShape, artefacts: Mapping[str, Any]
+    size: CacheSize, shape: ModelShape, artefacts: Mapping[str, Any], budget: int
 ) -> CacheSize:
     """The same number of slots, divided among the layers by use where a calibration
-    says how.
+    says how; layers of unequal experts share `budget` bytes.
     """
     if not {"single_share", "prefetch_accuracy"} <= artefacts.keys():
         return size
@@ -202,4 +210,27 @@ def _by_use(
             " model"
         )
     expert_bytes = np.asarray(shape.expert_bytes, np.int64)
+    slots = _in_bytes(slots, expert_bytes, shape.experts, budget)
     return CacheSize(size.scope, slots, slots * expert_bytes)
+
+
+def _in_bytes(
+    slots: np.ndarray, expert_bytes: np.ndarray, experts: int, total_bytes: int
+) -> np.ndarray:
+    """The division of slots, int64 [L], as near to it as `total_bytes` allow.
+
+    Layers of unequal experts would otherwise hold more, or less, than other systems.
+    """
+    slots = slots.copy()
+    left = total_bytes - int(slots @ expert_bytes)
+    while left < 0:
+        layer = int(slots.argmax())
+        slots[layer] -= 1
+        left += int(expert_bytes[layer])
+    while True:
+        growing = np.flatnonzero((expert_bytes <= left) & (slots < experts))
+        if not len(growing):
+            return slots
+        layer = int(growing[slots[growing].argmin()])
+        slots[layer] += 1
+        left -= int(expert_bytes[layer])

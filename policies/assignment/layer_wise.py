@@ -73,8 +73,13 @@ class LayerWise(AssignmentPolicy):
         """Bool [L]: layers on a GPU."""
         context = self._context
         layers = context.shape.layers
-        experts = context.shape.experts
+        expert_bytes = np.asarray(context.shape.expert_bytes, np.int64)
+        layer_bytes = expert_bytes * context.shape.experts
         slots = context.capacity_slots
+        by_layer = len(slots) == layers
+        pool_bytes = context.pool_bytes
+        if pool_bytes is None:
+            pool_bytes = slots * (expert_bytes if by_layer else expert_bytes.max())
 
         # A given number counts layers of the model, so it is not divided by GPU.
         gpus = 1 if split_experts or self.gpu_layers is not None else context.gpus
@@ -84,16 +89,13 @@ class LayerWise(AssignmentPolicy):
         chosen = np.zeros(layers, np.bool_)
         for gpu in range(gpus):
             home_layers = np.flatnonzero(home == gpu)
-            if len(slots) == layers:
-                home_slots = int(slots[home_layers].sum()) * memories
-            else:
-                home_slots = int(slots[0]) * memories
+            filled = home_layers[::-1] if self.side == "last" else home_layers
             count = self.gpu_layers
             if count is None:
-                count = home_slots // experts
-            count = min(count, len(home_layers))
-            if self.side == "last":
-                chosen[home_layers[len(home_layers) - count :]] = True
-            else:
-                chosen[home_layers[:count]] = True
+                room = pool_bytes[home_layers] if by_layer else pool_bytes
+                # Layers of unequal experts are counted by what they weigh.
+                weights = np.cumsum(layer_bytes[filled])
+                room_bytes = int(room.sum()) * memories
+                count = int(np.searchsorted(weights, room_bytes, side="right"))
+            chosen[filled[:count]] = True
         return chosen

@@ -10,6 +10,7 @@ import numpy as np
 from moesim.policies.base import ExpertKey, PolicyError, Swap
 from moesim.policies.cache._own_replacements import OwnReplacementsCache
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.planner.initial_content import first_fit
 from moesim.policies.ranking import highest_first, lowest_first, ranked
 from moesim.traces.format.schema import Phase
 
@@ -85,6 +86,8 @@ class PrefillSwap(OwnReplacementsCache):
         if served is None:
             served = np.ones(context.shape.layers, np.bool_)
         self._served = served
+        self._expert_bytes = np.asarray(context.shape.expert_bytes, np.int64)
+        self._pool_bytes = context.pool_bytes
 
         if context.calibration is not None:
             self._counts = np.asarray(context.calibration, dtype=np.float64)
@@ -117,10 +120,14 @@ class PrefillSwap(OwnReplacementsCache):
             flat = taken.reshape(-1)
             order = ranked(self._counts.reshape(-1))
             order = order[self._served[order // experts]]
-            # More slots than experts stay free.
-            slots = min(int(capacity_slots[0]), served * experts)
-            left = slots - int(taken.sum())
-            flat[order[~flat[order]][:left]] = True
+            order = order[~flat[order]]
+            sizes = self._expert_bytes[order // experts]
+            # Slots count the largest experts; smaller ones leave room for more.
+            room = int(capacity_slots[0] * self._expert_bytes.max())
+            if self._pool_bytes is not None:
+                room = int(self._pool_bytes[0])
+            room -= int(taken.sum(axis=1) @ self._expert_bytes)
+            flat[order[first_fit(sizes, room)]] = True
         return np.flatnonzero(taken)
 
     def replacements(

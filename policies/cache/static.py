@@ -67,6 +67,8 @@ class Static(NoAdmissionCache):
             capacity_slots,
             context.scope,
             context.served,
+            pool_bytes=context.pool_bytes,
+            expert_bytes=context.shape.expert_bytes,
         )
 
     def _rank(self) -> np.ndarray:

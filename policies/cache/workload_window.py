@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Trigger = Literal["aligned", "literal"]
 Swaps = Literal["always", "gain-only"]
+Deadline = Literal["visit", "none"]
 Fill = Literal["random", "calibrated", "lowest"]
 
 
@@ -31,7 +32,8 @@ class WorkloadWindow(OwnReplacementsCache):
     global scope too, where a swap stays within its layer. Ranks are paired, best with
     worst; ties go to the lower id; u is cut to what there is. Experts fetched on demand
     never enter; one whose copy from the last window is still in flight does not leave.
-    The swaps are copied after the layer step, behind its demand loads.
+    The swaps are copied after the layer step, behind its demand loads; what has not
+    started when the layer comes again goes first then.
 
     Args:
         window: w, steps of a layer per window: 4 as published.
@@ -43,6 +45,9 @@ class WorkloadWindow(OwnReplacementsCache):
             only if its incoming sum is larger.
         prefill: whether a prefill step counts as one step with all its tokens (our
             reading); if not it is skipped.
+        deadline: ``visit`` lets swaps go first when their layer comes again (algorithms
+            §1.7 f); with ``none`` they are background work, which a busy link may put
+            off for many windows.
         fill: the start: ``random`` as published, ``calibrated``, or ``lowest`` ids.
 
     Source: DALI Alg. 2, with line 11 read as the text says (lowest leaves); algorithms
@@ -57,18 +62,22 @@ class WorkloadWindow(OwnReplacementsCache):
         trigger: Trigger = "aligned",
         gain: Swaps = "always",
         prefill: bool = True,
+        deadline: Deadline = "visit",
         fill: Fill = "random",
     ) -> None:
         expect(window >= 1, "window", ">= 1", window)
         expect(swaps >= 0, "swaps", ">= 0", swaps)
         expect_choice("trigger", trigger, Trigger)
         expect_choice("gain", gain, Swaps)
+        expect_choice("deadline", deadline, Deadline)
         expect_choice("fill", fill, Fill)
         self.window = window
         self.swaps = swaps
         self.trigger = trigger
         self.gain = gain
         self.prefill = prefill
+        self.deadline = deadline
+        self.lands_by_next_visit = deadline == "visit"
         self.fill: Fill = fill
 
     def start(self, context: RunContext) -> None:

@@ -38,6 +38,8 @@ class Wish:
     Attributes:
         enters: the cache policy admits it; else it goes to staging.
         demanded: a layer step waits for it.
+        hurried: a replacement that should have landed by now. It goes before demand on
+            the link, so it is given up where it would have to wait for its place.
         room: bytes of free room promised to it.
         leaving: flat keys promised to leave for it, held until then; None where the
             victim is chosen when the copy starts.
@@ -45,11 +47,12 @@ class Wish:
             asked for); -1 otherwise.
     """
 
-    __slots__ = ("demanded", "enters", "leaving", "replaces", "room")
+    __slots__ = ("demanded", "enters", "hurried", "leaving", "replaces", "room")
 
     def __init__(self, *, enters: bool, demanded: bool, replaces: int = -1) -> None:
         self.enters = enters
         self.demanded = demanded
+        self.hurried = False
         self.replaces = replaces
         self.room = 0
         self.leaving: list[int] | None = None
@@ -136,10 +139,27 @@ class MemoryLevel:
         """Whether the queued copy of this expert is one that the cache asked for."""
         return self._wishes[key].replaces >= 0
 
-    def is_overtaken(self, key: int) -> bool:
-        """Whether the resident that a queued replacement should follow has left."""
-        outgoing = self._wishes[key].replaces
-        return bool(self._state[outgoing] != RESIDENT)
+    def is_hopeless(self, key: int) -> bool:
+        """Whether a queued replacement that found no place is given up.
+
+        So it is if the resident that it should follow has left, or if demand would have
+        to wait behind it.
+        """
+        wish = self._wishes[key]
+        left = self._state[wish.replaces] != RESIDENT
+        return bool(left or wish.hurried)
+
+    def hurry(self, key: int) -> bool:
+        """Note that a queued copy is late, if it is a replacement whose place is free.
+
+        Returns:
+            Whether that is news.
+        """
+        wish = self._wishes[key]
+        if wish.replaces < 0 or wish.hurried or not self._may_leave(wish.replaces):
+            return False
+        wish.hurried = True
+        return True
 
     def demand(self, work: LayerWork, layer: int, keys: np.ndarray) -> None:
         """Wish for absent experts of one layer that a layer step waits for.

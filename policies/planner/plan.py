@@ -72,6 +72,8 @@ class Plan:
         serial: the CPU waits for the GPUs' fetched experts.
         waits: GPU products wait until every copy of the layer has landed; staging can
             hold them all.
+        dense_parts: dense parts of coming layers that the home GPU evaluates behind its
+            residents' products, to predict; prefetches start after them.
         swaps: replacements by GPU, wished for when the layer has joined.
         precompute: experts of the next layer that the CPU starts after its own.
         precompute_s: seconds of each.
@@ -86,6 +88,7 @@ class Plan:
     planning_s: float
     serial: bool = False
     waits: bool = False
+    dense_parts: int = 0
     swaps: list[tuple[int, Swap]] = field(default_factory=list)
     precompute: Precompute | None = None
     precompute_s: list[float] = field(default_factory=list)

@@ -21,6 +21,7 @@ from moesim.policies.base import (
     IN_FLIGHT,
     RESIDENT,
     AssignmentPolicy,
+    Evaluations,
     Gate,
     LayerWork,
     PolicyError,
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from moesim.policies.planner.residency import CacheSize
     from moesim.traces.format.batch import RoutedLayer
     from moesim.traces.format.schema import ModelShape, Phase
+
+_NO_EVALUATIONS: Final = Evaluations()
 
 _RESERVED_SLOTS: Final = 1
 """Staging slots that prefetches leave to demand: so it always finds one."""
@@ -201,6 +204,13 @@ class Planner:
         """Whether queued prefetches of all layers are chosen anew before each one."""
         return self.policies.prefetch.requeue
 
+    def evaluations(self, layer: int, phase: Phase) -> Evaluations:
+        """What predicting in a layer step evaluates on the GPU."""
+        following = self.layers - 1 - layer
+        if not following or not self._prefetches:
+            return _NO_EVALUATIONS
+        return self.policies.prefetch.evaluations(following, phase)
+
     # -- what the engine reports ------------------------------------------------------
 
     def start_copy(
@@ -233,7 +243,7 @@ class Planner:
         if level.is_demanded(key):
             return False
         if level.is_replacement(key):
-            return level.is_overtaken(key)
+            return level.is_hopeless(key)
         no_place = self.policies.prefetch.no_place
         if no_place == "stage":
             return not level.staging_will_have_room(_RESERVED_SLOTS)
@@ -423,8 +433,7 @@ class Planner:
         copies: list[Copies] = []
         promoted: list[tuple[int, int]] = []
         waits = self.policies.prefetch.late == "wait"
-        if waits:
-            self._promote_all(work.layer, promoted)
+        self._promote_due(work.layer, promoted, everything=waits)
         exposed_s = 0.0
         for gpu in self._serving[work.layer]:
             keys = self._demand(work, gpu, lanes, order, copies, promoted)
@@ -451,6 +460,7 @@ class Planner:
             planning_s=exposed_s + self._planning_s(len(lanes), copied),
             serial=serial,
             waits=waits,
+            dense_parts=self.evaluations(work.layer, phase).dense_parts,
         )
         if self._precomputes and work.layer + 1 < self.layers:
             self._ask_precompute(plan)
@@ -644,18 +654,38 @@ class Planner:
         copies.append(self._queued(FETCH, gpu, layer, keys, read))
         return keys
 
-    def _promote_all(self, layer: int, promoted: list[tuple[int, int]]) -> None:
-        """Promote every queued copy of a layer: its products wait for all of them."""
+    def _promote_due(
+        self, layer: int, promoted: list[tuple[int, int]], *, everything: bool
+    ) -> None:
+        """Promote queued copies of a layer that should have landed before it came.
+
+        That is `everything` if its products wait for all of them, else what caches with
+        a deadline asked for. A replacement whose predecessor is in use stays behind,
+        and so does one that must be read first: a guess must not block the SSD.
+        """
         for gpu, level in enumerate(self.gpu):
+            hurries = level.cache.lands_by_next_visit
+            if not everything and not hurries:
+                continue
             for key in level.wished_of(layer):
-                self._promote(gpu, key, promoted)
+                if everything:
+                    self._promote(gpu, key, promoted)
+                elif self._is_in_host_memory(key) and level.hurry(key):
+                    promoted.append((gpu, key % self.experts))
+
+    def _is_in_host_memory(self, key: int) -> bool:
+        if self.host is None:
+            return True
+        return bool(self.host.memory.state.reshape(-1)[key] == RESIDENT)
 
     def _promote(self, gpu: int, key: int, promoted: list[tuple[int, int]]) -> None:
         """Note that a layer step waits for a queued copy and for the read before."""
         self.gpu[gpu].promote(key)
         if self.host is not None:
             self.host.promote(key)
-        promoted.append((gpu, key % self.experts))
+        place = gpu, key % self.experts
+        if place not in promoted:
+            promoted.append(place)
 
     def _can_stage_all(
         self, layer: int, copies: list[Copies], promoted: list[tuple[int, int]]

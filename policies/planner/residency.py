@@ -50,9 +50,10 @@ class CacheSize:
         """Size a cache by exactly one of a ratio of all experts, slots per layer, or
         bytes.
 
-        Bytes with the per-layer scope follow FlashMoE eq. 1: the same number of slots
-        in every layer, ``floor(total_bytes / bytes of one expert index across all
-        layers)``.
+        A ratio is the same number of bytes in both scopes, less than one expert apart:
+        slots that do not divide evenly are spread over the layers. Bytes with the
+        per-layer scope follow FlashMoE eq. 1: the same number of slots in every layer,
+        ``floor(total_bytes / bytes of one expert index across all layers)``.
 
         Raises:
             PolicyError: none or several of the three are given, or one is out of range.
@@ -69,10 +70,11 @@ class CacheSize:
                 f"cache scope: expected 'layer' or 'global', got {scope!r}"
             )
         sizes = np.asarray(expert_bytes, dtype=np.int64)
+        slots: int | np.ndarray
         if ratio is not None:
             if not 0 <= ratio <= 1:
                 raise PolicyError(f"cache ratio: expected 0 <= ratio <= 1, got {ratio}")
-            slots = round(ratio * experts)
+            slots = _spread(sizes, experts, ratio)
             pool = round(ratio * experts * float(sizes.sum()))
         elif slots_per_layer is not None:
             if not 0 <= slots_per_layer <= experts:
@@ -89,7 +91,8 @@ class CacheSize:
         if scope == GLOBAL:
             count = pool // int(sizes.max())
             return cls(scope, np.array([count], np.int64), np.array([pool], np.int64))
-        return cls(scope, np.full(len(sizes), slots, np.int64), slots * sizes)
+        by_layer = np.broadcast_to(np.asarray(slots, np.int64), sizes.shape).copy()
+        return cls(scope, by_layer, by_layer * sizes)
 
     def split(self, gpus: int) -> CacheSize:
         """One GPU's share of a global pool whose layers are divided among `gpus`."""
@@ -99,6 +102,23 @@ class CacheSize:
     def total_bytes(self) -> int:
         """Bytes the cache may occupy."""
         return int(self.pool_bytes.sum())
+
+
+def _spread(sizes: np.ndarray, experts: int, ratio: float) -> np.ndarray:
+    """Slots of each layer, int64 [L], that together hold `ratio` of all experts' bytes,
+    less than the largest expert short.
+
+    What is left over in one layer goes to the next: rounding every layer by itself
+    would give 128 or 96 of 256 slots to a ratio of 120 / 256, and favour one scope.
+    """
+    # Bytes up to and including each layer, rounded so that 0.3 x 10 are three slots.
+    budget = np.rint(ratio * experts * np.cumsum(sizes).astype(np.float64))
+    slots = np.zeros(len(sizes), np.int64)
+    used = 0
+    for layer, size in enumerate(sizes.tolist()):
+        slots[layer] = min(experts, (int(budget[layer]) - used) // size)
+        used += int(slots[layer]) * size
+    return slots
 
 
 class Residency:

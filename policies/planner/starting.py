@@ -73,6 +73,7 @@ def start_policies(
                 extras=extras,
                 costs=planner.costs,
                 served=_served(planner, policy),
+                pool_bytes=size.pool_bytes,
             )
         )
 
@@ -90,7 +91,14 @@ def fill_memories(planner: StartingPlanner, calibration: np.ndarray | None) -> N
         keys = level.cache.initial(size.slots)
         if keys is None and calibration is not None:
             served = _served(planner, level.cache)
-            keys = fitting(-calibration, size.slots, size.scope, served)
+            keys = fitting(
+                -calibration,
+                size.slots,
+                size.scope,
+                served,
+                pool_bytes=size.pool_bytes,
+                expert_bytes=planner.shape.expert_bytes,
+            )
         if keys is None:
             continue
         served = _served(planner, level.cache)

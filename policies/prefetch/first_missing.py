@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.policies.base import PrefetchPolicy
+from moesim.policies.base import Evaluations, PrefetchPolicy
 from moesim.policies.parameters import expect
 from moesim.policies.prefetch._prediction import by_predicted_workload
 from moesim.traces.format.schema import Phase
@@ -37,6 +37,11 @@ class FirstMissing(PrefetchPolicy):
         expect(count >= 0, "count", "a number >= 0", count)
         self.top = top
         self.count = count
+
+    def evaluations(self, following: int, phase: Phase) -> Evaluations:
+        """The next layer's gate, in decode."""
+        del following
+        return Evaluations(gates=int(phase == Phase.DECODE))
 
     def prefetch(
         self,

@@ -13,7 +13,7 @@ from moesim.policies.assignment._gpu_choice import (
     transfer_s,
 )
 from moesim.policies.assignment._list_scheduler import list_schedule
-from moesim.policies.base import ExpertKey, PrefetchPolicy
+from moesim.policies.base import Evaluations, ExpertKey, PrefetchPolicy
 from moesim.policies.parameters import expect
 from moesim.policies.planner.resident_mask import present
 from moesim.policies.prefetch._kernels import predicted_workload
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moesim.policies.base import LayerWork, MachineView
+    from moesim.traces.format.schema import Phase
 
 # One per layer ahead, nearest first.
 _COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")
@@ -163,6 +164,11 @@ class Impact(PrefetchPolicy):
         self.size = size
         self.requeue = requeue
         self.needs = _COLUMNS[:depth]
+
+    def evaluations(self, following: int, phase: Phase) -> Evaluations:
+        """One gate for each layer ahead."""
+        del phase
+        return Evaluations(gates=min(len(self.needs), following))
 
     def prefetch(
         self,

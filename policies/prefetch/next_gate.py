@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.policies.base import Late, PrefetchPolicy
+from moesim.policies.base import Evaluations, Late, PrefetchPolicy
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.prefetch._prediction import Tie, by_predicted_workload
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moesim.policies.base import ExpertKey, LayerWork, MachineView
+    from moesim.traces.format.schema import Phase
 
 # One per layer ahead, nearest first.
 _COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")
@@ -67,6 +68,11 @@ class NextGate(PrefetchPolicy):
         self.requeue = requeue
         # A trace without the farther predictions still serves a smaller depth.
         self.needs = _COLUMNS[:depth]
+
+    def evaluations(self, following: int, phase: Phase) -> Evaluations:
+        """One gate for each layer ahead."""
+        del phase
+        return Evaluations(gates=min(self.depth, following))
 
     def prefetch(
         self,

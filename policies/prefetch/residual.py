@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.policies.base import PrefetchPolicy
+from moesim.policies.base import Evaluations, PrefetchPolicy
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.prefetch._prediction import Tie, by_predicted_workload
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moesim.policies.base import ExpertKey, LayerWork, MachineView
+    from moesim.traces.format.schema import Phase
 
 
 class Residual(PrefetchPolicy):
@@ -20,11 +21,12 @@ class Residual(PrefetchPolicy):
 
     The recorder adds the mean change of the gate input from one layer to the next,
     measured on a calibration split, before it evaluates the next gate; the trace holds
-    those scores as ``pred1_res``.
+    those scores as ``pred1_res``. That gate is charged to the GPU, once per layer step;
+    the stream switch of each copy is what its hand-off to the link takes.
 
     Args:
-        size: experts ranked per layer; 4 for DeepSeek and Qwen, 1 for Mixtral (DALI,
-            figure 12).
+        size: experts ranked per layer, for which there is a buffer beside the cache; 4
+            for DeepSeek and Qwen, 1 for Mixtral (DALI, figure 12).
         refill: False ranks all experts and transfers those of the top `size` that are
             absent, because the paper measures accuracy over the top k of all experts;
             True takes the next in rank instead.
@@ -41,8 +43,14 @@ class Residual(PrefetchPolicy):
         expect(size >= 0, "size", "a number >= 0", size)
         expect_choice("tie", tie, Tie)
         self.size = size
+        self.buffer_slots = size
         self.refill = refill
         self.tie = tie
+
+    def evaluations(self, following: int, phase: Phase) -> Evaluations:
+        """One more gate, on the corrected input."""
+        del following, phase
+        return Evaluations(gates=1)
 
     def prefetch(
         self,

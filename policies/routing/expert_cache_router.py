@@ -48,8 +48,7 @@ class ExpertCacheRouter(RoutingPolicy):
             resolution: else two misses could replace each other).
         inflight_ok: experts still being copied count as present (ours; the paper says
             nothing).
-        phase: ``both``, as the algorithm knows no phases, or ``decode`` alone, as
-            prefill loads whole layers anyway.
+        phase: ``decode`` alone, as the paper routes (section 4.1), or ``both``.
         reading: ``text``, or Algorithm 1 to the ``literal``: all experts of beta <= s <
             (1 + alpha) beta, resident ones and the rank k+1 included, are up for
             replacement, so tokens get k+1 experts and residents are replaced
@@ -66,7 +65,7 @@ class ExpertCacheRouter(RoutingPolicy):
         alpha: float = 0.3,
         batch_aware: bool = True,
         inflight_ok: bool = False,
-        phase: Phases = "both",
+        phase: Phases = "decode",
         reading: Reading = "text",
     ) -> None:
         expect(0 <= alpha < 1, "alpha", "0 <= alpha < 1", alpha)

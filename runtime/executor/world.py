@@ -121,6 +121,10 @@ class RealWorld:
         """The products ahead of the gate that `launching` has made."""
         return self._new_precomputes
 
+    def predictions(self, _: Plan) -> tuple[()]:
+        """Nothing: the model's hooks have evaluated coming gates by now."""
+        return ()
+
     # -- what the engine reports ------------------------------------------------------
 
     def placed(self, operation: Operation, gpu: int) -> None:
