@@ -65,6 +65,7 @@ class Transfers(Generic[Op]):
         self._submit = world.submit
         self._planner = planner
         self._experts = planner.shape.experts
+        self._writes_back = planner.policies.writes_back
         self._gpu_of = [gpu_of_lane(lane) for lane in world.lanes]
         # Keys are layer * E + expert; per GPU they are shifted by the whole model.
         self._model = planner.shape.layers * planner.shape.experts
@@ -277,6 +278,9 @@ class Transfers(Generic[Op]):
         self._forget(gpu, layer, expert)
         self._in_flight.add(gpu * self._model + self._key(operation))
         self._world.placed(operation, gpu)
+        if self._writes_back:
+            for key in place.evicted:
+                self._world.write_back(operation, *divmod(key, self._experts))
         return START
 
     def _yield_to(self, layer: int, expert: int) -> bool:

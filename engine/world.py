@@ -66,6 +66,9 @@ class World(Protocol[Op]):
     def placed(self, operation: Op, gpu: int, /) -> None:
         """Note that a copy or (GPU -1) a read has taken its place and starts now."""
 
+    def write_back(self, operation: Op, layer: int, expert: int, /) -> None:
+        """Copy an expert to host memory that has left for a copy that starts now."""
+
     def computed(self, operation: Op | None, /) -> None:
         """Note that the last product of a layer step has ended; None if it had none."""
 

@@ -449,10 +449,14 @@ class CachePolicy(Policy, ABC):
         lands_by_next_visit: whether copies that it asked for itself (`replacements`)
             and that have not started when their layer comes again go before all others
             then. Else they wait until the link has nothing better to do.
+        replaces_first: whether `replacements` is asked before the layer step is
+            assigned, which then runs on the new content: incoming experts count as in
+            flight and outgoing ones as absent. Else copies follow the layer step.
     """
 
     # May be a parameter of a policy, so it is asked of the instance.
     lands_by_next_visit: bool = False
+    replaces_first: bool = False
 
     @property
     def replaces(self) -> bool:

@@ -34,6 +34,8 @@ class System:
             user.
         divides_slots: whether layers get slots by their use, where a calibration says
             how (`moesim.policies.cache._slot_shares`).
+        writes_back: whether what leaves a GPU's cache is copied back to host memory,
+            though weights never change; the link to the host is charged for it.
         note: where the composition departs from its source, and what it needs.
     """
 
@@ -45,6 +47,7 @@ class System:
     staging_layers: int = 0
     scope: str | None = None
     divides_slots: bool = False
+    writes_back: bool = False
     note: str = ""
 
     def staging_slots(self, shape: ModelShape) -> int | None:
@@ -82,6 +85,7 @@ class System:
             routing=cast("RoutingPolicy", resolve(self.routing, "routing")),
             host_cache=host,
             names={kind: getattr(self, kind) for kind in KINDS},
+            writes_back=self.writes_back,
         )
 
 
@@ -144,9 +148,12 @@ SYSTEMS = {
         assignment="daop",
         cache="prefill-swap",
         routing="graceful-degradation",
+        # Slots that do not divide evenly go to the most frequent experts of all.
+        scope="global",
+        writes_back=True,
         note=(
-            "swaps take effect after the layer step, not before it; later layers keep"
-            " the recorded routing. --warm gives the calibrated placement"
+            "later layers keep the recorded routing. --warm gives the calibrated"
+            " placement"
         ),
     ),
     "smoe": System(
@@ -187,9 +194,10 @@ SYSTEMS = {
         # Its four copy buffers.
         staging=4,
         scope="layer",
+        writes_back=True,
         note=(
             "as released, without speculative loading (--prefetch next-gate adds the"
-            " paper's); evicted experts are not copied back, as weights never change"
+            " paper's); evicted experts are copied back, as its code swaps both ways"
         ),
     ),
     "moe-on-demand": System(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from moesim.hwprofiles import lanes
 from moesim.policies.base import CPU
-from moesim.policies.planner.plan import FETCH, READ
+from moesim.policies.planner.plan import FETCH, READ, REPLACE
 from moesim.sim.contention import Operation
 from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
 from simpy.events import Event
@@ -71,6 +71,7 @@ class VirtualWorld:
         self._env = env
         self._machine = machine
         self._planner = planner
+        self._costs = costs
         self._timeline = timeline
         self._turn = Turn(env)
         # Entering a lock that nobody contends is cheaper than a null context.
@@ -223,6 +224,21 @@ class VirtualWorld:
 
     def placed(self, operation: Operation, gpu: int) -> None:
         """Nothing: places exist in the planner's books only."""
+
+    def write_back(self, operation: Operation, layer: int, expert: int) -> None:
+        """Keep the way back busy; nobody waits for the expert itself."""
+        gpu = self._links.index(operation.lane)
+        work_s = self._costs.writeback_s(layer, gpu) + self._dispatch_s
+        copy = Operation(
+            self._back_links[gpu],
+            REPLACE,
+            operation.step,
+            layer,
+            expert,
+            work_s=work_s,
+            nbytes=self._bytes[layer],
+        )
+        self.submit(copy)
 
     def computed(self, _: Operation | None) -> None:
         """Give the replaying process its turn, now."""

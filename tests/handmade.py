@@ -106,6 +106,9 @@ class HandCosts:
     def copy_s(self, layer, gpu=0):
         return self.copy
 
+    def writeback_s(self, layer, gpu=0):
+        return self.copy
+
     def read_s(self, layer):
         return self.read
 
@@ -206,8 +209,13 @@ def plan_of(
     **more,
 ) -> Planner:
     """A planner with `slots` per layer (global scope: their bytes together)."""
+    ratio = more.pop("ratio", None)
     size = CacheSize.of(
-        model.expert_bytes, model.experts, scope=scope, slots_per_layer=slots
+        model.expert_bytes,
+        model.experts,
+        scope=scope,
+        ratio=ratio,
+        slots_per_layer=slots if ratio is None else None,
     )
     host = None
     if host_slots is not None:

@@ -280,7 +280,9 @@ def test_systems_that_buffer_layers_stage_whole_layers():
     model = hand_shape(2, 64)
     assert SYSTEMS["pre-gated"].staging_slots(model) == 128
     assert SYSTEMS["deepspeed"].staging_slots(model) == 128
-    assert SYSTEMS["dali"].staging_slots(model) == 8
+    assert SYSTEMS["smoe"].staging_slots(model) == 64
+    assert SYSTEMS["dali"].staging_slots(model) == 4
+    assert SYSTEMS["dali"].buffer_slots() == 4
     assert SYSTEMS["fiddler"].staging_slots(model) is None
 
 

@@ -304,3 +304,84 @@ def test_dalis_readings_of_others():
     _, timeline = run(planner, steps(layers))
     lanes = {span[:2] for span in spans(timeline, "compute")}
     assert lanes == {("gpu0", 1), ("cpu", 2)}
+
+
+# -- DAOP ---------------------------------------------------------------------------
+
+
+def test_daops_swaps_serve_the_prompt_that_caused_them():
+    """Expert 1 has 10 tokens of a prompt, the resident 0 has 2. Copies both ways 2-6;
+    10 tokens take 10 s on the GPU, 6-16, and 2 take 20 s on the CPU, 2-22. Swapped
+    behind its layer step, expert 1 would take 100 s on the CPU.
+    """
+    planner = plan_of(
+        shape(top_k=1),
+        compose("daop", routing="as-recorded"),
+        HandCosts(per_token=1.0),
+        slots=1,
+        scope="global",
+    )
+    passes = steps([routed(0, 0, 1, tokens=[2, 10])], phase=Phase.PREFILL)
+    result, timeline = run(planner, passes)
+    assert spans(timeline, "fetch") == [("h2d0", 1, 2, 6)]
+    assert spans(timeline, "replace") == [("d2h0", 0, 2, 6)]
+    assert set(spans(timeline, "compute")) == {("gpu0", 1, 6, 16), ("cpu", 0, 2, 22)}
+    assert result.makespan_s == 22.0
+    assert planner.resident(0).tolist() == [False, True, False, False]
+
+
+def test_daop_starts_ahead_only_what_degradation_keeps():
+    """Layer 1 is foretold 1, 2 and 3, all on the CPU; its resident is 0. Degradation
+    keeps 1 and takes 0, and for the third there is nobody, so 2 stays too. Only these
+    start ahead: dense part 0-2, 10 s each on the CPU; 3 would be 10 s in vain.
+    """
+    foretold = np.array([[0.05, 0.4, 0.3, 0.25]], np.float16)
+    scores = np.full((1, 4), 0.25, np.float16)
+    layers = [
+        routed(0, 0, 1, 2, scores=scores, pred1_raw=foretold),
+        routed(1, 1, 2, 3, scores=scores),
+    ]
+    system = compose(
+        "daop:first_layer=1",
+        cache="prefill-swap",
+        routing="graceful-degradation:first-layer=1",
+    )
+    calibration = np.array([[3.0, 2, 1, 0], [1.0, 0, 0, 0]])
+    planner = plan_of(
+        shape(layers=2, top_k=3),
+        system,
+        slots=2,
+        scope="global",
+        calibration=calibration,
+    )
+    # Two of four slots for each layer: 0 and 1 of both.
+    planner.gpu[0].memory.evict(4 + 1)
+    planner.gpu[0].cache.evicted(np.array([4 + 1]))
+    result, timeline = run(planner, steps(layers))
+    on_cpu = [span[1:] for span in spans(timeline, "compute") if span[0] == "cpu"]
+    # Layer 0's expert 2, then what is foretold for layer 1.
+    assert on_cpu == [(2, 2, 12), (1, 12, 22), (2, 22, 32)]
+    assert result.makespan_s == 32.0
+
+
+def test_daops_slots_go_to_the_most_frequent_of_all():
+    """Seven slots for three layers: two for each, and one more for the most frequent
+    expert that is left (section IV-A).
+    """
+    counts = np.array([[9.0, 8, 1, 0], [9, 8, 7, 0], [9, 8, 2, 0]])
+    planner = plan_of(
+        shape(layers=3, top_k=1),
+        SYSTEMS["daop"],
+        ratio=7 / 12,
+        scope=SYSTEMS["daop"].scope,
+        calibration=counts,
+    )
+    assert [planner.resident(n).sum() for n in range(3)] == [2, 3, 2]
+
+
+def test_mixtral_offloading_copies_back_what_leaves():
+    """Both directions at once: 2-6 for the second expert and for the first."""
+    planner = plan_of(shape(), SYSTEMS["mixtral-offloading"], slots=1)
+    _, timeline = run(planner, steps([routed(0, 0)], [routed(0, 1)]))
+    assert spans(timeline, "fetch") == [("h2d0", 0, 2, 6), ("h2d0", 1, 9, 13)]
+    assert spans(timeline, "replace") == [("d2h0", 0, 9, 13)]

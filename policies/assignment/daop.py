@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from moesim.policies.assignment._gpu_choice import gpu_lanes
 from moesim.policies.base import (
+    IN_FLIGHT,
     Assignment,
     AssignmentPolicy,
     LayerWork,
@@ -14,11 +15,14 @@ from moesim.policies.base import (
     Precompute,
 )
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.planner.resident_mask import present
 from moesim.policies.ranking import ranked
+from moesim.policies.routing._substitute import keep_one_absent
 from moesim.traces.format.schema import Phase
 
 Overlap = Literal["parallel", "serial"]
 Prefill = Literal["in-place", "cheapest"]
+Ahead = Literal["kept", "predicted"]
 
 
 class DAOP(AssignmentPolicy):
@@ -45,7 +49,11 @@ class DAOP(AssignmentPolicy):
             and an absent one its load: each by itself, ties to the GPU. What is loaded
             so is not kept.
 
-    Source: DAOP, predictive pre-calculation; algorithms §2.2 and §2.3.
+        ahead: ``kept`` starts only those of the predicted experts that degradation
+            keeps, one absent expert per token; ``predicted`` starts all of them, for a
+            routing that does not degrade.
+
+    Source: DAOP, predictive pre-calculation; algorithms §2.2 to §2.4.
     """
 
     approximates: ClassVar[bool] = True
@@ -57,13 +65,16 @@ class DAOP(AssignmentPolicy):
         first_layer: int = 5,
         before_first: Overlap = "parallel",
         prefill: Prefill = "in-place",
+        ahead: Ahead = "kept",
     ) -> None:
         expect(first_layer >= 1, "first_layer", "a number >= 1", first_layer)
         expect_choice("before_first", before_first, Overlap)
         expect_choice("prefill", prefill, Prefill)
         self.first_layer = first_layer
         self.serial = before_first == "serial"
+        expect_choice("ahead", ahead, Ahead)
         self.prefill = prefill
+        self.ahead = ahead
 
     def assign(
         self,
@@ -80,6 +91,9 @@ class DAOP(AssignmentPolicy):
             return Assignment(gpu_lanes(work, loaded), None, serial)
 
         resident = work.arrive_s == 0.0
+        if work.phase == Phase.PREFILL:
+            # What is being swapped in is awaited: the prompt runs on the new placement.
+            resident |= np.isfinite(work.arrive_s) & (work.state == IN_FLIGHT)
         lanes = gpu_lanes(work, resident.any(axis=0), resident)
         return Assignment(lanes, None, serial)
 
@@ -93,14 +107,14 @@ class DAOP(AssignmentPolicy):
         if work.phase != Phase.DECODE or layer < self.first_layer:
             return None
 
-        scores = work.predicted["pred1_raw"].astype(np.float32)
-        top_k = work.routing.shape[1]
-        predicted = ranked(scores)[:, :top_k].astype(np.uint16)
-        workload = np.bincount(predicted.ravel(), minlength=scores.shape[1])
-
         # Experts in flight count as absent: the CPU need not wait for them.
-        resident = view.resident(layer)
-        for gpu in range(1, view.gpus):
-            resident = resident | view.resident(layer, gpu)
+        resident = present(view, layer, in_flight=False)
+        scores = work.predicted["pred1_raw"].astype(np.float64)
+        predicted = ranked(scores)[:, : work.routing.shape[1]]
+        if self.ahead == "kept":
+            predicted = keep_one_absent(predicted, scores, resident)
+
+        workload = np.bincount(predicted.ravel(), minlength=scores.shape[1])
         experts = np.flatnonzero((workload > 0) & ~resident).astype(np.int32)
-        return Precompute(experts, workload[experts].astype(np.int32), predicted)
+        tokens = workload[experts].astype(np.int32)
+        return Precompute(experts, tokens, predicted.astype(np.uint16))

@@ -32,10 +32,8 @@ class PrefillSwap(OwnReplacementsCache):
 
     Of the N experts, the ``share·N`` hottest absent ones (by prompt tokens) meet as
     many coldest residents, rank by rank; ties go to the lower id. A pair is swapped
-    where the difference is clear. What is fetched runs from staging. Two departures:
-    the planner carries a swap out behind its layer step, so the prompt that caused it
-    is still served from the old placement; and the copy of the leaving expert back to
-    the host, which DAOP charges, is not modelled, as weights never change.
+    where the difference is clear, before the layer's experts run, so the prompt is
+    served from the new placement. What is fetched otherwise runs from staging.
 
     Args:
         share: of all experts that may swap in one prefill of a layer.
@@ -74,6 +72,8 @@ class PrefillSwap(OwnReplacementsCache):
         self.variant = variant
         self.idle = idle
         self.fill = fill
+
+    replaces_first = True
 
     def start(self, context: RunContext) -> None:
         """Rank the experts by calibration.

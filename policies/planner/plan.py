@@ -75,6 +75,8 @@ class Plan:
         dense_parts: dense parts of coming layers that the home GPU evaluates behind its
             residents' products, to predict; prefetches start after them.
         swaps: replacements by GPU, wished for when the layer has joined.
+        released: (GPU, expert), active residents that replacements of this very layer
+            step evict; nobody holds them.
         precompute: experts of the next layer that the CPU starts after its own.
         precompute_s: seconds of each.
     """
@@ -90,13 +92,18 @@ class Plan:
     waits: bool = False
     dense_parts: int = 0
     swaps: list[tuple[int, Swap]] = field(default_factory=list)
+    released: list[tuple[int, int]] = field(default_factory=list)
     precompute: Precompute | None = None
     precompute_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Policies:
-    """One instance of each policy that a run needs; one cache policy per memory."""
+    """One instance of each policy that a run needs; one cache policy per memory.
+
+    `writes_back`: experts that leave a GPU's cache are copied to host memory, as their
+    system does it; see `System`.
+    """
 
     assignment: AssignmentPolicy
     prefetch: PrefetchPolicy
@@ -104,6 +111,7 @@ class Policies:
     routing: RoutingPolicy
     host_cache: CachePolicy | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    writes_back: bool = False
 
     def all(self) -> list[Policy]:
         """Every instance."""

@@ -383,6 +383,9 @@ class Planner:
         """
         layer = plan.work.layer
         experts = plan.work.experts
+        for gpu, expert in plan.released:
+            # `release` ends one hold of every active expert.
+            self.gpu[gpu].memory.holds[layer, expert] += 1
         for gpu, level in enumerate(self.gpu):
             memory = level.memory
             memory.release(layer, experts)
@@ -427,10 +430,12 @@ class Planner:
         if self.policies.routing.alters:
             routed = self._reroute(routed, step, phase)
         work = self._look(routed, step, phase, batch)
+        first = self._replace_first(work)
         lanes, order, serial = self._assign(work)
         self._note_accesses(work, lanes)
 
         copies: list[Copies] = []
+        released, postponed = self._wish_first(work, lanes, first, copies)
         promoted: list[tuple[int, int]] = []
         waits = self.policies.prefetch.late == "wait"
         self._promote_due(work.layer, promoted, everything=waits)
@@ -461,12 +466,16 @@ class Planner:
             serial=serial,
             waits=waits,
             dense_parts=self.evaluations(work.layer, phase).dense_parts,
+            released=released,
+            swaps=postponed,
         )
         if self._precomputes and work.layer + 1 < self.layers:
             self._ask_precompute(plan)
         for gpu in self._serving[work.layer]:
-            if self.gpu[gpu].cache.replaces:
-                self._ask_replacements(gpu, plan)
+            cache = self.gpu[gpu].cache
+            if cache.replaces and not cache.replaces_first:
+                swaps = self._ask_replacements(gpu, work)
+                plan.swaps += [(gpu, swap) for swap in swaps]
         return plan
 
     def _reroute(self, routed: RoutedLayer, step: int, phase: Phase) -> RoutedLayer:
@@ -850,11 +859,12 @@ class Planner:
 
     # -- replacements -----------------------------------------------------------------
 
-    def _ask_replacements(self, gpu: int, plan: Plan) -> None:
-        """Ask the cache for its own copies; they are wished for after the join."""
+    def _ask_replacements(self, gpu: int, work: LayerWork) -> list[Swap]:
+        """Ask the cache for its own copies, and check them."""
         level = self.gpu[gpu]
         memory = level.memory
-        for swap in level.cache.replacements(plan.work, self):
+        swaps = list(level.cache.replacements(work, self))
+        for swap in swaps:
             enters = memory.state[swap.incoming] != RESIDENT
             if memory.staged[swap.incoming]:
                 enters = True
@@ -864,10 +874,73 @@ class Planner:
                     f" {tuple(swap.incoming)}: the first must be resident and the"
                     " second must not be"
                 )
-            plan.swaps.append((gpu, swap))
+        return swaps
+
+    def _replace_first(self, work: LayerWork) -> list[tuple[int, Swap]]:
+        """Let caches replace residents before their layer step is assigned.
+
+        `work` then tells of the new content.
+
+        Returns:
+            Replacements by GPU.
+        """
+        replacements = []
+        for row, gpu in enumerate(self._serving[work.layer]):
+            level = self.gpu[gpu]
+            if not (level.cache.replaces and level.cache.replaces_first):
+                continue
+            lands_s = self._links[gpu].left_s(self.now_s)
+            for swap in self._ask_replacements(gpu, work):
+                lands_s += self._links[gpu].copy_s[work.layer]
+                coming = work.experts == swap.incoming.expert
+                work.state[coming] = IN_FLIGHT
+                work.arrive_s[row, coming] = lands_s
+                going = work.experts == swap.outgoing.expert
+                work.arrive_s[row, going] = np.inf
+                replacements.append((gpu, swap))
+        if replacements:
+            # What leaves every GPU that has it is a miss.
+            gone = np.isinf(work.arrive_s).all(axis=0)
+            work.state[gone] = ABSENT
+        return replacements
+
+    def _wish_first(
+        self,
+        work: LayerWork,
+        lanes: np.ndarray,
+        replacements: Sequence[tuple[int, Swap]],
+        copies: list[Copies],
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, Swap]]]:
+        """Wish for what `_replace_first` found; demand, where this step awaits it.
+
+        Returns:
+            (GPU, expert) of active experts that nobody holds any more, so that they can
+            leave; and replacements that are wished for after the step, as it computes
+            the outgoing expert on that GPU all the same.
+        """
+        released: list[tuple[int, int]] = []
+        postponed: list[tuple[int, Swap]] = []
+        lane_of = dict(zip(work.experts.tolist(), lanes.tolist(), strict=True))
+        for gpu, swap in replacements:
+            outgoing = swap.outgoing.expert
+            if lane_of.get(outgoing) == 1 + gpu:
+                postponed.append((gpu, swap))
+                continue
+            if outgoing in lane_of:
+                self.gpu[gpu].memory.holds[work.layer, outgoing] -= 1
+                released.append((gpu, outgoing))
+            awaited = lane_of.get(swap.incoming.expert) == 1 + gpu
+            self._wish_swap(work, gpu, swap, copies, demanded=awaited)
+        return released, postponed
 
     def _wish_swap(
-        self, work: LayerWork, gpu: int, swap: Swap, copies: list[Copies]
+        self,
+        work: LayerWork,
+        gpu: int,
+        swap: Swap,
+        copies: list[Copies],
+        *,
+        demanded: bool = False,
     ) -> None:
         """Wish for one replacement, unless a copy has overtaken it."""
         level = self.gpu[gpu]
@@ -880,6 +953,9 @@ class Planner:
             return
         outgoing = swap.outgoing.layer * self.experts + swap.outgoing.expert
         level.replace(outgoing, key)
+        if demanded:
+            level.promote(key)
         keys = np.array([key])
-        read = self._need_in_host(work, layer, keys, demanded=False)
-        copies.append(self._queued(REPLACE, gpu, layer, keys, read))
+        read = self._need_in_host(work, layer, keys, demanded=demanded)
+        kind = FETCH if demanded else REPLACE
+        copies.append(self._queued(kind, gpu, layer, keys, read))

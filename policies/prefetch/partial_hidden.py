@@ -22,7 +22,7 @@ Prefill = Literal["layer", "predicted"]
 
 
 class PartialHidden(PrefetchPolicy):
-    """In decode, prefetch every expert in some token's predicted top k, best score
+    """Prefetch, in decode, every expert in some token's predicted top k, best score
     first, and drop what has not started in time; in prefill, the whole next layer.
 
     SMoE runs the next layer's attention, gate and shared experts on the hidden state

@@ -91,6 +91,29 @@ def substitute(
     return np.where(takes_one, newcomers, experts)
 
 
+def keep_one_absent(
+    experts: np.ndarray,
+    scores: np.ndarray,
+    resident: np.ndarray,
+) -> np.ndarray:
+    """DAOP's degradation: a token keeps its best absent expert, and the next-best
+    residents replace the others.
+
+    Args:
+        experts: int64 [T, K], best first.
+        scores: float64 [T, E], by which they were chosen.
+        resident: bool [E].
+
+    Returns:
+        int64 [T, K].
+    """
+    absent = ~resident[experts]
+    # Columns stand best first: the first absent one is the one that may stay.
+    further = absent & (np.cumsum(absent, axis=1) > 1)
+    alternatives = resident & ~chosen_mask(experts, scores.shape[1])
+    return substitute(experts, further, scores, alternatives)
+
+
 def routing(
     gate: Gate,
     experts: np.ndarray,

@@ -10,10 +10,9 @@ from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.planner.resident_mask import present
 from moesim.policies.ranking import ranked
 from moesim.policies.routing._substitute import (
-    chosen_mask,
+    keep_one_absent,
     routing,
     scores_of,
-    substitute,
 )
 from moesim.traces.format.schema import Phase
 
@@ -75,11 +74,5 @@ class GracefulDegradation(RoutingPolicy):
             experts = ranked(scores)[:, :top_k]
 
         resident = present(view, gate.layer, in_flight=False)
-        absent = ~resident[experts]
-        # Columns stand best first: the first absent one is the one that may stay.
-        absent_so_far = np.cumsum(absent, axis=1)
-        further = absent & (absent_so_far > 1)
-        chosen = chosen_mask(experts, view.experts)
-        alternatives = resident & ~chosen
-        experts = substitute(experts, further, scores, alternatives)
+        experts = keep_one_absent(experts, scores, resident)
         return routing(gate, experts, view, predicted=predicted)

@@ -135,6 +135,9 @@ class RealWorld:
         else:
             self._memories.slots.take(key)
 
+    def write_back(self, operation: Operation, layer: int, expert: int) -> None:
+        """Nothing: host memory or the SSD has the same weights still."""
+
     def computed(self, _: Operation | None) -> None:
         """Wake the control thread, which joins the results."""
         self._lanes.control.wake()
