@@ -126,7 +126,9 @@ def of_lengths(
         TraceError: a number out of range, or sequences without tokens.
     """
     stated = {"prompt": prompt, "generated": generated}
-    changes = {name: value for name, value in stated.items() if value is not None}
+    changes: dict[str, float] = {
+        name: value for name, value in stated.items() if value is not None
+    }
     _check_limits(changes)
     lengths = tuple(
         (
