@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+
+from benchmarks.replay_speed import SHARED, SHIPPED
 from moesim.policies import cache_replay
 from moesim.policies.planner.residency import CacheSize
 from moesim.traces.format.future import RecordedFuture
@@ -16,8 +18,6 @@ from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
-
-from benchmarks.replay_speed import SHARED, SHIPPED
 
 
 def report() -> None:

@@ -35,11 +35,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+
+from benchmarks.combinations import PARTS, all_of, pairwise, served
+from benchmarks.replay_speed import MODELS, SHARED, SHIPPED
+from moesim.analysis.trace_split import TracePart, all_passes
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import PolicyError
 from moesim.policies.planner.decision_log import repeat
 from moesim.policies.registry import names
 from moesim.policies.systems import SYSTEMS, System, compose
+from moesim.runs.config import RunConfig
+from moesim.runs.machine import device_of, machine_profile
+from moesim.runs.measured import execute
+from moesim.runs.setup import Setup, check_needs, needed_columns
+from moesim.runs.stores import open_random_store
 from moesim.runtime.executor.trace_driven import ForcedRouting, shape_for
 from moesim.runtime.models.dense import DenseSizes, DenseStack
 from moesim.runtime.train.cache_network import train
@@ -53,15 +62,6 @@ from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.spans import Timeline
-
-from benchmarks.combinations import PARTS, all_of, pairwise, served
-from benchmarks.replay_speed import MODELS, SHARED, SHIPPED
-from moesim.analysis.trace_split import TracePart, all_passes
-from moesim.runs.config import RunConfig
-from moesim.runs.machine import device_of, machine_profile
-from moesim.runs.measured import execute
-from moesim.runs.setup import Setup, check_needs, needed_columns
-from moesim.runs.stores import open_random_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

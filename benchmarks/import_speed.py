@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from moesim.traces.importers import import_trace
-from moesim.traces.models import model_shape
 from pyarrow import csv, json
 
 from benchmarks.cpu_seconds import cpu_seconds
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
 from tests import foreign_files as files
 
 if TYPE_CHECKING:

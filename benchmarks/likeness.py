@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from benchmarks.replay_speed import MODELS, SHARED, SHIPPED
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import import_trace
@@ -22,8 +24,6 @@ from moesim.traces.stats.similarity import mutual_information_bits
 from moesim.traces.stats.trace_summary import summarise_trace
 from moesim.traces.synthetic.fit import fit
 from moesim.traces.synthetic.generate import synthesise
-
-from benchmarks.replay_speed import MODELS, SHARED, SHIPPED
 
 if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace

@@ -9,10 +9,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.replay_speed import SHARED
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
-
-from benchmarks.replay_speed import SHARED
 
 PROBE = """
 import sys

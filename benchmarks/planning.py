@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies.planner.at_once import carry_out

@@ -8,12 +8,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks import bare_simpy
+from moesim.runs.replay import replay
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
-
-from benchmarks import bare_simpy
-from moesim.runs.replay import replay
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces"
 SHIPPED = (

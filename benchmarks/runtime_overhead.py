@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from moesim.runtime.executor.host_device import HostDevice
-from moesim.runtime.executor.trace_driven import shape_for
-from moesim.runtime.store.memory import HostSlots
-from moesim.traces.format.reader import Trace, open_trace
-from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
-from moesim.traces.format.writer import TraceWriter
 from torch.nn import functional
 
 from moesim.runs import replay as api
 from moesim.runs.machine import machine_profile
 from moesim.runs.measured import run_trace
 from moesim.runs.stores import open_random_store
+from moesim.runtime.executor.host_device import HostDevice
+from moesim.runtime.executor.trace_driven import shape_for
+from moesim.runtime.store.memory import HostSlots
+from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
+from moesim.traces.format.writer import TraceWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,13 +7,12 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from benchmarks.likeness import SHARED
 from moesim.traces.format.reader import open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 from moesim.traces.synthetic.fit import fit
 from moesim.traces.synthetic.saved import SUFFIX, save
-
-from benchmarks.likeness import SHARED
 
 DATA = Path(__file__).parents[1] / "traces" / "data"
 FOREIGN = {

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from benchmarks.cpu_seconds import cpu_seconds
 from moesim.traces.format.arrow import lists, named, numbers
 from moesim.traces.format.layer_steps import joined, layer_steps, of_sequences
 from moesim.traces.format.reader import Trace, open_trace
@@ -26,8 +28,6 @@ from moesim.traces.format.writer import ROW_GROUP_ROWS, TraceWriter, arrow_schem
 from moesim.traces.stats.hit_rate_curves import CURVES, CurveAggregator
 from moesim.traces.stats.similarity import SimilarityAggregator
 from moesim.traces.stats.statistics import LayerAggregator, stats
-
-from benchmarks.cpu_seconds import cpu_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

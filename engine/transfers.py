@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
+
     from moesim.engine.world import World
     from moesim.policies.planner.plan import Copies
     from moesim.policies.planner.planner import Planner

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.dense_costs import DenseCosts
 from moesim.hwprofiles.expert_costs import extrapolated_sizes, tables_by_layer

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
 from moesim.hwprofiles.paths import DENSE, HEAD
 from moesim.hwprofiles.roofline import MeasuredPart, RooflineModel, flops_per_token
 from moesim.hwprofiles.schema import ReferenceExpert

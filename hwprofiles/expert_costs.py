@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.hwprofiles.isotonic import isotonic
 from moesim.hwprofiles.lanes import COMPUTE_KINDS
 from moesim.hwprofiles.roofline import MeasuredPart, RooflineModel, flops_per_token

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tomli_w
+
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.lanes import GPU, LANE_KINDS, kind_of, lane_names

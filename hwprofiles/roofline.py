@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
 from moesim.hwprofiles import paths
 
 if TYPE_CHECKING:

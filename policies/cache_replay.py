@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from moesim.policies.base import ABSENT, LayerWork, RunContext
 from moesim.policies.cache._kernels import (
     REPLAY_BELADY,

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.hwprofiles.lanes import kind_of
 from simpy.events import Event
+
+from moesim.hwprofiles.lanes import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,10 +20,11 @@ from moesim.traces.timeline.spans import pack_span
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from simpy.core import Environment
+
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.sim.noise import Noise
     from moesim.traces.timeline.spans import Timeline
-    from simpy.core import Environment
 
 
 class Worker(WorkerQueues[Operation]):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.hwprofiles.lanes import kind_of
 
 if TYPE_CHECKING:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from simpy.core import Environment
+
 from moesim.engine.layer_step import LayerStep
 from moesim.hwprofiles.lanes import GPU
 from moesim.sim.machine import Machine
 from moesim.sim.noise import Noise
 from moesim.sim.world import VirtualWorld
 from moesim.traces.timeline.spans import DENSE
-from simpy.core import Environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
+
+    from simpy.events import Event
 
     from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
@@ -22,7 +25,6 @@ if TYPE_CHECKING:
     from moesim.sim.contention import Operation
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.timeline.spans import Timeline
-    from simpy.events import Event
 
 
 class SimulationError(RuntimeError):

@@ -11,15 +11,18 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
+from simpy.events import Event
+
 from moesim.hwprofiles import lanes
 from moesim.policies.base import CPU
 from moesim.policies.planner.plan import FETCH, READ, REPLACE
 from moesim.sim.contention import Operation
 from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
-from simpy.events import Event
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from simpy.core import Environment
 
     from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
     from moesim.policies.planner.planner import Planner
     from moesim.sim.machine import Machine
     from moesim.traces.timeline.spans import Timeline
-    from simpy.core import Environment
 
 
 class Turn(Event):

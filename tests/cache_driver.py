@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from learned_network import Artefacts
+
 from moesim.policies.base import ABSENT, RESIDENT, CachePolicy, LayerWork, RunContext
 from moesim.policies.cache._learned_network import sizes
 from moesim.traces.format.schema import ModelShape, Phase

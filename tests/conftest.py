@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
-from moesim.traces.format.writer import TraceWriter
 
 from moesim.runs import machine
 from moesim.runs.parallel import cores
+from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
+from moesim.traces.format.writer import TraceWriter
 
 SHARED = Path(__file__).parents[2] / "shared"
 

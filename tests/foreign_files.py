@@ -488,6 +488,7 @@ def moesim_unordered(path, truth):
     """Our own layout by another hand, which appended the rows of whoever was ready."""
     import pyarrow as pa
     import pyarrow.parquet as pq
+
     from moesim.traces.format.schema import METADATA_KEY, TraceHeader
     from moesim.traces.models import model_shape
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
+
 from moesim.policies import registry
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner

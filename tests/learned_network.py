@@ -44,11 +44,10 @@ class Artefacts(Mapping[str, dict[str, np.ndarray]]):
 @cache
 def trained():
     """The network of the shipped model."""
+    from moesim.analysis.trace_split import all_passes
     from moesim.runtime.train.cache_network import train
     from moesim.runtime.train.cache_recipe import Recipe
     from moesim.traces.format.reader import open_trace
-
-    from moesim.analysis.trace_split import all_passes
 
     calibration = open_trace(DATA / "tiny_calibration.parquet")
     training = train(

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from moesim.runtime.models.local_model import LocalModel
-from moesim.runtime.models.moe_blocks import find_blocks
 from torch import nn
 from transformers import AutoModelForCausalLM
+
+from moesim.runtime.models.local_model import LocalModel
+from moesim.runtime.models.moe_blocks import find_blocks
 
 _COMMON = {
     "vocab_size": 256,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 from learned_network import Artefacts
+from transformers import AutoModelForCausalLM
+
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import HardwareProfile
 from moesim.hwprofiles.schema import Quantity
@@ -24,7 +26,6 @@ from moesim.runtime.executor.live import LiveModel, LiveRun, live_shape
 from moesim.runtime.models.offloaded import OffloadedModel
 from moesim.runtime.store.build import build_store
 from moesim.traces.timeline.spans import Timeline
-from transformers import AutoModelForCausalLM
 
 TWO_WORKERS = {
     "cpu": ("control", "cpu"),

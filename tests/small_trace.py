@@ -3,6 +3,7 @@ layers, learned-looking routing.
 """
 
 import numpy as np
+
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
+
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 

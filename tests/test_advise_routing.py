@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from command_line import refused, runner
 from conftest import write_trace
-from moesim.traces.format.schema import ModelShape
-from moesim.traces.synthetic.generate import stated, synthesise
 
 from moesim.advice.advise import advise
 from moesim.advice.errors import AdviceError
@@ -16,6 +14,8 @@ from moesim.advice.plan.what_if import shape_of
 from moesim.advice.routing.decodes import DecodeSteps, decode_steps
 from moesim.advice.routing.expert_masks import expert_mask
 from moesim.bound.bandwidths import DEVICE, HOST, LINK, Bandwidths, routing_bound
+from moesim.traces.format.schema import ModelShape
+from moesim.traces.synthetic.generate import stated, synthesise
 
 MODEL = "qwen3-30b-a3b"
 PC = {"cpu": "Ryzen 7 5700X", "ram": "2x16GB DDR4-3600", "gpu": "RTX 4060 Ti 16GB"}

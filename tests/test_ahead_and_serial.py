@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cache_driver import View, work
+
 from moesim.policies.assignment.daop import DAOP
 from moesim.policies.base import Assignment, AssignmentPolicy, PolicyError, Precompute
 from moesim.policies.systems import System
 from moesim.traces.format.schema import Phase
-
 from tests.handmade import (
     HandCosts,
     HandProfile,

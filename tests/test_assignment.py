@@ -11,6 +11,7 @@ import pytest
 from cache_driver import View, work
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.policies.assignment.beam import Beam
 from moesim.policies.assignment.greedy import Greedy
 from moesim.policies.assignment.ilp import ILP

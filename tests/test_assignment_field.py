@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cache_driver import View, shape, work
+
 from moesim.policies.assignment._gpu_choice import gpu_state, transfer_s
 from moesim.policies.assignment._list_scheduler import list_schedule
 from moesim.policies.assignment._optimum import (

@@ -11,11 +11,6 @@ import pytest
 from handmade import HandCosts, hand_trace, plan_of, run, shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moesim.policies import registry
-from moesim.policies.systems import System
-from moesim.traces.format.batch import compose
-from moesim.traces.format.future import RecordedFuture
-from moesim.traces.format.reader import open_trace
 from strategies import traces
 
 from moesim.bound.least_reads import least_reads, min_with_bypass
@@ -30,10 +25,15 @@ from moesim.bound.least_time import (
     most_experts,
 )
 from moesim.bound.of_replay import bound_of, replay_bound
+from moesim.policies import registry
+from moesim.policies.systems import System
 from moesim.runs.config import RunConfig
 from moesim.runs.memory import MemoryOptions
 from moesim.runs.replay import replay
 from moesim.runs.setup import Setup, profile_of
+from moesim.traces.format.batch import compose
+from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.reader import open_trace
 
 A, B, C = (0, 0), (0, 1), (0, 2)
 

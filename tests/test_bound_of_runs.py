@@ -11,22 +11,22 @@ import pytest
 import torch
 from conftest import write_trace
 from learned_network import write as write_network
-from moesim.hwprofiles import paths
-from moesim.hwprofiles.schema import Quantity
-from moesim.policies.systems import SYSTEMS
-from moesim.runtime.measure.pool_size import all_caches_bytes
-from moesim.traces.format.batch import compose
-from moesim.traces.format.reader import open_trace
-from moesim.traces.format.schema import ModelShape
 from real_machine import host_profile
 
 from moesim.bound.host_memory import highest_read_rate, memory_bound
 from moesim.bound.of_replay import replay_bound
+from moesim.hwprofiles import paths
+from moesim.hwprofiles.schema import Quantity
+from moesim.policies.systems import SYSTEMS
 from moesim.runs.config import RunConfig
 from moesim.runs.measured import run_trace
 from moesim.runs.memory import MemoryOptions
 from moesim.runs.replay import replay
 from moesim.runs.setup import Setup, profile_of
+from moesim.runtime.measure.pool_size import all_caches_bytes
+from moesim.traces.format.batch import compose
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import ModelShape
 
 LAYERS = 4
 EXPERTS = 6

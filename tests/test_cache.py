@@ -24,6 +24,7 @@ from cache_driver import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.policies.base import PolicyError, RunContext
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache.lfu import LFU

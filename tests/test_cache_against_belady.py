@@ -10,10 +10,11 @@ import pytest
 from cache_driver import LayerStep, drive, flattened, real_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_cache_bounds import uses_of
+
 from moesim.policies.cache._offline_bounds import best_stays
 from moesim.policies.cache.belady import Belady
 from moesim.policies.registry import find, names, resolve
-from test_cache_bounds import uses_of
 
 EXPERTS = 6
 

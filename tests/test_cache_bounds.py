@@ -11,6 +11,7 @@ from cache_driver import ListFuture, atomic, context, drive, one_by_one, real_tr
 from handmade import HandCosts, plan_of, routed, run, shape, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.policies.base import PolicyError
 from moesim.policies.cache import _offline_optimal as planned
 from moesim.policies.cache._offline_bounds import (

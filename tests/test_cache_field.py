@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cache_driver import LayerStep, atomic, context, drive, one_by_one, work
+
 from moesim.policies.base import PolicyError
 from moesim.policies.cache.fifo import FIFO
 from moesim.policies.cache.least_stale_interval import LeastStaleInterval

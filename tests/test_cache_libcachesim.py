@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 from cache_driver import context, flattened, real_trace, work
+
 from moesim.policies.cache.arc import ARC
 from moesim.policies.cache.clock import Clock
 from moesim.policies.cache.fifo import FIFO

@@ -11,6 +11,7 @@ import pytest
 from cache_driver import atomic, context, drive, one_by_one, work
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.policies.base import PolicyError
 from moesim.policies.cache.arc import ARC
 from moesim.policies.cache.clock import Clock

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cache_driver import View, context, drive, work
 from handmade import HandCosts, plan_of, routed, run, shape, spans, steps
+
 from moesim.policies.base import RESIDENT, PolicyError
 from moesim.policies.cache.prefill_swap import PrefillSwap
 from moesim.policies.cache.workload_window import WorkloadWindow

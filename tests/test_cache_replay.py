@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.policies import cache_replay
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
@@ -13,7 +14,6 @@ from moesim.policies.systems import System
 from moesim.traces.format import layer_steps as layer_steps_module
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps
-
 from tests.handmade import plan_of, routed, run, shape, steps
 
 LAYERS = 2

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from moesim.hwprofiles.calibration.fit_runs import calibrate
 from moesim.hwprofiles.calibration.robust import (
     clipped_mean,
@@ -20,11 +21,10 @@ from moesim.hwprofiles.calibration.unobserved import profile_entries
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile, parse_profile
 from moesim.hwprofiles.schema import Quantity, is_in_place
+from moesim.runs.memory import MemoryOptions
 from moesim.traces.models import model_shape
 from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.spans import READ
-
-from moesim.runs.memory import MemoryOptions
 from moesim.validation.calibrate import _stability, differences, learn
 from moesim.validation.calibration_runs import ROUTED, designs, drawn_steps
 from moesim.validation.paired_runs import Trial, simulate

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 from moe_zoo import zoo
+
+import moesim
+from moesim import cli
 from moesim.policies.base import PolicyError
+from moesim.runs.artefacts import load_artefacts
 from moesim.runtime.record.calibration import write_calibration
 from moesim.runtime.record.record import record
 from moesim.runtime.record.residual import Residual, residual_vectors
@@ -14,10 +18,6 @@ from moesim.traces.errors import TraceError
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import TraceHeader
 from moesim.traces.format.writer import TraceWriter
-
-import moesim
-from moesim import cli
-from moesim.runs.artefacts import load_artefacts
 
 torch.set_num_threads(1)
 

@@ -8,14 +8,14 @@ import shutil
 
 import pytest
 from conftest import write_trace
-from moesim.runtime.errors import RuntimeFault
-from moesim.runtime.executor.live import LiveModel
-from moesim.traces.format.schema import ModelShape
 from real_machine import host_profile
 
 from moesim import cli
 from moesim.runs import machine
 from moesim.runs import measured as runs
+from moesim.runtime.errors import RuntimeFault
+from moesim.runtime.executor.live import LiveModel
+from moesim.traces.format.schema import ModelShape
 
 SHAPE = ModelShape("f", 2, 8, 2, 32, 16, (8192,) * 2, 1, dtype="f32")
 

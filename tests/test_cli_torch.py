@@ -5,10 +5,10 @@ import json
 
 import numpy as np
 import pytest
-from moesim.runtime.train import tiny
-from moesim.traces.format.reader import open_trace
 
 from moesim import cli, demo
+from moesim.runtime.train import tiny
+from moesim.traces.format.reader import open_trace
 
 TEXTS = ("import os\nimport sys", "def main():\n    return 0")
 

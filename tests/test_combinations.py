@@ -7,12 +7,12 @@ from itertools import combinations, product
 
 import pytest
 from conftest import write_trace
-from moesim.policies.registry import names
-from moesim.traces.format.reader import open_trace
-from moesim.traces.format.schema import ModelShape
 
 from benchmarks.combinations import PARTS, all_of, pairwise, served
 from benchmarks.every_policy import Bench, Ledger, main
+from moesim.policies.registry import names
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import ModelShape
 
 SHAPE = ModelShape("small", 3, 16, 2, 32, 16, (8192,) * 3, 1, dtype="f32")
 

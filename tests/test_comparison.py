@@ -10,14 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from command_line import runner
-from moesim.policies.base import PolicyError
-from moesim.traces.timeline.metrics import summarise
 from small_trace import SHAPE, write_small_trace
 
 import moesim
+from moesim.policies.base import PolicyError
 from moesim.reporting.comparison_page import write_comparison
 from moesim.reporting.figures import SUFFIXES, save
 from moesim.reporting.text import busy_shares, comparison_text
+from moesim.traces.timeline.metrics import summarise
 
 POLICIES = ("all-cpu", "on-demand", "greedy", "on-demand+belady")
 

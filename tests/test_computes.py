@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import write_trace
 from handmade import registered
+from real_machine import LAUNCHED, ONE_WORKER, TWO_WORKERS, host_profile
+
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import RESIDENT, Assignment, AssignmentPolicy
 from moesim.policies.base import Precompute as Named
@@ -17,6 +19,8 @@ from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
+from moesim.runs import replay as api
+from moesim.runs.measured import run_trace
 from moesim.runtime.executor.executor import Executor
 from moesim.runtime.executor.host_device import HostDevice
 from moesim.runtime.executor.operations import Precompute, Read
@@ -26,10 +30,6 @@ from moesim.runtime.store.memory import HostSlots
 from moesim.traces.format.batch import RoutedLayer
 from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape, Phase
 from moesim.traces.timeline.spans import Timeline
-from real_machine import LAUNCHED, ONE_WORKER, TWO_WORKERS, host_profile
-
-from moesim.runs import replay as api
-from moesim.runs.measured import run_trace
 
 torch.set_num_threads(1)
 WORKERS = {

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from command_line import refused, runner
 from conftest import write_trace
-from moesim.hwprofiles.profile import load_profile, save_profile
 from small_trace import SHAPE, write_small_trace
 
 import moesim
 from moesim.cli.run_options import with_config
+from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.runs.config import ConfigError, RunConfig, default_of, option_of
 from moesim.runs.config_file import POLICY_TABLES
 from moesim.runs.config_schema import json_schema, toml_template

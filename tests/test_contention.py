@@ -9,10 +9,10 @@ import random
 import statistics
 
 import pytest
-from moesim.hwprofiles.lanes import END_ORDER
-from moesim.sim.contention import Contention, Operation
 from simpy.core import Environment
 
+from moesim.hwprofiles.lanes import END_ORDER
+from moesim.sim.contention import Contention, Operation
 from tests.handmade import (
     HandCosts,
     HandProfile,

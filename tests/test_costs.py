@@ -8,11 +8,11 @@ import timeit
 
 import numpy as np
 import pytest
+
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import list_profiles, load_profile, parse_profile
 from moesim.traces.format.schema import ModelShape
-
 from tests.test_profile import number, raw_profile
 
 MB = 1_000_000

@@ -10,6 +10,7 @@ from conftest import write_trace
 from handmade import hand_trace, shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.policies import cache_replay
 from moesim.policies.planner.residency import CacheSize
 from moesim.traces.format.batch import compose

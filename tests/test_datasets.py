@@ -7,6 +7,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from moesim.runtime.text.datasets import read_dataset, read_prompts
 from moesim.traces.errors import TraceError
 

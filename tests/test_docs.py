@@ -13,11 +13,11 @@ import bench_files as bench
 import foreign_files as files
 import pytest
 from doc_examples import LANGUAGES, REASONS, PageRun, examples
-from moesim.policies import registry
-from moesim.traces.format.schema import OPTIONAL_COLUMNS, REQUIRED_COLUMNS
 from small_trace import write_small_trace
 
 import moesim
+from moesim.policies import registry
+from moesim.traces.format.schema import OPTIONAL_COLUMNS, REQUIRED_COLUMNS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.traces.timeline.spans import COMPUTE, FETCH, READ
-
 from moesim.validation.drift import (
     ReferenceRuns,
     drift,

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from conftest import write_trace
+
+from benchmarks.every_policy import Bench, main
 from moesim.runtime.executor.slot_map import HostSlotMap, SlotMap
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
-
-from benchmarks.every_policy import Bench, main
 
 SHAPE = ModelShape("small", 3, 16, 2, 32, 16, (8192,) * 3, 1, dtype="f32")
 

@@ -12,6 +12,7 @@ import pytest
 from cache_driver import View, shape, work
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.policies.assignment._optimum import (
     modelled_s,
     optimal,

@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_trace
+from real_machine import host_profile
+
 from moesim.engine.lanes import DROP, START, WAIT
 from moesim.engine.operations import DEMAND, PREFETCH, REPLACEMENT
+from moesim.runs import replay as api
+from moesim.runs.measured import run_trace
 from moesim.runtime.errors import StoreError
 from moesim.runtime.executor.lanes import (
     Lanes,
@@ -21,10 +25,6 @@ from moesim.runtime.models.dense import DenseSizes, DenseStack
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.timeline.spans import COMPUTE, FETCH
-from real_machine import host_profile
-
-from moesim.runs import replay as api
-from moesim.runs.measured import run_trace
 
 torch.set_num_threads(1)
 

@@ -10,6 +10,8 @@ import libcachesim
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from test_importers import bring
+
 from moesim.traces.errors import TraceError
 from moesim.traces.exporters import export_trace, exporters
 from moesim.traces.exporters.oracle_general import NEVER, RECORD
@@ -17,7 +19,6 @@ from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
 from moesim.traces.stats.statistics import stats
 from moesim.traces.synthetic.generate import stated, synthesise
-from test_importers import bring
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from doc_examples import examples, lines_of
+
 from moesim.traces.timeline.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]

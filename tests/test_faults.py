@@ -15,19 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_trace
+from real_machine import host_profile
+
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import find
+from moesim.runs import replay as api
+from moesim.runs.measured import run_trace
+from moesim.runs.stores import open_random_store
 from moesim.runtime.errors import RuntimeFault, StoreError
 from moesim.runtime.executor.host_device import HostDevice
 from moesim.runtime.executor.trace_driven import ForcedRouting, shape_for
 from moesim.runtime.store import direct_io
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
-from real_machine import host_profile
-
-from moesim.runs import replay as api
-from moesim.runs.measured import run_trace
-from moesim.runs.stores import open_random_store
 
 torch.set_num_threads(1)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moesim.hwprofiles.calibration.estimates import inverse, measured, measured_curve
 from moesim.hwprofiles.calibration.fit_curves import fit_line, fit_roofline
 from moesim.hwprofiles.isotonic import isotonic

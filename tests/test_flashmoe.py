@@ -14,11 +14,21 @@ from cache_driver import context, one_by_one, untrained
 from cache_driver import drive as drive_atomic
 from conftest import write_trace
 from handmade import HandCosts, plan_of, routed, run, shape, spans, steps
+from typer.testing import CliRunner
+
+from moesim import cli
+from moesim.analysis import learned_cache as learned
+from moesim.analysis.eviction_recorder import EvictionRecorder
+from moesim.analysis.trace_split import all_passes, split
 from moesim.policies.base import CachePolicy, PolicyError
 from moesim.policies.cache._learned_network import History, Network, sizes
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache.flashmoe import FlashMoE
 from moesim.policies.systems import System
+from moesim.runs import replay as api
+from moesim.runs.artefacts import load_artefacts
+from moesim.runs.cache_replay import replay_cache
+from moesim.runs.sweep import compare
 from moesim.runtime.train.cache_network import forward, train
 from moesim.runtime.train.cache_recipe import Recipe
 from moesim.runtime.train.cache_samples import distance_labels, observe, scaled
@@ -26,16 +36,6 @@ from moesim.traces.errors import TraceError
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
 from moesim.traces.importers.readers.tensors import load_named
-from typer.testing import CliRunner
-
-from moesim import cli
-from moesim.analysis import learned_cache as learned
-from moesim.analysis.eviction_recorder import EvictionRecorder
-from moesim.analysis.trace_split import all_passes, split
-from moesim.runs import replay as api
-from moesim.runs.artefacts import load_artefacts
-from moesim.runs.cache_replay import replay_cache
-from moesim.runs.sweep import compare
 
 NEVER = np.inf
 

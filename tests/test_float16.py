@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+
 from moesim.traces.format.distinct import first_repeat
 from moesim.traces.format.float16 import to_float16
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import write_trace
-from moesim.runtime.executor.trace_driven import ForcedRouting
-from moesim.runtime.store.footprint import WORKING_BYTES, Footprint
-from moesim.traces.format.reader import open_trace
-from moesim.traces.models import model_shape
 from real_machine import host_profile
 
 from moesim.runs import replay as api
 from moesim.runs.measured import run_trace
+from moesim.runtime.executor.trace_driven import ForcedRouting
+from moesim.runtime.store.footprint import WORKING_BYTES, Footprint
+from moesim.traces.format.reader import open_trace
+from moesim.traces.models import model_shape
 
 MIB = 1 << 20
 

@@ -11,11 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moesim.policies.base import PolicyError
-from moesim.policies.planner.plan import MemoryPlan
-from moesim.policies.planner.residency import CacheSize
-from moesim.policies.systems import System
-from moesim.traces.format.future import RecordedFuture
 from typer.testing import CliRunner
 
 from moesim import cli
@@ -24,8 +19,13 @@ from moesim.analysis.gap import decompose, gap
 from moesim.analysis.gap_eviction import split_eviction
 from moesim.analysis.gap_mixes import BOUND, PARTS, MixReplays
 from moesim.analysis.shapley import shapley
+from moesim.policies.base import PolicyError
+from moesim.policies.planner.plan import MemoryPlan
+from moesim.policies.planner.residency import CacheSize
+from moesim.policies.systems import System
 from moesim.runs import replay as api
 from moesim.runs.memory import MemoryOptions
+from moesim.traces.format.future import RecordedFuture
 from tests.conftest import write_trace
 from tests.handmade import HandCosts, HandProfile, routed, shape, steps
 

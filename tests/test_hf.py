@@ -9,13 +9,14 @@ import itertools
 import pytest
 import torch
 from moe_zoo import KINDS, zoo
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
 from moesim.runtime.models.gates import best_first, gate_facts, read_gate
 from moesim.runtime.models.local_model import load_model
 from moesim.runtime.models.model_shape import model_shape
 from moesim.runtime.models.model_weights import weights_digest
 from moesim.runtime.models.moe_blocks import find_blocks
 from moesim.traces.errors import TraceError
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 
 @pytest.mark.parametrize("name", KINDS)

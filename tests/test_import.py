@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from moesim.traces.errors import TraceError
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace

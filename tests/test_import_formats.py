@@ -11,10 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from test_importers import bring, refused
+
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers.hf_router_logits import selected
 from moesim.traces.models import model_shape
-from test_importers import bring, refused
 
 # -- vLLM ------------------------------------------------------------------------------
 

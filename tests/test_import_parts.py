@@ -6,11 +6,12 @@ import foreign_files as files
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from test_importers import WRITERS, bring, write
+
 from moesim.traces.format import sorting
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import hf_router_logits, route_trace, sglang, vllm
 from moesim.traces.importers.readers import csv_columns, text
-from test_importers import WRITERS, bring, write
 
 
 def told(trace, columns=()):

@@ -11,11 +11,12 @@ import foreign_files as files
 import numpy as np
 import pytest
 import torch
+from test_importers import bring, refused
+
 from moesim.traces.errors import TraceError
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers.readers import torch_file
 from moesim.traces.importers.sglang import deal
-from test_importers import bring, refused
 
 
 def test_dense_layers_stay_minus_one_and_are_not_counted(tmp_path):

@@ -10,6 +10,7 @@ import random
 import foreign_files as files
 import numpy as np
 import pytest
+
 from moesim.traces.errors import TraceError
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase

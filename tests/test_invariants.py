@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.policies.base import (
     Assignment,
     AssignmentPolicy,
@@ -19,7 +20,6 @@ from moesim.policies.base import (
 )
 from moesim.policies.systems import System
 from moesim.traces.timeline.spans import Timeline
-
 from tests.handmade import (
     HandCosts,
     HandProfile,

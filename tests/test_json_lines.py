@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.traces.errors import TraceError
 from moesim.traces.format.arrow import numbers, values
 from moesim.traces.importers.readers import jsonl_layouts, text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.lanes import (
     COMPUTE_KINDS,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from moesim.policies.systems import System
 
+from moesim.policies.systems import System
 from tests.handmade import (
     HandCosts,
     HandProfile,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT, ExpertKey
 from moesim.policies.planner.observers import observed
@@ -21,7 +22,6 @@ from moesim.runtime.store.build import build_random_store
 from moesim.traces.format.batch import RoutedLayer
 from moesim.traces.format.schema import ModelShape, Phase
 from moesim.traces.timeline.spans import Timeline
-
 from tests.handmade import HandCosts, plan_of, registered, routed, run, shape, steps
 from tests.real_machine import LAUNCHED, TWO_WORKERS, host_profile
 from tests.test_invariants import WildAssignment, WildCache, WildPrefetch

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from moesim.policies.base import (
     ABSENT,
     IN_FLIGHT,
@@ -21,7 +22,6 @@ from moesim.policies.base import (
 from moesim.policies.cache.lru import LRU
 from moesim.policies.planner.observers import observed
 from moesim.policies.systems import System
-
 from tests.handmade import (
     HandCosts,
     plan_of,

@@ -9,6 +9,17 @@ import time
 import numpy as np
 import pytest
 import torch
+from real_machine import (
+    LAUNCHED,
+    ONE_WORKER,
+    READS_TOO,
+    Case,
+    combinations,
+    host_profile,
+    system_of,
+)
+from test_model_swap import CONFIGS, make_checkpoint
+
 from moesim.policies.base import PolicyError, Routing, RoutingPolicy
 from moesim.policies.planner.decision_log import repeat
 from moesim.policies.planner.plan import MemoryPlan
@@ -23,17 +34,6 @@ from moesim.runtime.models import tiny
 from moesim.runtime.record.residual import Residual
 from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.metrics import summarise
-from real_machine import (
-    LAUNCHED,
-    ONE_WORKER,
-    READS_TOO,
-    Case,
-    combinations,
-    host_profile,
-    system_of,
-)
-from test_model_swap import CONFIGS, make_checkpoint
-
 from tests.handmade import registered
 
 # Several helpers of one library on few cores spin more than they work.

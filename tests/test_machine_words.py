@@ -1,13 +1,13 @@
 """Machines in words: the tables of devices, memory and links, what is refused."""
 
 import pytest
-from moesim.traces.sizes import parse_bytes
 
 from moesim.advice.errors import AdviceError
 from moesim.advice.machine.devices import graphics_cards, processors, single_chips
 from moesim.advice.machine.machine import Grade, describe_machine
 from moesim.advice.machine.memory import parse_memory, parse_pcie
 from moesim.advice.machine.profile_probes import machine_of_profile
+from moesim.traces.sizes import parse_bytes
 
 
 def names(table):

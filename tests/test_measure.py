@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
 from moesim.traces.format.schema import ModelShape

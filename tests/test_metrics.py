@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import moesim.traces.timeline.spans as tl
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import moesim.traces.timeline.spans as tl
 from moesim.traces.timeline.metrics import METRICS, summarise
 from moesim.traces.timeline.spans import (
     COMPUTE,

@@ -10,6 +10,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models import tiny
 from moesim.runtime.models.expert_layout import (
@@ -33,10 +38,6 @@ from moesim.runtime.models.moe_blocks import offloadable_blocks
 from moesim.runtime.models.offloaded import OffloadedModel, StoreExperts
 from moesim.runtime.store.build import build_store
 from moesim.runtime.store.checkpoint_source import CheckpointSource
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch.nn import functional
-from transformers import AutoModelForCausalLM
 
 TOLERANCE = 1e-5
 VOCABULARY = 97

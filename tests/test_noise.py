@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from small_trace import write_small_trace
+
+import moesim
 from moesim.policies.systems import System
 from moesim.sim.contention import Operation
 from moesim.sim.noise import BLOCK, Noise
 from moesim.sim.replay import Replay
 from moesim.traces.timeline.spans import Timeline
-from small_trace import write_small_trace
-
-import moesim
 from tests.handmade import HandCosts, HandProfile, plan_of, routed, shape, steps
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from moesim.policies.base import CachePolicy
 from moesim.policies.planner.observers import observed_policy
 from moesim.policies.registry import resolve

@@ -5,17 +5,17 @@ makes of it.
 import pytest
 from conftest import write_trace
 from learned_network import write
+from real_machine import ONE_WORKER, combinations, host_profile, usable
+
 from moesim.policies.base import ExpertKey, Late, PrefetchPolicy
 from moesim.policies.planner.decision_log import repeat
+from moesim.runs import replay as api
+from moesim.runs.measured import run_trace
 from moesim.runtime.executor.decision_log_file import FILE_NAME, load_decision_log
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape
-from real_machine import ONE_WORKER, combinations, host_profile, usable
-
-from moesim.runs import replay as api
-from moesim.runs.measured import run_trace
 from tests.handmade import registered
 
 SHAPE = ModelShape(
@@ -46,9 +46,8 @@ def trace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory, trace):
-    from moesim.runtime.executor.trace_driven import shape_for
-
     from moesim.runs.stores import open_random_store
+    from moesim.runtime.executor.trace_driven import shape_for
 
     with open_random_store(
         shape_for(trace.shape, None), tmp_path_factory.mktemp("store"), "float32"
@@ -93,10 +92,9 @@ def measured(
 
 
 def fresh_planner(trace, combination, *, batch=1, artefacts=None, **memory):
-    from moesim.runtime.executor.trace_driven import shape_for
-
     from moesim.runs.config import RunConfig
     from moesim.runs.setup import Setup
+    from moesim.runtime.executor.trace_driven import shape_for
 
     config = RunConfig.of(
         policy=combination, memory=api.MemoryOptions(**memory), artefacts=artefacts

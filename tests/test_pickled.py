@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.traces.errors import TraceError
 from moesim.traces.importers.readers.errors import DECODING_ERRORS
 from moesim.traces.importers.readers.pickle_data import DEEPEST, read_pickle

@@ -9,6 +9,7 @@ import pytest
 from cache_driver import LayerStep, ListFuture, View, context, drive, shape, work
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.policies.base import Gate, RunContext
 from moesim.policies.registry import KINDS, describe, find, names, resolve
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase

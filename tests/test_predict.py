@@ -9,6 +9,8 @@ import json
 import numpy as np
 import pytest
 from command_line import refused, runner
+
+import moesim
 from moesim.traces.errors import TraceError
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase, TraceHeader
@@ -26,8 +28,6 @@ from moesim.traces.synthetic.generate import stated, synthesise
 from moesim.traces.synthetic.marks import PREDICTIONS
 from moesim.traces.synthetic.predict import predict
 from moesim.traces.synthetic.prediction_noise import Dependence, SequenceNoise, Walk
-
-import moesim
 
 RECALL = (0.8, 0.7, 0.62)
 COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")

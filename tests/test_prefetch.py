@@ -7,6 +7,7 @@ import pytest
 from cache_driver import View, work
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.policies.base import PolicyError
 from moesim.policies.prefetch._kernels import predicted_workload
 from moesim.policies.prefetch.next_gate import NextGate

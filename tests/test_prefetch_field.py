@@ -11,6 +11,7 @@ import pytest
 from cache_driver import LayerStep, ListFuture, View, shape, work
 from handmade import HandCosts, plan_of, routed, run, spans, steps
 from handmade import shape as hand_shape
+
 from moesim.policies.base import IN_FLIGHT, RESIDENT, PolicyError, RunContext
 from moesim.policies.prefetch._activation_store import ActivationStore
 from moesim.policies.prefetch._transitions import Transitions

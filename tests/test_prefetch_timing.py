@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from moesim.policies.base import (
     ABSENT,
     IN_FLIGHT,
@@ -16,7 +17,6 @@ from moesim.policies.base import (
     PrefetchPolicy,
 )
 from moesim.policies.systems import System
-
 from tests.handmade import (
     HandCosts,
     plan_of,

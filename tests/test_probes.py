@@ -1,10 +1,10 @@
 """Probes of memories: by threads, in the profile, and from there in advice."""
 
 import pytest
-from moesim.hwprofiles.profile import load_profile, save_profile
 
 from moesim.advice.machine.machine import Grade
 from moesim.advice.machine.profile_probes import machine_of_profile
+from moesim.hwprofiles.profile import load_profile, save_profile
 
 pytest.importorskip("torch")
 

@@ -8,6 +8,7 @@ import tomllib
 
 import pytest
 import tomli_w
+
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import (
     default_profile,

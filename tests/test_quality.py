@@ -7,6 +7,11 @@ import json
 import numpy as np
 import pytest
 import torch
+from test_model_swap import CONFIGS, VOCABULARY, Swapped
+from torch.nn import functional
+
+from moesim import cli
+from moesim.analysis import quality
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies import cache_replay
@@ -20,6 +25,7 @@ from moesim.policies.base import (
 from moesim.policies.cache.lru import LRU
 from moesim.policies.planner.planner import Planner
 from moesim.policies.systems import System
+from moesim.runs.memory import MemoryOptions
 from moesim.runtime.models.expert_math import UNUSED
 from moesim.runtime.models.gates import read_gate
 from moesim.runtime.models.local_model import LocalModel, load_model
@@ -32,12 +38,6 @@ from moesim.runtime.quality.policy_under_test import PolicyUnderTest
 from moesim.traces.errors import TraceError
 from moesim.traces.format.batch import RoutedStep
 from moesim.traces.format.schema import Phase
-from test_model_swap import CONFIGS, VOCABULARY, Swapped
-from torch.nn import functional
-
-from moesim import cli
-from moesim.analysis import quality
-from moesim.runs.memory import MemoryOptions
 from tests.handmade import registered
 
 torch.set_num_threads(1)

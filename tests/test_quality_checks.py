@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter

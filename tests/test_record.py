@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from moe_zoo import KINDS, by_hand, zoo
+
 from moesim.runtime.models.local_model import load_model
 from moesim.runtime.models.moe_blocks import find_blocks
 from moesim.runtime.record.record import read_prompts, record

@@ -7,13 +7,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from moe_zoo import zoo
+
+from moesim import cli
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models.local_model import load_model
 from moesim.runtime.record.record import record
 from moesim.runtime.record.residual import residual_vectors
 from moesim.runtime.record.stored_model import stored_model
-
-from moesim import cli
 
 torch.set_num_threads(1)
 PROMPTS = ["def double(x):", "for i", "import numpy as np"]

@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from moe_zoo import zoo
+
+from moesim import cli
 from moesim.runtime.record import record as recorder
 from moesim.runtime.record.record import record
 from moesim.runtime.record.segments import Segments, finish, parts_dir, unfinished
 from moesim.traces.errors import TraceError
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import TraceHeader
-
-from moesim import cli
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[1]

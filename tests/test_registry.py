@@ -10,6 +10,7 @@ from typing import Literal
 
 import pytest
 from cache_driver import drive, one_by_one
+
 from moesim.policies import registry
 from moesim.policies.base import CachePolicy, PolicyError, PrefetchPolicy
 from moesim.policies.cache.lfu import LFU

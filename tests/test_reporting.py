@@ -15,8 +15,6 @@ from conftest import write_trace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
-from moesim.traces.format.reader import open_trace
-from moesim.traces.stats.trace_summary import summarise_trace
 from rich.cells import cell_len
 from small_trace import write_small_trace
 
@@ -26,6 +24,8 @@ from moesim.reporting.pages import render
 from moesim.reporting.sweep_page import write_sweep
 from moesim.reporting.tables import PLAIN_WIDTH, aligned, facts_lines, screen
 from moesim.reporting.trace_page import write_html
+from moesim.traces.format.reader import open_trace
+from moesim.traces.stats.trace_summary import summarise_trace
 
 TEMPLATES = Path(moesim.__file__).parent / "reporting" / "templates"
 

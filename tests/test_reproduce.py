@@ -11,21 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from typer.testing import CliRunner
+
+from moesim import cli
 from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError
 from moesim.policies.planner.observers import observed_policy
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
-from moesim.traces.format.future import RecordedFuture
-from typer.testing import CliRunner
-
-from moesim import cli
 from moesim.reproduction import published as reproduce
 from moesim.reproduction.experiments import EXPERIMENTS
 from moesim.reproduction.experiments.base import Excerpt
 from moesim.reproduction.experiments.evictions import CALLS, EvictionHistory
 from moesim.reproduction.experiments.prediction import accuracy, next_layer, top
 from moesim.reproduction.experiments.routing import daop_similarity, flashmoe_prefill
+from moesim.traces.format.future import RecordedFuture
 from tests.conftest import SHARED, write_trace
 from tests.handmade import hand_trace, routed, shape, steps
 

@@ -12,11 +12,11 @@ import foreign_files as files
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from moesim.traces.errors import TraceError
-from moesim.traces.importers.route_trace import residency_path
 from test_importers import bring
 
 from moesim.analysis.residency import check_residency
+from moesim.traces.errors import TraceError
+from moesim.traces.importers.route_trace import residency_path
 
 SIZES = (1000, 2000, 3000)
 

@@ -11,6 +11,7 @@ import pytest
 from cache_driver import View, shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.policies.base import Gate, PolicyError, RunContext
 from moesim.policies.registry import names, resolve
 from moesim.policies.routing._substitute import UNUSED, routing
@@ -530,6 +531,7 @@ def test_the_planner_counts_rerouted_workloads_and_the_gate_mass_kept():
     """
     from handmade import plan_of
     from handmade import routed as layer_of
+
     from moesim.policies.systems import System
 
     model = shape(1, 4, 2)

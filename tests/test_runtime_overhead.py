@@ -5,13 +5,13 @@ link of it runs.
 from types import SimpleNamespace
 
 import pytest
-from moesim.hwprofiles.profile import load_profile
-from moesim.runtime.executor.trace_driven import shape_for
-from moesim.traces.format.schema import ModelShape
 
 from benchmarks import runtime_overhead as bench
 from benchmarks import ssd_reads
+from moesim.hwprofiles.profile import load_profile
 from moesim.runs.stores import open_random_store
+from moesim.runtime.executor.trace_driven import shape_for
+from moesim.traces.format.schema import ModelShape
 
 SHAPE = ModelShape(
     "small",

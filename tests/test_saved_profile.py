@@ -8,11 +8,6 @@ from pathlib import Path
 import pytest
 from bench_files import as_json, row
 from command_line import refused, runner
-from moesim.hwprofiles import paths
-from moesim.hwprofiles.profile import load_profile, save_profile
-from moesim.hwprofiles.schema import Quantity
-from moesim.traces.format.reader import open_trace
-from moesim.traces.synthetic.generate import stated, synthesise
 
 from moesim.advice.advise import advise
 from moesim.advice.machine.profile_probes import machine_of_profile
@@ -24,9 +19,14 @@ from moesim.advice.plan.saved_profile import (
 )
 from moesim.advice.plan.what_if import shape_of
 from moesim.advice.times.setting import Setting
+from moesim.hwprofiles import paths
+from moesim.hwprofiles.profile import load_profile, save_profile
+from moesim.hwprofiles.schema import Quantity
 from moesim.runs.config import RunConfig
 from moesim.runs.memory import MemoryOptions
 from moesim.runs.replay import replay
+from moesim.traces.format.reader import open_trace
+from moesim.traces.synthetic.generate import stated, synthesise
 
 TINY = Path(__file__).parents[1] / "runtime" / "data" / "tiny"
 PC = {"cpu": "Ryzen 7 5700X", "ram": "2x16GB DDR4-3600"}

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from moesim.hwprofiles.profile import load_profile
+from moesim.runs.memory import MemoryOptions
 from moesim.traces.format import reader
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
-
-from moesim.runs.memory import MemoryOptions
 from moesim.validation import calibrate as calibration
 from moesim.validation.calibrate import learn
 from moesim.validation.calibration_runs import designs, drawn_steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moesim.traces.errors import TraceError
 from moesim.traces.models import WEIGHTS, known_models, model_shape
 from moesim.traces.sizes import format_bytes, parse_bytes

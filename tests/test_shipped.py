@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from moesim.traces.errors import TraceError
-from moesim.traces.format.reader import open_trace
-from moesim.traces.shipped import SHIPPED, resolve_trace
 from small_trace import write_small_trace
 from typer.testing import CliRunner
 
 from moesim import cli
+from moesim.traces.errors import TraceError
+from moesim.traces.format.reader import open_trace
+from moesim.traces.shipped import SHIPPED, resolve_trace
 
 ROOT = Path(__file__).parents[1]
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import write_trace
 from handmade import hand_trace
+
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter

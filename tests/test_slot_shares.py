@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies.base import PolicyError
 from moesim.policies.cache._slot_shares import divided, expected_misses, kept_alone
 from moesim.policies.systems import SYSTEMS
-
 from moesim.runs.memory import MemoryOptions
 from tests.handmade import shape
 

@@ -11,6 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_importers import bring
+from typer.testing import CliRunner
+
+from moesim import cli
 from moesim.traces.errors import TraceError
 from moesim.traces.format import sorting
 from moesim.traces.format.reader import open_trace
@@ -22,10 +26,6 @@ from moesim.traces.format.sorting import (
 )
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
-from test_importers import bring
-from typer.testing import CliRunner
-
-from moesim import cli
 
 
 def block(*seq, **columns):

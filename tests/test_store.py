@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
 from moesim.runtime.errors import RuntimeFault, StoreError
 from moesim.runtime.store import checkpoint_source, direct_io
 from moesim.runtime.store.build import build_random_store, build_store
@@ -18,8 +20,6 @@ from moesim.runtime.store.index import INDEX_NAME
 from moesim.runtime.store.memory import DeviceSlots, HostSlots, huge_tensor
 from moesim.runtime.store.store import BUILD_LOG_NAME, DATA_NAME, SEAL_NAME, ExpertStore
 from moesim.traces.format.schema import ModelShape
-from transformers import MixtralConfig, MixtralForCausalLM
-
 from tests.real_machine import mapping
 
 SHAPE = ModelShape(

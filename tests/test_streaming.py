@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch", reason="the runtime extra is not installed"
 import numba  # noqa: E402
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+
 from moesim.runtime.store.streaming import _copy, streamed  # noqa: E402
 
 

@@ -10,11 +10,11 @@ import pandas as pd
 import psutil
 import pytest
 from command_line import refused, runner
-from moesim.hwprofiles.profile import load_profile, save_profile
-from moesim.policies.base import PolicyError
 from small_trace import write_small_trace
 
 import moesim
+from moesim.hwprofiles.profile import load_profile, save_profile
+from moesim.policies.base import PolicyError
 from moesim.reporting.sweep_figure import sweep_figure
 from moesim.reporting.sweep_text import answer_lines, winner_rows
 from moesim.runs.parallel import map_tasks

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from benchmarks.likeness import pair_bits
 from moesim.traces.errors import TraceError
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase, TraceHeader
@@ -22,8 +24,6 @@ from moesim.traces.stats.trace_summary import summarise_trace
 from moesim.traces.synthetic.draw import choose, draw, inclusion
 from moesim.traces.synthetic.fit import _past, fit
 from moesim.traces.synthetic.generate import stated, synthesise
-
-from benchmarks.likeness import pair_bits
 
 SHIPPED = Path(__file__).parents[1] / "traces" / "data" / "tiny_evaluation.parquet"
 SHAPE = model_shape("layers=4,experts=16,top_k=2,expert_bytes=1MiB")

@@ -9,6 +9,9 @@ import dataclasses
 import numpy as np
 import pytest
 from command_line import refused, runner
+
+from benchmarks.likeness import pair_bits
+from benchmarks.ship_statistics import DATA, OURS, SUFFIX, source_of
 from moesim.traces.errors import TraceError
 from moesim.traces.format.reader import open_trace
 from moesim.traces.models import model_shape
@@ -16,9 +19,6 @@ from moesim.traces.stats.statistics import stats
 from moesim.traces.synthetic.fit import fit
 from moesim.traces.synthetic.generate import of_lengths, stated, synthesise
 from moesim.traces.synthetic.saved import load, model_like, save, shipped_statistics
-
-from benchmarks.likeness import pair_bits
-from benchmarks.ship_statistics import DATA, OURS, SUFFIX, source_of
 
 REAL = {
     # name -> (tokens, entropy in bits, overlap of adjacent tokens, LRU hit rates at

@@ -10,14 +10,14 @@ from cache_driver import LayerStep, ListFuture
 from handmade import HandCosts, plan_of, routed, run, spans, steps
 from handmade import shape as hand_shape
 from learned_network import Artefacts, write
+
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import names, resolve
 from moesim.policies.systems import SYSTEMS, System, compose
+from moesim.runs.sweep import compare
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
-
-from moesim.runs.sweep import compare
 
 OF_THE_ISSUE = {
     *("dali", "hybrimoe", "daop", "smoe", "flashmoe"),

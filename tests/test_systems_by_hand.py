@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import SYSTEMS, compose
-from moesim.traces.format.schema import Phase
-
 from moesim.runs.memory import MemoryOptions
+from moesim.traces.format.schema import Phase
 from tests.cache_driver import ListFuture
 from tests.handmade import HandCosts, plan_of, routed, run, shape, spans, steps
 from tests.learned_network import Artefacts

@@ -7,11 +7,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import moesim.traces
-import moesim.traces.timeline.spans as tl
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+
+import moesim
+import moesim.traces
+import moesim.traces.timeline.spans as tl
+from moesim import traces
 from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT
 from moesim.traces.errors import TraceError
 from moesim.traces.timeline.perfetto import write_perfetto
@@ -23,9 +26,6 @@ from moesim.traces.timeline.spans import (
     PLAN,
     Timeline,
 )
-
-import moesim
-from moesim import traces
 
 LANES = ("cpu", "gpu0", "h2d0", "d2h0", "ssd", "control")
 

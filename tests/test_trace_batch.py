@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moesim.traces.errors import TraceError
 from moesim.traces.format import batch as batch_module
 from moesim.traces.format.batch import compose
@@ -15,7 +16,6 @@ from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
-
 from tests.strategies import traces as drawn_traces
 
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
+
 from moesim.traces.errors import TraceError
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import (
@@ -21,7 +22,6 @@ from moesim.traces.format.schema import (
     TraceHeader,
 )
 from moesim.traces.format.writer import TraceWriter
-
 from tests.conftest import write_trace
 from tests.strategies import traces
 

@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import write_trace
 from handmade import hand_trace
+
+from moesim import cli
+from moesim.reporting.trace_page import curve_picture, write_html
 from moesim.traces.format.reader import open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 from moesim.traces.stats.statistics import stats
 from moesim.traces.stats.trace_summary import knee, summarise_trace
-
-from moesim import cli
-from moesim.reporting.trace_page import curve_picture, write_html
 
 
 def routed(path, choose, *, tokens=200, experts=64):

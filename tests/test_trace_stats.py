@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from handmade import hand_trace
+
 from moesim.traces.format.reader import open_trace
 from moesim.traces.stats.statistics import CACHE_RATIOS, info, stats, stats_frame
 

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
+
+from moesim import cli
+from moesim.analysis.sensitivity import break_even, capacity_cliff, sensitivity
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.hwprofiles.schema import FIT_KEYS
 from moesim.policies.base import PolicyError
 from moesim.policies.systems import compose as compose_system
-from moesim.traces.format.batch import compose
-from moesim.traces.format.reader import open_trace
-from typer.testing import CliRunner
-
-from moesim import cli
-from moesim.analysis.sensitivity import break_even, capacity_cliff, sensitivity
 from moesim.reporting.validation_page import load, page, save
 from moesim.reporting.validation_text import markdown, validation_text
 from moesim.runs.memory import MemoryOptions
+from moesim.traces.format.batch import compose
+from moesim.traces.format.reader import open_trace
 from moesim.validation.grid import timing_free, validate
 from moesim.validation.paired_runs import Trial, simulate
 from moesim.validation.profile_checks import machine_differences, warnings_of

@@ -15,6 +15,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 import yaml
+
 from moesim.traces.errors import TraceError
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.sizes import parse_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import interquartile_range
 from moesim.hwprofiles.calibration.observations import LayerStepTimes

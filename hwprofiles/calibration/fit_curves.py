@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
 from moesim.hwprofiles.calibration.estimates import (
     DrawSummary,
     Estimate,

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import interquartile_range
 from moesim.hwprofiles.calibration.fit_curves import fit_roofline

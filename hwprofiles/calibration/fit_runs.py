@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.entries import Entries
 from moesim.hwprofiles.calibration.fit_control import fit_dispatch, fit_planning

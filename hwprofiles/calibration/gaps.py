@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.hwprofiles.lanes import (
     COMPUTE_KINDS,
     GPU,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
 from moesim.hwprofiles.calibration.robust import around_mean, clipped_mean
 
 if TYPE_CHECKING:

@@ -7,13 +7,14 @@ causes once in a thousand operations must not move them.
 from __future__ import annotations
 
 import numpy as np
+from scipy import optimize
+
 from moesim.hwprofiles.calibration.estimates import (
     DrawSummary,
     Estimate,
     interquartile_range,
     interval_around,
 )
-from scipy import optimize
 
 CLIP = 0.1
 """Share at both ends that a mean pulls in to the rest: what other programs do is no

@@ -16,10 +16,11 @@ prices, N rows of clocks.
 from __future__ import annotations
 
 import numpy as np
+from numba import types as nb
+
 from moesim.policies.assignment._lagrangian_bounds import LAYER, Layer
 from moesim.policies.compilation import called, inlined
 from moesim.traces.compilation import compiled
-from numba import types as nb
 
 # Relative improvement that is not worth looking for.
 _TOLERANCE = 1e-10

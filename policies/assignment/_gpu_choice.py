@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.policies.assignment._kernels import UNLIMITED, greedy
 from moesim.policies.base import IN_FLIGHT, RESIDENT
 

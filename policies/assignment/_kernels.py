@@ -9,6 +9,8 @@ A active experts, G GPUs. Lane 0 is the CPU, lane 1 + g is GPU g.
 from __future__ import annotations
 
 import numpy as np
+from numba import types as nb
+
 from moesim.policies.compilation import (
     LANES,
     ORDER,
@@ -17,7 +19,6 @@ from moesim.policies.compilation import (
     inlined,
 )
 from moesim.traces.compilation import compiled
-from numba import types as nb
 
 UNLIMITED = 1 << 62
 """As `staging`: any number of experts."""

@@ -14,9 +14,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numba import types as nb
+
 from moesim.policies.compilation import called
 from moesim.traces.compilation import compiled
-from numba import types as nb
 
 # Shares of link and compute in a GPU's price that are tried.
 _MIXES = 5

@@ -6,6 +6,8 @@ A active experts, G GPUs.
 from __future__ import annotations
 
 import numpy as np
+from numba import types as nb
+
 from moesim.policies.compilation import (
     EXPERT_IDS,
     LANES,
@@ -16,7 +18,6 @@ from moesim.policies.compilation import (
     input_array,
 )
 from moesim.traces.compilation import compiled
-from numba import types as nb
 
 # Kinds of operation that may come next.
 _GPU = 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
 from moesim.policies.assignment._dynamic_program import dynamic_program
 from moesim.policies.assignment._gpu_choice import (
     first_cpu_s,

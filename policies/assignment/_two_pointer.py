@@ -10,6 +10,8 @@ A active experts, G GPUs.
 from __future__ import annotations
 
 import numpy as np
+from numba import types as nb
+
 from moesim.policies.base import IN_FLIGHT
 from moesim.policies.compilation import (
     EXPERT_IDS,
@@ -21,7 +23,6 @@ from moesim.policies.compilation import (
     input_array,
 )
 from moesim.traces.compilation import compiled
-from numba import types as nb
 
 _STATE = input_array(nb.int8)
 

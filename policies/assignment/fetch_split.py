@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+
 from moesim.policies.assignment._gpu_choice import gpu_lanes, in_flight, transfer_s
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
 from moesim.policies.parameters import expect

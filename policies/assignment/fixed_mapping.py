@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import numpy as np
+
 from moesim.policies.assignment._gpu_choice import gpu_lanes, in_flight
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
 from moesim.policies.parameters import expect_choice

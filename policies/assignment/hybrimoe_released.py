@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+
 from moesim.policies.assignment._gpu_choice import first_cpu_s, gpu_state, transfer_s
 from moesim.policies.assignment._two_pointer import head_and_tail
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView

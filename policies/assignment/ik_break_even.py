@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from moesim.policies.assignment._gpu_choice import gpu_lanes
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
 from moesim.policies.parameters import expect

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pulp
+
 from moesim.policies.assignment._kernels import gap_order
 from moesim.policies.base import (
     Assignment,

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import numpy as np
+
 from moesim.policies.assignment._gpu_choice import gpu_lanes
 from moesim.policies.base import (
     Assignment,

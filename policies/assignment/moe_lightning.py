@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.policies.assignment._gpu_choice import gpu_lanes
 from moesim.policies.base import (
     Assignment,

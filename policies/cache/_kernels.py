@@ -10,9 +10,10 @@ A active experts, C candidates, M incoming.
 from __future__ import annotations
 
 import numpy as np
+from numba import types as nb
+
 from moesim.policies.compilation import EXPERT_IDS, KEYS, SECONDS
 from moesim.traces.compilation import compiled
-from numba import types as nb
 
 _SCORES = SECONDS
 _MUTABLE_SCORES = nb.float64[::1]

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+
 from moesim.policies.base import CachePolicy, PolicyError
 from moesim.policies.cache._offline_bounds import Stays, Uses, best_stays
 

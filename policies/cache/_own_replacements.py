@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.policies.cache._no_admission import NoAdmissionCache
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
 from moesim.policies.base import CachePolicy
 
 if TYPE_CHECKING:

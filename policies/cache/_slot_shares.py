@@ -10,6 +10,7 @@ L MoE layers, N experts of a layer, K of them per token.
 from __future__ import annotations
 
 import numpy as np
+
 from moesim.policies.base import PolicyError
 
 # A division must beat another by more than rounding to replace it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+
 from moesim.policies.base import PolicyError
 from moesim.policies.cache._kernels import (
     by_descending_score,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
 from moesim.policies.cache._offline_bounds import Uses
 from moesim.policies.cache._offline_optimal import OfflineOptimalCache
 from moesim.policies.parameters import expect_choice

@@ -10,6 +10,7 @@ from moesim.policies.ranking import lowest_first
 
 if TYPE_CHECKING:
     import numpy as np
+
     from moesim.policies.base import LayerWork, RunContext
 
 Order = Literal["lowest", "cyclic"]

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+
 from moesim.policies.cache._per_request import (
     PerRequestCache,
     RequestQueues,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
+
 from moesim.policies.cache._kernels import count_accesses, stamp
 from moesim.policies.cache._score_based import ScoreBasedCache
 from moesim.policies.parameters import expect_choice

@@ -9,6 +9,7 @@ from moesim.policies.cache._score_based import ScoreBasedCache
 
 if TYPE_CHECKING:
     import numpy as np
+
     from moesim.policies.base import LayerWork, RunContext
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
 from moesim.policies.base import CachePolicy, flat_keys
 from moesim.policies.parameters import expect_choice
 from moesim.traces.format.schema import Phase

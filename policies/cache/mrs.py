@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
 from moesim.policies.base import flat_keys
 from moesim.policies.cache._score_based import ScoreBasedCache
 from moesim.policies.cache.static import Static

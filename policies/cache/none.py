@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from moesim.policies.cache._no_admission import NoAdmissionCache
 
 

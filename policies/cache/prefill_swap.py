@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
 from moesim.policies.base import ExpertKey, PolicyError, Swap
 from moesim.policies.cache._own_replacements import OwnReplacementsCache
 from moesim.policies.parameters import expect, expect_choice

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+
 from moesim.policies.base import PolicyError, RunContext
 from moesim.policies.cache._no_admission import NoAdmissionCache
 from moesim.policies.parameters import expect_choice

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.policies.base import ABSENT, CPU, RESIDENT, LayerWork
 from moesim.policies.planner.residency_kernels import look_up
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.policies.planner.residency import GLOBAL
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
+
 from moesim.policies.base import RESIDENT, CachePolicy, LayerWork, PolicyError
 from moesim.policies.planner.residency import PER_LAYER
 from moesim.policies.planner.residency_kernels import distinct_members

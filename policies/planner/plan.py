@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy as np
+
     from moesim.policies.base import (
         AssignmentPolicy,
         CachePolicy,

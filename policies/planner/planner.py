@@ -15,6 +15,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+
 from moesim.policies.base import (
     ABSENT,
     CPU,

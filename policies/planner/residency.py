@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT, PolicyError
 from moesim.policies.planner.residency_kernels import count_holds, unheld
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numba
 import numpy as np
+
 from moesim.policies.base import ABSENT, RESIDENT
 
 

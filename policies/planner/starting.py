@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
 from moesim.policies.base import PolicyError, RunContext
 from moesim.policies.planner.initial_content import fitting
 

@@ -9,6 +9,7 @@ from moesim.policies.planner.resident_mask import present
 
 if TYPE_CHECKING:
     import numpy as np
+
     from moesim.policies.base import MachineView
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+
 from moesim.policies.base import PrefetchPolicy
 
 if TYPE_CHECKING:

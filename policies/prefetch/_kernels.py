@@ -6,9 +6,10 @@ T tokens, E experts of a layer.
 from __future__ import annotations
 
 import numpy as np
+from numba import types as nb
+
 from moesim.policies.compilation import input_array
 from moesim.traces.compilation import compiled
-from numba import types as nb
 
 
 @compiled(nb.int64[::1](input_array(nb.float32, 2), nb.int64))

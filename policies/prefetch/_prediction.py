@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
 from moesim.policies.base import ExpertKey
 from moesim.policies.prefetch._kernels import predicted_workload
 from moesim.policies.ranking import ranked

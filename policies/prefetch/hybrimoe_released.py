@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.policies.base import ABSENT, PrefetchPolicy
 from moesim.policies.cache.mrs import MRS
 from moesim.policies.parameters import expect

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.policies.assignment._gpu_choice import (
     first_cpu_s,
     in_flight,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.policies.base import ExpertKey, Late
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.prefetch._future import FuturePrefetch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
 from moesim.policies.base import PolicyError, PrefetchPolicy
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.prefetch._absent_experts import absent_experts

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.policies.base import Routing
 from moesim.policies.ranking import ranked
 

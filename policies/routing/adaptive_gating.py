@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.policies.base import PolicyError, Routing, RoutingPolicy
 from moesim.policies.parameters import expect
 from moesim.policies.routing._substitute import SMALLEST, UNUSED

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
 from moesim.policies.base import Routing, RoutingPolicy
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.planner.resident_mask import present

@@ -24,6 +24,7 @@ import time
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+
 from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.executor.device import weighted_sum
 from moesim.runtime.store.memory import DeviceSlots

@@ -11,6 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+
 from moesim.policies.planner.decision_log import Entry
 from moesim.runtime.errors import StoreError
 from moesim.traces.files import written_beside

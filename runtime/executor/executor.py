@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
+
 from moesim.engine.layer_step import LayerStep
 from moesim.hwprofiles.lanes import GPU, SSD
 from moesim.runtime.errors import RuntimeFault

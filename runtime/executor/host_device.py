@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+
 from moesim.runtime.executor.device import weighted_sum
 from moesim.runtime.store.memory import DeviceSlots, HostSlots
 from moesim.runtime.store.streaming import streamed

@@ -20,6 +20,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import torch
+
 from moesim.engine.lanes import Admission, WorkerQueues, takes_places
 from moesim.engine.operations import DEMAND
 from moesim.hwprofiles.lanes import CONTROL, CPU

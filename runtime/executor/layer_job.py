@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+
 from moesim.runtime.models.expert_math import group_tokens
 
 if TYPE_CHECKING:

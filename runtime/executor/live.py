@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+
 from moesim.policies.base import PolicyError
 from moesim.runtime.models.configuration import skeleton
 from moesim.runtime.models.expert_math import UNUSED, group_tokens

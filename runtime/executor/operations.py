@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+
 from moesim.policies.planner.plan import READ
 from moesim.runtime.executor.lanes import Operation
 from moesim.runtime.executor.layer_job import LayerJob, PrecomputedRows

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.policies.base import RESIDENT
 from moesim.policies.planner.residency import GLOBAL
 from moesim.runtime.store.memory import HostSlots
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+
     from moesim.policies.planner.residency import CacheSize, Residency
     from moesim.runtime.models.expert_layout import ExpertWeights
     from moesim.runtime.store.memory import Slots

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models.dense import DenseSizes, DenseStack
 from moesim.runtime.models.expert_layout import swiglu_layout, torch_dtype

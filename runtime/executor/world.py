@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
 from moesim.hwprofiles import lanes as kinds
 from moesim.policies.base import CPU, RESIDENT
 from moesim.runtime.executor.layer_job import PrecomputedRows

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
+
 from moesim.runtime.measure.timing import sample
 
 if TYPE_CHECKING:

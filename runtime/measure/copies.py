@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
+
 from moesim.hwprofiles.calibration.fit_curves import fit_line
 from moesim.runtime.measure.pool_size import pool_bytes
 from moesim.runtime.measure.timing import sample

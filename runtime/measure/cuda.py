@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
+
 from moesim.hwprofiles.calibration.fit_curves import fit_line
 from moesim.runtime.measure.copies import ACTIVATION_BYTES, COPY_BYTES
 from moesim.runtime.measure.timing import Operation, Timer, sample

@@ -11,15 +11,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
+from torch.nn import functional
+
 from moesim.hwprofiles.calibration.fit_curves import fit_roofline
 from moesim.runtime.measure.pool_size import pool_bytes
 from moesim.runtime.measure.timing import Timer, once_s, sample
-from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy as np
+
     from moesim.runtime.measure.measurements import Measurements
 
 HEAD_DIM: Final = 64

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import psutil
+
 from moesim.hwprofiles.calibration.fit_curves import fit_line
 from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.measure.timing import sample

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
+
 from moesim.hwprofiles.calibration.fit_curves import fit_roofline
 from moesim.hwprofiles.schema import ReferenceExpert
 from moesim.runtime.measure.pool_size import last_level_cache_bytes, pool_bytes

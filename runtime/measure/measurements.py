@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy as np
+
     from moesim.hwprofiles.calibration.estimates import Estimate, FitReport
     from moesim.hwprofiles.calibration.fit_curves import Line, Roofline
     from moesim.hwprofiles.schema import Curve, Quantity, ReferenceExpert

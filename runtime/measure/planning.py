@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+
 from moesim.hwprofiles.calibration.fit_curves import fit_line
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
+
 from moesim.hwprofiles import paths
 from moesim.runtime.measure.timing import sample
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import psutil
 import torch
+
 from moesim.hwprofiles.profile import HardwareProfile, save_profile
 from moesim.hwprofiles.schema import Quantity
 from moesim.runtime.measure.contention import LaneWork, measure_contention

@@ -6,8 +6,9 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Final
 
-from moesim.runtime.errors import StoreError
 from safetensors import SafetensorError, safe_open
+
+from moesim.runtime.errors import StoreError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from moesim.runtime.errors import StoreError
 
 if TYPE_CHECKING:

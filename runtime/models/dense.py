@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
-from moesim.runtime.store.memory import huge_tensor
 from torch.nn import functional
+
+from moesim.runtime.store.memory import huge_tensor
 
 if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models.expert_layout import (
     ACTIVATIONS,

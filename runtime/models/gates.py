@@ -15,14 +15,16 @@ import inspect
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from moesim.runtime.models.configuration import first_setting, text_config
 from torch.nn import functional
+
+from moesim.runtime.models.configuration import first_setting, text_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moesim.runtime.models.moe_blocks import MoeBlock
     from torch import nn
+
+    from moesim.runtime.models.moe_blocks import MoeBlock
 
 SCORINGS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "softmax": lambda logits: logits.softmax(-1),

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from safetensors import SafetensorError
+
 from moesim.runtime.models import tiny
 from moesim.runtime.models.configuration import text_config
 from moesim.traces.errors import TraceError
-from safetensors import SafetensorError
 
 if TYPE_CHECKING:
     from torch import nn

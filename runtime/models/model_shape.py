@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from moesim.runtime.models.configuration import first_setting, text_config
 from moesim.runtime.models.gates import GateFacts, gate_facts
 from moesim.runtime.models.model_weights import main_dtype, tensor_bytes

@@ -6,6 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Final
 
 import torch
+
 from moesim.runtime.models.expert_layout import dtype_name
 
 if TYPE_CHECKING:

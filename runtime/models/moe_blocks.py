@@ -14,10 +14,11 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from torch import nn
+
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models.model_weights import tensor_bytes
 from moesim.traces.errors import TraceError
-from torch import nn
 
 GATE_NAMES: Final = ("gate", "router")
 

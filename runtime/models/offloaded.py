@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
+
 from moesim.runtime.errors import RuntimeFault, StoreError
 from moesim.runtime.models.checkpoint import checkpoint_digest
 from moesim.runtime.models.configuration import read_config
@@ -36,10 +37,11 @@ from moesim.runtime.store.memory import HostSlots
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import nn
+
     from moesim.runtime.models.expert_layout import ExpertLayout
     from moesim.runtime.models.moe_blocks import MoeBlock
     from moesim.runtime.store.store import ExpertStore
-    from torch import nn
 
 IMPLEMENTATION: Final = "moesim"
 """The name under which the library finds our experts function."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
 from moesim.policies.base import PolicyError
 from moesim.runtime.quality.routing_override import RoutingOverride
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy as np
+
     from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.quality.passages import Passages
     from moesim.runtime.quality.policy_under_test import PolicyUnderTest

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
 from moesim.runtime.text import corpus
 from moesim.traces.errors import TraceError
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.policies.base import RESIDENT
 from moesim.policies.planner.at_once import carry_out
 from moesim.runtime.models.expert_math import UNUSED

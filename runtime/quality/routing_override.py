@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
+
 from moesim.policies.base import PolicyError
 from moesim.runtime.executor.live import Foresight
 from moesim.runtime.models.expert_math import UNUSED, group_tokens

@@ -13,12 +13,13 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from safetensors.numpy import save_file
+
 from moesim.policies.cache._slot_shares import kept_alone
 from moesim.policies.prefetch._transitions import Transitions
 from moesim.traces.errors import TraceError
 from moesim.traces.files import written_beside
 from moesim.traces.format.reader import open_trace
-from safetensors.numpy import save_file
 
 if TYPE_CHECKING:
     from pathlib import Path

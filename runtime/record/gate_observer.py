@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import torch
-    from moesim.runtime.models.moe_blocks import MoeBlock
     from torch import nn
+
+    from moesim.runtime.models.moe_blocks import MoeBlock
 
 PREDICTION_DEPTH: Final = 3
 """How many layers ahead predictions are recorded: `pred1_raw`, `pred2_raw`,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
 from moesim.runtime.models.gates import gate_facts
 from moesim.runtime.models.model_shape import model_shape
 from moesim.runtime.models.model_weights import weights_digest

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 import transformers
+
 from moesim.runtime.models.generate import Pass, Sampling, generate
 from moesim.runtime.models.local_model import LocalModel, load_model
 from moesim.runtime.models.model_weights import weights_digest

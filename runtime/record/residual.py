@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
 from moesim.runtime.models.gates import gate_facts
 from moesim.runtime.models.model_weights import weights_digest
 from moesim.runtime.models.moe_blocks import find_blocks
@@ -24,8 +27,6 @@ from moesim.runtime.record.gate_observer import GateObserver
 from moesim.runtime.text import corpus
 from moesim.traces.errors import TraceError
 from moesim.traces.files import written_beside
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
+
 from moesim.runtime.file_lock import try_lock
 from moesim.traces.errors import TraceError
 from moesim.traces.files import written_beside

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
 from moesim.runtime.executor.live import live_blocks, reader_of
 from moesim.runtime.models.configuration import skeleton
 from moesim.runtime.models.expert_math import combine, expert_forward, group_tokens

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 import torch
+
 from moesim.runtime.errors import StoreError
 from moesim.runtime.file_lock import try_lock
 from moesim.runtime.models.expert_layout import torch_dtype

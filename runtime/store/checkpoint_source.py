@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
+
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models.checkpoint import checkpoint_digest, tensor_files
 from moesim.runtime.models.configuration import skeleton
 from moesim.runtime.models.experts_module import layout_of
 from moesim.runtime.models.moe_blocks import offloadable_blocks
-from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import psutil
 import torch
+
 from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.models.expert_layout import ExpertLayout, ExpertWeights, round_up
 from moesim.runtime.store.direct_io import BLOCK_BYTES

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models.expert_layout import swiglu_layout, torch_dtype
 from moesim.runtime.models.experts_module import layout_of
@@ -24,9 +25,10 @@ from moesim.runtime.models.moe_blocks import offloadable_blocks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import nn
+
     from moesim.runtime.models.expert_layout import ExpertLayout
     from moesim.traces.format.schema import ModelShape
-    from torch import nn
 
 
 class ExpertSource(Protocol):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import torch
+
     from moesim.runtime.models.expert_layout import ExpertLayout
 
 DATA_NAME: Final = "experts.bin"

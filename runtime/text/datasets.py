@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from moesim.traces.errors import TraceError
 
 if TYPE_CHECKING:

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from safetensors.numpy import save_file
+from torch.nn import functional
+
 from moesim.policies.cache._learned_network import Network, sizes
 from moesim.runtime.train.cache_recipe import Recipe
 from moesim.runtime.train.cache_samples import Samples, observe
 from moesim.traces.files import written_beside
-from safetensors.numpy import save_file
-from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

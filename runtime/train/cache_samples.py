@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import numpy as np
+
 from moesim.policies.cache._learned_network import History
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache_replay import replay

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import transformers
-from moesim.runtime.models.tiny import BALANCE_WEIGHT, load_tiny, tiny_config
-from moesim.runtime.text import corpus
 from torch.nn import functional
 from transformers import Qwen3MoeForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moesim.runtime.models.tiny import BALANCE_WEIGHT, load_tiny, tiny_config
+from moesim.runtime.text import corpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from pyarrow import csv
+
 from moesim.traces.files import written_beside
 from moesim.traces.format.arrow import named, numbers
 from moesim.traces.format.schema import Phase
-from pyarrow import csv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
+
 from moesim.traces.errors import TraceError
 from moesim.traces.files import written_beside
 from moesim.traces.format.batch import compose

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from moesim.traces.files import written_beside
 from moesim.traces.stats.statistics import stats
 

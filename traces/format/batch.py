@@ -13,6 +13,7 @@ from itertools import islice, pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from moesim.traces.errors import TraceError
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 

@@ -5,8 +5,9 @@ them.
 from __future__ import annotations
 
 import numpy as np
-from moesim.traces.compilation import compiled
 from numba import types as nb
+
+from moesim.traces.compilation import compiled
 
 
 @compiled(nb.int64(nb.Array(nb.uint16, 2, "C", readonly=True)))

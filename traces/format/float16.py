@@ -5,8 +5,9 @@ and takes 27 ns for the smallest.
 from __future__ import annotations
 
 import numpy as np
-from moesim.traces.compilation import compiled
 from numba import types as nb
+
+from moesim.traces.compilation import compiled
 
 
 def to_float16(values: np.ndarray) -> tuple[np.ndarray, bool]:

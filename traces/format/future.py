@@ -12,6 +12,7 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
+
 from moesim.traces.format.layer_steps import layer_steps, of_steps
 
 if TYPE_CHECKING:

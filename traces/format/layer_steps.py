@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.traces.format.batch import check_counts, compose
 from moesim.traces.format.schema import Phase
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from moesim.traces.errors import TraceError
 from moesim.traces.files import sha256
 from moesim.traces.format.arrow import codes, flat, values

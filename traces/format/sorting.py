@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+
 from moesim.traces.errors import TraceError
 from moesim.traces.format.arrow import numbers, values
 

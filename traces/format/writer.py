@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from moesim.traces.errors import TraceError
 from moesim.traces.files import part_path
 from moesim.traces.format.arrow import lists, named, numbers

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
 from moesim.traces.errors import TraceError
 from moesim.traces.format.checks import check_sequence
 from moesim.traces.format.distinct import first_repeat

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from moesim.traces.format.arrow import codes, flat, values
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 from moesim.traces.format.sorting import BATCH_ROWS, Appearance, Unordered

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
 from moesim.traces.format.sorting import BATCH_ROWS
 from moesim.traces.importers.readers.array_stream import in_memory, streams
 from moesim.traces.importers.readers.errors import layout_error

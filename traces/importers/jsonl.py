@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from moesim.traces.format.arrow import codes, values
 from moesim.traces.format.schema import Phase
 from moesim.traces.format.sorting import Appearance, Unordered

@@ -14,6 +14,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from moesim.traces.format.distinct import first_repeat
 from moesim.traces.format.sorting import Unordered
 from moesim.traces.importers.readers.csv_columns import csv_columns

@@ -14,6 +14,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
 from moesim.traces.format.arrow import numbers, values
 from moesim.traces.format.sorting import Unordered
 from moesim.traces.importers.readers.errors import decoding, layout_error

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from moesim.traces.format.schema import (
     METADATA_KEY,
     OPTIONAL_COLUMNS,

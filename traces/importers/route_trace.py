@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from moesim.traces.files import written_beside
 from moesim.traces.format.arrow import numbers
 from moesim.traces.format.sorting import BATCH_ROWS, ApartError, Unordered

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from moesim.traces.errors import TraceError
 from moesim.traces.format.arrow import codes, flat, values
 from moesim.traces.format.schema import Phase

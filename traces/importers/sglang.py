@@ -17,6 +17,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from moesim.traces.format.schema import Phase
 from moesim.traces.format.sorting import BATCH_ROWS, Appearance, Unordered
 from moesim.traces.importers.readers import torch_file

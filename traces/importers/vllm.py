@@ -16,6 +16,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
 from moesim.traces.format.sorting import BATCH_ROWS
 from moesim.traces.importers.readers.array_stream import in_memory, streams
 from moesim.traces.importers.readers.errors import (

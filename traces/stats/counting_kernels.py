@@ -7,8 +7,9 @@ L layers, E experts, K experts per token, A accesses of a block, N layer steps o
 from __future__ import annotations
 
 import numpy as np
-from moesim.traces.compilation import compiled
 from numba import types as nb
+
+from moesim.traces.compilation import compiled
 
 _I64 = nb.Array(
     nb.int64,

@@ -35,11 +35,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numba import types as nb
+
 from moesim.traces.compilation import compiled
 from moesim.traces.format.layer_steps import join, layer_steps
 from moesim.traces.stats.reuse_distance import PLACES, later_used
 from moesim.traces.stats.stack_distance import BLOCK, NEVER, belady_stack, lru_stack
-from numba import types as nb
 
 if TYPE_CHECKING:
     from collections.abc import Collection

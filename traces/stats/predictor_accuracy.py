@@ -7,10 +7,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numba import types as nb
+
 from moesim.traces.compilation import compiled
 from moesim.traces.format.batch import compose
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
-from numba import types as nb
 
 if TYPE_CHECKING:
     from moesim.traces.format.batch import RoutedLayer

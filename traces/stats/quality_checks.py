@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numba import types as nb
+
 from moesim.traces.compilation import compiled
 from moesim.traces.format.schema import Phase
-from numba import types as nb
 
 if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace

@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from moesim.traces.compilation import compiled
 from numba import types as nb
+
+from moesim.traces.compilation import compiled
 
 _I64 = nb.Array(
     nb.int64,

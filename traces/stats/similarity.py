@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from moesim.traces.format.schema import Phase
 from moesim.traces.stats.counting_kernels import count_pairs, count_segments
 

@@ -14,8 +14,9 @@ active one and ``2 W - 1 - key`` of any other.
 from __future__ import annotations
 
 import numpy as np
-from moesim.traces.compilation import compiled
 from numba import types as nb
+
+from moesim.traces.compilation import compiled
 
 _I64 = nb.Array(
     nb.int64,

@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
     import pandas as pd
+
     from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.format.reader import Trace
     from moesim.traces.format.schema import ModelShape

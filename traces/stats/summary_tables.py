@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from moesim.traces.files import written_beside
 
 if TYPE_CHECKING:

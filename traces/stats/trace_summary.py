@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from moesim.traces.format.layer_steps import joined, layer_steps, of_sequences
 from moesim.traces.format.schema import Phase
 from moesim.traces.sizes import format_bytes

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
 from moesim.traces.errors import TraceError
 from moesim.traces.format.schema import Phase
 from moesim.traces.stats.counting_kernels import count_pairs

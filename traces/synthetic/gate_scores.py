@@ -17,9 +17,10 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
-from moesim.traces.compilation import compiled
 from numba import types as nb
 from scipy.special import ndtri
+
+from moesim.traces.compilation import compiled
 
 if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape

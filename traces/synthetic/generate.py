@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.traces.errors import TraceError
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter

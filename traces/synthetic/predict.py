@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numba import types as nb
+
 from moesim.traces.compilation import compiled
 from moesim.traces.errors import TraceError
 from moesim.traces.format.float16 import to_float16
@@ -43,7 +45,6 @@ from moesim.traces.synthetic.prediction_noise import (
     count_hits,
     fill_predicted,
 )
-from numba import types as nb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

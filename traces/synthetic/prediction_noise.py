@@ -21,9 +21,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numba import types as nb
+
 from moesim.traces.compilation import compiled
 from moesim.traces.errors import TraceError
-from numba import types as nb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from moesim.traces.errors import TraceError
 from moesim.traces.files import written_beside
 from moesim.traces.format.reader import open_trace

@@ -12,6 +12,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.spans import PLAN
 

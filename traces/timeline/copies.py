@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.traces.timeline.spans import (
     COMPUTE,
     DELAYED,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.traces.importers.readers import tensors, torch_file
 from moesim.traces.importers.readers.bfloat16 import (
     from_bf16,

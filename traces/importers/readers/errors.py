@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+
 from moesim.traces.errors import TraceError
 
 if TYPE_CHECKING:

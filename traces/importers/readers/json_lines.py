@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+
 from moesim.traces.format.arrow import flat, numbers, values
 from moesim.traces.importers.readers.errors import decoding, layout_error
 

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+
 from moesim.traces.format.arrow import lists, numbers, values
 from moesim.traces.importers.readers.errors import decoding, layout_error
 from moesim.traces.importers.readers.json_lines import (

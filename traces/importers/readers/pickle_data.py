@@ -19,9 +19,10 @@ import pickletools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numba import types as nb
+
 from moesim.traces.compilation import compiled
 from moesim.traces.errors import TraceError
-from numba import types as nb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

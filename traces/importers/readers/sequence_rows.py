@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers.readers.errors import layout_error
 

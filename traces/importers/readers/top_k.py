@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from moesim.traces.compilation import compiled
 from numba import types as nb
+
+from moesim.traces.compilation import compiled
 
 
 @compiled(nb.int32[:, ::1](nb.Array(nb.float32, 2, "C", readonly=True), nb.int64))
