@@ -280,6 +280,16 @@ SYSTEMS = {
             " profile. DALI models it as layer-wise"
         ),
     ),
+    "dfa-cache": System(
+        assignment="fixed-mapping",
+        cache="decayed-frequency",
+        scope="layer",
+        note=(
+            "moe-speed-of-light's cache for llama.cpp: misses on the CPU beside the"
+            " GPU's hits, frequent ones copied later; without its table by machine of"
+            " how many misses to copy at once"
+        ),
+    ),
     "deepspeed": System(
         assignment="on-demand",
         cache="none",

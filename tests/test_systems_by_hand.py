@@ -385,3 +385,38 @@ def test_mixtral_offloading_copies_back_what_leaves():
     _, timeline = run(planner, steps([routed(0, 0)], [routed(0, 1)]))
     assert spans(timeline, "fetch") == [("h2d0", 0, 2, 6), ("h2d0", 1, 9, 13)]
     assert spans(timeline, "replace") == [("d2h0", 0, 9, 13)]
+
+
+# -- caches that fill late, or never --------------------------------------------------
+
+
+def test_a_miss_enters_when_it_was_used_clearly_more_of_late():
+    """Half-life of one step, margin 1. Expert 1 has score 1 after its first use, not
+    more than the resident's 0 and 1; after the second 1.5. CPU 2-12 and 14-24, the copy
+    24-28, and from then on hits.
+    """
+    system = compose("dfa-cache", cache="decayed-frequency:half-life=1,fill=lowest")
+    planner = plan_of(shape(), system, slots=1)
+    _, timeline = run(planner, steps(*[[routed(0, 1)] for _ in range(4)]))
+    assert spans(timeline, "replace") == [("h2d0", 1, 24, 28)]
+    assert timeline.access_frame()["state"].tolist() == [
+        "miss",
+        "miss",
+        "delayed",
+        "hit",
+    ]
+
+
+def test_hybrimoe_never_fills_a_cache_whose_copies_take_longer_than_the_cpu():
+    """CPU 1 s, copy 20 s: no miss is worth a copy, so nothing enters and any number of
+    slots takes as long: 3 s for each of three layers, twice.
+    """
+    passes = steps(*[[routed(n, n) for n in range(3)]] * 2)
+    system = compose("hybrimoe", cache="lru", prefetch="none")
+    costs = HandCosts(cpu=1.0, copy=20.0)
+    for slots in (1, 2, 4):
+        planner = plan_of(shape(layers=3), system, costs, slots=slots)
+        result, timeline = run(planner, passes)
+        assert result.makespan_s == 18.0
+        assert spans(timeline, "fetch") == []
+        assert held_bytes(planner.gpu[0].memory) == 0
