@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
 from moesim.policies.base import ExpertKey, Swap, flat_keys
 from moesim.policies.cache._own_replacements import OwnReplacementsCache
 from moesim.policies.cache.static import Static
