@@ -116,7 +116,7 @@ def save(
         "provenance": model.provenance,
     }
     text = json.dumps(header, sort_keys=True).encode()
-    arrays = {
+    arrays: dict[str, Any] = {
         "header": np.frombuffer(text, np.uint8),
         "popularity": model.popularity.astype(np.float32),
         "reuse": model.reuse.astype(np.float32),
