@@ -20,7 +20,7 @@ from moesim.traces.format.writer import TraceWriter
 from moesim.traces.synthetic.draw import CLASSES, SynthModel, draw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 # What is drawn side by side: sequences, weights at a time, bytes of their routing.
@@ -147,7 +147,7 @@ def of_lengths(
     return replace(model, lengths=lengths, provenance=model.provenance | changes)
 
 
-def _check_limits(values: dict[str, float]) -> None:
+def _check_limits(values: Mapping[str, float]) -> None:
     for name, value in values.items():
         least, most = _LIMITS[name]
         if not least <= value <= most:
