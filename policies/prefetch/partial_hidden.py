@@ -23,8 +23,8 @@ Prefill = Literal["layer", "predicted"]
 
 
 class PartialHidden(PrefetchPolicy):
-    """Prefetch, in decode, every expert in some token's predicted top k, best score
-    first, and drop what has not started in time; in prefill, the whole next layer.
+    """Prefetch each token's predicted top k in decode, best score first, and the whole
+    next layer in prefill; drop what has not started in time.
 
     SMoE runs the next layer's attention, gate and shared experts on the hidden state
     that the resident experts have produced so far; that second run is charged, behind
