@@ -92,9 +92,12 @@ class Machine:
 
     def _serve(self, worker: Worker) -> None:
         """Start the next operation that an idle worker may start."""
+        # A copy that takes its place may queue others here: one is picked at a time.
+        worker.busy = True
         operation = worker.pick()
-        if operation is not None:
-            worker.busy = True
+        if operation is None:
+            worker.busy = False
+        else:
             self._start(operation)
 
     def _start_scattered(self, operation: Operation) -> None:
