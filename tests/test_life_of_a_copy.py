@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import moesim
 from moesim.policies.base import (
     ABSENT,
     IN_FLIGHT,
@@ -375,3 +376,14 @@ def test_a_read_goes_before_guesses_that_fill_host_memorys_staging():
     result, timeline = run(planner, steps([routed(0, 2, 3), routed(1, 3)]))
     assert len(spans(timeline, "compute")) == 3
     assert result.makespan_s < 100
+
+
+@pytest.mark.parametrize("prefetch", ["whole-layer", "hybrimoe-released"])
+def test_a_copy_of_this_very_plan_is_not_promoted_before_it_is_queued(prefetch):
+    """A cache replaces before the layer step is assigned; the barrier promotes what
+    earlier plans have queued.
+    """
+    run = moesim.replay(
+        "tiny", "greedy", cache="prefill-swap", prefetch=prefetch, steps=4
+    )
+    assert run.metrics["steps"] == 4

@@ -436,10 +436,11 @@ class Planner:
         self._note_accesses(work, lanes)
 
         copies: list[Copies] = []
-        released, postponed = self._wish_first(work, lanes, first, copies)
         promoted: list[tuple[int, int]] = []
         waits = self.policies.prefetch.late == "wait"
+        # Only what earlier plans have queued can be promoted, so this comes first.
         self._promote_due(work.layer, promoted, everything=waits)
+        released, postponed = self._wish_first(work, lanes, first, copies)
         exposed_s = 0.0
         for gpu in self._serving[work.layer]:
             keys = self._demand(work, gpu, lanes, order, copies, promoted)
