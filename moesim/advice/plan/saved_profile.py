@@ -110,11 +110,10 @@ def replay_command(advice: Advice, file: str) -> str:
 def cache_ratio(model: ModelContents, setting: Setting) -> float:
     """Return the share of all experts' bytes that holds the setting's GPU layers."""
     on_host = set(setting.on_host(model))
-    sizes = [model.layers[at].expert_bytes for at in model.moe_layers]
-    # A pool for layers of unequal size is counted in slots of the largest.
-    pool = (len(sizes) - len(on_host)) * max(sizes)
-    # Rounded up: a slot too few would put a whole layer on the CPU.
-    return min(1.0, math.ceil(1e4 * pool / sum(sizes)) / 1e4)
+    sizes = {at: model.layers[at].expert_bytes for at in model.moe_layers}
+    pool = sum(size for at, size in sizes.items() if at not in on_host)
+    # Rounded up: a byte too few would put a whole layer on the CPU.
+    return min(1.0, math.ceil(1e4 * pool / sum(sizes.values())) / 1e4)
 
 
 @dataclass(frozen=True)
