@@ -12,10 +12,12 @@ Therefore a kernel and everything that it calls stand in one file.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numba
 from numba import types as nb
+
+from moesim.traces.compilation import input_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,12 +40,6 @@ def called(function: Callable[_P, _R]) -> Callable[_P, _R]:
     # Without a signature: its types follow from the kernel that calls it.
     helper: Callable[_P, _R] = numba.njit(cache=True)(function)
     return helper
-
-
-def input_array(dtype: Any, ndim: int = 1) -> Any:
-    """Type of a C-contiguous array that a kernel only reads; writable ones fit too."""
-    # Policies are shown read-only arrays; a signature for mutable ones refuses them.
-    return nb.Array(dtype, ndim, "C", readonly=True)
 
 
 KEYS = input_array(nb.int64)

@@ -129,7 +129,7 @@ def test_halves_share_no_text():
 
 def test_the_file_of_counts_is_what_the_engine_loads(command, trace, tmp_path):
     """A three-dimensional ``logical_count`` over all layers, read with weights only."""
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="the runtime extra is not installed")
     words = ("--trace", trace, "--expert-counts", "counts.pt")
     code, out, err = command("advise", MODEL, *WORDS, *words)
     assert code == 0, err

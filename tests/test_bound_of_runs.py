@@ -146,16 +146,19 @@ def test_the_quartile_above_the_median_is_the_rate_of_a_probe():
     assert highest_read_rate({}) is None
 
 
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    """What the learned cache needs."""
+    shape = open_trace("tiny").shape
+    folder = tmp_path_factory.mktemp("learned") / "network"
+    return write_network(folder, shape.layers, shape.experts)
+
+
 @pytest.mark.parametrize("hw", ["two-core-host", "rtx4060ti"])
 @pytest.mark.parametrize("system", sorted(SYSTEMS))
-def test_no_system_beats_the_bound_on_the_shipped_trace(system, hw, tmp_path):
+def test_no_system_beats_the_bound_on_the_shipped_trace(system, hw, network):
     trace = open_trace("tiny")
-    needs = {}
-    if system == "flashmoe" and hw != "two-core-host":
-        pytest.skip("training its network once is enough")
-    if system == "flashmoe":
-        sizes = (trace.shape.layers, trace.shape.experts)
-        needs = {"artefacts": write_network(tmp_path / "network", *sizes)}
+    needs = {"artefacts": network} if system == "flashmoe" else {}
     config = RunConfig.of(
         trace,
         policy=system,

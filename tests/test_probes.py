@@ -6,7 +6,7 @@ from moesim.advice.machine.machine import Grade
 from moesim.advice.machine.profile_probes import machine_of_profile
 from moesim.hwprofiles.profile import load_profile, save_profile
 
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="the runtime extra is not installed")
 
 from moesim.runtime.measure import probes
 from moesim.runtime.measure.measurements import Measurements

@@ -7,12 +7,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numba
+from numba import types as nb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+def input_array(dtype: Any, ndim: int = 1) -> Any:
+    """Type of a C-contiguous array that a loop only reads; writable ones fit too."""
+    # A signature for mutable arrays refuses read-only ones.
+    return nb.Array(dtype, ndim, "C", readonly=True)
 
 
 def compiled(signature: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -15,9 +15,8 @@ from moesim.policies.compilation import (
     SECONDS,
     SECONDS_BY_GPU,
     called,
-    input_array,
 )
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 
 # Kinds of operation that may come next.
 _GPU = 0

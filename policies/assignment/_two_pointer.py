@@ -20,9 +20,8 @@ from moesim.policies.compilation import (
     SECONDS,
     SECONDS_BY_GPU,
     called,
-    input_array,
 )
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 
 _STATE = input_array(nb.int8)
 

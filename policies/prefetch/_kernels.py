@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types as nb
 
-from moesim.policies.compilation import input_array
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 
 
 @compiled(nb.int64[::1](input_array(nb.float32, 2), nb.int64))

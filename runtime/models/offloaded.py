@@ -18,6 +18,7 @@ T tokens, K experts per token, H hidden.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from moesim.runtime.models.expert_layout import ExpertLayout
+    from moesim.runtime.models.expert_layout import ExpertLayout, ExpertWeights
     from moesim.runtime.models.moe_blocks import MoeBlock
     from moesim.runtime.store.store import ExpertStore
 
@@ -188,27 +189,21 @@ class OffloadedModel:
             )
 
 
-class StoreExperts:
-    """The plainest handler: reads each active expert, computes it, and keeps nothing.
-    It is slow and simple, so others are checked against it.
+class OneByOne(ABC):
+    """A handler that computes one active expert after the other.
 
     Args:
         store: holds the experts.
         gatings: per layer, the model's own gating or None (`MoeLayer.gating`).
-        check: compare the checksum of every read.
     """
 
     def __init__(
         self,
         store: ExpertStore,
-        gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None = None,
-        *,
-        check: bool = True,
+        gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None,
     ) -> None:
         self._store = store
         self._gatings = gatings or [None] * store.layers
-        self._check = check
-        self._slots = HostSlots(1, store.slot_bytes)
 
     def experts(
         self,
@@ -222,19 +217,58 @@ class StoreExperts:
         gating = self._gatings[layer]
         groups = group_tokens(index.cpu().numpy())
         pairs = torch.from_numpy(groups.pairs).to(hidden.device)
-        slot = self._slots.record(0)
+        active = groups.experts.tolist()
 
-        results = []
-        for position, expert in enumerate(groups.experts.tolist()):
+        results = {}
+        for position in self._order(layer, active):
             expert_pairs = pairs[groups.starts[position] : groups.starts[position + 1]]
-            self._store.read_into(layer, expert, slot, check=self._check)
-            # On the CPU the slot itself is computed with, so it is read again only
-            # after its result is there.
-            record = slot if hidden.device.type == "cpu" else slot.to(hidden.device)
+            views = self._views(layer, active[position], hidden.device)
             rows = hidden[expert_pairs // index.shape[1]]
-            result = expert_forward(layout.views(record), rows, layout, gating)
-            results.append((expert_pairs, result))
-        return combine(torch.zeros_like(hidden), results, weights)
+            result = expert_forward(views, rows, layout, gating)
+            results[position] = (expert_pairs, result)
+
+        # Sums are always by ascending expert id.
+        by_expert = [results[position] for position in range(len(active))]
+        return combine(torch.zeros_like(hidden), by_expert, weights)
+
+    def _order(self, layer: int, active: Sequence[int]) -> Sequence[int]:
+        """Positions of `active` in the order in which they are computed."""
+        del layer
+        return range(len(active))
+
+    @abstractmethod
+    def _views(self, layer: int, expert: int, device: torch.device) -> ExpertWeights:
+        """Return an expert's weights, valid until the next are asked for."""
+
+
+class StoreExperts(OneByOne):
+    """The plainest handler: reads each active expert, computes it, and keeps nothing.
+    It is slow and simple, so others are checked against it.
+
+    Args:
+        store: holds the experts.
+        gatings: as in `OneByOne`.
+        check: compare the checksum of every read.
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None = None,
+        *,
+        check: bool = True,
+    ) -> None:
+        super().__init__(store, gatings)
+        self._check = check
+        self._slots = HostSlots(1, store.slot_bytes)
+
+    def _views(self, layer: int, expert: int, device: torch.device) -> ExpertWeights:
+        slot = self._slots.record(0)
+        self._store.read_into(layer, expert, slot, check=self._check)
+        # On the CPU the slot itself is computed with, so it is read again only after
+        # its result is there.
+        record = slot if device.type == "cpu" else slot.to(device)
+        return self._store.layout(layer).views(record)
 
 
 @dataclass(frozen=True, slots=True)

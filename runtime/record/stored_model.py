@@ -21,13 +21,12 @@ import torch
 
 from moesim.runtime.executor.live import live_blocks, reader_of
 from moesim.runtime.models.configuration import skeleton
-from moesim.runtime.models.expert_math import combine, expert_forward, group_tokens
 from moesim.runtime.models.gates import GateFacts, gate_facts
 from moesim.runtime.models.local_model import LocalModel
 from moesim.runtime.models.model_shape import model_shape
 from moesim.runtime.models.model_weights import DTYPES
 from moesim.runtime.models.moe_blocks import MoeBlock, find_blocks
-from moesim.runtime.models.offloaded import OffloadedModel
+from moesim.runtime.models.offloaded import OffloadedModel, OneByOne
 from moesim.runtime.models.tiny import tiny_dir
 from moesim.runtime.store.build import build_store
 from moesim.runtime.store.memory import HostSlots
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
 
 
-class CachedExperts:
-    """An `ExpertsHandler` that keeps as many experts in host memory as fit; the one
+class CachedExperts(OneByOne):
+    """A handler that keeps as many experts in host memory as fit; the one
     used longest ago is replaced.
 
     Args:
@@ -65,47 +64,23 @@ class CachedExperts:
         host_bytes: int,
         gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None],
     ) -> None:
+        super().__init__(store, gatings)
         # One at least: an expert must lie somewhere while it is computed.
         total = sum(store.experts(layer) for layer in range(store.layers))
         self.slots = max(1, min(host_bytes // store.slot_bytes, total))
         self.reads = 0
         self.hits = 0
         self.read_bytes = 0
-        self._store = store
-        self._gatings = gatings
         self._memory = HostSlots(self.slots, store.slot_bytes)
         # (layer, expert) -> slot, the one used longest ago first.
         self._residents: OrderedDict[tuple[int, int], int] = OrderedDict()
 
-    def experts(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        index: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> torch.Tensor:
-        """Compute as `moesim.runtime.models.offloaded.ExpertsHandler.experts`."""
-        layout = self._store.layout(layer)
-        gating = self._gatings[layer]
-        groups = group_tokens(index.cpu().numpy())
-        pairs = torch.from_numpy(groups.pairs).to(hidden.device)
-        active = groups.experts.tolist()
-
-        # Residents first: a read could evict one that this very layer needs.
-        by_residency = sorted(
+    def _order(self, layer: int, active: Sequence[int]) -> Sequence[int]:
+        """Residents first: a read could evict one that this very layer needs."""
+        return sorted(
             range(len(active)),
             key=lambda position: (layer, active[position]) not in self._residents,
         )
-        results = {}
-        for position in by_residency:
-            expert_pairs = pairs[groups.starts[position] : groups.starts[position + 1]]
-            views = self._views(layer, active[position], hidden.device)
-            rows = hidden[expert_pairs // index.shape[1]]
-            result = expert_forward(views, rows, layout, gating)
-            results[position] = (expert_pairs, result)
-
-        by_expert = [results[position] for position in range(len(active))]
-        return combine(torch.zeros_like(hidden), by_expert, weights)
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 import numpy as np
 from numba import types as nb
 
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 
 
-@compiled(nb.int64(nb.Array(nb.uint16, 2, "C", readonly=True)))
+@compiled(nb.int64(input_array(nb.uint16, 2)))
 def first_repeat(ids: np.ndarray) -> int:
     """Return the first row of `ids` [N, K] that names an id twice; -1 where none
     does.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types as nb
 
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 
 
 def to_float16(values: np.ndarray) -> tuple[np.ndarray, bool]:
@@ -24,7 +24,7 @@ def to_float16(values: np.ndarray) -> tuple[np.ndarray, bool]:
     return rounded, bool(np.isfinite(rounded).all())
 
 
-@compiled(nb.boolean(nb.Array(nb.uint32, 1, "C", readonly=True), nb.uint16[::1]))
+@compiled(nb.boolean(input_array(nb.uint32), nb.uint16[::1]))
 def _round_to_float16(
     bits: np.ndarray,
     rounded: np.ndarray,

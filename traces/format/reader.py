@@ -19,6 +19,7 @@ from moesim.traces.files import sha256
 from moesim.traces.format.arrow import codes, flat, values
 from moesim.traces.format.checks import check_sequence
 from moesim.traces.format.distinct import first_repeat
+from moesim.traces.format.row_order import follow
 from moesim.traces.format.schema import (
     METADATA_KEY,
     OPTIONAL_COLUMNS,
@@ -340,16 +341,8 @@ class Trace:
         those of the last row.
         """
         layers = self.shape.layers
-        last_seq, last_place = last
-        seq = np.concatenate(([last_seq], block["seq"]))
-        # Position and layer in one number, so that one comparison settles both.
-        places = block["pos"].astype(np.int64) * layers + block["layer"]
-        place = np.concatenate(([last_place], places))
-
-        step = np.diff(seq)
-        ascends = (step > 0) | ((step == 0) & (np.diff(place) > 0))
-        if not ascends.all():
-            row = int(np.argmin(ascends))
+        seq, place, row = follow(last, block, layers)
+        if row is not None:
             this = _place(seq[row + 1], place[row + 1], layers)
             before = _place(seq[row], place[row], layers)
             raise self._error(

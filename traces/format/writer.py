@@ -18,6 +18,7 @@ from moesim.traces.errors import TraceError
 from moesim.traces.files import part_path
 from moesim.traces.format.arrow import lists, named, numbers
 from moesim.traces.format.float16 import to_float16
+from moesim.traces.format.row_order import follow
 from moesim.traces.format.schema import (
     METADATA_KEY,
     OPTIONAL_COLUMNS,
@@ -326,16 +327,8 @@ class TraceWriter:
     def _check_order(self, block: dict[str, np.ndarray]) -> None:
         """Whether rows ascend, from the last one of the call before on."""
         layers = self.header.shape.layers
-        last_seq, last_place = self._last
-        seq = np.concatenate(([last_seq], block["seq"]))
-        # Position and layer in one number, so that one comparison settles both.
-        places = block["pos"].astype(np.int64) * layers + block["layer"]
-        place = np.concatenate(([last_place], places))
-
-        step = np.diff(seq)
-        ascends = (step > 0) | ((step == 0) & (np.diff(place) > 0))
-        if not ascends.all():
-            row = int(np.argmin(ascends))
+        seq, place, row = follow(self._last, block, layers)
+        if row is not None:
             raise TraceError(
                 f"{self.path}: row {self.rows + row}: order: expected rows ascending by"
                 f" seq, pos, layer, got seq {block['seq'][row]} pos {block['pos'][row]}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from moesim.traces.format.sorting import BATCH_ROWS
+from moesim.traces.format.top_k import top_k
 from moesim.traces.importers.readers.array_stream import in_memory, streams
 from moesim.traces.importers.readers.errors import layout_error
 from moesim.traces.importers.readers.options import (
@@ -24,7 +25,6 @@ from moesim.traces.importers.readers.options import (
 )
 from moesim.traces.importers.readers.sequence_rows import dense_block
 from moesim.traces.importers.readers.tensors import kind_of, load_named
-from moesim.traces.importers.readers.top_k import top_k
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

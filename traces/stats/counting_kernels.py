@@ -9,20 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numba import types as nb
 
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 
-_I64 = nb.Array(
-    nb.int64,
-    1,
-    "C",
-    readonly=True,
-)
-_I32 = nb.Array(
-    nb.int32,
-    1,
-    "C",
-    readonly=True,
-)
+_I64 = input_array(nb.int64)
+_I32 = input_array(nb.int32)
 _TABLE = nb.int64[:, ::1]
 
 # Windows of 1, 2, 4, … 1024 steps.
@@ -125,12 +115,7 @@ def count_decode(
             w += 1
 
 
-_ROUTING = nb.Array(
-    nb.uint16,
-    3,
-    "C",
-    readonly=True,
-)
+_ROUTING = input_array(nb.uint16, 3)
 
 
 @compiled(nb.void(_ROUTING, nb.int64[:, :, ::1]))

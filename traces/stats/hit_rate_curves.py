@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import types as nb
 
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 from moesim.traces.format.layer_steps import join, layer_steps
 from moesim.traces.stats.reuse_distance import PLACES, later_used
 from moesim.traces.stats.stack_distance import BLOCK, NEVER, belady_stack, lru_stack
@@ -57,18 +57,8 @@ CURVES = ("lru", "belady", "lru_global", "belady_global")
 # Belady's least horizon in accesses.
 BLOCK_ACCESSES = 1 << 22
 
-_I64 = nb.Array(
-    nb.int64,
-    1,
-    "C",
-    readonly=True,
-)
-_I32 = nb.Array(
-    nb.int32,
-    1,
-    "C",
-    readonly=True,
-)
+_I64 = input_array(nb.int64)
+_I32 = input_array(nb.int32)
 
 
 @dataclass(slots=True)

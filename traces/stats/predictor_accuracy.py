@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numba import types as nb
 
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 from moesim.traces.format.batch import compose
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
+from moesim.traces.format.top_k import top_k
 
 if TYPE_CHECKING:
     from moesim.traces.format.batch import RoutedLayer
@@ -20,12 +21,7 @@ if TYPE_CHECKING:
 # Workload ranks that are told apart.
 RANKS = 16
 
-_RANKING = nb.Array(
-    nb.int64,
-    1,
-    "C",
-    readonly=True,
-)
+_RANKING = input_array(nb.int64)
 
 
 class _Overlaps(NamedTuple):
@@ -82,9 +78,10 @@ def prediction(
         for routed in step.layers:
             for name, scores in routed.predicted.items():
                 target = routed.layer + predictor_depth(name)
-                predicted = _votes(
+                best = top_k(
                     np.ascontiguousarray(scores, dtype=np.float32), trace.shape.top_k
                 )
+                predicted = _votes(best, experts)
                 _add_overlaps(
                     np.argsort(-predicted, kind="stable"),
                     truth[target],
@@ -118,41 +115,19 @@ def _by_workload(
     experts: int,
 ) -> np.ndarray:
     """Active experts, largest workload first."""
-    tokens, top_k = routed.routing.shape
-    # A token's vote outweighs any sum of ranks, which only break ties.
-    worth = tokens * top_k + 1 + top_k - np.arange(top_k)
-    votes = np.bincount(routed.routing.reshape(-1), np.tile(worth, tokens), experts)
+    votes = _votes(routed.routing, experts)
     return np.argsort(-votes, kind="stable")[: len(routed.experts)]
 
 
-@compiled(nb.int64[::1](nb.Array(nb.float32, 2, "C", readonly=True), nb.int64))
 def _votes(
-    scores: np.ndarray,
-    top_k: int,
+    choices: np.ndarray,
+    experts: int,
 ) -> np.ndarray:
-    """Votes int64 [E] of T tokens: ``T * K + 1`` per token that has the expert among
-    its K best, plus K - rank.
-    """
-    tokens, experts = scores.shape
-    votes = np.zeros(experts, np.int64)
-    best = np.empty(top_k + 1, np.int64)
-
-    for t in range(tokens):
-        kept = 0
-        # Insertion into the K best; equal scores stay in the order of their ids.
-        for expert in range(experts):
-            at = kept
-            while at > 0 and scores[t, expert] > scores[t, best[at - 1]]:
-                best[at] = best[at - 1]
-                at -= 1
-            if at < top_k:
-                best[at] = expert
-                kept = min(kept + 1, top_k)
-
-        for rank in range(kept):
-            votes[best[rank]] += tokens * top_k + 1 + top_k - rank
-
-    return votes
+    """Votes [E] of choices [T, K], best first: one per token, ties broken by ranks."""
+    tokens, top_k = choices.shape
+    # A token's vote outweighs any sum of ranks.
+    worth = tokens * top_k + 1 + top_k - np.arange(top_k)
+    return np.bincount(choices.reshape(-1), np.tile(worth, tokens), experts)
 
 
 @compiled(nb.void(_RANKING, _RANKING, nb.int64, nb.float64[:, ::1], nb.float64[:, ::1]))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import types as nb
 
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -245,8 +245,8 @@ def _listed(numbers: list[int]) -> str:
 
 @compiled(
     nb.void(
-        nb.Array(nb.int16, 1, "C", readonly=True),
-        nb.Array(nb.uint16, 2, "C", readonly=True),
+        input_array(nb.int16),
+        input_array(nb.uint16, 2),
         nb.int64[:, ::1],
     )
 )
@@ -261,7 +261,7 @@ def _count(
             load[layer[row], experts[row, rank]] += 1
 
 
-@compiled(nb.boolean(nb.Array(nb.uint16, 2, "C", readonly=True)))
+@compiled(nb.boolean(input_array(nb.uint16, 2)))
 def _repeats(first_choice: np.ndarray) -> bool:
     """Whether first choices [T, L] equal those of some fixed number of tokens before,
     in the second half: a greedy loop sets in late and never ends.

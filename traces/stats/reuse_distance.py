@@ -16,26 +16,11 @@ from typing import Any
 import numpy as np
 from numba import types as nb
 
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 
-_I64 = nb.Array(
-    nb.int64,
-    1,
-    "C",
-    readonly=True,
-)
-_I32 = nb.Array(
-    nb.int32,
-    1,
-    "C",
-    readonly=True,
-)
-_I8 = nb.Array(
-    nb.int8,
-    1,
-    "C",
-    readonly=True,
-)
+_I64 = input_array(nb.int64)
+_I32 = input_array(nb.int32)
+_I8 = input_array(nb.int8)
 # Places per key; when they are used up, those without a mark are removed.
 PLACES = 3
 

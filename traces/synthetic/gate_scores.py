@@ -20,7 +20,7 @@ import numpy as np
 from numba import types as nb
 from scipy.special import ndtri
 
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 
 if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
@@ -38,18 +38,8 @@ _BISECTIONS = 24
 # Scores of sigmoid gates stay below one, where a logit would be infinite.
 _MOST_SIGMOID = 0.9995
 
-_ROWS = nb.Array(
-    nb.float32,
-    2,
-    "C",
-    readonly=True,
-)
-_IDS = nb.Array(
-    nb.uint16,
-    2,
-    "C",
-    readonly=True,
-)
+_ROWS = input_array(nb.float32, 2)
+_IDS = input_array(nb.uint16, 2)
 
 
 def is_sigmoid(shape: ModelShape) -> bool:
@@ -95,7 +85,7 @@ def popularity_logits(
 
 @compiled(
     nb.void(
-        nb.Array(nb.float32, 1, "C", readonly=True),
+        input_array(nb.float32),
         nb.float64,
         nb.boolean,
         nb.boolean,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import types as nb
 
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 from moesim.traces.errors import TraceError
 from moesim.traces.format.float16 import to_float16
 from moesim.traces.format.reader import Trace, open_trace
@@ -634,7 +634,7 @@ class _Sample:
 
 @compiled(
     nb.void(
-        nb.Array(nb.float32, 2, "C", readonly=True),
+        input_array(nb.float32, 2),
         nb.float64[:, :, ::1],
         nb.int64[::1],
     )

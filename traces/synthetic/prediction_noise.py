@@ -23,30 +23,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import types as nb
 
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 from moesim.traces.errors import TraceError
+from moesim.traces.format.top_k import top_k
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_ROWS = nb.Array(
-    nb.float32,
-    2,
-    "C",
-    readonly=True,
-)
-_IDS = nb.Array(
-    nb.uint16,
-    2,
-    "C",
-    readonly=True,
-)
-_VECTOR = nb.Array(
-    nb.float32,
-    1,
-    "C",
-    readonly=True,
-)
+_ROWS = input_array(nb.float32, 2)
+_VECTOR = input_array(nb.float32)
 
 # Streams of random numbers; depth d has `_DEPTH_STREAM` + d.
 SCORE_STREAM = 0
@@ -253,7 +238,6 @@ def fill_predicted(
             predicted[row, expert] = value
 
 
-@compiled(nb.int64(_ROWS, _IDS))
 def count_hits(
     scores: np.ndarray,
     experts: np.ndarray,
@@ -261,22 +245,5 @@ def count_hits(
     """Return how many of the experts [N, K] are among the K best of scores [N, E];
     equal scores go to the lower id.
     """
-    rows, width = scores.shape
-    top_k = experts.shape[1]
-    best = np.empty(top_k + 1, np.int64)
-    hits = 0
-    for row in range(rows):
-        kept = 0
-        for expert in range(width):
-            at = kept
-            while at > 0 and scores[row, expert] > scores[row, best[at - 1]]:
-                best[at] = best[at - 1]
-                at -= 1
-            if at < top_k:
-                best[at] = expert
-                kept = min(kept + 1, top_k)
-
-        for place in range(top_k):
-            for rank in range(kept):
-                hits += best[rank] == experts[row, place]
-    return hits
+    best = top_k(scores, experts.shape[1])
+    return int((best[:, :, None] == experts[:, None, :]).sum())

@@ -8,7 +8,7 @@ whose difference is within its own noise are ties, and the answer says so.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moesim.advice.times.latents import NINETY, Beliefs, Interval
@@ -133,7 +133,7 @@ class Forecast:
         shown = _varied(ordered, count)
         best = shown[0]
         return [
-            _marked(
+            replace(
                 self.prospect(each), tied=each is not best and self._tied(best, each)
             )
             for each in shown
@@ -167,18 +167,6 @@ class _Medians(dict[str, float]):
 
 def _per_second(seconds: Interval, tokens: int) -> Interval:
     return Interval(tokens / seconds.value, seconds.spread)
-
-
-def _marked(prospect: Prospect, *, tied: bool) -> Prospect:
-    return Prospect(
-        candidate=prospect.candidate,
-        decode=prospect.decode,
-        prefill=prospect.prefill,
-        job=prospect.job,
-        decode_terms=prospect.decode_terms,
-        prefill_terms=prospect.prefill_terms,
-        tied=tied,
-    )
 
 
 def _varied(ordered: Sequence[Candidate], count: int) -> list[Candidate]:

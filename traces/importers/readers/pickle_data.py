@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import types as nb
 
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 from moesim.traces.errors import TraceError
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def _check_instructions(
 
 @compiled(
     nb.Tuple((nb.int64, nb.boolean))(
-        nb.Array(nb.uint8, 1, "C", readonly=True),
+        input_array(nb.uint8),
         nb.int64[::1],
         nb.int64[:, ::1],
         nb.boolean[::1],

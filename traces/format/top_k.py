@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numba import types as nb
 
-from moesim.traces.compilation import compiled
+from moesim.traces.compilation import compiled, input_array
 
 
-@compiled(nb.int32[:, ::1](nb.Array(nb.float32, 2, "C", readonly=True), nb.int64))
+@compiled(nb.int32[:, ::1](input_array(nb.float32, 2), nb.int64))
 def top_k(
     values: np.ndarray,
     count: int,
