@@ -459,8 +459,9 @@ def _overlaid(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         # A number is replaced whole: its value never keeps another one's source.
         is_table = isinstance(entry, dict) and not {"value", "seconds"} & entry.keys()
         if is_table and isinstance(below, dict):
-            entry = _overlaid(below, entry)
-        merged[key] = entry
+            merged[key] = _overlaid(below, entry)
+        else:
+            merged[key] = entry
     return merged
 
 
