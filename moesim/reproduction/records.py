@@ -38,4 +38,5 @@ def records() -> tuple[Record, ...]:
     )
     # The parser in C is many times as fast, where PyYAML was built with it.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return tuple(Record(**entry) for entry in yaml.load(text, loader)["records"])
+    entries = yaml.load(text, loader)["records"]  # noqa: S506 - both are safe loaders
+    return tuple(Record(**entry) for entry in entries)

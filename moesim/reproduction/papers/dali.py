@@ -34,6 +34,8 @@ BATCHES = (8, 32)
 """Batch sizes that tables 2, 4 and 9 name; the averages of figures 12 and 13 do not
 say theirs.
 """
+FEW_STEPS = 6
+"""Forward passes of runs that put every layer step to the integer program."""
 
 TABLE_5 = ("DALI", "Table 5", "prefetch_accuracy")
 NEXT_LAYER = ("DAOP", "III-3", "next_layer_prediction_accuracy")
@@ -75,7 +77,7 @@ LONG = Workload(
     "mixtral-8x7b",
     WEIGHTS,
     prompt=32,
-    generated=256,
+    generated=128,
     sequences=16,
     like="mixtral-8x7b",
     recall=0.8411,
@@ -108,6 +110,7 @@ def dali(
     cache: str | None = None,
     prefetch: str | None = None,
     cache_ratio: float = RATIO,
+    steps: int | None = None,
 ) -> RunSpec:
     """DALI with the published parameters of a model."""
     return RunSpec.of(
@@ -118,6 +121,7 @@ def dali(
         prefetch=prefetch or f"residual:size={PREFETCHED[model]}",
         batch=batch,
         cache_ratio=cache_ratio,
+        steps=steps,
     )
 
 
@@ -169,7 +173,7 @@ def _speedup(record: Record) -> Question:
     if "decode_lens" in setting:
         batches = (16,)
         workload = LONG
-        note = "32 + 256 tokens; longer answers decode at the same speed here"
+        note = "32 + 128 tokens; longer answers decode at the same speed here"
     elif "gpus" in setting:
         batches = (16,)
         machine = TWO_GPUS
@@ -199,16 +203,15 @@ def _moe_time(record: Record) -> Question:
     setting = record.setting
     run = RunSpec(
         WORKLOADS[setting["model"]],
-        "greedy",
+        "exact" if setting["plan"] == "opt" else "greedy",
         MACHINE,
         (("batch", setting["batch_size"]),),
-        graded=True,
+        modelled=True,
     )
-    key = "least_s" if setting["plan"] == "opt" else "chosen_s"
     return simulated(
         record,
         [run],
-        lambda outcomes: float(outcomes[0][key]),
+        lambda outcomes: float(outcomes[0]["modelled_s"]),
         "modelled time of 32 decode steps, nothing resident",
     )
 
@@ -340,14 +343,18 @@ def _greedy_over_hybrimoe(record: Record) -> Question:
 
 def _over_optimal_plan(record: Record) -> Question:
     pairs = [
-        (dali(model, batch), dali(model, batch, policy="ilp"))
-        for model, batch in _cells()
+        (
+            dali(model, BATCHES[-1], steps=FEW_STEPS),
+            dali(model, BATCHES[-1], policy="ilp", steps=FEW_STEPS),
+        )
+        for model in WORKLOADS
     ]
     return ratio(
         record,
         pairs,
         _speed_ratio,
-        "the solver's time is ours (PuLP with CBC on two-core-host)",
+        f"{FEW_STEPS - 1} decode steps at batch {BATCHES[-1]}; the solver's time is"
+        " ours (PuLP with CBC on two-core-host)",
     )
 
 
@@ -445,7 +452,7 @@ ANSWERS: Answers = {
     ("Table 7", "gpu_memory"): _memory,
     ("Table 9", "decode_speed"): _window,
     ("abstract / 6.2", "speedup_avg"): _speedup,
-    ("6.2", "speedup_avg"): lambda record: _speedup(record),
+    ("6.2", "speedup_avg"): _speedup,
     ("6.5", "speedup_avg"): _speedup,
     ("6.3/Fig14", "speedup_vs_naive_cpu"): _over_naive,
     ("6.3", "greedy_over_hybrimoe_assignment"): _greedy_over_hybrimoe,

@@ -83,9 +83,7 @@ def _throughput_gain(record: Record) -> Question:
 
 def _over_existing(record: Record) -> Question:
     runs = [_learned(WORKLOADS["OLMoE-1B-7B"])]
-    runs += [
-        run(PREDICTED, policy, warm=policy != "llama.cpp") for policy in EXISTING
-    ]
+    runs += [run(PREDICTED, policy, warm=policy != "llama.cpp") for policy in EXISTING]
 
     def figure(outcomes: Sequence[Outcome]) -> float:
         own, *others = map(speed, outcomes)
@@ -197,6 +195,14 @@ ANSWERS: Answers = {
     ("text", "epochs_max"): _TABLE_1,
     **{
         ("Table 1", f"ffn.{name}"): _TABLE_1
-        for name in ("loss", "optimizer", "lr", "lr_decay", "layers", "hidden", "activation")
+        for name in (
+            "loss",
+            "optimizer",
+            "lr",
+            "lr_decay",
+            "layers",
+            "hidden",
+            "activation",
+        )
     },
 }

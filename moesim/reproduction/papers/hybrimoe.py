@@ -93,9 +93,7 @@ def _speedup(record: Record) -> Question:
     key = _LATENCY[setting["phase"]]
     own = run(setting["technique"], model, cache_ratio)
     baseline = run("baseline", model, cache_ratio)
-    return ratio(
-        record, [(own, baseline)], lambda ours, base: base[key] / ours[key]
-    )
+    return ratio(record, [(own, baseline)], lambda ours, base: base[key] / ours[key])
 
 
 def _average_speedup(record: Record) -> Question:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moesim.reproduction.papers import daop, dali, flashmoe, hybrimoe, smoe
+from moesim.reproduction.papers import dali, daop, flashmoe, hybrimoe, smoe
 from moesim.reproduction.papers.question import (
     ANCHORED,
     COMPUTED,

@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from moesim.analysis.assignment_grades import Grades
 from moesim.analysis.gap_mixes import MixReplays
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
+from moesim.policies.assignment._optimum import modelled_s
 from moesim.policies.systems import System
 from moesim.reproduction.experiments.base import Excerpt
 from moesim.runs.memory import MemoryOptions
@@ -41,6 +41,10 @@ UNANCHORED = {
 """Anchored machine -> the same from datasheets alone."""
 
 
+EPOCHS = 40
+"""Most epochs of a cache network's training, which stops early where it can."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunSpec:
     """One run, before it is done.
@@ -52,8 +56,8 @@ class RunSpec:
         options: further options of `moesim.runs.replay.replay`, sorted.
         warm: whether the cache is filled from other sequences of the workload.
         learned: whether a cache network is trained on those, for ``flashmoe``.
-        graded: compute the modelled makespans of all decode steps instead, the
-            policy's and the least, with nothing resident (DALI, table 4).
+        modelled: sum the modelled makespans of all decode steps instead, with nothing
+            resident (DALI, table 4).
     """
 
     workload: Workload
@@ -62,7 +66,7 @@ class RunSpec:
     options: tuple[tuple[str, Any], ...] = ()
     warm: bool = False
     learned: bool = False
-    graded: bool = False
+    modelled: bool = False
 
     @classmethod
     def of(
@@ -107,8 +111,8 @@ class RunSpec:
             TraceError, ProfileError, PolicyError: a description that fits nothing.
         """
         trace = self.workload.draw(folder)
-        if self.graded:
-            return _graded(self, trace)
+        if self.modelled:
+            return _modelled(self, trace)
         options = dict(self.options)
         if self.warm:
             options["warm"] = self.workload.calibration().draw(folder)
@@ -146,8 +150,8 @@ def parts_of(run: Run, phase: Phase) -> dict[str, float]:
     return parts
 
 
-def _graded(spec: RunSpec, path: Path) -> Outcome:
-    """The modelled makespans of decode steps in which nothing is resident."""
+def _modelled(spec: RunSpec, path: Path) -> Outcome:
+    """The modelled makespan of decode steps in which nothing is resident."""
     trace = open_trace(path)
     profile = load_profile(spec.machine)
     system = System(assignment=spec.policy, cache="none")
@@ -155,11 +159,13 @@ def _graded(spec: RunSpec, path: Path) -> Outcome:
     batch = dict(spec.options)["batch"]
 
     def passes() -> Iterable[RoutedStep]:
-        for number, step in enumerate(excerpt.decode(batch=batch)):
+        decode = excerpt.decode(batch=batch)
+        # The first batch only: the others are more of the same.
+        for number, step in zip(range(spec.workload.generated), decode, strict=False):
             # Prefill steps are left out, so steps are numbered anew.
             yield replace(step, step=number)
 
-    grades = Grades()
+    total = _ModelledTime()
     MixReplays(
         shape=trace.shape,
         profile=profile,
@@ -170,8 +176,24 @@ def _graded(spec: RunSpec, path: Path) -> Outcome:
         # Neither policy looks ahead.
         future=RecordedFuture(()),
         seed=0,
-    ).replay_s({}, grades)
-    return {"chosen_s": grades.chosen_s, "least_s": grades.least_s}
+    ).replay_s({}, observer=total)
+    return {"modelled_s": total.seconds}
+
+
+@dataclass(slots=True)
+class _ModelledTime:
+    """Sums the modelled makespans of assignments.
+
+    An observer of `AssignmentPolicy.assign` (`moesim.policies.planner.observers`).
+    """
+
+    seconds: float = 0.0
+
+    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
+        """Add one layer step."""
+        del call
+        work, _view = arguments
+        self.seconds += modelled_s(work, answer.lanes)
 
 
 def learned_cache(workload: Workload, folder: Path) -> Path:
@@ -183,13 +205,14 @@ def learned_cache(workload: Workload, folder: Path) -> Path:
     """
     from moesim.analysis.trace_split import all_passes  # noqa: PLC0415 - needs torch
     from moesim.runtime.train.cache_network import train  # noqa: PLC0415 - needs torch
+    from moesim.runtime.train.cache_recipe import Recipe  # noqa: PLC0415 - as the last
 
     calibration = workload.calibration()
     artefacts = folder / f"{calibration.name}-learned"
     network = artefacts / "flashmoe.safetensors"
     if not network.exists():
         trace = open_trace(calibration.draw(folder))
-        trained = train(all_passes(trace), trace.shape)
+        trained = train(all_passes(trace), trace.shape, Recipe(epochs=EPOCHS))
         artefacts.mkdir(exist_ok=True)
         trained.save(network)
     return artefacts

@@ -48,9 +48,7 @@ _FIELDS: dict[str, Callable[[ModelShape], float]] = {
 }
 
 
-def shape_answer(
-    field: str, models: Mapping[str, str]
-) -> Callable[[Record], Question]:
+def shape_answer(field: str, models: Mapping[str, str]) -> Callable[[Record], Question]:
     """Answer records with a size of our model.
 
     Args:
