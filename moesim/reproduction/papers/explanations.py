@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from moesim.reproduction.papers.orders import Statement
     from moesim.reproduction.papers.runs import Outcome, RunSpec
 
-GAP_STEPS = 5
-"""Forward passes of a gap: a prefill and four decode steps. It replays 32 mixes."""
+GAP_STEPS = 4
+"""Forward passes of a gap: a prefill and three decode steps. It replays 32 mixes."""
 PARTS = ("cpu", "gpu", "link", "ssd", "dense", "planning")
 _WORDS = {
     "cpu": "the CPU's experts",

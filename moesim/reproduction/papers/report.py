@@ -401,13 +401,21 @@ def write(folder: Path, reproduced: Reproduced, page: Report) -> list[Path]:
     """Write ``reproduction.html``, ``.md`` and ``.json``; each appears when it is
     complete.
     """
-    from moesim.reporting.pages import PageTable, write_page  # noqa: PLC0415 - jinja2
+    from moesim.reporting.pages import (  # noqa: PLC0415 - jinja2
+        PageTable,
+        page_origin,
+        write_page,
+    )
 
     title = f"The papers' tables beside ours, {reproduced.machines} machines"
     html = write_page(
         folder / "reproduction.html",
         "reproduction.html",
         title=title,
+        origin=page_origin(
+            f"moesim reproduce --all --machines {reproduced.machines}",
+            machines=reproduced.machines,
+        ),
         facts=page.facts,
         sections=[
             (table.title, table.note, PageTable(table.heads, table.rows))

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from moesim.hwprofiles.errors import ProfileError
+from moesim.policies.base import PolicyError
 from moesim.reproduction.papers import dali, daop, flashmoe, hybrimoe, smoe
 from moesim.reproduction.papers.question import (
     ANCHORED,
@@ -217,7 +219,7 @@ def _do(
         outcome["cpu_s"] = time.process_time() - begin_s
     except ImportError:
         outcome, failure = {}, "needs PyTorch: pip install 'moesim[runtime]'"
-    except TraceError as error:
+    except (TraceError, ProfileError, PolicyError) as error:
         outcome, failure = {}, str(error)
     count(1)
     return outcome, failure
