@@ -457,8 +457,8 @@ def _with_base(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """
     if _BASE not in raw:
         return raw
-    own = dict(raw)
-    name = own.pop(_BASE)
+    stated = dict(raw)
+    name = stated.pop(_BASE)
     known = [other for other in list_profiles() if f"{other}.toml" != where]
     if name not in known:
         raise ProfileError(
@@ -466,13 +466,13 @@ def _with_base(raw: dict[str, Any], where: str) -> dict[str, Any]:
             f" {', '.join(known)}"
         )
     base = _with_base(_read(_DATA / f"{name}.toml", name), f"{name}.toml")
-    return _overlaid(base, own)
+    return _overlaid(base, stated)
 
 
-def _overlaid(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _overlaid(base: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
     """Return nested tables in which those of `own` replace those of `base`."""
     merged = dict(base)
-    for key, entry in own.items():
+    for key, entry in stated.items():
         below = merged.get(key)
         # A number is replaced whole: its value never keeps another one's source.
         is_table = isinstance(entry, dict) and not {"value", "seconds"} & entry.keys()

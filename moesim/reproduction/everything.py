@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from moesim.reproduction.papers.explanations import Explanation
     from moesim.reproduction.papers.runs import RunSpec
 
-EXPERIMENT_STEPS = 100
+EXPERIMENT_STEPS = 50
 """Forward passes of each trace that experiments on routing alone look at."""
-MOST_GAPS = 12
+MOST_GAPS = 6
 """Runs whose gap is measured; each takes 32 short replays."""
 # Shares of the whole work, for a progress bar only.
 _RUNS_SHARE = 0.7

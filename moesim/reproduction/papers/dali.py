@@ -189,7 +189,7 @@ def _speedup(record: Record) -> Question:
         for batch in batches
     ]
     key = f"{setting['phase']}_tokens_per_s_seq"
-    return ratio(record, pairs, lambda own, other: own[key] / other[key], note)
+    return ratio(record, pairs, lambda system, other: system[key] / other[key], note)
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -300,12 +300,12 @@ def _assigned(policy: str, model: str, batch: int, *, cache_ratio: float) -> Run
     )
 
 
-def _speed_ratio(own: Outcome, other: Outcome) -> float:
-    return speed(own) / speed(other)
+def _speed_ratio(system: Outcome, other: Outcome) -> float:
+    return speed(system) / speed(other)
 
 
-def _speed_gain(own: Outcome, other: Outcome) -> float:
-    return 100.0 * (_speed_ratio(own, other) - 1.0)
+def _speed_gain(system: Outcome, other: Outcome) -> float:
+    return 100.0 * (_speed_ratio(system, other) - 1.0)
 
 
 def _cells() -> list[tuple[str, int]]:
@@ -430,11 +430,11 @@ def _lane_time(record: Record) -> Question:
             WIDE, policy, MACHINE, cache=_STATIC, batch=batch, cache_ratio=RATIO
         )
 
-    def change(own: Outcome, other: Outcome) -> float:
-        busy_s = own["busy_s"][lane] - other["busy_s"][lane]
+    def change(system: Outcome, other: Outcome) -> float:
+        busy_s = system["busy_s"][lane] - other["busy_s"][lane]
         # The paper's GPU time includes the copies that its experts wait for.
         if lane != "cpu":
-            busy_s += own["busy_s"]["h2d0"] - other["busy_s"]["h2d0"]
+            busy_s += system["busy_s"]["h2d0"] - other["busy_s"]["h2d0"]
         return float(sign * busy_s)
 
     return ratio(

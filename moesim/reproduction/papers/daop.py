@@ -72,24 +72,24 @@ def _ratio_of(record: Record) -> float:
 
 def _decode_speed(record: Record) -> Question:
     setting = record.setting
-    own = run("DAOP", setting["model"], cache_ratio=_ratio_of(record))
+    system = run("DAOP", setting["model"], cache_ratio=_ratio_of(record))
     note = "" if setting["io"][1] == GENERATED else _SHORTER
-    return simulated(record, [own], lambda outcomes: speed(outcomes[0]), note)
+    return simulated(record, [system], lambda outcomes: speed(outcomes[0]), note)
 
 
 def _energy(record: Record) -> Question:
     setting = record.setting
-    own = run(setting["method"], setting["model"])
+    system = run(setting["method"], setting["model"])
     return simulated(
         record,
-        [own],
+        [system],
         lambda outcomes: float(outcomes[0]["tokens_per_kj"]),
         "watts from datasheets",
     )
 
 
-def _speed_gain(own: Outcome, other: Outcome) -> float:
-    return 100.0 * (speed(own) / speed(other) - 1.0)
+def _speed_gain(system: Outcome, other: Outcome) -> float:
+    return 100.0 * (speed(system) / speed(other) - 1.0)
 
 
 def _over_fiddler(record: Record) -> Question:
@@ -107,7 +107,7 @@ def _energy_gain(record: Record) -> Question:
     return ratio(
         record,
         pairs,
-        lambda own, other: own["tokens_per_kj"] / other["tokens_per_kj"],
+        lambda system, other: system["tokens_per_kj"] / other["tokens_per_kj"],
         "watts from datasheets; mean of both models",
     )
 
@@ -119,8 +119,8 @@ def _over_swapping(record: Record) -> Question:
     runs += [run(method, "Mixtral-8x7B") for method in methods]
 
     def figure(outcomes: Sequence[Outcome]) -> float:
-        own, *others = map(speed, outcomes)
-        return max(own / other for other in others)
+        system, *others = map(speed, outcomes)
+        return max(system / other for other in others)
 
     return Question(
         record,

@@ -118,11 +118,11 @@ def _sides(statement: Statement) -> tuple[tuple[RunSpec, ...], ...]:
     if len(statement.records) == 1:
         return statement.records[0].question.sides
     larger, smaller = statement.records
-    own, other = larger.question.sides[:1], smaller.question.sides[:1]
+    better, other = larger.question.sides[:1], smaller.question.sides[:1]
     # Of times the smaller is better.
     if larger.record.metric in {"latency", "moe_time", "scheduling_overhead_share"}:
-        return other + own
-    return own + other
+        return other + better
+    return better + other
 
 
 def _phase(statement: Statement) -> str:
@@ -154,16 +154,16 @@ def _side(
 def _sentence(sides: Sequence[Side], shares: Mapping[str, float] | None) -> str:
     if len(sides) < 2:
         return "Both figures follow from sizes, not from runs."
-    own, other = sides[:2]
-    part = max(PARTS, key=lambda name: own.busy_s[name] - other.busy_s[name])
+    better, other = sides[:2]
+    part = max(PARTS, key=lambda name: better.busy_s[name] - other.busy_s[name])
     text = (
-        f"The expected side needs {_ms(own.step_s)} a step, the other"
+        f"The expected side needs {_ms(better.step_s)} a step, the other"
         f" {_ms(other.step_s)}"
     )
-    if own.busy_s[part] > other.busy_s[part]:
+    if better.busy_s[part] > other.busy_s[part]:
         text += (
-            f"; it spends most more on {_WORDS[part]}: {_ms(own.busy_s[part])} against"
-            f" {_ms(other.busy_s[part])}"
+            f"; it is most behind in {_WORDS[part]}: {_ms(better.busy_s[part])}"
+            f" against {_ms(other.busy_s[part])}"
         )
     else:
         text += "; no part of it is busier than the other's, so lanes wait more"

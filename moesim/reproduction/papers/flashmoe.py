@@ -76,7 +76,7 @@ def _throughput_gain(record: Record) -> Question:
     return ratio(
         record,
         [pair],
-        lambda own, other: 100.0 * (speed(own) / speed(other) - 1.0),
+        lambda system, other: 100.0 * (speed(system) / speed(other) - 1.0),
         "a network trained on 8 other drawn sequences; 25 % of the experts cached",
     )
 
@@ -86,8 +86,8 @@ def _over_existing(record: Record) -> Question:
     runs += [run(PREDICTED, policy, warm=policy != "llama.cpp") for policy in EXISTING]
 
     def figure(outcomes: Sequence[Outcome]) -> float:
-        own, *others = map(speed, outcomes)
-        return max(own / other for other in others)
+        system, *others = map(speed, outcomes)
+        return max(system / other for other in others)
 
     return Question(
         record,
@@ -140,7 +140,7 @@ def _load_and_prefill(record: Record) -> Question:
     policies = ["llama.cpp"]
     if record.setting["baseline"] != "llama.cpp":
         policies = ["fiddler", "daop"]
-    own = _learned(_LOADED)
+    system = _learned(_LOADED)
     # Once loaded, the baselines have all experts in host memory.
     others = [
         run(PREDICTED, policy, from_ssd=False, warm=policy != "llama.cpp")
@@ -156,10 +156,10 @@ def _load_and_prefill(record: Record) -> Question:
     return Question(
         record,
         "simulated",
-        (own, *others),
+        (system, *others),
         figure,
         "bytes read at the SSD's rate, then the prefill of 64 tokens, OLMoE",
-        sides=((own,), tuple(others)),
+        sides=((system,), tuple(others)),
     )
 
 

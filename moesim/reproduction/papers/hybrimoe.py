@@ -91,9 +91,9 @@ def _speedup(record: Record) -> Question:
     setting = record.setting
     model, cache_ratio = setting["model"], setting["cache_ratio"]
     key = _LATENCY[setting["phase"]]
-    own = run(setting["technique"], model, cache_ratio)
+    system = run(setting["technique"], model, cache_ratio)
     baseline = run("baseline", model, cache_ratio)
-    return ratio(record, [(own, baseline)], lambda ours, base: base[key] / ours[key])
+    return ratio(record, [(system, baseline)], lambda ours, base: base[key] / ours[key])
 
 
 def _average_speedup(record: Record) -> Question:

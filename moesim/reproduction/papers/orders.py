@@ -86,21 +86,21 @@ class Statement:
 def directions(answered: Iterable[Answered]) -> list[Statement]:
     """Records that compare by themselves."""
     statements = []
-    for one in answered:
-        neutral = NEUTRAL.get(one.record.metric)
-        if neutral is None or not one.compared:
+    for entry in answered:
+        neutral = NEUTRAL.get(entry.record.metric)
+        if neutral is None or not entry.compared:
             continue
-        assert one.published is not None
-        assert one.ours is not None
+        assert entry.published is not None
+        assert entry.ours is not None
         # A baseline beside itself compares nothing.
-        if one.published == neutral:
+        if entry.published == neutral:
             continue
-        side = _side(one.published, neutral)
+        side = _side(entry.published, neutral)
         statements.append(
             Statement(
-                words=label(one),
-                records=(one,),
-                holds=_side(one.ours, neutral) == side,
+                words=label(entry),
+                records=(entry,),
+                holds=_side(entry.ours, neutral) == side,
             )
         )
     return statements
@@ -118,9 +118,9 @@ def _side(value: float, neutral: float) -> int:
 def orders(answered: Sequence[Answered]) -> list[Statement]:
     """Pairs of figures of one table and setting that differ in the system."""
     groups: dict[tuple[object, ...], list[Answered]] = {}
-    for one in answered:
-        if one.compared and one.record.metric in _ORDERED:
-            groups.setdefault(_group(one), []).append(one)
+    for entry in answered:
+        if entry.compared and entry.record.metric in _ORDERED:
+            groups.setdefault(_group(entry), []).append(entry)
     statements = []
     for group in groups.values():
         for first, second in combinations(group, 2):
@@ -130,14 +130,14 @@ def orders(answered: Sequence[Answered]) -> list[Statement]:
     return statements
 
 
-def _group(one: Answered) -> tuple[object, ...]:
-    setting = one.record.setting
+def _group(entry: Answered) -> tuple[object, ...]:
+    setting = entry.record.setting
     shared = {
         key: value
         for key, value in setting.items()
         if key not in (*_SYSTEM_KEYS, *_PARAMETER_KEYS)
     }
-    return *one.record.key, str(sorted(shared.items()))
+    return *entry.record.key, str(sorted(shared.items()))
 
 
 def _order(first: Answered, second: Answered) -> Statement | None:
@@ -161,23 +161,23 @@ def _order(first: Answered, second: Answered) -> Statement | None:
     return Statement(words, (larger, smaller), holds, of_systems=system != other)
 
 
-def _system(one: Answered) -> str:
-    setting = one.record.setting
+def _system(entry: Answered) -> str:
+    setting = entry.record.setting
     return " ".join(str(setting[key]) for key in _SYSTEM_KEYS if key in setting)
 
 
-def _parameters(one: Answered) -> str:
-    setting = one.record.setting
+def _parameters(entry: Answered) -> str:
+    setting = entry.record.setting
     stated = [str(setting[key]) for key in _PARAMETER_KEYS if key in setting]
     return f"({', '.join(stated)})" if stated else ""
 
 
-def _name(one: Answered) -> str:
-    return f"{_system(one)} {_parameters(one)}".strip()
+def _name(entry: Answered) -> str:
+    return f"{_system(entry)} {_parameters(entry)}".strip()
 
 
-def label(one: Answered) -> str:
+def label(entry: Answered) -> str:
     """A record in words."""
-    record = one.record
+    record = entry.record
     setting = ", ".join(str(value) for value in record.setting.values())
     return f"{record.source} {record.ref} {record.metric} ({setting})"

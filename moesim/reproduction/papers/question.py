@@ -59,8 +59,8 @@ def simulated(
     record: Record, runs: Sequence[RunSpec], figure: Figure, note: str = ""
 ) -> Question:
     """An absolute figure of one system's runs."""
-    own = tuple(runs)
-    return Question(record, SIMULATED, own, figure, note, sides=(own,))
+    system = tuple(runs)
+    return Question(record, SIMULATED, system, figure, note, sides=(system,))
 
 
 def ratio(

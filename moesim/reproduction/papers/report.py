@@ -73,9 +73,9 @@ def report(
         facts: lines about the run.
     """
     answered = reproduced.answered
-    sources = list(dict.fromkeys(one.record.source for one in answered))
+    sources = list(dict.fromkeys(entry.record.source for entry in answered))
     counts = {
-        source: summary([one for one in answered if one.record.source == source])
+        source: summary([entry for entry in answered if entry.record.source == source])
         for source in sources
     }
     counts["all"] = summary(answered)
@@ -99,16 +99,18 @@ def report(
 
 def summary(answered: Sequence[Answered]) -> dict[str, Any]:
     """Counts of records and statements, and the median ratio."""
-    compared = [one for one in answered if one.compared]
-    simulated = [one for one in compared if one.question.runs]
+    compared = [entry for entry in answered if entry.compared]
+    simulated = [entry for entry in compared if entry.question.runs]
     ratios = sorted(
-        one.ratio for one in simulated if one.ratio is not None and one.ratio > 0
+        entry.ratio
+        for entry in simulated
+        if entry.ratio is not None and entry.ratio > 0
     )
     stated = directions(answered)
     ordered = orders(answered)
     of_systems = [each for each in ordered if each.of_systems]
     of_parameters = [each for each in ordered if not each.of_systems]
-    statuses = Counter(one.question.status for one in answered)
+    statuses = Counter(entry.question.status for entry in answered)
     return {
         "records": len(answered),
         "simulated": len(simulated),
@@ -180,9 +182,9 @@ class _Legend:
     def __init__(self) -> None:
         self._names: dict[tuple[str, str], str] = {}
 
-    def of(self, one: Answered) -> str:
+    def of(self, entry: Answered) -> str:
         """The names of what an answer was run on."""
-        used = {(run.workload.words, run.machine): None for run in one.question.runs}
+        used = {(run.workload.words, run.machine): None for run in entry.question.runs}
         for pair in used:
             self._names.setdefault(pair, f"T{len(self._names) + 1}")
         names = [self._names[pair] for pair in used]
@@ -207,9 +209,9 @@ class _Legend:
 
 def _paper(source: str, answered: Sequence[Answered], legend: _Legend) -> Table:
     rows = [
-        _row(one, legend)
-        for one in answered
-        if one.record.source == source and one.ours is not None
+        _row(entry, legend)
+        for entry in answered
+        if entry.record.source == source and entry.ours is not None
     ]
     return Table(
         source,
@@ -220,23 +222,23 @@ def _paper(source: str, answered: Sequence[Answered], legend: _Legend) -> Table:
     )
 
 
-def _row(one: Answered, legend: _Legend) -> tuple[str, ...]:
-    record = one.record
+def _row(entry: Answered, legend: _Legend) -> tuple[str, ...]:
+    record = entry.record
     setting = ", ".join(f"{key} {value}" for key, value in record.setting.items())
-    stated = directions([one])
-    status = one.question.status
+    stated = directions([entry])
+    status = entry.question.status
     if stated:
         status += ", direction holds" if stated[0].holds else ", DIRECTION DIFFERS"
-    ratio = one.ratio
+    ratio = entry.ratio
     return (
         record.ref,
         f"{record.metric}: {setting}" if setting else record.metric,
         f"{record.value} {record.unit or ''}".strip(),
-        _number(one.ours),
+        _number(entry.ours),
         "-" if ratio is None else f"{ratio:.2f}",
         status,
-        legend.of(one),
-        one.question.note,
+        legend.of(entry),
+        entry.question.note,
     )
 
 
@@ -248,8 +250,8 @@ def _disagreements(explanations: Sequence[Explanation]) -> Table:
     rows = []
     for each in explanations:
         figures = "; ".join(
-            f"{_number(one.published)} → {_number(one.ours)}"
-            for one in each.statement.records
+            f"{_number(entry.published)} → {_number(entry.ours)}"
+            for entry in each.statement.records
         )
         sides = " | ".join(
             f"{side.words}: {1e3 * side.step_s:.3g} ms ("
@@ -273,14 +275,14 @@ def _disagreements(explanations: Sequence[Explanation]) -> Table:
 
 def _left_out(answered: Iterable[Answered]) -> Table:
     groups: dict[tuple[str, ...], int] = {}
-    for one in answered:
-        if one.ours is None:
-            record = one.record
+    for entry in answered:
+        if entry.ours is None:
+            record = entry.record
             key = (
                 f"{record.source} {record.ref}",
                 record.metric,
-                one.question.status,
-                one.question.note,
+                entry.question.status,
+                entry.question.note,
             )
             groups[key] = groups.get(key, 0) + 1
     return Table(
@@ -362,22 +364,22 @@ def summary_json(reproduced: Reproduced, page: Report) -> dict[str, Any]:
         "summary": page.counts,
         "records": [
             {
-                "source": one.record.source,
-                "ref": one.record.ref,
-                "metric": one.record.metric,
-                "setting": one.record.setting,
-                "unit": one.record.unit,
-                "published": one.record.value,
-                "ours": one.ours,
-                "ratio": one.ratio,
-                "status": one.question.status,
+                "source": entry.record.source,
+                "ref": entry.record.ref,
+                "metric": entry.record.metric,
+                "setting": entry.record.setting,
+                "unit": entry.record.unit,
+                "published": entry.record.value,
+                "ours": entry.ours,
+                "ratio": entry.ratio,
+                "status": entry.question.status,
                 "runs": [
                     f"{run.machine}: {run.words} on {run.workload.name}"
-                    for run in one.question.runs
+                    for run in entry.question.runs
                 ],
-                "note": one.question.note,
+                "note": entry.question.note,
             }
-            for one in reproduced.answered
+            for entry in reproduced.answered
         ],
         "orders": [
             _statement(each)
@@ -389,9 +391,9 @@ def summary_json(reproduced: Reproduced, page: Report) -> dict[str, Any]:
 def _statement(each: Statement) -> dict[str, Any]:
     return {
         "statement": each.words,
-        "records": [label(one) for one in each.records],
-        "published": [one.published for one in each.records],
-        "ours": [one.ours for one in each.records],
+        "records": [label(entry) for entry in each.records],
+        "published": [entry.published for entry in each.records],
+        "ours": [entry.ours for entry in each.records],
         "holds": each.holds,
         "of_systems": each.of_systems,
     }

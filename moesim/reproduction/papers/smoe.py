@@ -93,10 +93,10 @@ def _reduction(key: str) -> Any:
         def figure(outcomes: Sequence[Outcome]) -> float:
             reductions = []
             for begin in range(0, len(outcomes), size):
-                own, *others = (
+                system, *others = (
                     outcome[key] for outcome in outcomes[begin : begin + size]
                 )
-                reductions.append(100.0 * (1.0 - own / min(others)))
+                reductions.append(100.0 * (1.0 - system / min(others)))
             return sum(reductions) / len(reductions)
 
         sides = (
@@ -142,7 +142,7 @@ def _ablation(record: Record) -> Question:
     return ratio(
         record,
         pairs,
-        lambda own, other: 100.0 * (own["tpot_s"] / other["tpot_s"] - 1.0),
+        lambda system, other: 100.0 * (system["tpot_s"] / other["tpot_s"] - 1.0),
         "over the step before, mean of the three settings at batch 1",
     )
 
