@@ -32,7 +32,7 @@ def write_comparison(table: pd.DataFrame, runs: Mapping[str, Run], path: Path) -
     """Write the page of a comparison.
 
     Args:
-        table, runs: as `moesim.runs.sweep.compare` returns them.
+        table, runs: as `moesim.sweeps.comparison.compare` returns them.
         path: of the page.
 
     Returns:
