@@ -13,7 +13,7 @@ from moesim.reporting.cells_text import (
     time_rows,
     winner_rows,
 )
-from moesim.reporting.comparison_page import TITLE, closing
+from moesim.reporting.comparison_page import TITLE, closing, origin_of
 from moesim.reporting.pages import PageTable, page_figure, write_page
 from moesim.reporting.text import comparison_rows
 from moesim.sweeps.comparison import CELL
@@ -24,8 +24,14 @@ if TYPE_CHECKING:
     from moesim.sweeps.comparison import Comparison
 
 
-def write_cells(compared: Comparison, path: Path) -> Path:
-    """Write the page, and return its path."""
+def write_cells(compared: Comparison, path: Path, command: str | None = None) -> Path:
+    """Write the page of a comparison, and return its path.
+
+    Args:
+        compared: what it shows.
+        path: of the page.
+        command: the command line that made it; None for a call from Python.
+    """
     # The first line names the winners, the others qualify them.
     lines = answer_lines(compared)
     meaning = time_column(compared.table)[1]
@@ -33,6 +39,7 @@ def write_cells(compared: Comparison, path: Path) -> Path:
         path,
         "cells.html",
         title=TITLE,
+        origin=origin_of(compared.runs, command),
         setting=cells_setting(compared),
         answer=lines[0],
         winners=PageTable(*winner_rows(compared)),

@@ -191,9 +191,9 @@ def _write(
         figure = comparison_figure(*comparison) if is_single else cells_figure(compared)
         save(figure, png)
     if html is not None and is_single:
-        write_comparison(*comparison, html)
+        write_comparison(*comparison, html, output.command_line())
     elif html is not None:
-        write_cells(compared, html)
+        write_cells(compared, html, output.command_line())
     if table is not None:
         report.save_table(compared.table, table)
 
