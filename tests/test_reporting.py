@@ -22,9 +22,9 @@ from rich.cells import cell_len
 from small_trace import write_small_trace
 
 import moesim
+from moesim.reporting.cells_page import write_cells
 from moesim.reporting.comparison_page import write_comparison
 from moesim.reporting.pages import PageFigure, PageTable, render
-from moesim.reporting.cells_page import write_cells
 from moesim.reporting.tables import PLAIN_WIDTH, aligned, facts_lines, screen
 from moesim.reporting.trace_page import write_html
 from moesim.traces.format.reader import open_trace
@@ -206,7 +206,7 @@ def pages(tmp_path_factory):
     }
 
 
-KINDS = pytest.mark.parametrize("kind", ["comparison", "sweep", "trace"])
+KINDS = pytest.mark.parametrize("kind", ["comparison", "cells", "trace"])
 
 
 @KINDS

@@ -22,16 +22,15 @@ from moesim.cli.commands import (
     record,
     replay,
     reproduce,
-    results,
     run,
     sensitivity,
     store,
-    sweep,
     trace,
     train,
     validate,
 )
 from moesim.cli.commands.advice import advise, model
+from moesim.cli.commands.sweeps import results, sweep
 from moesim.cli.errors import guarded
 from moesim.cli.output import COMMAND_WORDS
 from moesim.version import __version__

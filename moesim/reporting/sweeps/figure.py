@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moesim.reporting.figures import new_figure
 from moesim.reporting.sweeps.words import axis_head, axis_value
@@ -31,7 +31,7 @@ def sweep_figure(frame: pd.DataFrame) -> Figure:
     cells: list[str] = ranked.attrs["cells"]
     axis = max(cells, key=lambda name: ranked[name].nunique(), default=None)
     others = [name for name in cells if name != axis]
-    panels = [((), ranked)]
+    panels: list[tuple[Any, pd.DataFrame]] = [((), ranked)]
     if others:
         panels = list(ranked.groupby(others, sort=False, dropna=False))[:MOST_PANELS]
 
@@ -42,7 +42,8 @@ def sweep_figure(frame: pd.DataFrame) -> Figure:
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
     for place, (key, panel) in zip(grid, panels, strict=False):
         _draw(place, panel, axis)
-        words = [axis_value(*pair) for pair in zip(others, key, strict=True)]
+        values = zip(others, key, strict=True)
+        words = [axis_value(name, value) for name, value in values]
         place.set_title(", ".join(words), fontsize=9, loc="left")
     for place in grid[len(panels) :]:
         place.set_visible(False)
