@@ -25,10 +25,11 @@ from moesim.reproduction.papers.report import Report, report, write
 from moesim.reproduction.papers.reproduce_all import (
     MOST_JOBS,
     Reproduced,
+    in_order,
     reproduce_all,
 )
 from moesim.reproduction.published import Reproduction, published, reproduce
-from moesim.runs.parallel import cores, map_tasks
+from moesim.runs.machine import cores
 from moesim.traces.shipped import resolve_trace
 from moesim.version import __version__, git_commit
 
@@ -120,23 +121,14 @@ def _explained(
         actual = [spec.unanchored() for spec in specs]
     else:
         actual = specs
-    shares = map_tasks(
-        _gap,
-        [(spec, folder) for spec in actual],
-        jobs=jobs,
-        rows=0,
-        progress=lambda done: show(done / max(1, len(actual))),
-    )
+    tasks = [(spec, folder) for spec in actual]
+    shares = in_order(_gap, tasks, jobs=jobs, progress=show)
     gaps = dict(zip(specs, shares, strict=True))
     return [explain(each, reproduced.outcomes, gaps) for each in failing]
 
 
-def _gap(
-    task: tuple[RunSpec, Path], count: Callable[[int], None]
-) -> dict[str, float] | None:
-    shares = gap_of(*task)
-    count(1)
-    return shares
+def _gap(task: tuple[RunSpec, Path], _progress: Progress) -> dict[str, float] | None:
+    return gap_of(*task)
 
 
 def _experiments(folder: Path, jobs: int, show: Progress) -> list[Reproduction]:
@@ -151,13 +143,8 @@ def _experiments(folder: Path, jobs: int, show: Progress) -> list[Reproduction]:
         dali.WORKLOADS[model].calibration().draw(folder)
         for model in ("Mixtral", "DeepSeek")
     ]
-    measured = map_tasks(
-        _experiment,
-        [(name, tuple(traces)) for name in EXPERIMENTS],
-        jobs=jobs,
-        rows=0,
-        progress=lambda done: show(done / len(EXPERIMENTS)),
-    )
+    tasks = [(name, tuple(traces)) for name in EXPERIMENTS]
+    measured = in_order(_experiment, tasks, jobs=jobs, progress=show)
     return [
         Reproduction(experiment, published(experiment), *figures, EXPERIMENT_STEPS)
         for experiment, figures in zip(EXPERIMENTS.values(), measured, strict=True)
@@ -165,12 +152,11 @@ def _experiments(folder: Path, jobs: int, show: Progress) -> list[Reproduction]:
 
 
 def _experiment(
-    task: tuple[str, tuple[Path, ...]], count: Callable[[int], None]
+    task: tuple[str, tuple[Path, ...]], _progress: Progress
 ) -> tuple[dict[str, Figures], dict[str, str]]:
     """Figures and models by trace; an experiment's functions stay in their process."""
     name, traces = task
     done = reproduce(name, traces, steps=EXPERIMENT_STEPS)
-    count(1)
     return done.measured, done.models
 
 

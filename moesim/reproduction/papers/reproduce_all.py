@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from moesim.hwprofiles.errors import ProfileError
 from moesim.policies.base import PolicyError
@@ -15,8 +16,10 @@ from moesim.reproduction.papers.question import (
     SIMULATED,
     Question,
 )
+from moesim.reproduction.papers.runs import learned_cache
 from moesim.reproduction.records import records
-from moesim.runs.parallel import cores, map_tasks
+from moesim.runs.machine import cores
+from moesim.sweeps.execution import run_tasks
 from moesim.traces.errors import TraceError
 
 if TYPE_CHECKING:
@@ -36,6 +39,9 @@ PAPERS: dict[str, Answers] = {
     "FlashMoE": flashmoe.ANSWERS,
 }
 MOST_JOBS = 2
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +150,13 @@ def reproduce_all(
         jobs = min(MOST_JOBS, cores())
     report = progress or (lambda _share: None)
     draws = _draws(distinct, folder)
-    total = len(draws) + len(distinct)
-    map_tasks(
-        _draw, draws, jobs=jobs, rows=0, progress=lambda done: report(done / total)
-    )
-    done = map_tasks(
+    drawn = len(draws) / (len(draws) + len(distinct))
+    in_order(_draw, draws, jobs=jobs, progress=lambda share: report(drawn * share))
+    done = in_order(
         _do,
         [(spec, folder) for spec in distinct],
         jobs=jobs,
-        rows=0,
-        progress=lambda count: report((len(draws) + count) / total),
+        progress=lambda share: report(drawn + (1 - drawn) * share),
     )
 
     by_spec = dict(zip(distinct, done, strict=True))
@@ -168,6 +171,19 @@ def reproduce_all(
     answered = [Answered(question, _ours(question, outcomes)) for question in asked]
     wall_s = time.perf_counter() - begin_s
     return Reproduced(answered, outcomes, failures, machines, wall_s)
+
+
+def in_order(
+    work: Callable[[Task, Callable[[float], None]], Result],
+    tasks: Sequence[Task],
+    *,
+    jobs: int,
+    progress: Callable[[float], None],
+) -> list[Result]:
+    """Results of independent tasks in the order of the tasks; see `run_tasks`."""
+    results: dict[int, Result] = {}
+    run_tasks(work, tasks, results.__setitem__, jobs=jobs, progress=progress)
+    return [results[index] for index in range(len(tasks))]
 
 
 def _distinct(specs: Iterable[RunSpec]) -> list[RunSpec]:
@@ -201,15 +217,17 @@ def _draws(specs: Sequence[RunSpec], folder: Path) -> list[_Draw]:
     return [(workload, folder, learned) for workload, learned in ordered]
 
 
-def _draw(task: _Draw, count: Callable[[int], None]) -> None:
+def _draw(task: _Draw, _progress: Callable[[float], None]) -> None:
     workload, folder, learned = task
-    if not learned:
+    if learned:
+        with contextlib.suppress(ImportError):
+            learned_cache(workload, folder)
+    else:
         workload.draw(folder)
-    count(1)
 
 
 def _do(
-    task: tuple[RunSpec, Path], count: Callable[[int], None]
+    task: tuple[RunSpec, Path], _progress: Callable[[float], None]
 ) -> tuple[Outcome, str]:
     """The outcome of a run, or what it lacks."""
     spec, folder = task
@@ -221,7 +239,6 @@ def _do(
         outcome, failure = {}, "needs PyTorch: pip install 'moesim[runtime]'"
     except (TraceError, ProfileError, PolicyError) as error:
         outcome, failure = {}, str(error)
-    count(1)
     return outcome, failure
 
 
