@@ -6,8 +6,7 @@ stopped and taken up::
 
     python -m benchmarks.prefetchers prepare INPUTS --shared DIR
     python -m benchmarks.prefetchers run INPUTS cells.jsonl --hw PROFILE
-    python -m benchmarks.prefetchers page cells.jsonl docs/measurements/prefetchers.md \\
-        --commit REV
+    python -m benchmarks.prefetchers page cells.jsonl PAGE --commit REV
 """
 
 from __future__ import annotations
