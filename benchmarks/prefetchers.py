@@ -45,11 +45,11 @@ PREFETCHERS = {
 
 TRACES = {
     "mixtral_8x7b_like": None,
-    "deepseek_v2_lite_like": None,
-    "gpt_oss_20b": ("gpt-oss-20b", "mxfp4"),
     "qwen3_30b_a3b_top6": ("qwen3-30b-a3b", "q4_k_m"),
     "olmoe_1b_7b_decode299": ("olmoe-1b-7b", "bf16"),
     "kimi_linear_48b_a3b_decode300": ("kimi-linear-48b-a3b", "bf16"),
+    "deepseek_v2_lite_like": None,
+    "gpt_oss_20b": ("gpt-oss-20b", "mxfp4"),
 }
 """Shared traces; of foreign ones the model and weight format."""
 
