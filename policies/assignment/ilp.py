@@ -88,10 +88,9 @@ class ILP(AssignmentPolicy):
                 # An absent expert waits for the copy under way; the next ones, no more.
                 waits = problem.add_variable(f"w_{lane}", lowBound=0.0)
                 terms.append((waits, float(wait[lane - 1])))
-                for i in np.flatnonzero(
-                    work.arrive_s[lane - 1] > link_s(work)[lane - 1]
-                ):
-                    problem += waits >= on_lane[lane][i]
+                behind = work.arrive_s[lane - 1] > link_s(work)[lane - 1]
+                for absent_expert in np.flatnonzero(behind).tolist():
+                    problem += waits >= on_lane[lane][absent_expert]
             problem += makespan >= pulp.LpAffineExpression(terms)
         for i in range(active):
             problem += pulp.lpSum(row[i] for row in on_lane) == 1

@@ -121,8 +121,8 @@ class PairTransitions:
         first = first.astype(np.int64)
         second = second.astype(np.int64)
         return [
-            [a * self.experts + b for a in one for b in two]
-            for one, two in zip(
+            [a * self.experts + b for a in earlier for b in later]
+            for earlier, later in zip(
                 [row[row < self.experts].tolist() for row in first],
                 [row[row < self.experts].tolist() for row in second],
                 strict=True,
