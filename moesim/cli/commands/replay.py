@@ -88,9 +88,7 @@ def replay(
         print(json.dumps(run.to_json(), indent=2))
         return
     print(report.run_text(run))
-    # The bound is that of a batch that is there from the beginning.
-    if config.arrivals is None:
-        output.print_bound(config, run.metrics["makespan_s"])
+    output.print_bound(config, run.metrics["makespan_s"])
     output.print_written([*run_files(out), perfetto])
     output.print_notes(run.warnings)
 
