@@ -24,7 +24,6 @@ from moesim.analysis.assignment_grades import Grades
 from moesim.analysis.gap_eviction import FORCED, EvictionSplit, split_eviction
 from moesim.analysis.gap_mixes import BOUND, EVICTION, MixReplays, Substitute
 from moesim.analysis.shapley import shapley
-from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import references, resolve
 from moesim.runs.artefacts import load_artefacts
@@ -288,7 +287,7 @@ def gap(
     replays = MixReplays(
         shape=setup.shape,
         profile=setup.profile,
-        costs=Costs(setup.profile, setup.shape),
+        costs=setup.costs(),
         memory=setup.memory,
         system=setup.system,
         passes=passes,

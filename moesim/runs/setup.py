@@ -123,6 +123,10 @@ class Setup:
             artefacts = load_artefacts(self.config.artefacts)
         return self.config.memory.plan(self.shape, self.profile, self.system, artefacts)
 
+    def costs(self) -> Costs:
+        """Seconds of this model's operations on this machine, as the system uses it."""
+        return Costs(self.profile, self.shape, pageable=self.system.pageable)
+
     def planner(self) -> Planner:
         """A fresh planner.
 
@@ -131,7 +135,7 @@ class Setup:
         """
         return Planner(
             self.shape,
-            Costs(self.profile, self.shape),
+            self.costs(),
             self.policies(),
             self.memory,
             seed=self.config.seed,
