@@ -11,6 +11,7 @@ works wherever a name does. Names in our own folders come first.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import pkgutil
@@ -276,7 +277,15 @@ def _files(kind: str) -> dict[str, str]:
     """
     if kind not in KINDS:
         raise PolicyError(f"unknown kind of policy {kind!r}; known: {', '.join(KINDS)}")
-    # Scanned anew each time: a file that was just added is found without a restart.
+    folder = importlib.import_module(f"moesim.policies.{kind}")
+    # A file that was just added is found without a restart: it changes its folder.
+    changed_ns = tuple(Path(path).stat().st_mtime_ns for path in folder.__path__)
+    return _scanned(kind, changed_ns)
+
+
+@functools.lru_cache(maxsize=2 * len(KINDS))
+def _scanned(kind: str, _changed_ns: tuple[int, ...]) -> dict[str, str]:
+    """Names of our own policies of a kind, and the modules that hold them."""
     folder = importlib.import_module(f"moesim.policies.{kind}")
     modules = (module.name for module in pkgutil.iter_modules(folder.__path__))
     return {
