@@ -6,6 +6,7 @@ import json
 
 import foreign_files as files
 import pytest
+from command_line import refused, runner
 from test_importers import bring
 from typer.testing import CliRunner
 
@@ -75,11 +76,11 @@ def test_export_and_check_residency(tmp_path):
         (["--tokens", "0", "--like", "x"], "tokens"),
     ],
 )
-def test_synth_options_that_contradict(tmp_path, arguments, message):
-    assert (
-        message
-        in run("trace", "synth", tmp_path / "t.parquet", *arguments, code=2).stderr
-    )
+def test_synth_options_that_contradict(
+    tmp_path, monkeypatch, capsys, arguments, message
+):
+    command = runner(capsys, monkeypatch, tmp_path)
+    assert refused(command("trace", "synth", tmp_path / "t", *arguments), message)
 
 
 def test_synth_of_a_model_nobody_recorded(tmp_path):

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesim.traces.errors import TraceError
-from moesim.traces.models import WEIGHTS, known_models, model_shape
+from moesim.traces.models import known_models, model_shape
 from moesim.traces.sizes import format_bytes, parse_bytes
+from moesim.traces.weight_formats import known_labels
 
 # Published totals in billions of weights; Gemma's vocabulary and attention are not in
 # the table.
@@ -148,7 +149,7 @@ def test_a_wrong_shape_says_what_would_be_right(spec, message):
 def test_an_unknown_weight_format():
     with pytest.raises(TraceError, match=r"weights 'q4km'.*did you mean 'q4_k_m'"):
         model_shape("mixtral-8x7b", "q4km")
-    assert {"bf16", "q4_k_m", "mxfp4"} <= set(WEIGHTS)
+    assert {"bf16", "q4_k_m", "mxfp4"} <= set(known_labels())
 
 
 @pytest.mark.parametrize(

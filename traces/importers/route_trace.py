@@ -32,6 +32,7 @@ from moesim.traces.importers.readers.sequence_rows import (
     layer_numbers,
 )
 from moesim.traces.importers.readers.text import head
+from moesim.traces.models import model_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,6 +117,25 @@ def provenance(path: Path) -> dict[str, Any]:
         name: opening.facts[name] for name in ("model", "arch") if name in opening.facts
     }
     return known | {"notes": notes}
+
+
+def own_shape(path: Path) -> ModelShape | None:
+    """The model as the preamble describes it; None where it does not tell all sizes.
+
+    Widths are stated defaults, for the file knows bytes only.
+    """
+    opening = preamble(path)
+    sizes = [size for _, size in sorted(opening.expert_bytes.items()) if size]
+    if not sizes or not {"n_expert", "n_expert_used"} <= opening.facts.keys():
+        return None
+    words = {
+        "name": opening.facts.get("model", "route_trace").replace(",", "_"),
+        "layers": len(sizes),
+        "experts": opening.facts["n_expert"],
+        "top_k": opening.facts["n_expert_used"],
+        "expert_bytes": max(sizes),
+    }
+    return model_shape(",".join(f"{name}={value}" for name, value in words.items()))
 
 
 def reshape(

@@ -8,7 +8,7 @@ import typer
 
 from moesim.cli import output
 from moesim.cli.checks import check_places
-from moesim.cli.options import AsJson, Perfetto
+from moesim.cli.options import AsJson, Perfetto, complete_policies
 from moesim.cli.parsers import split_policies
 from moesim.cli.run_options import with_config
 from moesim.runs.config import RunConfig
@@ -29,6 +29,7 @@ def compare(
                 " prefetch. The word systems stands"
                 " for every published system that the trace can serve."
             ),
+            autocompletion=complete_policies,
         ),
         # From computing everything on the CPU to fetching everything, and one that weighs
         # both for every expert.
