@@ -30,8 +30,10 @@ def command(tmp_path, monkeypatch, capsys):
 
 def test_one_machine_is_a_list_of_one():
     """Its letters were taken for machines."""
-    swept = moesim.sweep("tiny", ["greedy"], hw="rtx4060ti", steps=STEPS)
-    assert set(swept.table["hw"]) == {"rtx4060ti"}
+    compared = moesim.compare_cells("tiny", ["greedy"], hw="rtx4060ti", steps=STEPS)
+    assert set(compared.table["hw"]) == {"rtx4060ti"}
+    swept = moesim.sweep("tiny", "greedy", hw="rtx4060ti", steps=STEPS)
+    assert list(swept["hw"]) == ["rtx4060ti"]
 
 
 def test_policies_may_stand_in_one_text():
@@ -41,6 +43,8 @@ def test_policies_may_stand_in_one_text():
     assert set(runs) == {"greedy+lfu:decay=0.9,variant=perfect", "all-cpu"}
     assert len(table) == 2
     assert list(moesim.compare("tiny", "greedy", steps=STEPS)[1]) == ["greedy"]
+    swept = moesim.sweep("tiny", "greedy,all-cpu", steps=STEPS, jobs=1)
+    assert list(swept["policy"]) == ["greedy", "all-cpu"]
 
 
 @pytest.mark.parametrize(
@@ -60,8 +64,23 @@ def test_a_size_of_memory_may_be_a_text(text, options):
 
 
 def test_memories_may_be_texts():
-    swept = moesim.sweep("tiny", "greedy", memory=["1 slots", "3 slots"], steps=STEPS)
-    assert list(swept.table["memory"]) == ["1 slots", "3 slots"]
+    sizes = ["1 slots", "3 slots"]
+    compared = moesim.compare_cells("tiny", "greedy", memory=sizes, steps=STEPS)
+    assert list(compared.table["memory"]) == sizes
+    swept = moesim.sweep("tiny", "greedy", memory=sizes, steps=STEPS, jobs=1)
+    assert list(swept["slots_per_layer"]) == [1, 3]
+
+
+def test_traces_and_seeds_may_be_lists():
+    swept = moesim.sweep(
+        ["tiny", "tiny-calibration"], "greedy", seed=[0, 1], steps=STEPS, jobs=1
+    )
+    assert len(swept) == 4
+    assert set(swept["seed"]) == {0, 1}
+    assert swept["trace"].nunique() == 2
+    # Numbers, with units in their names.
+    for name in ("tpot_p95_s", "energy_j", "gpu_bytes"):
+        assert swept[name].dtype.kind in "fi"
 
 
 def test_a_size_is_an_option_under_both_names():
@@ -131,9 +150,10 @@ def test_results_show_small_tables_in_a_notebook():
     shown = run._repr_html_()
     assert "<table>" in shown
     assert "hit rate" in shown
-    swept = moesim.sweep("tiny", "greedy", hw=["rtx4060ti", "rtx3080ti"], steps=STEPS)
-    assert "rtx3080ti" in swept._repr_html_()
-    assert len(repr(swept)) < 200
+    machines = ["rtx4060ti", "rtx3080ti"]
+    compared = moesim.compare_cells("tiny", "greedy", hw=machines, steps=STEPS)
+    assert "rtx3080ti" in compared._repr_html_()
+    assert len(repr(compared)) < 200
 
 
 # Policies of one's own.
