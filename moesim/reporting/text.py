@@ -177,6 +177,10 @@ def ranking_lines(table: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
             f" {best['busiest']} works {busy} of the time"
         )
     ]
+    # Less than a model of a machine can tell is no lead.
+    near = causal[causal["makespan_s"] <= best["makespan_s"] * NOTICEABLE]["policy"]
+    if len(near) > 1:
+        lines[0] = f"a tie over the whole trace: {', '.join(near)}{_speed_of(best)}"
 
     # A long prompt can hide who generates faster, which matters more to a user.
     by_decode = causal.sort_values(

@@ -115,8 +115,8 @@ def sweep(
         ChildProcessError: workers were killed time and again.
     """
     if policies is not None:
-        is_text = isinstance(policies, str)
-        options["policy"] = split_policies(policies) if is_text else policies
+        listed = split_policies(policies) if isinstance(policies, str) else policies
+        options["policy"] = listed
     if memory is not None:
         options["memory"] = memory
     configs = configs_of(trace, options)

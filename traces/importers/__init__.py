@@ -144,7 +144,7 @@ def _in_order(files: list[Path]) -> list[Path]:
     puts ``layer10`` before ``layer2``.
     """
     numbers = [re.findall(r"\d+", file.stem) for file in files]
-    last = [int(found[-1]) for found in numbers if found]
+    last = [int(digits[-1]) for digits in numbers if digits]
     if len(set(last)) < len(files):
         return files
     return [file for _, file in sorted(zip(last, files, strict=True))]

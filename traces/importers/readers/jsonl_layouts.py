@@ -261,8 +261,8 @@ class _RowLayout:
         columns = columns_of(lines.values)
         line = np.arange(len(lines.number))
         keys = self._keys
-        found = {name: _column(columns, name, keys) for name in keys}
-        return RowTable(lines, line, keys, **found)
+        by_name = {name: _column(columns, name, keys) for name in keys}
+        return RowTable(lines, line, keys, **by_name)
 
 
 class _TokenLayout:
