@@ -54,7 +54,7 @@ def test_export_and_check_residency(tmp_path):
         ).output
     )
     # The smallest expert has 1,000 bytes.
-    result = run("trace", "check-residency", trace.path, "--cache", "999")
+    result = run("trace", "check-residency", trace.path, "--cache", "999B")
     assert (
         "decode: 78 accesses, 100.00% agree; hits 0.0% in the engine, 0.0% in the"
         " replay" in result.output

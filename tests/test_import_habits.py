@@ -77,6 +77,16 @@ def test_sequences_have_many_names(tmp_path, kind, name):
     assert brought(source, tmp_path)[0] == EXPECTED
 
 
+def test_a_table_without_positions_is_asked_for_them(tmp_path):
+    source = tmp_path / "dump.parquet"
+    table = columns(pos="when")
+    pq.write_table(pa.table(table), source)
+    with pytest.raises(
+        TraceError, match="expected one for pos, found seq, when, layer"
+    ):
+        brought(source, tmp_path)
+
+
 def test_keys_of_json_lines_can_be_mapped(tmp_path):
     source = tmp_path / "dump.jsonl"
     table = columns(seq="who", pos="when", layer="where", experts="what")

@@ -137,7 +137,7 @@ def test_words_that_are_given_are_not_assumed():
         ("layers=1,experts=6,top_k=0", "top_k: expected >= 1, got 0"),
         ("layers=1,experts=6,top_k=7", "top_k 7 exceeds experts 6"),
         ("layers=one,experts=6,top_k=1", "layers: invalid literal"),
-        ("layers=1,experts=6,top_k=1,expert_bytes=1M", "unknown unit 'M'"),
+        ("layers=1,experts=6,top_k=1,expert_bytes=1Q", "unknown unit 'Q'"),
     ],
 )
 def test_a_wrong_shape_says_what_would_be_right(spec, message):
@@ -169,7 +169,8 @@ def test_sizes_as_people_write_them(text, count):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1GiB", "8G", "8 gigabytes", "1.5", "0x10", -1, True, "nan"]
+    "text",
+    ["", "GiB", "-1GiB", "8Q", "16", "8 gigabytes", "1.5", "0x10", -1, True, "nan"],
 )
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match=r"--gpu-memory: "):

@@ -435,7 +435,9 @@ def _importer_of(
         key=lambda item: (getattr(item[1], "GENERIC", False), item[0]),
     )
     able = {
-        name: module for name, module in known if set(options) <= set(_options(module))
+        name: module
+        for name, module in known
+        if set(options) <= {*_options(module), *getattr(module, "PARTS", ())}
     }
     if not able:
         offered = sorted({option for _, module in known for option in _options(module)})

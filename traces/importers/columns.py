@@ -46,8 +46,11 @@ GENERIC = True
 OPTIONS = {
     "map": "our column=theirs, joined by commas",
     "prompt_tokens": PROMPT_TOKENS,
-    "layer_files": "one file for each MoE layer, as JSON list",
 }
+PARTS = ("layer_files",)
+"""What `import_trace` says beside options: a file for each MoE layer, as JSON list."""
+
+
 _OUR_COLUMNS = (
     "seq",
     "pos",

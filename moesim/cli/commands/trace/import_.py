@@ -130,8 +130,9 @@ def import_(
         }
         print(json.dumps(facts, indent=2))
         return
-    # Bytes that the file itself tells are of no format that anybody stated.
+    # Bytes that the file or the shape itself tells are of no format.
     is_own = model is None or imported.shape.expert_bytes != model.expert_bytes
+    is_own = is_own or "expert_bytes" in str(shape)
     assumed = "; taken as bf16, --weights says otherwise" if weights is None else ""
     _print(imported, "" if is_own else assumed or f" ({imported.shape.dtype})")
 
