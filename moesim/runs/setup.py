@@ -131,6 +131,10 @@ class Setup:
         """Tokens of all sequences whose keys and values a GPU holds."""
         return self.config.batch * self.config.context_tokens
 
+    def costs(self) -> Costs:
+        """Seconds of this model's operations on this machine, as the system uses it."""
+        return Costs(self.profile, self.shape, pageable=self.system.pageable)
+
     def planner(self) -> Planner:
         """A fresh planner.
 
@@ -139,7 +143,7 @@ class Setup:
         """
         return Planner(
             self.shape,
-            Costs(self.profile, self.shape),
+            self.costs(),
             self.policies(),
             self.memory,
             seed=self.config.seed,
@@ -269,6 +273,19 @@ class Setup:
             warm=warm.path if isinstance(warm, Trace) else warm,
         )
         return named.to_json()
+
+
+def refuse_arrivals(config: RunConfig, caller: str) -> None:
+    """Refuse a configuration with arrivals where a batch is there from the beginning.
+
+    Raises:
+        ConfigError: it has some.
+    """
+    if config.arrivals is not None:
+        raise ConfigError(
+            f"arrivals: {caller} knows no requests that come later, found"
+            f" {config.arrivals!r}; remove it, or use `moesim replay`"
+        )
 
 
 def check_digests(config: RunConfig, trace: Trace, profile: HardwareProfile) -> None:
