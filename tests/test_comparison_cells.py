@@ -117,7 +117,7 @@ def test_folders_are_named_after_what_there_is_more_than_one_of(trace, tmp_path)
         ({"gpu_memory_bytes": 8_000_000_000}, "7.451 GiB"),
         ({"cache_ratio": 0.125}, "12.5 %"),
         ({"cache_ratio": 0.10001}, "10.001 %"),
-        ({}, "25 %"),
+        ({}, "default"),
     ],
 )
 def test_a_memory_is_called_what_was_said_of_it(options, words):
