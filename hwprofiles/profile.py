@@ -409,15 +409,17 @@ def list_profiles() -> tuple[str, ...]:
 
 
 def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
-    """Load a shipped profile by name, or any profile by a path that ends in ``.toml``.
+    """Load a shipped profile by name, or any profile by a path, which ends in
+    ``.toml`` or has a folder in it (``./mine``).
 
     Raises:
         ProfileError: no such profile or file, not TOML, or content that `parse_profile`
             refuses.
     """
     text = os.fspath(name_or_path)
-    # Ending alone decides, so that a name never depends on what lies in the folder.
-    path = Path(text) if text.endswith(".toml") else _DATA / f"{text}.toml"
+    # Spelling alone decides, so that a name never depends on what lies in the folder.
+    is_path = text.endswith(".toml") or Path(text).name != text
+    path = Path(text) if is_path else _DATA / f"{text}.toml"
     if path.parent == _DATA and path.stem not in list_profiles():
         known = list_profiles()
         raise ProfileError(
@@ -425,7 +427,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
             f" that ends in .toml{suggestion(text, known)}"
         )
 
-    where = text if text.endswith(".toml") else path.name
+    where = text if is_path else path.name
     return parse_profile(_with_base(_read(path, where), where), where=where)
 
 

@@ -70,8 +70,6 @@ GROUPS: dict[str, tuple[typer.Typer, str]] = {
 app = typer.Typer(
     name="moesim",
     no_args_is_help=True,
-    # Two options fewer in every help text.
-    add_completion=False,
     # Brackets in help are text, and a traceback is for a bug report.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

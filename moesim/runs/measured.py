@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.bound.host_memory import MemoryBound, highest_read_rate, memory_bound
+from moesim.policies.faults import policy_faults
 from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.decision_log import DecisionLog
 from moesim.policies.planner.observers import observed
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from moesim.policies.planner.plan import Policies
     from moesim.policies.planner.planner import Planner
     from moesim.runs.config import RunConfig
-    from moesim.runs.memory import MemoryOptions
+    from moesim.runs.memory import MemorySize
     from moesim.runs.stores import Building
     from moesim.runtime.executor.executor import Executor, ExecutorResult, StepInfo
     from moesim.runtime.store.footprint import Footprint, Meter
@@ -98,7 +99,7 @@ def run_trace(
     trace: RunConfig | str | Path | Trace,
     policy: str | None = None,
     *,
-    memory: MemoryOptions | None = None,
+    memory: MemorySize | None = None,
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
     progress: Callable[[StepInfo], None] | None = None,
@@ -323,7 +324,8 @@ def execute(
         )
         fill_bytes = executor.fill()
         fill_s = time.perf_counter() - begin_s
-        result = executor.run(forward(executor), progress)
+        with policy_faults():
+            result = executor.run(forward(executor), progress)
         # Slots are given back when the executor closes.
         if meter is not None:
             meter.read(executor)

@@ -333,11 +333,8 @@ def _note_memory(measurements: Measurements, cores: int) -> None:
     host = psutil.virtual_memory().total
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0).total_memory
-        gpu_bytes = device * 3 // 4
-        gpu_source = (
-            f"three quarters of {device / 2**30:.1f} GiB; the rest holds dense weights,"
-            " KV cache and workspace"
-        )
+        gpu_bytes = device
+        gpu_source = f"all {device / 2**30:.1f} GiB of the card"
     else:
         gpu_bytes = host // 4
         gpu_source = (
