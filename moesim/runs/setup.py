@@ -237,6 +237,19 @@ class Setup:
         return named.to_json()
 
 
+def refuse_arrivals(config: RunConfig, caller: str) -> None:
+    """Refuse a configuration with arrivals where a batch is there from the beginning.
+
+    Raises:
+        ConfigError: it has some.
+    """
+    if config.arrivals is not None:
+        raise ConfigError(
+            f"arrivals: {caller} knows no requests that come later, found"
+            f" {config.arrivals!r}; remove it, or use `moesim replay`"
+        )
+
+
 def check_digests(config: RunConfig, trace: Trace, profile: HardwareProfile) -> None:
     """Refuse another trace or machine than those that a configuration names.
 
