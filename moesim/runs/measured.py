@@ -134,7 +134,7 @@ def run_trace(
     config = MeasuredConfig.of(trace, policy, memory=memory, **options)
     opened = trace_of(config)
     profile = machine_profile(config.hw)
-    dtype = config.dtype or ("bfloat16" if profile.accelerator == "cuda" else "float32")
+    dtype = config.dtype or ("float32" if profile.accelerator == "host" else "bfloat16")
     shape = shape_for(opened.shape, config.shape, dtype)
     setup = Setup.of(config, opened, profile=profile, shape=shape)
 
@@ -242,7 +242,7 @@ def run_bound(
     if rate is None or caches is None or setup.policies().routing.alters:
         return None
     # A card's slots keep experts out of host memory; the host accelerator's lie in it.
-    if setup.profile.accelerator == "cuda":
+    if setup.profile.accelerator != "host":
         caches += int(setup.memory.gpu.pool_bytes.sum()) * setup.profile.gpus
     return memory_bound(
         walk,
