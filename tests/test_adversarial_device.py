@@ -223,9 +223,13 @@ def test_ctrl_c_between_a_lock_and_its_sleepers_would_leave_threads(
         "_note",
         lambda self, number, frame: self._handlers[number](number, frame),
     )
-    with pytest.raises((Deadlock, AssertionError)):
+
+    def all_end():
         for seed in range(4 * schedules):
             interrupted(seed, trace, store)
+
+    with pytest.raises((Deadlock, AssertionError)):
+        all_end()
 
 
 @pytest.fixture(scope="module")
