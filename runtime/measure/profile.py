@@ -186,7 +186,7 @@ def measure(
         ),
         date=measurements.date,
         accelerator="host" if accelerator is None else accelerator.kind,
-        workers=_workers(cores, gpus, reads_share=reads_share),
+        workers=workers_of(cores, gpus, reads_share=reads_share),
         numbers=measurements.numbers,
         curves=measurements.curves,
         versions=versions(),
@@ -361,7 +361,9 @@ def _note_memory(measurements: Measurements, cores: int) -> None:
         measurements.numbers[f"memory.{key}"] = Quantity(value, "assumed", source)
 
 
-def _workers(cores: int, gpus: int, *, reads_share: bool) -> dict[str, tuple[str, ...]]:
+def workers_of(
+    cores: int, gpus: int, *, reads_share: bool
+) -> dict[str, tuple[str, ...]]:
     """Map lanes to workers so that busy ones never exceed cores.
 
     Control plans while the lanes wait and waits while they work. Beside CUDA it still

@@ -1,0 +1,297 @@
+"""The doctor: what this machine has, and what of it works, in less than a minute."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from moesim.hwprofiles.profile import HardwareProfile, load_profile
+from moesim.runs.machine import this_machine
+from moesim.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from moesim.runtime.doctor.finding import Finding
+
+_PROMPT: Final = "import os\nimport sys\n\ndef main():\n"
+_REPORT: Final = "report it with `moesim doctor --report FILE` and the file"
+_WORDS: Final = {"ok": "ok", "limited": "limited", "fails": "FAILS"}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One check: its name, what it found, and how long it took."""
+
+    name: str
+    finding: Finding
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        found = self.finding._asdict()
+        return {"check": self.name, **found, "seconds": round(self.seconds, 3)}
+
+
+@dataclass
+class Diagnosis:
+    """All checks of a machine, in the order in which they were made."""
+
+    versions: dict[str, str]
+    checks: list[Checked] = field(default_factory=list)
+
+    def of(self, verdict: str) -> list[Checked]:
+        """Checks with this verdict."""
+        return [one for one in self.checks if one.finding.verdict == verdict]
+
+    @property
+    def verdict(self) -> str:
+        """One line for all of them, with a way out for the first that needs one."""
+        broken = self.of("fails")
+        lost = self.of("limited")
+        if broken:
+            names = ", ".join(one.name for one in broken)
+            return f"{names}: does not work here; {broken[0].finding.way_out}"
+        if lost:
+            names = ", ".join(one.name for one in lost)
+            return f"everything works, within limits: {names}"
+        return "everything works"
+
+    def lines(self) -> list[str]:
+        """The report as text, a line for each check and one for each way out."""
+        width = max((len(one.name) for one in self.checks), default=0)
+        found = []
+        for one in self.checks:
+            word = _WORDS[one.finding.verdict]
+            found.append(f"{one.name:{width}}  {word:7}  {one.finding.found}")
+            if one.finding.way_out:
+                found.append(f"{'':{width}}  {'':7}  -> {one.finding.way_out}")
+        return [*found, f"verdict: {self.verdict}"]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, for `--json` and `--report`."""
+        return {
+            "moesim": __version__,
+            "date": dt.datetime.now(tz=dt.UTC).isoformat(timespec="seconds"),
+            "versions": self.versions,
+            "verdict": self.verdict,
+            "checks": [one.to_json() for one in self.checks],
+        }
+
+    def write(self, path: Path) -> None:
+        """Write a report to attach to a message."""
+        from moesim.traces.files import written_beside  # noqa: PLC0415 - pandas
+
+        with written_beside(path) as part:
+            text = json.dumps(self.to_json(), indent=2)
+            part.write_text(text + "\n", encoding="utf-8")
+
+
+def diagnose(
+    disk: Path | None = None, progress: Callable[[str, float], None] | None = None
+) -> Diagnosis:
+    """Check everything. No check can end the others.
+
+    Args:
+        disk: folder on the disk that will hold experts; that of temporary files if
+            None.
+        progress: called with the next check's name and the share that is done.
+    """
+    from moesim.runtime.doctor import lanes, system  # noqa: PLC0415 - torch
+    from moesim.runtime.measure.machine import versions  # noqa: PLC0415 - torch
+
+    folder = _existing(disk or Path(tempfile.gettempdir()))
+    diagnosis = Diagnosis(versions())
+    single: list[tuple[str, Callable[[], Finding]]] = [
+        ("torch", system.check_torch),
+        ("page-locked memory", system.check_page_lock),
+        ("memory", system.check_memory),
+        ("shared memory", system.check_shared_memory),
+        ("cores", system.check_cores),
+        ("huge pages", system.check_huge_pages),
+        ("direct I/O", lambda: system.check_direct_io(folder)),
+        ("disk", lambda: system.check_disk(folder)),
+    ]
+    several: list[tuple[str, Callable[[], Iterable[tuple[str, Finding]]]]] = [
+        ("lanes", lanes.check_lanes),
+        ("runs", check_runs),
+    ]
+    steps = [
+        *(
+            (name, lambda name=name, check=check: [(name, check())])
+            for name, check in single
+        ),
+        *several,
+    ]
+    for number, (name, check) in enumerate(steps):
+        if progress is not None:
+            progress(name, number / len(steps))
+        diagnosis.checks += list(_checked(name, check))
+    if progress is not None:
+        progress("done", 1.0)
+    return diagnosis
+
+
+def _checked(
+    name: str, check: Callable[[], Iterable[tuple[str, Finding]]]
+) -> Iterable[Checked]:
+    """Make a check; whatever it raises is what it found."""
+    from moesim.runtime.doctor.finding import fails  # noqa: PLC0415 - torch
+
+    begin_s = time.perf_counter()
+    try:
+        found = list(check())
+    except Exception as error:  # noqa: BLE001 - a report of what is broken must not break
+        lines = str(error).splitlines() or [""]
+        words = f"{type(error).__name__}: {lines[0]}"
+        found = [(name, fails(words, _REPORT))]
+    seconds = time.perf_counter() - begin_s
+    for one, finding in found:
+        yield Checked(one, finding, seconds / len(found))
+
+
+def _alone(name: str, check: Callable[[], Finding]) -> list[tuple[str, Finding]]:
+    return [(name, check())]
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(
+        place for place in (folder, *folder.absolute().parents) if place.exists()
+    )
+
+
+# -- runs ------------------------------------------------------------------------------
+
+
+def rough_profile() -> HardwareProfile:
+    """A profile whose lanes are this machine's, for runs that nobody times."""
+    from moesim.runtime.measure.profile import workers_of  # noqa: PLC0415 - torch
+
+    kind, cores = this_machine()
+    shipped = load_profile("two-core-host")
+    number = replace(shipped.numbers["cores"], value=cores)
+    return replace(
+        shipped,
+        name="this-machine",
+        accelerator=kind,
+        workers=workers_of(cores, 0 if kind == "host" else 1, reads_share=False),
+        numbers={**shipped.numbers, "cores": number},
+    )
+
+
+def check_runs() -> Iterable[tuple[str, Finding]]:
+    """Run the shipped model and trace for real: exact output, the same plans from the
+    same views, and copies beside products.
+    """
+    from moesim.runtime.doctor.finding import fails, holds  # noqa: PLC0415 - torch
+
+    profile = rough_profile()
+    with tempfile.TemporaryDirectory() as folder:
+        found, words = _exact(profile, Path(folder))
+        yield (
+            "exact output",
+            holds(words) if found else fails(words, f"answers are wrong; {_REPORT}"),
+        )
+        run, words = _parity(profile, Path(folder))
+        yield "parity", holds(words) if run is not None else fails(words, _REPORT)
+        if run is not None:
+            yield "copies and products", _overlap(run)
+
+
+def _exact(profile: HardwareProfile, folder: Path) -> tuple[bool, str]:
+    from moesim.runs.live import run_live  # noqa: PLC0415 - torch
+
+    live = run_live(
+        "tiny",
+        [_PROMPT, _PROMPT[:12]],
+        "greedy",
+        prefetch="next-gate",
+        cache_ratio=0.25,
+        hw=profile,
+        batch=2,
+        max_new_tokens=4,
+        store=folder / "tiny",
+        verify=True,
+    )
+    verdict = live.verification
+    assert verdict is not None, "it was asked for"
+    words = (
+        f"the shipped model's logits differ by {verdict.largest:.1e} at most, rounding"
+        f" explains {verdict.tolerance:.1e}"
+    )
+    return verdict.passed, words
+
+
+def _parity(profile: HardwareProfile, folder: Path) -> tuple[Any, str]:
+    """A run from the SSD, and a fresh planner that is told what it saw."""
+    from moesim.policies.base import PolicyError  # noqa: PLC0415
+    from moesim.policies.planner.decision_log import repeat  # noqa: PLC0415
+    from moesim.runs.config import RunConfig  # noqa: PLC0415
+    from moesim.runs.measured import run_trace  # noqa: PLC0415
+    from moesim.runs.memory import MemoryOptions  # noqa: PLC0415
+    from moesim.runs.setup import Setup, needed_columns  # noqa: PLC0415
+    from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415 - torch
+    from moesim.traces.format.batch import compose  # noqa: PLC0415
+    from moesim.traces.format.future import RecordedFuture  # noqa: PLC0415
+    from moesim.traces.format.reader import open_trace  # noqa: PLC0415
+    from moesim.traces.shipped import resolve_trace  # noqa: PLC0415
+
+    trace = open_trace(resolve_trace("tiny"))
+    shape = shape_for(trace.shape, "qwen3-30b-a3b/16")
+    total = sum(shape.expert_bytes) * shape.experts
+    memory = MemoryOptions(cache_ratio=0.25, host_memory_bytes=total // 2)
+    policy = "on-demand+lru+next-gate"
+    run = run_trace(
+        trace,
+        policy,
+        memory=memory,
+        shape="qwen3-30b-a3b/16",
+        dtype="float32",
+        distinct=32,
+        steps=4,
+        hw=profile,
+        store=folder / "experts",
+    )
+    config = RunConfig.of(policy=policy, memory=memory)
+    setup = Setup(
+        config, shape, profile, config.system, future=RecordedFuture.of(trace)
+    )
+    columns = ("weights", *needed_columns(setup.policies()))
+    try:
+        plans = repeat(
+            run.decision_log.entries,
+            setup.planner(),
+            compose(trace, steps=4, columns=columns),
+        )
+    except PolicyError as error:
+        return None, str(error)
+    return run, f"{len(plans)} plans repeat from what the run saw"
+
+
+def _overlap(run: Any) -> Finding:
+    """How much of the copies' and reads' time something was computed."""
+    from moesim.runtime.doctor.finding import holds, limited  # noqa: PLC0415 - torch
+
+    spans = run.timeline.frame()
+    spans = spans[spans["end_s"] >= spans["start_s"]]
+    busy = spans[spans["kind"].isin(["compute", "dense"])]
+    moves = spans[spans["kind"].isin(["fetch", "prefetch", "read"])]
+    hidden_s = sum(
+        max(0.0, min(move_end, end) - max(move_start, start))
+        for move_start, move_end in moves[["start_s", "end_s"]].to_numpy()
+        for start, end in busy[["start_s", "end_s"]].to_numpy()
+    )
+    total_s = float((moves["end_s"] - moves["start_s"]).sum())
+    share = min(1.0, hidden_s / total_s) if total_s else 0.0
+    words = f"{share:.0%} of copying and reading was hidden behind computing"
+    if share > 0.0 or not total_s:
+        return holds(words, share=share)
+    return limited(
+        words, "give the process two cores or more, or see `--perfetto`", share=share
+    )
