@@ -102,6 +102,7 @@ NUMBERS: tuple[str, ...] = (
     paths.GPU_BYTES,
     paths.HOST_BYTES,
     paths.STAGING_EXPERTS,
+    paths.UNIFIED,
     *(path for part in (CPU.name, GPU.name, DENSE) for path in paths.roofline(part)),
     *(
         path
