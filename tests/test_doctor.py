@@ -6,7 +6,8 @@ import os
 import pytest
 from real_machine import host_profile
 
-from moesim.runs import doctor
+from moesim.doctor import diagnosis as doctor
+from moesim.doctor import runs
 from moesim.runtime.doctor import lanes, system
 from moesim.runtime.doctor.finding import fails, holds, limited
 from moesim.runtime.errors import RuntimeFault
@@ -17,7 +18,7 @@ def test_graphics_that_torch_does_not_find_fail_with_a_way_out(monkeypatch):
     monkeypatch.setattr(system, "accelerator_here", lambda: None)
     found = system.check_torch(["NVIDIA"])
     assert found.verdict == "fails"
-    assert "the system has NVIDIA graphics" in found.found
+    assert "the system has NVIDIA graphics" in found.outcome
     assert "pytorch.org" in found.way_out
     assert system.check_torch([]).verdict == "ok"
 
@@ -38,7 +39,7 @@ class Card:
 
 def test_memory_that_cannot_be_page_locked_fails(monkeypatch):
     monkeypatch.setattr(system, "accelerator_here", Card)
-    assert system.check_torch().found.endswith("CUDA 12: a card, 8.0 GiB")
+    assert system.check_torch().outcome.endswith("CUDA 12: a card, 8.0 GiB")
     found = system.check_page_lock()
     assert found.verdict == "fails"
     assert "ulimit -l" in found.way_out
@@ -55,7 +56,7 @@ def test_without_shared_memory_sweeps_take_one_process(monkeypatch, tmp_path):
     monkeypatch.setattr(system.multiprocessing, "get_context", lambda _: NoSemaphores())
     found = system.check_shared_memory()
     assert found.verdict == "limited"
-    assert "No such file" in found.found
+    assert "No such file" in found.outcome
 
 
 def test_without_direct_io_reads_may_come_from_memory(monkeypatch, tmp_path):
@@ -70,7 +71,7 @@ def test_without_direct_io_reads_may_come_from_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(direct_io.os, "open", refusing)
     found = system.check_direct_io(tmp_path)
     assert found.verdict == "limited"
-    assert "page cache" in found.found
+    assert "page cache" in found.outcome
     assert "--store DIR" in found.way_out
     assert system.check_disk(tmp_path).verdict == "ok"
     assert list(tmp_path.iterdir()) == []
@@ -86,7 +87,7 @@ def test_one_core_overlaps_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(system, "available_cores", lambda: 1)
     found = system.check_cores(tmp_path, tmp_path)
     assert found.verdict == "limited"
-    assert "one core" in found.found
+    assert "one core" in found.outcome
     assert lanes.ONE_CORE.verdict == "limited"
 
 
@@ -110,7 +111,7 @@ def test_quotas_siblings_and_other_programs_are_named(
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text("0-3\n")
     (tmp_path / "cpu.max").write_text(quota + "\n")
-    assert words in system.check_cores(tmp_path, tmp_path / "cpu.max").found
+    assert words in system.check_cores(tmp_path, tmp_path / "cpu.max").outcome
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_no_check_can_end_the_others():
         raise ZeroDivisionError("by zero\nand more")
 
     (one,) = doctor._checked("lanes", broken)
-    assert one.finding.found == "ZeroDivisionError: by zero"
+    assert one.finding.outcome == "ZeroDivisionError: by zero"
     assert "--report" in one.finding.way_out
 
 
@@ -166,8 +167,8 @@ def test_a_wrong_expert_is_found_by_the_doctor(monkeypatch, tmp_path):
     """Exact output and plans on the shipped model, and what a fault makes of them."""
     from moesim.runtime.executor.slot_map import HostSlotMap
 
-    monkeypatch.setattr(doctor, "rough_profile", host_profile)
-    found = dict(doctor.check_runs())
+    monkeypatch.setattr(runs, "rough_profile", host_profile)
+    found = dict(runs.check_runs())
     assert {name: one.verdict for name, one in found.items()} == {
         "exact output": "ok",
         "parity": "ok",
@@ -177,7 +178,7 @@ def test_a_wrong_expert_is_found_by_the_doctor(monkeypatch, tmp_path):
     monkeypatch.setattr(
         HostSlotMap, "weights", lambda self, key: straight(self, key ^ 1)
     )
-    assert next(iter(doctor.check_runs()))[1].verdict == "fails"
+    assert next(iter(runs.check_runs()))[1].verdict == "fails"
 
 
 def test_a_report_is_complete_and_the_code_says_whether_something_fails(

@@ -14,11 +14,9 @@ from moesim.cli.commands import (
     calibrate,
     compare,
     config,
-    doctor,
     gap,
     hits,
     listing,
-    profile,
     quality,
     record,
     replay,
@@ -31,6 +29,7 @@ from moesim.cli.commands import (
     validate,
 )
 from moesim.cli.commands.advice import advise, model
+from moesim.cli.commands.machine import doctor, profile
 from moesim.cli.errors import guarded
 from moesim.cli.output import COMMAND_WORDS
 from moesim.version import __version__

@@ -13,27 +13,27 @@ class Finding(NamedTuple):
 
     Attributes:
         verdict: whether it holds.
-        found: what was found, in a line.
+        outcome: what was found, in a line.
         way_out: what helps, where it does not hold.
         figures: numbers behind the line.
     """
 
     verdict: Verdict
-    found: str
+    outcome: str
     way_out: str = ""
     figures: dict[str, Any] | None = None
 
 
-def holds(found: str, **figures: Any) -> Finding:
+def holds(outcome: str, **figures: Any) -> Finding:
     """All is well."""
-    return Finding("ok", found, figures=figures)
+    return Finding("ok", outcome, figures=figures)
 
 
-def limited(found: str, way_out: str, **figures: Any) -> Finding:
+def limited(outcome: str, way_out: str, **figures: Any) -> Finding:
     """It works, and something is lost."""
-    return Finding("limited", found, way_out, figures)
+    return Finding("limited", outcome, way_out, figures)
 
 
-def fails(found: str, way_out: str, **figures: Any) -> Finding:
+def fails(outcome: str, way_out: str, **figures: Any) -> Finding:
     """It does not work."""
-    return Finding("fails", found, way_out, figures)
+    return Finding("fails", outcome, way_out, figures)

@@ -51,17 +51,17 @@ def check_lanes() -> list[tuple[str, Finding]]:
             work |= _host_work(nbytes)
         else:
             work |= _device_work(accelerator, nbytes)
-        found = [_alone(lane, one, nbytes) for lane, one in work.items()]
+        findings = [_alone(lane, job, nbytes) for lane, job in work.items()]
         if cores < 2:
-            found.append(("lanes in pairs", ONE_CORE))
+            findings.append(("lanes in pairs", ONE_CORE))
         else:
             others = [lane for lane in work if lane != "cpu"]
-            found += [_pair("cpu", other, work) for other in others]
+            findings += [_pair("cpu", other, work) for other in others]
     finally:
         cpu.close()
     if accelerator is not None:
-        found.append(("copies beside compute", _device_overlap(accelerator, nbytes)))
-    return found
+        findings.append(("copies beside compute", _device_overlap(accelerator, nbytes)))
+    return findings
 
 
 def _host_work(nbytes: int) -> dict[str, LaneWork]:
@@ -161,8 +161,8 @@ def _device_overlap(accelerator: Accelerator, nbytes: int) -> Finding:
 
     def median_s(work: Callable[[int], Any]) -> float:
         def many(index: int) -> None:
-            for one in range(16):
-                work(16 * index + one)
+            for launch in range(16):
+                work(16 * index + launch)
             accelerator.synchronize()
 
         return float(np.median(sample(many, _SHARE_S)))

@@ -104,14 +104,14 @@ def check_cores(
     programs take.
     """
     count = available_cores()
-    whole = psutil.cpu_count() or count
+    present = psutil.cpu_count() or count
     allowed = (
         sorted(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else list(range(count))
     )
     physical = {_siblings(cpus, core) for core in allowed}
-    words = f"{count} of {whole} cores of {processor()}"
+    words = f"{count} of {present} cores of {processor()}"
     if len(physical) < count:
         words += f", siblings on {len(physical)} physical cores"
     share = _quota_cores(quota)

@@ -38,7 +38,7 @@ def doctor(
     """
     check_places(files=[report])
     from moesim.cli.progress import bar
-    from moesim.runs.doctor import diagnose
+    from moesim.doctor.diagnosis import diagnose
 
     with bar("checking", 1.0) as show:
         diagnosis = diagnose(disk, lambda _name, done: show(done))
