@@ -71,11 +71,13 @@ class Memory(NamedTuple):
         gpu_bytes: for experts, on each GPU.
         host_bytes: for experts, in host memory.
         staging_experts: experts that fit the staging area beside each of both.
+        unified: CPU and accelerator compute from one memory; nothing is copied.
     """
 
     gpu_bytes: int
     host_bytes: int
     staging_experts: int
+    unified: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ class HardwareProfile:
             gpu_bytes=int(self.number(paths.GPU_BYTES)),
             host_bytes=int(self.number(paths.HOST_BYTES)),
             staging_experts=int(self.number(paths.STAGING_EXPERTS)),
+            unified=paths.UNIFIED in self.numbers and bool(self.number(paths.UNIFIED)),
         )
 
     @cached_property

@@ -152,8 +152,11 @@ class MemoryOptions:
                 cache is stated.
 
         Raises:
-            PolicyError: contradicting options, or no room to stage even one expert.
+            PolicyError: contradicting options, no room to stage even one expert, or a
+                machine without a memory of that kind.
         """
+        if profile.memory.unified:
+            return self._unified(shape, profile)
         if self._stated() > 1:
             raise PolicyError(
                 "cache size: expected at most one of --cache-ratio, --slots-per-layer"
@@ -195,6 +198,36 @@ class MemoryOptions:
             prefetch_budget_bytes=self.prefetch_budget_bytes,
             gpu_split=self.gpu_split,
         )
+
+    def _unified(self, shape: ModelShape, profile: HardwareProfile) -> MemoryPlan:
+        """One memory for CPU and GPU: every expert is where both compute from it.
+
+        Raises:
+            PolicyError: a size of a cache that is not there, or a memory that does not
+                hold every expert.
+        """
+        stated = {
+            "cache_ratio": self.cache_ratio,
+            "slots_per_layer": self.slots_per_layer,
+            "gpu_memory": self.gpu_memory_bytes,
+            "host_memory": self.host_memory_bytes,
+        }
+        for name, value in stated.items():
+            if value is not None:
+                option = name.replace("_", "-")
+                raise PolicyError(
+                    f"--{option}: {profile.name} has one memory for CPU and GPU, so"
+                    " there is no cache to size and nothing is copied; drop it"
+                )
+        total = sum(shape.expert_bytes) * shape.experts
+        if total > profile.memory.host_bytes:
+            raise PolicyError(
+                f"{profile.name}: its memory holds {profile.memory.host_bytes:,} bytes"
+                f" of experts, {shape.name} has {total:,}; reads from the SSD into a"
+                " unified memory are not simulated, so choose a smaller model or format"
+            )
+        everything = CacheSize.of(shape.expert_bytes, shape.experts, ratio=1.0)
+        return MemoryPlan(gpu=everything, unified=True, gpu_split=self.gpu_split)
 
     def _staging(
         self, shape: ModelShape, profile: HardwareProfile, system: System
