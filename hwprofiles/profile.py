@@ -38,6 +38,7 @@ from moesim.hwprofiles.schema import (
     Quantity,
     as_table,
 )
+from moesim.traces.files import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -448,13 +449,9 @@ def save_profile(profile: HardwareProfile, path: str | os.PathLike[str]) -> Path
             " files by it"
         )
 
-    # Written beside the target, then renamed: a crash leaves the old file whole.
-    part = target.with_name(target.name + ".part")
     try:
-        part.write_text(tomli_w.dumps(profile.to_dict()), encoding="utf-8")
-        part.replace(target)
+        write_text(target, tomli_w.dumps(profile.to_dict()))
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ProfileError(
             f"{target}: cannot be written: {error.strerror}; choose another place"
         ) from None

@@ -70,7 +70,7 @@ def guarded(
             RuntimeError,
             MemoryError,
         ) as error:
-            message = _for_users(error)
+            message = message_for_users(error)
             if message is None:
                 raise
             # A group without a command answers with its help, which is no error.
@@ -151,7 +151,7 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
             )
 
 
-def _for_users(error: Exception) -> str | None:
+def message_for_users(error: Exception) -> str | None:
     """One line about what a user can mend; None for a bug of ours."""
     if isinstance(error, UsageError):
         return _usage(error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesim.reporting.figures import svg
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,5 @@ def render(template: str, **content: Any) -> str:
 def write_page(path: Path, template: str, **content: Any) -> Path:
     """Fill a template and write the page; return its path."""
     text = render(template, **content)
-    with written_beside(path) as part:
-        # Newlines as they are, so that a page has the same bytes on every system.
-        part.write_text(text, encoding="utf-8", newline="\n")
+    write_text(path, text)
     return path

@@ -19,7 +19,7 @@ from moesim.reporting.validation_text import (
     setting,
     shared_rows,
 )
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_text
 
 
 def page(result: dict[str, Any]) -> str:
@@ -69,7 +69,6 @@ def save(result: dict[str, Any], folder: str | Path) -> list[Path]:
     paths = []
     for suffix, text in texts.items():
         path = Path(folder) / f"validation.{suffix}"
-        with written_beside(path) as part:
-            part.write_text(text, encoding="utf-8")
+        write_text(path, text)
         paths.append(path)
     return paths

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moesim.traces.files import part_path, written_beside
+from moesim.traces.files import remove_leftovers, write_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,8 +71,7 @@ def save_run(run: Run, folder: Path | None) -> list[Path]:
         return []
     # Before the file is opened: what JSON cannot say must leave nothing behind.
     text = json.dumps(run.to_json(), indent=2) + "\n"
-    with written_beside(folder / "run.json") as part:
-        part.write_text(text, encoding="utf-8")
+    write_text(folder / "run.json", text)
     return run_files(folder)
 
 
@@ -83,5 +82,4 @@ def run_files(folder: Path | None) -> list[Path]:
 
 def remove_parts(folder: Path) -> None:
     """Remove what a killed process had begun to write into the folder of a run."""
-    for file in run_files(folder):
-        part_path(file).unlink(missing_ok=True)
+    remove_leftovers(folder)

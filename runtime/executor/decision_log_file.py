@@ -7,6 +7,7 @@ where routing did not come from a trace, what the gates of a live model decided.
 
 from __future__ import annotations
 
+import io
 import json
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from moesim.policies.planner.decision_log import Entry
 from moesim.runtime.errors import StoreError
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_bytes
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import Phase
 
@@ -55,8 +56,9 @@ def save_decision_log(
                 for name, values in _arrays_of(layer).items():
                     arrays[f"{step.step}/{layer.layer}/{name}"] = values
         arrays[_STEPS] = _to_bytes(passes)
-    with written_beside(path) as part, part.open("wb") as file:
-        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+    archive = io.BytesIO()
+    np.savez_compressed(archive, **arrays)  # type: ignore[arg-type]
+    write_bytes(path, archive.getbuffer())
 
 
 def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]:

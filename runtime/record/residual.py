@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from moesim.runtime.models.gates import gate_facts
 from moesim.runtime.models.model_weights import weights_digest
@@ -26,7 +26,7 @@ from moesim.runtime.models.moe_blocks import find_blocks
 from moesim.runtime.record.gate_observer import GateObserver
 from moesim.runtime.text import corpus
 from moesim.traces.errors import TraceError
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -63,8 +63,7 @@ class Residual:
         """Write a safetensors file: beside the target, then renamed onto it."""
         vectors = np.ascontiguousarray(self.vectors, dtype=np.float32)
         metadata = {_METADATA: json.dumps(self.facts, sort_keys=True)}
-        with written_beside(path) as part:
-            save_file({_TENSOR: vectors}, part, metadata=metadata)
+        write_bytes(path, save({_TENSOR: vectors}, metadata))
 
     @classmethod
     def load(cls, path: Path | str) -> Residual:

@@ -10,6 +10,7 @@ however often the recording was stopped.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 
 from moesim.runtime.file_lock import try_lock
 from moesim.traces.errors import TraceError
-from moesim.traces.files import written_beside
+from moesim.traces.files import open_own, remove_leftovers, write_text
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
@@ -122,7 +123,8 @@ class Segments:
     def __enter__(self) -> Self:
         """Take the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self._folder / _LOCK_NAME).open("w")
+        lock = open_own(self._folder / _LOCK_NAME, os.O_WRONLY)
+        self._lock = os.fdopen(lock, "w", encoding="utf-8")
         try:
             self._check_alone()
             self._begin()
@@ -211,13 +213,13 @@ class Segments:
         (self._folder / _PLAN_NAME).unlink(missing_ok=True)
         for path in self._folder.glob("*.parquet*"):
             path.unlink()
+        remove_leftovers(self._folder)
         body = {
             "header": self.header.to_json(),
             "columns": self.columns,
             "batch": self.batch,
         }
-        with written_beside(self._folder / _PLAN_NAME) as part:
-            part.write_text(json.dumps(body), encoding="utf-8")
+        write_text(self._folder / _PLAN_NAME, json.dumps(body))
 
     def _copy_rows(self, header: TraceHeader) -> tuple[int, int]:
         """Write the trace; return its rows, and how many of them are prefill."""

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from torch.nn import functional
 
 from moesim.policies.cache._learned_network import Network, sizes
 from moesim.runtime.train.cache_recipe import Recipe
 from moesim.runtime.train.cache_samples import Samples, observe
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -48,8 +48,7 @@ class Trained:
     def save(self, path: Path) -> None:
         """Write a safetensors file, beside the target and then renamed onto it."""
         metadata = {"moesim": json.dumps(self.facts, sort_keys=True)}
-        with written_beside(path) as part:
-            save_file(self.network._asdict(), part, metadata=metadata)
+        write_bytes(path, save(self.network._asdict(), metadata))
 
 
 def train(

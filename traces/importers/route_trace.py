@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from moesim.traces.files import written_beside
 from moesim.traces.format.arrow import numbers
+from moesim.traces.format.parquet import sealed_writer
 from moesim.traces.format.sorting import BATCH_ROWS, ApartError, Unordered
 from moesim.traces.importers.readers.csv_columns import csv_columns
 from moesim.traces.importers.readers.errors import decoding, layout_error
@@ -35,7 +35,10 @@ from moesim.traces.importers.readers.text import head
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
+
+    import pyarrow.parquet as pq
 
     from moesim.traces.format.schema import ModelShape
 
@@ -215,8 +218,8 @@ def beside(out: Path) -> Iterator[Callable[[Block], Block]]:
         yield without_residency
 
 
-def _residency_writer(path: Path) -> pq.ParquetWriter:
-    return pq.ParquetWriter(
+def _residency_writer(path: Path) -> AbstractContextManager[pq.ParquetWriter]:
+    return sealed_writer(
         path,
         _RESIDENCY,
         compression="zstd",

@@ -9,6 +9,7 @@ the real trace in it, but the kinds of its tokens are, in their order.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import zipfile
 from dataclasses import asdict, replace
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from moesim.traces.errors import TraceError
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_bytes
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.models import known_models, model_shape
@@ -129,9 +130,9 @@ def save(
         "lengths": np.array(model.lengths, np.int64),
     }
     path = Path(path)
-    # Through a file object: given a name, numpy would add a suffix of its own.
-    with written_beside(path) as part, part.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
+    archive = io.BytesIO()
+    np.savez_compressed(archive, allow_pickle=False, **arrays)
+    write_bytes(path, archive.getbuffer())
     return path
 
 
