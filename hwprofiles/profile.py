@@ -416,7 +416,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
             f"{where}: cannot be read: {reason}; `moesim profile --out {where}` makes"
             " one, `moesim list hardware` names those that ship"
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ProfileError(
             f"{where}: not TOML: {error}; see docs/reference/hardware.md"
         ) from None

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moesim.hwprofiles.errors import ProfileError
 from moesim.reporting.pages import PageTable, page_figure, render
 from moesim.reporting.validation_figures import FIGURES
 from moesim.reporting.validation_text import (
@@ -44,25 +43,21 @@ def load(path: str | Path) -> dict[str, Any]:
     Raises:
         ProfileError: it is no such file.
     """
-    expected = "expected a validation.json that `moesim validate --out` wrote"
-    try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"{path}: {expected}, found {error}") from None
-    # Any JSON can be loaded; these keys tell a report from other files.
-    keys = {"cells", "config", "warnings"}
-    if not isinstance(result, dict) or not keys <= result.keys():
-        raise ProfileError(f"{path}: {expected}, found other JSON")
-    return result
+    # pydantic takes a tenth of a second, and few commands read such a file.
+    from moesim.validation.saved import read_result  # noqa: PLC0415 - as said above
+
+    return read_result(Path(path))
 
 
 def save(result: dict[str, Any], folder: str | Path) -> list[Path]:
     """Write ``validation.json``, ``validation.md`` and ``validation.html``; return
     their paths.
     """
+    from moesim.validation.saved import sealed  # noqa: PLC0415 - as said above
+
     # Figures of other kinds can be drawn later, from the JSON file.
     texts = {
-        "json": json.dumps(result, indent=1),
+        "json": json.dumps(sealed(result), indent=1),
         "md": markdown(result),
         "html": page(result),
     }

@@ -20,6 +20,7 @@ from moesim.policies.prefetch._transitions import Transitions
 from moesim.traces.errors import TraceError
 from moesim.traces.files import write_bytes
 from moesim.traces.format.reader import open_trace
+from moesim.traces.format.tensor_seal import sealed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,7 +123,7 @@ def write_calibration(
         name: list(tensor.shape) for name, tensor in sorted(tensors.items())
     }
     metadata[FACTS_KEY] = json.dumps(facts, sort_keys=True)
-    write_bytes(out, save(tensors, metadata))
+    write_bytes(out, save(tensors, sealed(tensors, metadata)))
     return facts
 
 

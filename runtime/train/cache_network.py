@@ -23,6 +23,7 @@ from moesim.policies.cache._learned_network import Network, sizes
 from moesim.runtime.train.cache_recipe import Recipe
 from moesim.runtime.train.cache_samples import Samples, observe
 from moesim.traces.files import write_bytes
+from moesim.traces.format.tensor_seal import sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +49,8 @@ class Trained:
     def save(self, path: Path) -> None:
         """Write a safetensors file, beside the target and then renamed onto it."""
         metadata = {"moesim": json.dumps(self.facts, sort_keys=True)}
-        write_bytes(path, save(self.network._asdict(), metadata))
+        arrays = self.network._asdict()
+        write_bytes(path, save(arrays, sealed(arrays, metadata)))
 
 
 def train(

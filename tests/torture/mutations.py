@@ -40,14 +40,16 @@ def attack(subject, count, seed, report):
 
         for number in range(count):
             dice = random.Random(f"{seed} {subject.name} {number}")
-            mutant = injured(data, dice, other)
+            mutant = subject.seal(injured(data, dice, other))
             # A new file every time, as one that was copied.
             path.unlink()
             path.write_bytes(mutant)
             outcome = judged(subject, path, expected, is_same=mutant == data)
             report.count(subject.name + ":", outcome.partition(" ")[0])
             if outcome.startswith("BROKE"):
-                report.fail(f"{subject.name}, mutant {number} of seed {seed}: {outcome}")
+                report.fail(
+                    f"{subject.name}, mutant {number} of seed {seed}: {outcome}"
+                )
 
 
 def judged(subject, path, expected, *, is_same):

@@ -11,7 +11,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-MOST_SHOWN = 12
+MOST_SHOWN = 400
 
 
 @dataclass
@@ -80,5 +80,7 @@ def peak_bytes():
 def last_lines(error, count=3):
     """Where an exception came from, for a failure's text."""
     frames = traceback.extract_tb(error.__traceback__)[-count:]
-    places = " > ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames)
+    places = " > ".join(
+        f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames
+    )
     return f"{type(error).__name__}: {str(error)[:160]!r} at {places}"

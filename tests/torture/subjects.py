@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
@@ -25,12 +27,14 @@ class Subject(NamedTuple):
         make: writes a valid file into a folder; two seeds give two files of one kind.
         read: reads it as a command does, and returns what it says.
         is_sealed: whether a change of one byte is always found out.
+        seal: makes the digest right again in a mutant, as whoever altered it on purpose.
     """
 
     name: str
     make: Callable[[Path, int], Path]
     read: Callable[[Path], object]
     is_sealed: bool = False
+    seal: Callable[[bytes], bytes] = lambda data: data
 
 
 # -- our own files ---------------------------------------------------------------------
@@ -48,8 +52,9 @@ def _read_trace(path):
 
     trace = open_trace(path)
     rows = [
-        (one.seq, one.pos.tobytes(), one.layer.tobytes(), one.experts.tobytes())
-        + tuple(one.columns[name].tobytes() for name in sorted(one.columns))
+        [one.seq]
+        + [values.tobytes() for values in (one.pos, one.layer, one.experts)]
+        + [one.columns[name].tobytes() for name in sorted(one.columns)]
         for one in trace.sequences(sorted(trace.columns))
     ]
     return trace.header.to_json(), rows
@@ -62,7 +67,9 @@ def _timeline(folder, seed):
     with Timeline(("cpu", "gpu0"), folder) as timeline:
         for step in range(40):
             start = float(step)
-            timeline.span(step % 2, 2, step, 0, int(draw.integers(8)), start, start + 1, 0)
+            timeline.span(
+                step % 2, 2, step, 0, int(draw.integers(8)), start, start + 1, 0
+            )
             timeline.step(step, 1, 1, 1, 1, start, start + 1)
     return folder / "timeline.parquet"
 
@@ -93,16 +100,21 @@ def _read_statistics(path):
 
 
 def _network(folder, seed):
+    from safetensors.numpy import save
+
     from moesim.policies.cache._learned_network import sizes
     from moesim.traces.files import write_bytes
-    from safetensors.numpy import save
+    from moesim.traces.format.tensor_seal import sealed
 
     draw = np.random.default_rng(seed)
     arrays = {
         name: draw.normal(size=size).astype(np.float32)
         for name, size in sizes(2, 4, 3).items()
     }
-    write_bytes(folder / "flashmoe.safetensors", save(arrays, {"moesim": "{}"}))
+    write_bytes(
+        folder / "flashmoe.safetensors",
+        save(arrays, sealed(arrays, {"moesim": "{}"})),
+    )
     return folder / "flashmoe.safetensors"
 
 
@@ -137,7 +149,15 @@ def _decisions(folder, seed):
 
     draw = np.random.default_rng(seed)
     experts = np.sort(draw.choice(8, 2, replace=False)).astype(np.int32)
-    layer = RoutedLayer(layer=0, experts=experts, tokens=np.ones(2, np.int32), routing=experts[None].astype(np.uint16), weights=None, scores=None, predicted={})
+    layer = RoutedLayer(
+        layer=0,
+        experts=experts,
+        tokens=np.ones(2, np.int32),
+        routing=experts[None].astype(np.uint16),
+        weights=None,
+        scores=None,
+        predicted={},
+    )
     step = RoutedStep(0, Phase.DECODE, 1, 1, 4, 1, [layer])
     entries = [Entry("landed", (0, 0, 1), None), Entry("plan", (0, 0), (1, 2.0))]
     save_decision_log(folder / "decisions.npz", entries, [step])
@@ -168,14 +188,28 @@ def _read_store(path):
         return store.index.to_json()
 
 
+def _sealed_again(data):
+    """An index with a right digest, whatever is in it."""
+    from moesim.runtime.store.index import digest_of
+
+    try:
+        body = json.loads(data)
+        body.pop("digest", None)
+        body["digest"] = digest_of(body)
+        return json.dumps(body).encode()
+    except (ValueError, TypeError, AttributeError):
+        return data
+
+
 def _store_data(folder, seed):
     return _store(folder, seed).with_name("experts.bin")
 
 
 def _journal(folder, seed):
+    from small_trace import SHAPE
+
     from moesim.runtime.record.segments import Segments
     from moesim.traces.format.schema import TraceHeader
-    from small_trace import SHAPE
 
     header = TraceHeader(SHAPE, {"sequences": 2, "seed": seed, "model": "small"})
     rows = SHAPE.layers * 3
@@ -211,7 +245,10 @@ def _validation(folder, seed):
 
     from moesim.reporting.validation_page import save
 
-    save(result(cell("a", [1.0, 1.1], 1.0 + seed / 10), cell("b", [2.0, 2.1], 2.1)), folder)
+    save(
+        result(cell("a", [1.0, 1.1], 1.0 + seed / 10), cell("b", [2.0, 2.1], 2.1)),
+        folder,
+    )
     return folder / "validation.json"
 
 
@@ -352,17 +389,21 @@ def _foreign(name):
         return write(folder, name, files.routing(((3, 2), (2, 2)), seed=seed))
 
     def read(path):
-        from moesim.traces.importers import import_trace
-        from moesim.traces.models import model_shape
         from test_importers import WRITERS, files
 
+        from moesim.traces.importers import import_trace
+        from moesim.traces.models import model_shape
+
         out = path.parent / "out.parquet"
-        out.unlink(missing_ok=True)
+        for old in path.parent.glob("out.parquet*"):
+            old.unlink()
         try:
             shape = model_shape(files.SHAPE)
             import_trace(path, out, shape=shape, options=WRITERS[name][2])
         except BaseException:
-            left = [one.name for one in path.parent.iterdir() if "out.parquet" in one.name]
+            left = [
+                one.name for one in path.parent.iterdir() if "out.parquet" in one.name
+            ]
             assert not left, f"left behind: {left}"
             raise
         return _read_trace(out)[1]
@@ -378,13 +419,16 @@ def subjects():
         Subject("trace", _trace, _read_trace, is_sealed=True),
         Subject("timeline", _timeline, _read_timeline, is_sealed=True),
         Subject("store index", _store, _read_store, is_sealed=True),
+        Subject(
+            "store index, its digest right", _store, _read_store, seal=_sealed_again
+        ),
         Subject("store data", _store_data, _read_store, is_sealed=True),
         Subject("statistics", _statistics, _read_statistics),
-        Subject("learned network", _network, _read_network),
-        Subject("residual vectors", _residual, _read_residual),
+        Subject("learned network", _network, _read_network, is_sealed=True),
+        Subject("residual vectors", _residual, _read_residual, is_sealed=True),
         Subject("decision log", _decisions, _read_decisions),
         Subject("journal of a recording", _journal, _read_journal),
-        Subject("validation.json", _validation, _read_validation),
+        Subject("validation.json", _validation, _read_validation, is_sealed=True),
         Subject("run.json", _saved_config, _read_config),
         Subject("configuration", _config, _read_config),
         Subject("hardware profile", _profile, _read_profile),

@@ -123,7 +123,7 @@ def _records(text: str, path: Path) -> list[dict[str, Any]]:
     if text.startswith(("[", "{")):
         return _json_records(text, path)
     # The table may be pasted without its first lines.
-    if "|" in text.splitlines()[0] if text else False:
+    if "|" in text.partition("\n")[0]:
         return _markdown_records(text)
     if text.splitlines() and "avg_ts" in text.splitlines()[0]:
         return list(csv.DictReader(io.StringIO(text)))
@@ -159,6 +159,8 @@ def _json_records(text: str, path: Path) -> list[dict[str, Any]]:
 
 def _markdown_records(text: str) -> list[dict[str, Any]]:
     lines = [line for line in text.splitlines() if line.startswith("|")]
+    if not lines:
+        return []
     head = [cell.strip() for cell in lines[0].strip("| ").split("|")]
     records = []
     for line in lines[1:]:
