@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.reporting.comparison_page import TITLE, closing
+from moesim.reporting.comparison_page import TITLE, closing, origin_of
 from moesim.reporting.pages import PageTable, page_figure, write_page
 from moesim.reporting.sweep_figure import sweep_figure
 from moesim.reporting.sweep_text import (
@@ -24,8 +24,14 @@ if TYPE_CHECKING:
     from moesim.runs.sweep import Sweep
 
 
-def write_sweep(sweep: Sweep, path: Path) -> Path:
-    """Write the page of a sweep, and return its path."""
+def write_sweep(sweep: Sweep, path: Path, command: str | None = None) -> Path:
+    """Write the page of a sweep, and return its path.
+
+    Args:
+        sweep: what it shows.
+        path: of the page.
+        command: the command line that made it; None for a call from Python.
+    """
     # The first line names the winners, the others qualify them.
     lines = answer_lines(sweep)
     meaning = time_column(sweep.table)[1]
@@ -33,6 +39,7 @@ def write_sweep(sweep: Sweep, path: Path) -> Path:
         path,
         "sweep.html",
         title=TITLE,
+        origin=origin_of(sweep.runs, command),
         setting=sweep_setting(sweep),
         answer=lines[0],
         winners=PageTable(*winner_rows(sweep)),

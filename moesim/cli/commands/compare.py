@@ -191,9 +191,9 @@ def _write(
         figure = comparison_figure(*comparison) if is_single else sweep_figure(swept)
         save(figure, png)
     if html is not None and is_single:
-        write_comparison(*comparison, html)
+        write_comparison(*comparison, html, output.command_line())
     elif html is not None:
-        write_sweep(swept, html)
+        write_sweep(swept, html, output.command_line())
     if table is not None:
         report.save_table(swept.table, table)
 
