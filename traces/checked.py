@@ -103,5 +103,5 @@ def _first(failure: Any) -> str:
     if fault["type"] in ("json_invalid", "value_error"):
         return " ".join(f"{prefix}{expected}".split())
 
-    found = f"{fault['input']!r:.{_FOUND_LETTERS}}"
-    return " ".join(f"{prefix}{expected}, found {found}".split())
+    value = repr(fault["input"])[:_FOUND_LETTERS]
+    return " ".join(f"{prefix}{expected}, found {value}".split())

@@ -79,9 +79,12 @@ class NewFile:
             return
 
         _unfinished.discard(self)
-        self.path.unlink(missing_ok=True)
+        # What made the write fail may make this fail; the next writer looks again.
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
         if self._lock is not None:
-            os.close(self._lock)
+            with suppress(OSError):
+                os.close(self._lock)
 
 
 @contextmanager
@@ -155,7 +158,8 @@ class ScratchFolder:
         _unfinished.discard(self)
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
-            os.close(self._lock)
+            with suppress(OSError):
+                os.close(self._lock)
 
 
 def discard_all() -> None:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from moesim.traces.files import ScratchFolder
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -106,9 +107,9 @@ def _in_processes(
 
     # One task at a time for each worker: replays are long, and of unequal length.
     pool = Parallel(jobs, backend="loky", batch_size=1, initializer=_ignore_signals)
-    with tempfile.TemporaryDirectory(prefix="moesim-") as folder:
+    with ScratchFolder() as folder:
         # One counter per task in a shared file: no lock, as each has one writer.
-        file = Path(folder) / "rows"
+        file = folder / "rows"
         counters = np.memmap(file, np.int64, "w+", shape=len(tasks))
         calls = [
             delayed(_counted)(work, task, file, index)

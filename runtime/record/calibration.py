@@ -20,7 +20,7 @@ from moesim.policies.prefetch._transitions import Transitions
 from moesim.traces.errors import TraceError
 from moesim.traces.files import write_bytes
 from moesim.traces.format.reader import open_trace
-from moesim.traces.format.tensor_seal import sealed
+from moesim.traces.tensor_seal import sealed
 
 if TYPE_CHECKING:
     from pathlib import Path

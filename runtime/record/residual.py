@@ -29,7 +29,7 @@ from moesim.runtime.text import corpus
 from moesim.traces.checked import parse_json
 from moesim.traces.errors import TraceError
 from moesim.traces.files import write_bytes
-from moesim.traces.format.tensor_seal import check, sealed
+from moesim.traces.tensor_seal import check, sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

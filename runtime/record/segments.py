@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
@@ -130,7 +131,8 @@ class Segments:
             self._check_alone()
             self._begin()
         except BaseException:
-            self._lock.close()
+            with suppress(OSError):
+                self._lock.close()
             raise
         return self
 
@@ -144,7 +146,8 @@ class Segments:
         if not self.done:
             shutil.rmtree(self._folder, ignore_errors=True)
         # Last, so that no other recording takes a folder that is being removed.
-        self._lock.close()
+        with suppress(OSError):
+            self._lock.close()
 
     def write(self, sequences: list[dict[str, Any]]) -> None:
         """Write the next sequences as one segment: rows by name, as `TraceWriter.write`

@@ -23,7 +23,7 @@ from moesim.policies.cache._learned_network import Network, sizes
 from moesim.runtime.train.cache_recipe import Recipe
 from moesim.runtime.train.cache_samples import Samples, observe
 from moesim.traces.files import write_bytes
-from moesim.traces.format.tensor_seal import sealed
+from moesim.traces.tensor_seal import sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -9,6 +9,10 @@ import sys
 SUITES = {
     # name -> attacks of one turn of `make torture`
     "mutations": 10_000,
+    "separators": 4_500,
+    "write_errors": 100,
+    "kills": 100,
+    "signals": 100,
 }
 
 
@@ -23,7 +27,7 @@ def main():
     failed = 0
     for name in chosen.suites or SUITES:
         suite = importlib.import_module(f".{name}", __package__)
-        report = suite.run(chosen.count or SUITES[name], chosen.seed, chosen.only)
+        report = suite.run_suite(chosen.count or SUITES[name], chosen.seed, chosen.only)
         report.show()
         failed += len(report.failures)
     sys.exit(1 if failed else 0)

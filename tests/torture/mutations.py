@@ -52,7 +52,7 @@ def attack(subject, count, seed, report):
                 )
 
 
-def judged(subject, path, expected, *, is_same):
+def judged(subject, path, expected, *, is_same):  # noqa: PLR0911 - one outcome each
     """Read a mutant; say what happened in a word, or ``BROKE`` and how."""
     try:
         with limited(LONGEST_S), warnings.catch_warnings():
@@ -76,7 +76,7 @@ def judged(subject, path, expected, *, is_same):
     return "read"
 
 
-def run(count, seed, only=None):
+def run_suite(count, seed, only=None):
     """Attack every kind of file, the same number of times each."""
     report = Report("mutated inputs")
     chosen = [one for one in subjects() if only is None or only in one.name]

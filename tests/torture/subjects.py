@@ -104,7 +104,7 @@ def _network(folder, seed):
 
     from moesim.policies.cache._learned_network import sizes
     from moesim.traces.files import write_bytes
-    from moesim.traces.format.tensor_seal import sealed
+    from moesim.traces.tensor_seal import sealed
 
     draw = np.random.default_rng(seed)
     arrays = {

@@ -298,6 +298,14 @@ class Trace:
             actual = matrix[row, place]
             column = f"{name}[{place}]"
             raise self._error(base + row, column, "a finite number", actual)
+
+        # Every gate combines experts by shares; a score may well be negative.
+        if name == "weights" and rounded.size and rounded.min() < 0:
+            width = matrix.shape[1]
+            row, place = divmod(int(np.argmin(rounded.reshape(-1))), width)
+            column = f"{name}[{place}]"
+            actual = matrix[row, place]
+            raise self._error(base + row, column, "a number >= 0", actual)
         return rounded
 
     def _matrix(

@@ -17,6 +17,8 @@ from moesim.traces.errors import TraceError
 
 SCHEMA_VERSION = 1
 METADATA_KEY = b"moesim"
+SPLITS = ("calibration", "evaluation")
+"""A policy is fitted on the first and judged on the second."""
 
 
 # Layers and experts are numbered in 16 bits, with and without a sign.
@@ -112,6 +114,21 @@ class ModelShape:
                     f"model shape {self.name!r}: {name}: expected {least}..{most}, got"
                     f" {getattr(self, name)}"
                 )
+        if not self.name.strip():
+            raise TraceError("model shape: name: expected a name, got none")
+        if self.kv_heads > self.heads:
+            raise TraceError(
+                f"model shape {self.name!r}: kv_heads {self.kv_heads} exceeds heads"
+                f" {self.heads}"
+            )
+        # Dense layers and MoE layers together are all layers of the model.
+        last = self.layers + len(self.dense_layers) - 1
+        inside = all(0 <= layer <= last for layer in self.dense_layers)
+        if not inside or len(set(self.dense_layers)) < len(self.dense_layers):
+            raise TraceError(
+                f"model shape {self.name!r}: dense_layers: expected different layers"
+                f" 0..{last}, got {self.dense_layers}"
+            )
         if self.top_k > self.experts:
             raise TraceError(
                 f"model shape {self.name!r}: top_k {self.top_k} exceeds experts"
@@ -161,6 +178,13 @@ class TraceHeader:
     calibration: dict[str, Any] = field(default_factory=dict)
     split: str = "evaluation"
     schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        """Refuse a part of the data that nobody knows."""
+        if self.split not in SPLITS:
+            raise TraceError(
+                f"split: expected {' or '.join(SPLITS)}, got {self.split!r}"
+            )
 
     # A misspelt field must not count as one that is missing.
     __pydantic_config__ = _NO_OTHER_FIELDS

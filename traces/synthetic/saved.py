@@ -197,24 +197,23 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     """Read the arrays of a file, all of the kinds that `save` writes."""
     try:
         arrays = load_named(path)
-    except OSError as error:
-        raise TraceError(
-            f"{path}: statistics: cannot be read: {error.strerror}; {_WAY_OUT}"
-        ) from None
+    except (OSError, TraceError) as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise TraceError(f"{path}: statistics: {reason}; {_WAY_OUT}") from None
 
     for name, (dtype, dimensions) in _KINDS.items():
         if name not in arrays:
             raise TraceError(
                 f"{path}: statistics: {name}: expected an array, found none; {_WAY_OUT}"
             )
-        found = arrays[name]
-        if found.dtype != dtype or found.ndim != dimensions:
+        array = arrays[name]
+        if array.dtype != dtype or array.ndim != dimensions:
             raise TraceError(
                 f"{path}: statistics: {name}: expected {np.dtype(dtype)} of"
-                f" {dimensions} dimensions, found {found.dtype} of {found.ndim};"
+                f" {dimensions} dimensions, found {array.dtype} of {array.ndim};"
                 f" {_WAY_OUT}"
             )
-        if found.dtype.kind == "f" and not np.isfinite(found).all():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise TraceError(
                 f"{path}: statistics: {name}: expected numbers, found infinity or none;"
                 f" {_WAY_OUT}"

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.traces.format import tensor_seal
+from moesim.traces import tensor_seal
 from moesim.traces.importers.readers import torch_file
 from moesim.traces.importers.readers.bfloat16 import BF16, from_bf16, raw_dtype
 from moesim.traces.importers.readers.errors import (
