@@ -29,9 +29,9 @@ from moesim.traces.files import write_text
 
 def page(result: dict[str, Any], command: str | None = None) -> str:
     """The whole report as HTML; nothing is loaded from elsewhere."""
-    traces = [
-        trace_words(name, digest) for name, digest in result["config"]["traces"].items()
-    ]
+    # Files of earlier versions name none.
+    digests = result["config"].get("traces", {})
+    traces = [trace_words(name, digest) for name, digest in digests.items()]
     return render(
         "validation.html",
         title=TITLE,

@@ -10,6 +10,7 @@ SUITES = {
     # name -> attacks of one turn of `make torture`
     "mutations": 10_000,
     "separators": 4_500,
+    "configurations": 1_000,
     "write_errors": 100,
     "kills": 100,
     "signals": 100,

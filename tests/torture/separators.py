@@ -15,7 +15,15 @@ from .mutations import judged
 from .report import Report
 from .subjects import subjects
 
-TEXT = ("llama_cpp", "megatron", "route_trace", "columns_csv", "lattice", "per_token", "imp")
+TEXT = (
+    "llama_cpp",
+    "megatron",
+    "route_trace",
+    "columns_csv",
+    "lattice",
+    "per_token",
+    "imp",
+)
 SEPARATORS = b",;:|\t /=[](){}-"
 
 
@@ -70,5 +78,7 @@ def run_suite(count, seed, only=None):
                 if outcome.startswith("BROKE"):
                     lines = zip(data.split(b"\n"), mutant.split(b"\n"), strict=False)
                     pair = next(((a[:90], b[:90]) for a, b in lines if a != b), None)
-                    report.fail(f"{subject.name}, {number} of seed {seed}: {outcome}: {pair}")
+                    report.fail(
+                        f"{subject.name}, {number} of seed {seed}: {outcome}: {pair}"
+                    )
     return report
