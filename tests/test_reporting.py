@@ -22,9 +22,9 @@ from rich.cells import cell_len
 from small_trace import write_small_trace
 
 import moesim
+from moesim.reporting.cells_page import write_cells
 from moesim.reporting.comparison_page import write_comparison
 from moesim.reporting.pages import PageFigure, PageTable, render
-from moesim.reporting.sweep_page import write_sweep
 from moesim.reporting.tables import PLAIN_WIDTH, aligned, facts_lines, screen
 from moesim.reporting.trace_page import write_html
 from moesim.traces.format.reader import open_trace
@@ -197,16 +197,16 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     path = write_small_trace(folder / "<i>&.parquet")
     table, runs = moesim.compare(path, ["all-cpu", "greedy"])
-    swept = moesim.sweep(path, ["all-cpu"], hw=["rtx4060ti", "rtx3080ti"])
+    compared = moesim.compare_cells(path, ["all-cpu"], hw=["rtx4060ti", "rtx3080ti"])
     trace = open_trace(path)
     return {
         "comparison": write_comparison(table, runs, folder / "c.html"),
-        "sweep": write_sweep(swept, folder / "s.html"),
+        "cells": write_cells(compared, folder / "s.html"),
         "trace": write_html(trace, summarise_trace(trace), folder / "t.html"),
     }
 
 
-KINDS = pytest.mark.parametrize("kind", ["comparison", "sweep", "trace"])
+KINDS = pytest.mark.parametrize("kind", ["comparison", "cells", "trace"])
 
 
 @KINDS
@@ -377,7 +377,7 @@ def test_a_long_table_can_be_filtered(driver, tmp_path):
 
 
 def test_a_dark_screen_gets_a_dark_page_with_light_words(driver, pages):
-    show(driver, pages["sweep"], scheme="dark")
+    show(driver, pages["cells"], scheme="dark")
     colours = driver.execute_script(
         "const style = getComputedStyle; const text = document.querySelector('svg text');"
         "return [style(document.body).backgroundColor, style(text).fill];"
@@ -391,7 +391,7 @@ def table_page(folder, rows):
     """A page of one table."""
     table = PageTable(["name", "value"], rows)
     text = render(
-        "sweep.html",
+        "cells.html",
         title="t",
         origin=[],
         setting="",

@@ -88,6 +88,8 @@ def guarded(
             code = BAD_INPUT
     if signals:
         code = _exit_code(signals[0])
+        _say_end(code)
+        _leave(code)
     if code in _ENDS:
         _say_end(code)
     sys.exit(code)  # type: ignore[arg-type]
@@ -144,7 +146,9 @@ def _give_up(number: int) -> None:
     from moesim.traces.files import discard_all
 
     for child in psutil.Process().children(recursive=True):
-        child.kill()
+        # It removes what its parent has shared with others, and then ends.
+        if not any("resource_tracker" in word for word in child.cmdline()):
+            child.kill()
     discard_all()
     code = _exit_code(number)
     _say_end(code)
@@ -155,6 +159,19 @@ def _say_end(code: object) -> None:
     # The terminal may be gone, and buffers may be in use by what was interrupted.
     with suppress(OSError):
         os.write(2, f"{_ENDS[code]}\n".encode())  # type: ignore[index]
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process, which has cleared up, without waiting for libraries."""
+    for stream in (sys.stdout, sys.stderr):
+        # Whoever has read them may be gone.
+        with suppress(OSError, ValueError):
+            stream.flush()
+    # The part of its exit function that frees what processes share; the rest waits for
+    # processes, and may do so for ever.
+    if "multiprocessing.util" in sys.modules:
+        sys.modules["multiprocessing.util"]._run_finalizers(0)  # noqa: SLF001 - as said
+    os._exit(code)
 
 
 def _refuse_empty(arguments: Sequence[str]) -> None:
@@ -217,7 +234,14 @@ def _usage(error: Any) -> str:
 
 
 def _missing_extra(error: ImportError) -> str | None:
-    extras = {"torch": "runtime", "transformers": "runtime", "safetensors": "runtime"}
+    extras = {
+        "torch": "runtime",
+        "transformers": "runtime",
+        "safetensors": "runtime",
+        "distributed": "cluster",
+        "dask": "cluster",
+        "optuna": "search",
+    }
     extra = extras.get((error.name or "").partition(".")[0])
     if extra is None:
         return None

@@ -43,7 +43,7 @@ def write_comparison(
     """Write the page of a comparison.
 
     Args:
-        table, runs: as `moesim.runs.sweep.compare` returns them.
+        table, runs: as `moesim.sweeps.comparison.compare` returns them.
         path: of the page.
         command: the command line that made it; None for a call from Python.
 

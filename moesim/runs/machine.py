@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import HardwareProfile, default_profile, load_profile
-from moesim.runs.parallel import cores
 from moesim.traces.files import ScratchFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    # macOS and Windows have no affinity masks.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def this_machine() -> tuple[str, int]:
