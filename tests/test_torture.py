@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from small_trace import write_small_trace
-from torture import configurations, mutations, separators
+from torture import configurations, mutations, real_runs, separators
 from torture.audit import Record, audit
 from torture.report import Report
 from torture.subjects import Subject, subjects
@@ -67,6 +67,12 @@ def record_of(run):
 
 def test_a_replay_passes_the_audit(run):
     assert audit(record_of(run)) == []
+
+
+def test_real_runs_pass_the_same_audit():
+    report = real_runs.run_suite(3, "tests")
+    assert report.failures == []
+    assert report.counts["run"] > 0
 
 
 def overlap(record):

@@ -8,12 +8,13 @@ import sys
 
 SUITES = {
     # name -> attacks of one turn of `make torture`
-    "mutations": 10_000,
+    "mutations": 100_000,
     "separators": 4_500,
     "configurations": 1_000,
-    "write_errors": 100,
-    "kills": 100,
-    "signals": 100,
+    "real_runs": 50,
+    "write_errors": 500,
+    "kills": 500,
+    "signals": 500,
 }
 
 

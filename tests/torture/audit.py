@@ -26,6 +26,9 @@ class Record:
         trace: opened; None where routing is not that of a trace.
         config: as ``run.json`` has it.
         makespan_s: as the metrics have it.
+
+    Attributes:
+        sizes: bytes of an expert of each layer, those of the trace's shape at first.
     """
 
     def __init__(self, folder, trace, config, makespan_s):
@@ -36,6 +39,7 @@ class Record:
             for name in table.select_dtypes("category"):
                 table[name] = table[name].astype(str)
         self.trace = trace
+        self.sizes = None if trace is None else trace.shape.expert_bytes
         self.config = config
         self.makespan_s = makespan_s
 
@@ -65,9 +69,9 @@ def lanes_do_one_thing_at_a_time(record):
 
 def bytes_are_those_of_the_expert(record):
     """A copy or read moves exactly one expert; nothing else moves experts."""
-    if record.trace is None:
+    if record.sizes is None:
         return
-    sizes = record.trace.shape.expert_bytes
+    sizes = record.sizes
     for span in record.spans.itertuples():
         due = sizes[span.layer] if span.kind in MOVES else 0
         if span.kind in (*MOVES, "compute") and span.bytes != due:
