@@ -24,8 +24,8 @@ demo: $(STAMP) ## profile this PC, record a trace, replay it under several polic
 test: $(STAMP) ## all tests (CPU only; gpu tests add themselves where CUDA is there)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-torture: $(STAMP) ## attack everything that is read and written, long and seeded (SUITES="kills" COUNT=500 SEED=1)
-	PYTHONPATH=tests $(BIN)/python -m torture $(SUITES) $(if $(COUNT),--count $(COUNT)) --seed $(or $(SEED),0)
+torture: $(STAMP) ## attack everything that is read and written, long and seeded (SUITES=kills COUNT=500 SEED=1 MINUTES=30)
+	PYTHONPATH=tests $(BIN)/python -m torture $(SUITES) $(if $(COUNT),--count $(COUNT)) $(if $(MINUTES),--minutes $(MINUTES)) --seed $(or $(SEED),0)
 
 check: $(STAMP) ## style, types, import diagram
 	$(BIN)/ruff check .

@@ -91,7 +91,7 @@ def early(record):
         & (spans.layer == missed.layer)
         & (spans.expert == missed.expert)
     ][0]
-    spans.drop(copy, inplace=True)
+    record.spans = spans.drop(copy)
 
 
 def fewer_bytes(record):
@@ -100,13 +100,13 @@ def fewer_bytes(record):
 
 def never_computed(record):
     place = record.spans.index[record.spans.kind == "compute"][5]
-    record.spans.drop(place, inplace=True)
+    record.spans = record.spans.drop(place)
 
 
 def too_many_resident(record):
     record.accesses.loc[record.accesses.lane == "gpu0", "state"] = "hit"
     copies = record.spans.index[record.spans.kind == "fetch"]
-    record.spans.drop(copies, inplace=True)
+    record.spans = record.spans.drop(copies)
 
 
 def late_end(record):

@@ -6,6 +6,8 @@ import argparse
 import importlib
 import sys
 
+from .report import Report
+
 SUITES = {
     # name -> attacks of one turn of `make torture`
     "mutations": 100_000,
@@ -24,7 +26,10 @@ def main():
     parser.add_argument("--count", type=int, help="attacks of each suite")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="subjects whose name has this in it")
+    parser.add_argument("--minutes", type=float, help="most time of each suite")
     chosen = parser.parse_args()
+    if chosen.minutes is not None:
+        Report.longest_s = 60 * chosen.minutes
 
     failed = 0
     for name in chosen.suites or SUITES:

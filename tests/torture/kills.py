@@ -21,6 +21,8 @@ def run_suite(count, seed, only=None):
     with tempfile.TemporaryDirectory() as folder:
         stage = Stage(folder, only)
         for number in range(count):
+            if report.is_over:
+                break
             dice = random.Random(f"{seed} {number}")
             command = stage.commands[number % len(stage.commands)]
             attack(stage, command, dice, report, f"{number} of seed {seed}")

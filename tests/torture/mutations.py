@@ -39,6 +39,8 @@ def attack(subject, count, seed, report):
         expected = subject.read(path)
 
         for number in range(count):
+            if report.is_over:
+                return
             dice = random.Random(f"{seed} {subject.name} {number}")
             mutant = subject.seal(injured(data, dice, other))
             # A new file every time, as one that was copied.

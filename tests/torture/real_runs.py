@@ -24,6 +24,8 @@ def run_suite(count, seed, only=None):
         columns = ("weights", "scores", "pred1_raw")
         trace = write_small_trace(folder / "t.parquet", sequences=3, columns=columns)
         for number in range(count):
+            if report.is_over:
+                break
             dice = random.Random(f"{seed} {number}")
             for fault in attack(trace, folder, dice, report):
                 report.fail(f"{number} of seed {seed}: {fault}")

@@ -10,6 +10,7 @@ import traceback
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 MOST_SHOWN = 400
 
@@ -22,12 +23,19 @@ class Report:
         name: of the suite.
         counts: how often each outcome was met, by subject and outcome.
         failures: one text per failure, which names the seed that repeats it.
+        longest_s: seconds that every suite of this process may take.
     """
 
     name: str
     counts: Counter = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
+    longest_s: ClassVar[float] = float("inf")
+
+    @property
+    def is_over(self):
+        """Whether the time of a suite is up; it then reports what it has tried."""
+        return time.monotonic() - self.began_s > self.longest_s
 
     def count(self, *what):
         self.counts[" ".join(map(str, what))] += 1

@@ -70,6 +70,8 @@ def run_suite(count, seed, only=None):
             expected = subject.read(path)
             strict = subject._replace(is_sealed=True)
             for number in range(-(-count // len(chosen))):
+                if report.is_over:
+                    break
                 dice = random.Random(f"{seed} {subject.name} {number}")
                 mutant = changed(data, dice)
                 path.write_bytes(mutant)

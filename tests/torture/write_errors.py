@@ -7,6 +7,7 @@ touch an older result.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import shutil
@@ -29,6 +30,8 @@ def _inject(count, seed, only=None):
     with tempfile.TemporaryDirectory() as folder:
         stage = Stage(folder, only)
         for number in range(count):
+            if report.is_over:
+                break
             dice = random.Random(f"{seed} {number}")
             command = stage.commands[number % len(stage.commands)]
             attack(stage, command, dice, report, f"{number} of seed {seed}")
@@ -98,6 +101,8 @@ def run_suite(count, seed, only=None):
         words = [sys.executable, "-m", __package__, "write_errors"]
         words += ["--count", str(count), "--seed", str(seed)]
         words += [] if only is None else ["--only", only]
+        if math.isfinite(report.longest_s):
+            words += ["--minutes", str(report.longest_s / 60)]
         environment = {**os.environ, "LD_PRELOAD": str(built)}
         done = subprocess.run(words, env=environment, check=False)
     # The other process has shown its report.
