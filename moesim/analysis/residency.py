@@ -31,8 +31,8 @@ from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.parquet import open_parquet
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
-from moesim.traces.format.seal import check_seal
 from moesim.traces.importers.route_trace import residency_path
+from moesim.traces.parquet_seal import check_seal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

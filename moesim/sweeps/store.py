@@ -18,7 +18,7 @@ from moesim.sweeps.rows import as_table
 from moesim.traces.errors import TraceError
 from moesim.traces.files import remove_leftovers
 from moesim.traces.format.parquet import open_parquet, write_table
-from moesim.traces.format.seal import check_seal
+from moesim.traces.parquet_seal import check_seal
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

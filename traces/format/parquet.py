@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from moesim.traces import parquet_seal as seal
 from moesim.traces.files import refuse_all_but_files, written_beside
-from moesim.traces.format import seal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,9 +28,9 @@ from moesim.traces.format.schema import (
     Phase,
     TraceHeader,
 )
-from moesim.traces.format.seal import Digests, Footer, check_footer, digests
 from moesim.traces.format.sorting import joined
 from moesim.traces.format.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_width
+from moesim.traces.parquet_seal import Digests, Footer, check_footer, digests
 from moesim.traces.shipped import SHIPPED, resolve_trace
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from moesim.traces.format.schema import (
     ModelShape,
     TraceHeader,
 )
-from moesim.traces.format.seal import check_seal
 from moesim.traces.importers import columns
 from moesim.traces.importers.readers.errors import layout_error
+from moesim.traces.parquet_seal import check_seal
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,7 +25,7 @@ from moesim.traces.files import NewFile
 from moesim.traces.format.arrow import codes, named, numbers, values
 from moesim.traces.format.parquet import open_parquet, sealed_writer
 from moesim.traces.format.schema import Phase
-from moesim.traces.format.seal import check_seal
+from moesim.traces.parquet_seal import check_seal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,7 @@ class BenchRow:
             return default
         try:
             return int(float(text))
-        except ValueError:
+        except (ValueError, OverflowError):
             raise AdviceError(
                 f"{self.place}: {key}: expected a number, found {text!r}"
             ) from None
@@ -230,11 +231,12 @@ def _markdown_row(record: Mapping[str, Any], place: str) -> BenchRow | None:
 
 def _number(record: Mapping[str, Any], key: str, place: str) -> float:
     try:
-        return float(record[key])
-    except (TypeError, ValueError):
-        raise AdviceError(
-            f"{place}: {key}: expected a number, found {record[key]!r}"
-        ) from None
+        value = float(record[key])
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise AdviceError(f"{place}: {key}: expected a number, found {record[key]!r}")
+    return value
 
 
 def setting_of(row: BenchRow) -> Setting:
