@@ -38,6 +38,7 @@ from moesim.hwprofiles.schema import (
     Quantity,
     as_table,
 )
+from moesim.traces.files import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -448,7 +449,7 @@ def _read(path: Path, where: str) -> dict[str, Any]:
             f"{where}: cannot be read: {reason}; `moesim profile --out {where}` makes"
             " one, `moesim list hardware` names those that ship"
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ProfileError(
             f"{where}: not TOML: {error}; see docs/reference/hardware.md"
         ) from None
@@ -513,13 +514,9 @@ def save_profile(profile: HardwareProfile, path: str | os.PathLike[str]) -> Path
             " files by it"
         )
 
-    # Written beside the target, then renamed: a crash leaves the old file whole.
-    part = target.with_name(target.name + ".part")
     try:
-        part.write_text(tomli_w.dumps(profile.to_dict()), encoding="utf-8")
-        part.replace(target)
+        write_text(target, tomli_w.dumps(profile.to_dict()))
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ProfileError(
             f"{target}: cannot be written: {error.strerror}; choose another place"
         ) from None

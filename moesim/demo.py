@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pyarrow.parquet as pq
-
 from moesim.cli.commands.record import default_residual
 from moesim.cli.errors import guarded
 from moesim.cli.progress import bar, quiet_libraries
@@ -24,7 +22,7 @@ from moesim.reporting import text as report
 from moesim.reporting.comparison_page import write_comparison
 from moesim.reporting.figures import comparison_figure, save
 from moesim.sweeps.comparison import compare
-from moesim.traces.files import written_beside
+from moesim.traces.format.parquet import open_parquet, write_table
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.schema import METADATA_KEY
 from moesim.traces.models import model_shape
@@ -202,11 +200,10 @@ def _grown(trace: Trace, path: Path) -> Trace:
         other_bytes=large.other_bytes * small.layers // large.layers,
     )
     header = dataclasses.replace(trace.header, shape=shape)
-    table = pq.read_table(trace.path).replace_schema_metadata(
-        {METADATA_KEY: header.to_json()}
-    )
-    with written_beside(path) as part:
-        pq.write_table(table, part, compression="zstd")
+    with open_parquet(trace.path) as file:
+        rows = file.read()
+    table = rows.replace_schema_metadata({METADATA_KEY: header.to_json()})
+    write_table(path, table, compression="zstd")
     return open_trace(path)
 
 

@@ -474,7 +474,7 @@ def test_two_interrupts_in_quick_succession_end_it_as_one_does(
         time.sleep(0.1)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err == ""
+    assert err == "interrupted\n"
     assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
     assert psutil.wait_procs(children, timeout=60)[1] == []
 

@@ -362,7 +362,7 @@ def test_a_missing_or_broken_file_is_one_line(tmp_path):
     with pytest.raises(ProfileError, match=r"broken\.toml: not TOML"):
         load_profile(broken)
     with pytest.raises(ProfileError, match=r"cannot be written"):
-        save_profile(profile(), tmp_path / "no" / "folder.toml")
+        save_profile(profile(), broken / "folder.toml")
     with pytest.raises(ProfileError, match=r"ends in \.toml"):
         save_profile(profile(), tmp_path / "hw.json")
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moesim.reporting.figures import save as save_figure
 from moesim.reporting.tables import aligned, facts_lines
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_text
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from matplotlib.axes import Axes
 
     from moesim.analysis.quality import Quality, Row
@@ -107,9 +109,7 @@ def quality_figure(report: Quality, path: str | Path) -> Path:
     axes[0].set_ylim(bottom=0)
     axes[0].legend(frameon=False, fontsize=8)
     figure.suptitle(_title(report), fontsize=10, x=0.01, ha="left")
-    with written_beside(path) as part:
-        figure.savefig(part, format="png", dpi=120)
-    return Path(path)
+    return save_figure(figure, path)
 
 
 def _draw(axis: Axes, rows: list[Row], name: str, scale: float) -> None:
@@ -148,7 +148,6 @@ def _title(report: Quality) -> str:
 def save_quality(report: Quality, folder: Path) -> list[Path]:
     """Write figures, configuration and the picture into a folder; return the files."""
     figures = folder / "quality.json"
-    with written_beside(figures) as part:
-        text = json.dumps(report.to_json(), indent=2)
-        part.write_text(text + "\n", encoding="utf-8")
+    text = json.dumps(report.to_json(), indent=2)
+    write_text(figures, text + "\n")
     return [figures, quality_figure(report, folder / "quality.png")]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import default_profile
@@ -29,9 +28,11 @@ from moesim.policies.systems import compose
 from moesim.traces.errors import TraceError
 from moesim.traces.format.arrow import values
 from moesim.traces.format.batch import compose as compose_steps
+from moesim.traces.format.parquet import open_parquet
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers.route_trace import find_residency
+from moesim.traces.parquet_seal import check_seal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -346,7 +347,9 @@ def _recorded_sequences(trace: Trace, path: Path) -> Iterator[_SequenceRecord]:
         TraceError: no such file, not a record, or one of another trace.
     """
     try:
-        table = pq.read_table(path, columns=list(_COLUMNS), use_threads=False)
+        check_seal(path)
+        with open_parquet(path) as file:
+            table = file.read(list(_COLUMNS), use_threads=False)
     except FileNotFoundError:
         raise TraceError(
             f"{path}: no such file; `moesim trace import` of a route_trace v1 file"

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 import typer
 
+from moesim.cli import memory
+
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
 """What typer raises for arguments that it cannot parse; it has no public name."""
 
@@ -29,7 +31,10 @@ head``.
 """
 
 CLEANUP_LIMIT_S = 1.5
-"""Seconds that a command has to clear up after a second interrupt."""
+"""Seconds that a command has to clear up after an interrupt."""
+
+_ENDS = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}
+"""What is said of an end by a signal."""
 
 
 def guarded(
@@ -48,9 +53,13 @@ def guarded(
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
+    # Of a user's notebook, and may name what is not installed; nothing is shown here.
+    os.environ["MPLBACKEND"] = "agg"
+
     code: object = 0
     with _interruptible() as signals:
         try:
+            memory.check_limit()
             _refuse_empty(sys.argv[1:] if arguments is None else arguments)
             code = work()
             sys.stdout.flush()
@@ -71,7 +80,7 @@ def guarded(
             MemoryError,
         ) as error:
             _print_frames(error)
-            message = _for_users(error)
+            message = message_for_users(error)
             if message is None:
                 raise
             # A group without a command answers with its help, which is no error.
@@ -79,7 +88,11 @@ def guarded(
             print(f"{prefix}{message}", file=sys.stderr)
             code = BAD_INPUT
     if signals:
-        _leave(_exit_code(signals[0]))
+        code = _exit_code(signals[0])
+        _say_end(code)
+        _leave(code)
+    if code in _ENDS:
+        _say_end(code)
     sys.exit(code)  # type: ignore[arg-type]
 
 
@@ -88,7 +101,8 @@ def _interruptible() -> Iterator[list[int]]:
     """Raise `KeyboardInterrupt` in the block at ctrl-C and SIGTERM alike.
 
     Yields the list of signals that arrived. Only the first one raises, so that clearing
-    up is not interrupted; after the second the process has `CLEANUP_LIMIT_S` to end.
+    up is not interrupted; from then on the process has `CLEANUP_LIMIT_S` to end, also
+    where a library swallowed what was raised.
     """
     signals: list[int] = []
     # Only the main thread of a process may handle signals.
@@ -99,11 +113,10 @@ def _interruptible() -> Iterator[list[int]]:
     def handle(number: int, _frame: FrameType | None) -> None:
         signals.append(number)
         if len(signals) == 1:
-            raise KeyboardInterrupt
-        if len(signals) == 2:
-            deadline = threading.Timer(CLEANUP_LIMIT_S, _give_up, [signals[0]])
+            deadline = threading.Timer(CLEANUP_LIMIT_S, _give_up, [number])
             deadline.daemon = True
             deadline.start()
+            raise KeyboardInterrupt
 
     before = {number: signal.getsignal(number) for number in _signals()}
     for number in before:
@@ -128,14 +141,25 @@ def _exit_code(number: int) -> int:
 
 
 def _give_up(number: int) -> None:
-    """End this process and its children at once."""
+    """End this process and its children at once, and remove what is unfinished."""
     import psutil
+
+    from moesim.traces.files import discard_all
 
     for child in psutil.Process().children(recursive=True):
         # It removes what its parent has shared with others, and then ends.
         if not any("resource_tracker" in word for word in child.cmdline()):
             child.kill()
-    os._exit(_exit_code(number))
+    discard_all()
+    code = _exit_code(number)
+    _say_end(code)
+    os._exit(code)
+
+
+def _say_end(code: object) -> None:
+    # The terminal may be gone, and buffers may be in use by what was interrupted.
+    with suppress(OSError):
+        os.write(2, f"{_ENDS[code]}\n".encode())  # type: ignore[index]
 
 
 def _print_frames(error: Exception) -> None:
@@ -175,12 +199,12 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
             )
 
 
-def _for_users(error: Exception) -> str | None:
+def message_for_users(error: Exception) -> str | None:
     """One line about what a user can mend; None for a bug of ours."""
     if isinstance(error, UsageError):
         return _usage(error)
-    if isinstance(error, MemoryError):
-        return "not enough memory on this machine; give smaller sizes, or --steps"
+    if memory.is_want_of_memory(error):
+        return memory.message(error)
     if isinstance(error, ImportError):
         return _missing_extra(error)
     # A machine that failed us is the user's to mend; a simulation that did is ours.

@@ -19,7 +19,7 @@ import numpy as np
 from moesim.policies.base import PolicyError
 from moesim.reporting.text import shared_setting
 from moesim.reporting.units import ms, number, percent
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_bytes
 from moesim.traces.sizes import format_bytes
 from moesim.traces.timeline.spans import KIND_NAMES
 
@@ -68,8 +68,10 @@ def save(figure: Figure, path: str | Path) -> Path:
     """Write a figure as PNG, SVG or PDF, by the end of its name; PNG by default."""
     path = Path(path)
     file_format = path.suffix[1:] if path.suffix in SUFFIXES else "png"
-    with written_beside(path) as part:
-        figure.savefig(part, format=file_format, dpi=120)
+    # Through memory: what a failing disk does to a drawing library is its own matter.
+    picture = io.BytesIO()
+    figure.savefig(picture, format=file_format, dpi=120)
+    write_bytes(path, picture.getbuffer())
     return path
 
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesim.reporting.figures import svg
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_text
 from moesim.version import __version__
 
 if TYPE_CHECKING:
@@ -111,7 +111,5 @@ def render(template: str, **content: Any) -> str:
 def write_page(path: Path, template: str, **content: Any) -> Path:
     """Fill a template and write the page; return its path."""
     text = render(template, **content)
-    with written_beside(path) as part:
-        # Newlines as they are, so that a page has the same bytes on every system.
-        part.write_text(text, encoding="utf-8", newline="\n")
+    write_text(path, text)
     return path

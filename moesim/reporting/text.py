@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.reporting.tables import aligned, facts_lines
 from moesim.reporting.units import bandwidth, is_missing, ms, number, percent
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_bytes, write_text
 from moesim.traces.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -268,12 +268,13 @@ def save_table(table: pd.DataFrame, path: Path) -> Path:
         table: one row per run.
         path: Parquet if it ends in ``.parquet``, else CSV.
     """
-    with written_beside(path) as part:
-        if path.suffix == ".parquet":
-            # Columns of None and numbers are objects, which Parquet refuses.
-            table.convert_dtypes().to_parquet(part, index=False)
-        else:
-            table.to_csv(part, index=False, lineterminator="\n")
+    if path.suffix != ".parquet":
+        write_text(path, table.to_csv(index=False, lineterminator="\n"))
+        return path
+
+    # Columns of None and numbers are objects, which Parquet refuses.
+    content = table.convert_dtypes().to_parquet(index=False)
+    write_bytes(path, content)
     return path
 
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moesim.hwprofiles.errors import ProfileError
 from moesim.reporting.pages import (
     PageTable,
     page_figure,
@@ -25,14 +24,14 @@ from moesim.reporting.validation_text import (
     setting,
     shared_rows,
 )
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_text
 
 
 def page(result: dict[str, Any], command: str | None = None) -> str:
     """The whole report as HTML; nothing is loaded from elsewhere."""
-    traces = [
-        trace_words(name, digest) for name, digest in result["config"]["traces"].items()
-    ]
+    # Files of earlier versions name none.
+    digests = result["config"].get("traces", {})
+    traces = [trace_words(name, digest) for name, digest in digests.items()]
     return render(
         "validation.html",
         title=TITLE,
@@ -54,16 +53,10 @@ def load(path: str | Path) -> dict[str, Any]:
     Raises:
         ProfileError: it is no such file.
     """
-    expected = "expected a validation.json that `moesim validate --out` wrote"
-    try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"{path}: {expected}, found {error}") from None
-    # Any JSON can be loaded; these keys tell a report from other files.
-    keys = {"cells", "config", "warnings"}
-    if not isinstance(result, dict) or not keys <= result.keys():
-        raise ProfileError(f"{path}: {expected}, found other JSON")
-    return result
+    # pydantic takes a tenth of a second, and few commands read such a file.
+    from moesim.validation.saved import read_result  # noqa: PLC0415 - as said above
+
+    return read_result(Path(path))
 
 
 def save(
@@ -72,16 +65,17 @@ def save(
     """Write ``validation.json``, ``validation.md`` and ``validation.html``; return
     their paths.
     """
+    from moesim.validation.saved import sealed  # noqa: PLC0415 - as said above
+
     # Figures of other kinds can be drawn later, from the JSON file.
     texts = {
-        "json": json.dumps(result, indent=1),
+        "json": json.dumps(sealed(result), indent=1),
         "md": markdown(result),
         "html": page(result, command),
     }
     paths = []
     for suffix, text in texts.items():
         path = Path(folder) / f"validation.{suffix}"
-        with written_beside(path) as part:
-            part.write_text(text, encoding="utf-8")
+        write_text(path, text)
         paths.append(path)
     return paths

@@ -8,7 +8,6 @@ it departs from its source.
 from __future__ import annotations
 
 import difflib
-import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from moesim.reproduction.experiments import EXPERIMENTS, Experiment
 from moesim.reproduction.experiments.base import Excerpt
 from moesim.reproduction.records import records
 from moesim.traces.errors import TraceError
+from moesim.traces.files import ScratchFolder
 from moesim.traces.format.reader import open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
@@ -196,9 +196,9 @@ def _opened(path: Path) -> Iterator[Trace]:
         yield open_trace(path)
         return
     model, weights = known
-    with tempfile.TemporaryDirectory() as folder:
+    with ScratchFolder() as folder:
         imported = import_trace(
-            path, Path(folder) / path.name, shape=model_shape(model, weights)
+            path, folder / path.name, shape=model_shape(model, weights)
         )
         yield open_trace(imported.path)
 

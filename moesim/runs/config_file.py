@@ -146,6 +146,10 @@ def read_config(
     if file.suffix == ".json" and "config" in content:
         # The figures of a run stand around its configuration.
         recorded = content["config"]
+        if not isinstance(recorded, dict):
+            raise ConfigError(
+                f"{file}: config: expected keys and values, found {recorded!r:.40}"
+            )
         version = recorded.get("version")
         commit = recorded.get("git_commit")
         content = recorded.get("options")
@@ -153,6 +157,11 @@ def read_config(
             raise ConfigError(
                 f"{file}: config.options: expected the options of the run, found none;"
                 " this file was written by an older version, which did not keep them"
+            )
+        if not isinstance(content, dict):
+            raise ConfigError(
+                f"{file}: config.options: expected keys and values, found"
+                f" {content!r:.40}"
             )
 
     values = _values(file, content)
@@ -172,10 +181,9 @@ def read_content(file: Path) -> Any:
         raise ConfigError(f"{file}: cannot be read: {reason}") from None
     try:
         return json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file}: not JSON: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file}: not TOML: {error}") from None
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        kind = "JSON" if file.suffix == ".json" else "TOML"
+        raise ConfigError(f"{file}: not {kind}: {error}") from None
 
 
 def _values(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import HardwareProfile, default_profile, load_profile
 from moesim.runtime.errors import RuntimeFault
+from moesim.traces.files import ScratchFolder
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def cores() -> int:
@@ -61,8 +63,8 @@ def machine_profile(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
 def _measured_now() -> HardwareProfile:
     from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
 
-    with tempfile.TemporaryDirectory() as folder:
-        return measure(None, Path(folder) / "this-machine.toml", quick=True)
+    with ScratchFolder() as folder:
+        return measure(None, folder / "this-machine.toml", quick=True)
 
 
 def device_of(profile: HardwareProfile) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.reporting.notebook import small_table
 from moesim.reporting.units import ms, number, percent
-from moesim.traces.files import part_path, written_beside
+from moesim.traces.files import remove_leftovers, write_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,8 +104,7 @@ def save_run(run: Run, folder: Path | None) -> list[Path]:
         return []
     # Before the file is opened: what JSON cannot say must leave nothing behind.
     text = json.dumps(run.to_json(), indent=2) + "\n"
-    with written_beside(folder / "run.json") as part:
-        part.write_text(text, encoding="utf-8")
+    write_text(folder / "run.json", text)
     return run_files(folder)
 
 
@@ -116,5 +115,4 @@ def run_files(folder: Path | None) -> list[Path]:
 
 def remove_parts(folder: Path) -> None:
     """Remove what a killed process had begun to write into the folder of a run."""
-    for file in run_files(folder):
-        part_path(file).unlink(missing_ok=True)
+    remove_leftovers(folder)

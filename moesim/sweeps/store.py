@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from moesim.sweeps.rows import as_table
-from moesim.traces.files import part_path, written_beside
+from moesim.traces.errors import TraceError
+from moesim.traces.files import remove_leftovers
+from moesim.traces.format.parquet import open_parquet, write_table
+from moesim.traces.parquet_seal import check_seal
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -28,9 +30,6 @@ LEAST_INTERVAL_S = 1.0
 
 SHARE_AT_RISK = 0.01
 """Of a long sweep, the share that a kill may cost: files stay few."""
-
-ABANDONED_AFTER_S = 600
-"""Age of a half-written file that nobody can still be writing."""
 
 
 class ResultsError(ValueError):
@@ -50,7 +49,7 @@ class ResultStore:
         self._waiting: list[Mapping[str, Any]] = []
         self._begin_s = time.monotonic()
         self._written_s = self._begin_s
-        self._remove_abandoned()
+        remove_leftovers(self.folder)
 
     def digests(self) -> set[str]:
         """Names of all runs that are there."""
@@ -71,13 +70,7 @@ class ResultStore:
         """Write all rows that wait."""
         if self._waiting:
             file = self.folder / f"{uuid.uuid4().hex}.parquet"
-            with written_beside(file) as part:
-                pq.write_table(
-                    as_table(self._waiting),
-                    part,
-                    compression="zstd",
-                    write_page_checksum=True,
-                )
+            write_table(file, as_table(self._waiting), compression="zstd")
         self._waiting = []
         self._written_s = time.monotonic()
 
@@ -91,12 +84,6 @@ class ResultStore:
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob("*.parquet"))
-
-    def _remove_abandoned(self) -> None:
-        # Younger ones may belong to a sweep that runs at the same time.
-        for part in self.folder.glob(part_path(Path("*.parquet")).name):
-            if time.time() - part.stat().st_mtime > ABANDONED_AFTER_S:
-                part.unlink(missing_ok=True)
 
 
 def read_results(
@@ -133,13 +120,10 @@ def read_results(
 
 def _read(file: Path, columns: list[str] | None = None) -> pa.Table:
     try:
-        return pq.read_table(
-            file,
-            columns=columns,
-            page_checksum_verification=True,
-            partitioning=None,
-        )
-    except (pa.ArrowException, OSError) as error:
+        check_seal(file)
+        with open_parquet(file) as opened:
+            return opened.read(columns)
+    except (pa.ArrowException, OSError, TraceError) as error:
         reason = (str(error).splitlines() or ["unreadable"])[0]
         raise ResultsError(
             f"{file}: not a readable table of results: {reason}; remove it, and the"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import datetime as dt
 import os
-import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
@@ -28,6 +27,7 @@ from moesim.hwprofiles.calibration.unobserved import profile_entries
 from moesim.hwprofiles.profile import HardwareProfile, save_profile
 from moesim.policies.systems import compose
 from moesim.runs.machine import machine_profile
+from moesim.traces.files import ScratchFolder
 from moesim.traces.timeline.metrics import summarise
 from moesim.validation.calibration_runs import ROUTED, Design, designs
 from moesim.validation.drift import ReferenceRuns, with_reference_runs
@@ -175,10 +175,10 @@ def calibrate(
     load = os.getloadavg()[0]
     passes = _QUICK_PASSES if quick else _PASSES
     # Stores are deleted last: runners read from them until they are closed.
-    with tempfile.TemporaryDirectory(dir=stores) as folder, ExitStack() as runners:
+    with ScratchFolder(stores) as folder, ExitStack() as runners:
         report_progress("the machine's lanes", 0.0)
         if hw is None:
-            hw = measure(None, Path(folder) / "base.toml", quick=True)
+            hw = measure(None, folder / "base.toml", quick=True)
         base = machine_profile(hw)
         chosen_dtype = dtype or default_dtype(base)
 
@@ -190,7 +190,7 @@ def calibrate(
                     shape_for(ROUTED, spec, chosen_dtype),
                     base,
                     dtype=chosen_dtype,
-                    store=Path(folder) / str(number),
+                    store=folder / str(number),
                 )
             )
             of_shape = designs(runner.shape, quick=quick, seed=seed)
@@ -198,7 +198,7 @@ def calibrate(
             runner.run(of_shape[-1].trial, base, seed=seed)
             planned += [(runner, design) for design in of_shape]
 
-        reference = ReferenceRuns(base, chosen_dtype, Path(folder), runners)
+        reference = ReferenceRuns(base, chosen_dtype, folder, runners)
         runs: list[FinishedRun] = []
         total = passes * len(planned)
         for number in range(passes):

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import os
 import platform
-import tempfile
 import time
 from contextlib import ExitStack
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,6 +25,7 @@ from moesim.policies.base import CachePolicy
 from moesim.policies.systems import compose as compose_system
 from moesim.runs.machine import machine_profile
 from moesim.runs.memory import MemoryOptions
+from moesim.traces.files import ScratchFolder
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.timeline.metrics import summarise
@@ -44,6 +43,7 @@ from moesim.validation.time_breakdown import TERMS, step_seconds, terms, terms_b
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.plan import Policies
@@ -101,7 +101,7 @@ def validate(
     opened = [
         trace if isinstance(trace, Trace) else open_trace(trace) for trace in traces
     ]
-    with tempfile.TemporaryDirectory(dir=stores) as folder, ExitStack() as runners:
+    with ScratchFolder(stores) as folder, ExitStack() as runners:
         grid = _Grid(profile, seed, replications)
         for trace, spec in product(opened, shapes):
             shape = shape_for(trace.shape, spec, chosen_dtype)
@@ -111,7 +111,7 @@ def validate(
                     shape,
                     profile,
                     dtype=chosen_dtype,
-                    store=Path(folder) / str(len(grid.runners)),
+                    store=folder / str(len(grid.runners)),
                 )
                 grid.runners[shape] = runners.enter_context(runner)
             for policy, cache_ratio, host_ratio, batch in product(
@@ -129,7 +129,7 @@ def validate(
 
         reference = None
         if has_reference_runs(profile):
-            reference = ReferenceRuns(profile, chosen_dtype, Path(folder), runners)
+            reference = ReferenceRuns(profile, chosen_dtype, folder, runners)
         report_progress = progress or (lambda _cell, _share: None)
         grid.run(repetitions, reference, report_progress)
 

@@ -7,16 +7,21 @@ where routing did not come from a trace, what the gates of a live model decided.
 
 from __future__ import annotations
 
+import io
 import json
-from typing import TYPE_CHECKING, Any, Final
+import re
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from moesim.policies.planner.decision_log import Entry
 from moesim.runtime.errors import StoreError
-from moesim.traces.files import written_beside
+from moesim.traces.checked import Checked, parse_json
+from moesim.traces.errors import TraceError
+from moesim.traces.files import write_bytes
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import Phase
+from moesim.traces.importers.readers.tensors import load_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -55,8 +60,9 @@ def save_decision_log(
                 for name, values in _arrays_of(layer).items():
                     arrays[f"{step.step}/{layer.layer}/{name}"] = values
         arrays[_STEPS] = _to_bytes(passes)
-    with written_beside(path) as part, part.open("wb") as file:
-        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+    archive = io.BytesIO()
+    np.savez_compressed(archive, **arrays)  # type: ignore[arg-type]
+    write_bytes(path, archive.getbuffer())
 
 
 def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]:
@@ -69,26 +75,34 @@ def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]
         StoreError: not such a file.
     """
     try:
-        with np.load(path) as file:
-            arrays = dict(file)
-        log = json.loads(arrays.pop(_LOG).tobytes())
-        passes = json.loads(arrays.pop(_STEPS).tobytes()) if _STEPS in arrays else None
-        entries = [
-            Entry(call, _to_tuples(arguments), _to_tuples(answer))
-            for call, arguments, answer in log
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(
-            f"{path}: expected the decision log of a run, found"
-            f" {type(error).__name__}: {error}"
-        ) from None
-    if passes is None:
+        arrays = load_named(path)
+    except (OSError, TraceError) as error:
+        raise StoreError(f"{path}: expected a decision log, found: {error}") from None
+    if _LOG not in arrays:
+        raise StoreError(f"{path}: expected the decision log of a run, found no log")
+
+    log = _parsed(path, arrays.pop(_LOG), list[tuple[str, list[Any], Any]])
+    entries = [
+        Entry(call, _to_tuples(arguments), _to_tuples(answer))
+        for call, arguments, answer in log
+    ]
+    if _STEPS not in arrays:
         return entries, None
 
+    passes = _parsed(path, arrays.pop(_STEPS), list[_Pass])
     by_layer: dict[tuple[int, int], dict[str, np.ndarray]] = {}
     for key, values in arrays.items():
-        step, layer, name = key.split("/", 2)
-        by_layer.setdefault((int(step), int(layer)), {})[name] = values
+        place = re.fullmatch(r"(\d{1,9})/(\d{1,9})/(.+)", key)
+        if place is None:
+            raise StoreError(f"{path}: {key}: expected STEP/LAYER/NAME; run it again")
+        numbers = (int(place[1]), int(place[2]))
+        by_layer.setdefault(numbers, {})[place[3]] = values
+    for (step, layer), named in by_layer.items():
+        if missing := {"experts", "tokens", "routing"} - named.keys():
+            raise StoreError(
+                f"{path}: step {step}, layer {layer}: {min(missing)} is missing; run it"
+                " again"
+            )
     steps = []
     for number, phase, batch, tokens, context, sequences in passes:
         layers = [
@@ -99,7 +113,7 @@ def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]
         steps.append(
             RoutedStep(
                 step=number,
-                phase=Phase(phase),
+                phase=_phase(path, phase),
                 batch=batch,
                 tokens=tokens,
                 context_tokens=context,
@@ -108,6 +122,36 @@ def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]
             )
         )
     return entries, steps
+
+
+class _Pass(NamedTuple):
+    """A forward pass, but for its layers; the fields of `RoutedStep`."""
+
+    step: int
+    phase: int
+    batch: int
+    tokens: int
+    context_tokens: int
+    sequences: int
+
+
+def _phase(path: Path, number: int) -> Phase:
+    try:
+        return Phase(number)
+    except ValueError:
+        raise StoreError(
+            f"{path}: phase: expected 0 or 1, found {number}; run it again"
+        ) from None
+
+
+def _parsed(path: Path, text: np.ndarray, schema: type[Checked]) -> Checked:
+    return parse_json(
+        text.tobytes(),
+        schema,
+        where=str(path),
+        error=StoreError,
+        way_out="run it again",
+    )
 
 
 def _arrays_of(layer: RoutedLayer) -> dict[str, np.ndarray]:

@@ -16,6 +16,7 @@ from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.measure.timing import sample
 from moesim.runtime.store.direct_io import BLOCK_BYTES, DirectFile
 from moesim.runtime.store.memory import HostSlots
+from moesim.traces.files import ScratchFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,7 @@ _MIB: Final = 1 << 20
 READ_BYTES: Final = (128 * _KIB, 512 * _KIB, 2 * _MIB, 8 * _MIB)
 _NOISE_BYTES: Final = 8 * _MIB
 _MEMORY_FILE_SYSTEMS: Final = ("tmpfs", "ramfs")
-_FILE_NAME: Final = ".moesim-read-test.part"
+_FILE_NAME: Final = "noise"
 
 
 class DiskReport(NamedTuple):
@@ -68,7 +69,6 @@ def measure_disk(
             None,
         )
 
-    path = folder / _FILE_NAME
     try:
         # Twice, because a disk that is nearly full is slow, and of use to others.
         if shutil.disk_usage(folder).free < 2 * file_bytes:
@@ -76,26 +76,25 @@ def measure_disk(
                 f"{folder}: fewer than {2 * file_bytes >> 20} MiB are free; name"
                 " another folder"
             )
-        _write_noise(path, file_bytes)
-        with DirectFile(path) as file:
-            method = "direct reads around the page cache"
-            if not file.direct:
-                method = (
-                    f"reads through the page cache, dropped after each ({file.reason})"
+        with ScratchFolder(folder) as scratch:
+            path = scratch / _FILE_NAME
+            _write_noise(path, file_bytes)
+            with DirectFile(path) as file:
+                method = "direct reads around the page cache"
+                if not file.direct:
+                    why = file.reason
+                    method = f"reads through the page cache, dropped after each ({why})"
+                core_share = _measure_reads(
+                    measurements,
+                    file,
+                    seconds,
+                    f"{method}, {file_system} file of {file_bytes >> 20} MiB",
                 )
-            core_share = _measure_reads(
-                measurements,
-                file,
-                seconds,
-                f"{method}, {file_system} file of {file_bytes >> 20} MiB",
-            )
     except OSError as error:
         raise RuntimeFault(
             f"{folder}: cannot measure reads: {error.strerror or error}; name another"
             " folder"
         ) from None
-    finally:
-        path.unlink(missing_ok=True)
     return DiskReport(f"{method} on {file_system}", core_share)
 
 

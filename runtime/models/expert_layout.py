@@ -35,6 +35,9 @@ ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "relu2": lambda x: functional.relu(x).square(),
 }
 
+_MOST_TENSORS: Final = 4
+"""Weights up and down, and their biases."""
+
 ALPHA_SWIGLU: Final = "alpha_swiglu"
 """gpt-oss's activation: ``(up + 1) * gate * sigmoid(alpha * gate)``."""
 
@@ -125,6 +128,26 @@ class ExpertLayout:
     transposed: bool
     gating: Gating
 
+    def __post_init__(self) -> None:
+        """Refuse what no expert has: a layout may come from a file."""
+        # A wrong name is met when an index is read, not later.
+        torch_dtype(self.dtype)
+        known = {*ACTIVATIONS, ALPHA_SWIGLU, MODULE_GATING}
+        if self.gating.act not in known:
+            raise ValueError(f"gating.act: unknown activation {self.gating.act!r}")
+        if not 2 <= len(self.tensors) <= _MOST_TENSORS:
+            raise ValueError(
+                f"tensors: expected 2..{_MOST_TENSORS}, found {len(self.tensors)}"
+            )
+        end = 0
+        for spec in self.tensors:
+            if spec.offset_bytes < end or not spec.shape or min(spec.shape) < 1:
+                raise ValueError(
+                    f"tensors: {spec.name}: expected a place behind byte {end} and"
+                    f" sizes above 0, found byte {spec.offset_bytes}, {spec.shape}"
+                )
+            end = spec.offset_bytes + self.tensor_bytes(spec)
+
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch's object."""
@@ -157,26 +180,6 @@ class ExpertLayout:
     def to_json(self) -> dict[str, Any]:
         """Describe as plain values for an index file."""
         return asdict(self) | {"tensors": [list(spec) for spec in self.tensors]}
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> ExpertLayout:
-        """Rebuild from `to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: `raw` is not such a description.
-        """
-        # Checked here, so that a wrong name is met when an index is read, not later.
-        torch_dtype(raw["dtype"])
-        tensors = tuple(
-            TensorSpec(str(name), tuple(int(size) for size in shape), int(offset))
-            for name, shape, offset in raw["tensors"]
-        )
-        return cls(
-            dtype=str(raw["dtype"]),
-            tensors=tensors,
-            transposed=bool(raw["transposed"]),
-            gating=Gating(**raw["gating"]),
-        )
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -13,13 +13,14 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from moesim.policies.cache._slot_shares import kept_alone
 from moesim.policies.prefetch._transitions import Transitions
 from moesim.traces.errors import TraceError
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_bytes
 from moesim.traces.format.reader import open_trace
+from moesim.traces.tensor_seal import sealed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,8 +123,7 @@ def write_calibration(
         name: list(tensor.shape) for name, tensor in sorted(tensors.items())
     }
     metadata[FACTS_KEY] = json.dumps(facts, sort_keys=True)
-    with written_beside(out) as part:
-        save_file(tensors, part, metadata=metadata)
+    write_bytes(out, save(tensors, sealed(tensors, metadata)))
     return facts
 
 

@@ -7,9 +7,12 @@ those without experts included. Source: `kt_ep_wrapper.py` of kvcache-ai/sglang.
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING
 
 import torch
+
+from moesim.traces.files import write_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,9 +35,6 @@ def write_expert_counts(
     everywhere = torch.zeros((1, layers, counts.shape[1]), dtype=torch.int64)
     everywhere[0, list(moe_layers)] = torch.from_numpy(counts)
 
-    part = path.with_name(path.name + ".part")
-    try:
-        torch.save({"logical_count": everywhere}, part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    archive = io.BytesIO()
+    torch.save({"logical_count": everywhere}, archive)
+    write_bytes(path, archive.getbuffer())

@@ -13,24 +13,26 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from moesim.runtime.models.gates import gate_facts
 from moesim.runtime.models.model_weights import weights_digest
 from moesim.runtime.models.moe_blocks import find_blocks
 from moesim.runtime.record.gate_observer import GateObserver
 from moesim.runtime.text import corpus
+from moesim.traces.checked import parse_json
 from moesim.traces.errors import TraceError
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_bytes
+from moesim.traces.tensor_seal import check, sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
     from moesim.runtime.models.local_model import LocalModel
 
@@ -63,8 +65,9 @@ class Residual:
         """Write a safetensors file: beside the target, then renamed onto it."""
         vectors = np.ascontiguousarray(self.vectors, dtype=np.float32)
         metadata = {_METADATA: json.dumps(self.facts, sort_keys=True)}
-        with written_beside(path) as part:
-            save_file({_TENSOR: vectors}, part, metadata=metadata)
+        write_bytes(
+            path, save({_TENSOR: vectors}, sealed({_TENSOR: vectors}, metadata))
+        )
 
     @classmethod
     def load(cls, path: Path | str) -> Residual:
@@ -75,9 +78,20 @@ class Residual:
         """
         try:
             with safe_open(path, framework="numpy") as file:
-                facts = json.loads((file.metadata() or {})[_METADATA])
-                return cls(file.get_tensor(_TENSOR), facts)
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+                metadata = file.metadata() or {}
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            check(Path(path), arrays, metadata)
+            facts = parse_json(
+                metadata[_METADATA],
+                dict[str, Any],
+                where=str(path),
+                error=TraceError,
+                way_out="calibrate again",
+            )
+            return cls(arrays[_TENSOR], facts)
+        except TraceError:
+            raise
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise TraceError(
                 f"{path}: expected residual vectors of a moesim calibration, found"
                 f" {type(error).__name__}: {error}; calibrate again"

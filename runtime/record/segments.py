@@ -10,18 +10,21 @@ however often the recording was stopped.
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 
 from moesim.runtime.file_lock import try_lock
+from moesim.traces.checked import read_json
 from moesim.traces.errors import TraceError
-from moesim.traces.files import written_beside
+from moesim.traces.files import open_own, remove_leftovers, write_text
 from moesim.traces.format.reader import open_trace
-from moesim.traces.format.schema import Phase, TraceHeader
+from moesim.traces.format.schema import OPTIONAL_COLUMNS, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 
 if TYPE_CHECKING:
@@ -122,12 +125,14 @@ class Segments:
     def __enter__(self) -> Self:
         """Take the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self._folder / _LOCK_NAME).open("w")
+        lock = open_own(self._folder / _LOCK_NAME, os.O_WRONLY)
+        self._lock = os.fdopen(lock, "w", encoding="utf-8")
         try:
             self._check_alone()
             self._begin()
         except BaseException:
-            self._lock.close()
+            with suppress(OSError):
+                self._lock.close()
             raise
         return self
 
@@ -141,7 +146,8 @@ class Segments:
         if not self.done:
             shutil.rmtree(self._folder, ignore_errors=True)
         # Last, so that no other recording takes a folder that is being removed.
-        self._lock.close()
+        with suppress(OSError):
+            self._lock.close()
 
     def write(self, sequences: list[dict[str, Any]]) -> None:
         """Write the next sequences as one segment: rows by name, as `TraceWriter.write`
@@ -211,13 +217,13 @@ class Segments:
         (self._folder / _PLAN_NAME).unlink(missing_ok=True)
         for path in self._folder.glob("*.parquet*"):
             path.unlink()
+        remove_leftovers(self._folder)
         body = {
             "header": self.header.to_json(),
             "columns": self.columns,
             "batch": self.batch,
         }
-        with written_beside(self._folder / _PLAN_NAME) as part:
-            part.write_text(json.dumps(body), encoding="utf-8")
+        write_text(self._folder / _PLAN_NAME, json.dumps(body))
 
     def _copy_rows(self, header: TraceHeader) -> tuple[int, int]:
         """Write the trace; return its rows, and how many of them are prefill."""
@@ -254,6 +260,23 @@ class Segments:
                 )
 
 
+@dataclass
+class _Journal:
+    """The contents of the journal."""
+
+    header: str
+    columns: list[str]
+    batch: int
+
+    def __post_init__(self) -> None:
+        """Refuse groups of no sequence, and columns that no trace has."""
+        if self.batch < 1:
+            raise TraceError(f"batch: expected a number above 0, found {self.batch}")
+        unknown = sorted(set(self.columns) - set(OPTIONAL_COLUMNS))
+        if unknown:
+            raise TraceError(f"columns: unknown column {unknown[0]!r}")
+
+
 class _Plan(NamedTuple):
     """What an unfinished recording records."""
 
@@ -276,17 +299,21 @@ def _segment(folder: Path, first: int) -> Path:
 
 def _read_plan(folder: Path) -> _Plan:
     path = folder / _PLAN_NAME
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        return _Plan(
-            header=TraceHeader.from_json(raw["header"], where=str(path)),
-            columns=tuple(raw["columns"]),
-            batch=int(raw["batch"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    body = read_json(
+        path,
+        _Journal,
+        error=TraceError,
+        expected="the journal of a recording",
+        way_out=f"remove {folder.name}",
+    )
+    header = TraceHeader.from_json(body.header, where=str(path))
+    planned = header.provenance.get("sequences")
+    if not (isinstance(planned, int) and planned > 0):
         raise TraceError(
-            f"{path}: not the journal of a recording: {error}; remove {folder.name}"
-        ) from None
+            f"{path}: header: provenance.sequences: expected a number above 0, found"
+            f" {planned!r}; remove {folder.name}"
+        )
+    return _Plan(header, tuple(body.columns), body.batch)
 
 
 def _count_finished(folder: Path, plan: _Plan) -> int:

@@ -34,6 +34,7 @@ from moesim.runtime.store.store import (
     BuildProgress,
     ExpertStore,
 )
+from moesim.traces.files import open_own, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,12 +127,10 @@ def _build(
             )
         index = _write_records(source, directory, log, progress)
 
-        # The index is renamed last: with it, there is a store. A kill between the two
-        # renames leaves data that the next build takes up again.
-        part = directory / (INDEX_NAME + ".part")
-        part.write_text(index.to_json(), encoding="utf-8")
+        # The index comes last: with it, there is a store. A kill between the two leaves
+        # data that the next build takes up again.
         (directory / _PART_NAME).replace(directory / DATA_NAME)
-        part.replace(directory / INDEX_NAME)
+        write_text(directory / INDEX_NAME, index.to_json())
         (directory / BUILD_LOG_NAME).unlink()
 
     store = ExpertStore(directory)
@@ -166,7 +165,9 @@ def _open_log(directory: Path) -> IO[str]:
     """Make the directory and open its build log, keeping what is in it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return (directory / BUILD_LOG_NAME).open("a+", encoding="utf-8")
+        flags = os.O_RDWR | os.O_APPEND
+        descriptor = open_own(directory / BUILD_LOG_NAME, flags)
+        return os.fdopen(descriptor, "a+", encoding="utf-8")
     except OSError as error:
         raise StoreError(
             f"{directory}: cannot write here: {error.strerror}; choose another"
@@ -191,7 +192,7 @@ def _write_records(
     if not part.exists() and (directory / DATA_NAME).exists():
         (directory / DATA_NAME).replace(part)
 
-    descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = open_own(part, os.O_RDWR)
     try:
         plan_digest = digest_of(
             {

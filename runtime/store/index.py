@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models.expert_layout import ExpertLayout, round_up
 from moesim.runtime.store.direct_io import BLOCK_BYTES
+from moesim.traces.checked import parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 FORMAT: Final = "moesim-experts"
@@ -50,6 +51,36 @@ class StoreIndex:
     checksums: tuple[int, ...]
     data_bytes: int
     distinct: int | None = None
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        """Refuse records that lie outside the file, and names of records that are not
+        there.
+        """
+        if not self.layouts or not self.records:
+            raise StoreError("expected layers and layouts, found none")
+        if len(self.layer_layouts) != len(self.records):
+            raise StoreError(
+                f"layer_layouts: expected one of each of {len(self.records)} layers,"
+                f" found {len(self.layer_layouts)}"
+            )
+        if len(self.checksums) != len(self.offsets):
+            raise StoreError(
+                f"checksums: expected one of each of {len(self.offsets)} records, found"
+                f" {len(self.checksums)}"
+            )
+        _check_below("layer_layouts", self.layer_layouts, len(self.layouts))
+        for layer, row in enumerate(self.records):
+            _check_below(f"records of layer {layer}", row, len(self.offsets))
+            last = self.data_bytes - record_stride(self.per_layer[layer])
+            places = [self.offsets[record] for record in row]
+            _check_below(f"offsets of layer {layer}", places, last + 1)
+            if not row or any(place % BLOCK_BYTES for place in places):
+                raise StoreError(
+                    f"layer {layer}: expected experts on multiples of {BLOCK_BYTES}"
+                    f" bytes, found {places}"
+                )
 
     @property
     def per_layer(self) -> tuple[ExpertLayout, ...]:
@@ -99,27 +130,20 @@ class StoreIndex:
                 " and build the store again"
             )
 
-        try:
-            return cls._from_json(body)
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(
-                f"{path}: {type(error).__name__}: {error}; remove the folder and build"
-                " the store again"
-            ) from None
-
-    @classmethod
-    def _from_json(cls, body: Mapping[str, Any]) -> StoreIndex:
-        return cls(
-            model=body["model"],
-            model_digest=body["model_digest"],
-            layouts=tuple(ExpertLayout.from_json(raw) for raw in body["layouts"]),
-            layer_layouts=tuple(body["layer_layouts"]),
-            records=tuple(tuple(row) for row in body["records"]),
-            offsets=tuple(body["offsets"]),
-            checksums=tuple(body["checksums"]),
-            data_bytes=body["data_bytes"],
-            distinct=body["distinct"],
+        facts = {key: body[key] for key in body if key not in ("format", "version")}
+        return parse_json(
+            json.dumps(facts),
+            cls,
+            where=str(path),
+            error=StoreError,
+            way_out="remove the folder and build the store again",
         )
+
+
+def _check_below(name: str, values: Iterable[int], limit: int) -> None:
+    outside = [value for value in values if not 0 <= value < limit]
+    if outside:
+        raise StoreError(f"{name}: expected 0..{limit - 1}, found {outside[0]}")
 
 
 def record_stride(layout: ExpertLayout) -> int:

@@ -21,6 +21,7 @@ from moesim.runtime.errors import StoreError
 from moesim.runtime.store.direct_io import BLOCK_BYTES, DirectFile
 from moesim.runtime.store.index import INDEX_NAME, StoreIndex, record_stride
 from moesim.runtime.store.memory import HostSlots
+from moesim.traces.files import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,7 +186,7 @@ class ExpertStore:
         cannot be written, all is compared again next time.
         """
         with suppress(OSError):
-            (self.directory / SEAL_NAME).write_text(self._state(), encoding="utf-8")
+            write_text(self.directory / SEAL_NAME, self._state())
 
     def close(self) -> None:
         """Close the file."""

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from torch.nn import functional
 
 from moesim.policies.cache._learned_network import Network, sizes
 from moesim.runtime.train.cache_recipe import Recipe
 from moesim.runtime.train.cache_samples import Samples, observe
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_bytes
+from moesim.traces.tensor_seal import sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -48,8 +49,8 @@ class Trained:
     def save(self, path: Path) -> None:
         """Write a safetensors file, beside the target and then renamed onto it."""
         metadata = {"moesim": json.dumps(self.facts, sort_keys=True)}
-        with written_beside(path) as part:
-            save_file(self.network._asdict(), part, metadata=metadata)
+        arrays = self.network._asdict()
+        write_bytes(path, save(arrays, sealed(arrays, metadata)))
 
 
 def train(

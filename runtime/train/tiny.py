@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -29,6 +27,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moesim.runtime.models.tiny import BALANCE_WEIGHT, load_tiny, tiny_config
 from moesim.runtime.text import corpus
+from moesim.traces.files import ScratchFolder, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -364,20 +363,15 @@ def _save(model: Qwen3MoeForCausalLM, target: Path, training: dict[str, Any]) ->
     """Write the model in bfloat16 with its `training.json`: beside the target, then
     renamed onto it.
     """
-    # With the process's number, so that two trainings cannot meet.
-    new = target.with_name(f".{target.name}.{os.getpid()}.new")
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
     saved = Qwen3MoeForCausalLM(tiny_config()).to(torch.bfloat16)
     saved.load_state_dict(model.state_dict())
-    try:
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with ScratchFolder(target.parent) as scratch:
+        new = scratch / "new"
         saved.save_pretrained(new)
-        (new / "training.json").write_text(
-            json.dumps(training, indent=1) + "\n", encoding="utf-8"
-        )
+        write_text(new / "training.json", json.dumps(training, indent=1) + "\n")
         # A folder cannot be replaced in one step: the old one is moved away first.
         if target.exists():
-            target.rename(old)
+            target.rename(scratch / "old")
         new.rename(target)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)

@@ -8,9 +8,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from moesim.traces.files import written_beside
+from moesim.traces.format.parquet import write_table
 from moesim.traces.stats.statistics import stats
 
 if TYPE_CHECKING:
@@ -37,8 +36,7 @@ def export(
     # Under one key, so that other tools need not know which figures there are.
     described = {"trace": trace.path.name, "model": trace.shape.name, **single}
     metadata = {"statistics": json.dumps(described, sort_keys=True)}
-    with written_beside(out) as part:
-        pq.write_table(table.replace_schema_metadata(metadata), part)
+    write_table(out, table.replace_schema_metadata(metadata))
 
     progress(table.num_rows)
     return int(table.num_rows)

@@ -6,19 +6,19 @@ named by file, row and column instead of surfacing later as a wrong number.
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from moesim.traces.errors import MissingColumnError, TraceError
-from moesim.traces.files import sha256
 from moesim.traces.format.arrow import codes, flat, values
 from moesim.traces.format.checks import check_sequence
 from moesim.traces.format.distinct import first_repeat
+from moesim.traces.format.parquet import open_parquet
 from moesim.traces.format.row_order import follow
 from moesim.traces.format.schema import (
     METADATA_KEY,
@@ -30,11 +30,14 @@ from moesim.traces.format.schema import (
 )
 from moesim.traces.format.sorting import joined
 from moesim.traces.format.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_width
+from moesim.traces.parquet_seal import Digests, Footer, check_footer, digests
 from moesim.traces.shipped import SHIPPED, resolve_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+    import pyarrow.parquet as pq
 
 # Other writers may have used wider numbers; every part of moesim counts on these.
 _DTYPES = {
@@ -86,9 +89,12 @@ class Trace:
         path: Path,
         file: pq.ParquetFile,
         header: TraceHeader,
+        footer: Footer,
         name: str = "",
     ) -> None:
         self.path = path
+        self._footer = footer
+        self._digests: Digests | None = None
         # Results hold the name, so that they are the same wherever moesim is installed.
         self.name = name or str(path)
         self.header = header
@@ -105,8 +111,14 @@ class Trace:
         return f"Trace({str(self.path)!r}, {self.shape.name}, {self.rows} rows)"
 
     def digest(self) -> str:
-        """sha256 of the file, in hexadecimal."""
-        return sha256(self.path)
+        """sha256 of the file, in hexadecimal.
+
+        Raises:
+            TraceError: the file does not match its seal.
+        """
+        if self._digests is None:
+            self._digests = digests(self.path, self._footer)
+        return self._digests.file
 
     def require(
         self,
@@ -141,6 +153,8 @@ class Trace:
         # Two policies may ask for one column; it is read once.
         optional = tuple(dict.fromkeys(columns))
         self.require(optional, "this replay")
+        if self._footer.body_digest is not None:
+            self.digest()
 
         # A sequence may reach over several blocks, and a block may hold several.
         pieces: list[dict[str, np.ndarray]] = []
@@ -286,6 +300,14 @@ class Trace:
             actual = matrix[row, place]
             column = f"{name}[{place}]"
             raise self._error(base + row, column, "a finite number", actual)
+
+        # Every gate combines experts by shares; a score may well be negative.
+        if name == "weights" and rounded.size and rounded.min() < 0:
+            width = matrix.shape[1]
+            row, place = divmod(int(np.argmin(rounded.reshape(-1))), width)
+            column = f"{name}[{place}]"
+            actual = matrix[row, place]
+            raise self._error(base + row, column, "a number >= 0", actual)
         return rounded
 
     def _matrix(
@@ -402,9 +424,15 @@ def _first_line(error: BaseException) -> str:
     return lines[0].rstrip(".")
 
 
-def _parquet(path: Path) -> pq.ParquetFile:
+@contextmanager
+def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
+    with ExitStack() as stack:
+        yield _opened(path, stack)
+
+
+def _opened(path: Path, stack: ExitStack) -> pq.ParquetFile:
     try:
-        file = pq.ParquetFile(path, pre_buffer=False)
+        file = stack.enter_context(open_parquet(path))
         _ = file.schema_arrow.names  # damaged names show here
     except FileNotFoundError:
         way_out = (
@@ -420,6 +448,14 @@ def _parquet(path: Path) -> pq.ParquetFile:
         ) from None
 
     return file
+
+
+def _checked_footer(path: Path) -> Footer:
+    try:
+        return check_footer(path)
+    except OSError:
+        # Opening it as Parquet fails too, and says so at length.
+        return Footer(0, None)
 
 
 def _check_schema(
@@ -482,6 +518,7 @@ def open_trace(path: Path | str) -> Trace:
     if path.is_dir():
         raise TraceError(f"{path}: expected a Parquet file, found a folder")
 
+    footer = _checked_footer(path)
     with _parquet(path) as file:
         metadata = file.schema_arrow.metadata or {}
         if METADATA_KEY not in metadata:
@@ -496,4 +533,4 @@ def open_trace(path: Path | str) -> Trace:
             raise TraceError(
                 f"{path}: expected at least one row, found an empty trace; {_AGAIN}"
             )
-        return Trace(path, file, header, name)
+        return Trace(path, file, header, footer, name)

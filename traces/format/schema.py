@@ -12,10 +12,45 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from moesim.traces.checked import parse_json
 from moesim.traces.errors import TraceError
 
 SCHEMA_VERSION = 1
 METADATA_KEY = b"moesim"
+SPLITS = ("calibration", "evaluation")
+"""A policy is fitted on the first and judged on the second."""
+
+
+# Layers and experts are numbered in 16 bits, with and without a sign.
+MOST_LAYERS = (1 << 15) - 1
+MOST_EXPERTS = 1 << 16
+# No weight and no expert of a real model is near it; it keeps sums far from overflow.
+MOST_OF_A_SIZE = 1 << 48
+
+_LIMITS = {
+    "layers": (1, MOST_LAYERS),
+    "experts": (1, MOST_EXPERTS),
+    **dict.fromkeys(
+        ("top_k", "hidden", "expert_intermediate"),
+        (1, MOST_OF_A_SIZE),
+    ),
+    **dict.fromkeys(
+        (
+            "other_bytes",
+            "shared_experts",
+            "shared_intermediate",
+            "dense_intermediate",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "vocab",
+        ),
+        (0, MOST_OF_A_SIZE),
+    ),
+}
+"""Least and most of each size of a model."""
+
+_NO_OTHER_FIELDS = {"extra": "forbid"}
 
 
 class Phase(enum.IntEnum):
@@ -68,15 +103,32 @@ class ModelShape:
     norm_topk: bool = True
     assumed: tuple[str, ...] = ()
 
+    __pydantic_config__ = _NO_OTHER_FIELDS
+
     def __post_init__(self) -> None:
         """Refuse sizes that no model can have."""
         # A header is read from a file, so this is no matter of our own bugs.
-        for name in ("layers", "experts", "top_k", "hidden", "expert_intermediate"):
-            if getattr(self, name) < 1:
+        for name, (least, most) in _LIMITS.items():
+            if not least <= getattr(self, name) <= most:
                 raise TraceError(
-                    f"model shape {self.name!r}: {name}: expected >= 1, got"
+                    f"model shape {self.name!r}: {name}: expected {least}..{most}, got"
                     f" {getattr(self, name)}"
                 )
+        if not self.name.strip():
+            raise TraceError("model shape: name: expected a name, got none")
+        if self.kv_heads > self.heads:
+            raise TraceError(
+                f"model shape {self.name!r}: kv_heads {self.kv_heads} exceeds heads"
+                f" {self.heads}"
+            )
+        # Dense layers and MoE layers together are all layers of the model.
+        last = self.layers + len(self.dense_layers) - 1
+        inside = all(0 <= layer <= last for layer in self.dense_layers)
+        if not inside or len(set(self.dense_layers)) < len(self.dense_layers):
+            raise TraceError(
+                f"model shape {self.name!r}: dense_layers: expected different layers"
+                f" 0..{last}, got {self.dense_layers}"
+            )
         if self.top_k > self.experts:
             raise TraceError(
                 f"model shape {self.name!r}: top_k {self.top_k} exceeds experts"
@@ -87,10 +139,10 @@ class ModelShape:
                 f"model shape {self.name!r}: expert_bytes: expected {self.layers}"
                 f" entries (one per MoE layer), got {len(self.expert_bytes)}"
             )
-        if min(self.expert_bytes) < 1:
+        if min(self.expert_bytes) < 1 or max(self.expert_bytes) > MOST_OF_A_SIZE:
             raise TraceError(
-                f"model shape {self.name!r}: expert_bytes: expected >= 1 byte in every"
-                " layer"
+                f"model shape {self.name!r}: expert_bytes: expected"
+                f" 1..{MOST_OF_A_SIZE} bytes in every layer"
             )
 
     @property
@@ -103,6 +155,13 @@ class ModelShape:
         """Multiply-adds count twice: gate, up and down projections, ``6 H F``."""
         # Three matrices of H x F, two operations per weight.
         return 6 * self.hidden * self.expert_intermediate
+
+
+@dataclass
+class _Version:
+    """What every version of the header has."""
+
+    schema_version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +178,16 @@ class TraceHeader:
     calibration: dict[str, Any] = field(default_factory=dict)
     split: str = "evaluation"
     schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        """Refuse a part of the data that nobody knows."""
+        if self.split not in SPLITS:
+            raise TraceError(
+                f"split: expected {' or '.join(SPLITS)}, got {self.split!r}"
+            )
+
+    # A misspelt field must not count as one that is missing.
+    __pydantic_config__ = _NO_OTHER_FIELDS
 
     def to_json(self) -> str:
         """Serialise with sorted keys, so equal headers are equal bytes."""
@@ -137,33 +206,16 @@ class TraceHeader:
             TraceError: not JSON, nested too deep, another schema version, or fields
                 missing or of a wrong type.
         """
-        try:
-            raw = json.loads(text)
+        place = f"{where}: header 'moesim'"
+        way_out = "is this a moesim trace? `moesim trace import` makes one"
 
-            version = raw["schema_version"]
-            if version != SCHEMA_VERSION:
-                raise TraceError(  # noqa: TRY301 - one place for all that a header can lack
-                    f"{where}: trace schema version: expected {SCHEMA_VERSION}, found"
-                    f" {version}; record it again"
-                )
-
-            # JSON has lists only.
-            shape = dict(raw["shape"])
-            for name in ("expert_bytes", "dense_layers", "assumed"):
-                shape[name] = tuple(shape.get(name, ()))
-
-            header = cls(
-                shape=ModelShape(**shape),
-                provenance=dict(raw.get("provenance", {})),
-                calibration=dict(raw.get("calibration", {})),
-                split=str(raw.get("split", "evaluation")),
-            )
-            header.to_json()  # what nests too deep to be written again ends here
-        except TraceError:
-            raise
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        # Alone and first: another version may have other fields.
+        version = parse_json(
+            text, _Version, where=place, error=TraceError, way_out=way_out
+        )
+        if version.schema_version != SCHEMA_VERSION:
             raise TraceError(
-                f"{where}: header 'moesim': {type(error).__name__}: {error}; is this a"
-                " moesim trace? `moesim trace import` makes one"
-            ) from None
-        return header
+                f"{where}: trace schema version: expected {SCHEMA_VERSION}, found"
+                f" {version.schema_version}; record it again"
+            )
+        return parse_json(text, cls, where=place, error=TraceError, way_out=way_out)

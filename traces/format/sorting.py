@@ -10,7 +10,6 @@ sequence, not by the file.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from moesim.traces.errors import TraceError
+from moesim.traces.files import ScratchFolder
 from moesim.traces.format.arrow import numbers, values
 
 if TYPE_CHECKING:
@@ -246,12 +246,10 @@ def _external(
     reader = pa.RecordBatchReader.from_batches(packing.schema, packed)
 
     beside.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix=f"{beside.name}.", suffix=".sorting", dir=beside.parent
-    ) as folder:
+    with ScratchFolder(beside.parent) as folder:
         settings = {
             "memory_limit": MEMORY_LIMIT,
-            "temp_directory": folder,
+            "temp_directory": str(folder),
             "threads": 1,
             "preserve_insertion_order": False,
         }

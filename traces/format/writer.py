@@ -6,7 +6,7 @@ needs more than a few tens of MiB at a time.
 
 from __future__ import annotations
 
-import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moesim.traces.errors import TraceError
-from moesim.traces.files import part_path
+from moesim.traces.files import NewFile
 from moesim.traces.format.arrow import lists, named, numbers
 from moesim.traces.format.float16 import to_float16
+from moesim.traces.format.parquet import sealed_writer
 from moesim.traces.format.row_order import follow
 from moesim.traces.format.schema import (
     METADATA_KEY,
@@ -29,6 +30,7 @@ from moesim.traces.format.schema import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
 # A reader holds one row group; wide rows (scores of many experts) make it shorter.
@@ -124,21 +126,18 @@ class TraceWriter:
         self._group = {name: self._empty_column(name) for name in self._schema.names}
         self._filled = 0
         self._last = (-1, -1)
+        self._stack = ExitStack()
         self._writer: pq.ParquetWriter | None = None
 
     def __enter__(self) -> Self:
         """Begin the file beside its final name."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._writer = pq.ParquetWriter(
-            part_path(self.path),
-            self._schema,
-            compression="zstd",
-            use_dictionary=list(_SCALARS),
-            write_statistics=["seq", "pos", "layer"],
-            # Smaller, and faster both ways; 16-bit floats would be, too, but DuckDB
-            # reads them plain only.
-            column_encoding={"experts.list.element": "BYTE_STREAM_SPLIT"},
-        )
+        self._file = NewFile(self.path)
+        try:
+            self._stack.enter_context(self._file.errors_named())
+            self._writer = self._stack.enter_context(self._sealed_writer())
+        except BaseException:
+            self._file.discard()
+            raise
         return self
 
     def __exit__(
@@ -149,20 +148,32 @@ class TraceWriter:
     ) -> None:
         """Finish the file and give it its name, or leave nothing behind."""
         try:
-            if kind is None:
-                self._flush()
             # Closed in any case: an open file could not be removed on Windows.
-            self._parquet().close()
-            if kind is None:
+            with self._stack:
+                if error is not None:
+                    raise error
+                self._flush()
                 if not self.rows:
                     raise TraceError(
                         f"{self.path}: expected at least one row, got none; nothing was"
                         " written"
                     )
-                os.replace(part_path(self.path), self.path)  # noqa: PTH105 - named as the promise is
+            self._file.commit()
         finally:
             self._writer = None
-            part_path(self.path).unlink(missing_ok=True)
+            self._file.discard()
+
+    def _sealed_writer(self) -> AbstractContextManager[pq.ParquetWriter]:
+        return sealed_writer(
+            self._file.path,
+            self._schema,
+            compression="zstd",
+            use_dictionary=list(_SCALARS),
+            write_statistics=["seq", "pos", "layer"],
+            # Smaller, and faster both ways; 16-bit floats would be, too, but DuckDB
+            # reads them plain only.
+            column_encoding={"experts.list.element": "BYTE_STREAM_SPLIT"},
+        )
 
     def write(
         self,
@@ -352,7 +363,8 @@ class TraceWriter:
             for name in self._schema.names
         ]
         table = pa.Table.from_arrays(columns, schema=self._schema)
-        self._parquet().write_table(table, row_group_size=self._group_rows)
+        with self._file.errors_named():
+            self._parquet().write_table(table, row_group_size=self._group_rows)
         self._filled = 0
 
     @staticmethod

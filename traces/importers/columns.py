@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from moesim.traces.format.arrow import codes, flat, values
+from moesim.traces.format.parquet import open_parquet, read_schema
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 from moesim.traces.format.sorting import BATCH_ROWS, Appearance, Unordered
 from moesim.traces.importers.readers.errors import decoding, layout_error
@@ -287,7 +287,7 @@ def _names(path: Path) -> list[str]:
     """The file's columns."""
     with decoding(path, "columns"):
         if head(path, 4) == b"PAR1":
-            return list(pq.read_schema(path).names)
+            return list(read_schema(path).names)
 
         # Arrow would take the names apart too, but only while reading the rows.
         line = _header_line(path)
@@ -309,7 +309,7 @@ def _batches(
 ) -> Iterator[pa.RecordBatch]:
     """The columns `names` of the file, some rows at a time."""
     if head(path, 4) == b"PAR1":
-        with pq.ParquetFile(path, pre_buffer=False) as file:
+        with open_parquet(path) as file:
             yield from file.iter_batches(BATCH_ROWS, columns=names, use_threads=False)
         return
 

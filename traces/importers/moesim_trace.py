@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from moesim.traces.format.parquet import read_schema
 from moesim.traces.format.schema import (
     METADATA_KEY,
     OPTIONAL_COLUMNS,
@@ -18,6 +18,7 @@ from moesim.traces.format.schema import (
 )
 from moesim.traces.importers import columns
 from moesim.traces.importers.readers.errors import layout_error
+from moesim.traces.parquet_seal import check_seal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 def recognises(path: Path) -> bool:
     """Whether this is Parquet with our header and columns."""
     try:
-        schema = pq.read_schema(path)
+        schema = read_schema(path)
     except (pa.ArrowException, OSError, ValueError):
         return False
 
@@ -45,7 +46,7 @@ def header(
     Raises:
         TraceError: damaged, or `shape` is another model.
     """
-    metadata = pq.read_schema(path).metadata
+    metadata = read_schema(path).metadata
     header = TraceHeader.from_json(metadata[METADATA_KEY], where=str(path))
     # A stated shape may only say what the header says.
     if shape is None:
@@ -70,7 +71,8 @@ def read(
     shape: ModelShape,
 ) -> Unordered:
     """All columns that a trace may have."""
-    names = pq.read_schema(path).names
+    check_seal(path)
+    names = read_schema(path).names
     known = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)
     # Columns of other tools beside ours are left out.
     mapping = {name: [name] for name in known if name in names}

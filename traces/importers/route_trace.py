@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from moesim.traces.files import sha256, written_beside
 from moesim.traces.format.arrow import numbers
+from moesim.traces.format.parquet import sealed_writer
 from moesim.traces.format.sorting import BATCH_ROWS, ApartError, Unordered
 from moesim.traces.importers.readers.csv_columns import csv_columns
 from moesim.traces.importers.readers.errors import decoding, layout_error
@@ -36,6 +37,7 @@ from moesim.traces.models import model_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
@@ -261,8 +263,8 @@ def beside(out: Path) -> Iterator[Callable[[Block], Block]]:
             writer.add_key_value_metadata({RESIDENCY_OF: sha256(out)})
 
 
-def _residency_writer(path: Path) -> pq.ParquetWriter:
-    return pq.ParquetWriter(
+def _residency_writer(path: Path) -> AbstractContextManager[pq.ParquetWriter]:
+    return sealed_writer(
         path,
         _RESIDENCY,
         compression="zstd",

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from moesim.traces.errors import TraceError
 from moesim.traces.format.arrow import codes, flat, values
+from moesim.traces.format.parquet import open_parquet, read_schema
 from moesim.traces.format.schema import Phase
 from moesim.traces.format.sorting import BATCH_ROWS, Unordered
 from moesim.traces.importers.readers.options import NO_WEIGHTS
@@ -44,7 +44,7 @@ class _Overview(NamedTuple):
 def recognises(path: Path) -> bool:
     """Whether this is Parquet with the columns of the layout."""
     try:
-        names = pq.read_schema(path).names
+        names = read_schema(path).names
     except (pa.ArrowException, OSError, ValueError):
         return False
 
@@ -57,7 +57,7 @@ def provenance(path: Path) -> dict[str, Any]:
     """
     metadata = {
         key.decode(): value.decode()
-        for key, value in (pq.read_schema(path).metadata or {}).items()
+        for key, value in (read_schema(path).metadata or {}).items()
     }
     overview: _Overview = _overview.get(path)
 
@@ -116,7 +116,7 @@ def _batches(
     """Record batches with the number of their first row."""
     first_row = 0
 
-    with pq.ParquetFile(path, pre_buffer=False) as file:
+    with open_parquet(path) as file:
         batches = file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
         while True:
             try:
@@ -136,7 +136,7 @@ def _batches(
 
 def _read_overview(path: Path) -> _Overview:
     names: dict[str, None] = {}
-    has_scores = "scores" in pq.read_schema(path).names
+    has_scores = "scores" in read_schema(path).names
 
     for first_row, batch in _batches(path, _with_scores("seq_id", has_scores)):
         column = _dictionary(batch.column("seq_id"))

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from moesim.traces.files import written_beside
+from moesim.traces.format.parquet import write_table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,9 +75,7 @@ def write_tables(
     for name, columns in tables.items():
         path = folder / f"{name}.parquet"
         # One table at a time appears; a notebook never meets half of one.
-        with written_beside(path) as part:
-            table = pa.table(columns).replace_schema_metadata(metadata)
-            pq.write_table(table, part)
+        write_table(path, pa.table(columns).replace_schema_metadata(metadata))
         paths.append(path)
     return paths
 

@@ -8,31 +8,35 @@ the real trace in it, but the kinds of its tokens are, in their order.
 
 from __future__ import annotations
 
-import dataclasses
+import io
 import json
-import zipfile
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moesim.traces.checked import parse_json
 from moesim.traces.errors import TraceError
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_bytes
 from moesim.traces.format.reader import open_trace
-from moesim.traces.format.schema import ModelShape
+from moesim.traces.format.schema import ModelShape  # noqa: TC001 - of a schema
+from moesim.traces.importers.readers.tensors import load_named
 from moesim.traces.models import known_models, model_shape
 from moesim.traces.shipped import resolve_trace
 from moesim.traces.synthetic.draw import CLASSES, SynthModel, TokenKinds
 from moesim.traces.synthetic.fit import fit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 
 VERSION = 1
 SUFFIX = ".statistics.npz"
 # What a zip archive begins with; Parquet begins with PAR1.
 _ARCHIVE = b"PK"
 _STEP = 0.125
-_TUPLES = ("expert_bytes", "dense_layers", "assumed")
 
 
 def shipped_statistics() -> tuple[str, ...]:
@@ -97,6 +101,21 @@ def _with_weights(
     return replace(model, shape=replace(sizes, top_k=shape.top_k))
 
 
+_WAY_OUT = "`moesim trace synth --save-stats` makes such a file"
+_KINDS: Mapping[str, tuple[type, int]] = {
+    "header": (np.uint8, 1),
+    "popularity": (np.float32, 2),
+    "reuse": (np.float32, 2),
+    "topics": (np.int8, 3),
+    "kinds": (np.int8, 3),
+    "character": (np.float32, 1),
+    "course": (np.uint16, 1),
+    "first": (np.int64, 1),
+    "lengths": (np.int64, 2),
+}
+"""What each array holds, and its number of dimensions."""
+
+
 def save(
     model: SynthModel,
     path: Path | str,
@@ -129,9 +148,9 @@ def save(
         "lengths": np.array(model.lengths, np.int64),
     }
     path = Path(path)
-    # Through a file object: given a name, numpy would add a suffix of its own.
-    with written_beside(path) as part, part.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
+    archive = io.BytesIO()
+    np.savez_compressed(archive, allow_pickle=False, **arrays)
+    write_bytes(path, archive.getbuffer())
     return path
 
 
@@ -145,43 +164,61 @@ def load(path: Path | str) -> SynthModel:
     Raises:
         TraceError: not such a file, damaged, or of another version.
     """
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-        header = json.loads(arrays["header"].tobytes())
-        version = header["moesim_statistics"]
-        shape = _shape(header["shape"])
-        model = _model(arrays, shape, dict(header["provenance"]))
-    except TraceError:
-        raise
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        EOFError,
-        zipfile.BadZipFile,
-    ) as error:
+    path = Path(path)
+    arrays = _arrays(path)
+    header = parse_json(
+        arrays["header"].tobytes(),
+        _Header,
+        where=f"{path}: statistics",
+        error=TraceError,
+        way_out=_WAY_OUT,
+    )
+    if header.moesim_statistics != VERSION:
         raise TraceError(
-            f"{path}: statistics: {type(error).__name__}: {error}; `moesim trace synth"
-            " --save-stats` makes such a file"
-        ) from None
-
-    if version != VERSION:
-        raise TraceError(
-            f"{path}: statistics: expected version {VERSION}, found {version}; save"
-            " them again"
+            f"{path}: statistics: expected version {VERSION}, found"
+            f" {header.moesim_statistics}; save them again"
         )
+
+    model = _model(arrays, header.shape, header.provenance)
     _check(model, path)
     return model
 
 
-def _shape(raw: dict[str, Any]) -> ModelShape:
-    # JSON has lists only.
-    known = {field.name for field in dataclasses.fields(ModelShape)}
-    values = {name: value for name, value in raw.items() if name in known}
-    values |= {name: tuple(values.get(name, ())) for name in _TUPLES}
-    return ModelShape(**values)
+@dataclass
+class _Header:
+    """What is in a file beside its arrays."""
+
+    moesim_statistics: int
+    shape: ModelShape
+    provenance: dict[str, Any]
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    """Read the arrays of a file, all of the kinds that `save` writes."""
+    try:
+        arrays = load_named(path)
+    except (OSError, TraceError) as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise TraceError(f"{path}: statistics: {reason}; {_WAY_OUT}") from None
+
+    for name, (dtype, dimensions) in _KINDS.items():
+        if name not in arrays:
+            raise TraceError(
+                f"{path}: statistics: {name}: expected an array, found none; {_WAY_OUT}"
+            )
+        array = arrays[name]
+        if array.dtype != dtype or array.ndim != dimensions:
+            raise TraceError(
+                f"{path}: statistics: {name}: expected {np.dtype(dtype)} of"
+                f" {dimensions} dimensions, found {array.dtype} of {array.ndim};"
+                f" {_WAY_OUT}"
+            )
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise TraceError(
+                f"{path}: statistics: {name}: expected numbers, found infinity or none;"
+                f" {_WAY_OUT}"
+            )
+    return arrays
 
 
 def _model(

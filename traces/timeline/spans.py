@@ -12,25 +12,28 @@ are kept as the arrays they came in, and both become Parquet a chunk at a time.
 from __future__ import annotations
 
 import json
-import os
 import struct
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from moesim.traces.errors import TraceError
-from moesim.traces.files import part_path
+from moesim.traces.files import NewFile
 from moesim.traces.format.arrow import codes, named, numbers, values
+from moesim.traces.format.parquet import open_parquet, sealed_writer
 from moesim.traces.format.schema import Phase
+from moesim.traces.parquet_seal import check_seal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     import pandas as pd
+    import pyarrow.parquet as pq
 
 # Kinds of spans; the numbers are the places of their names.
 DENSE = 0
@@ -141,15 +144,18 @@ class Timeline:
         self._steps: list[float] = []
         self._chunks: dict[str, list[Chunk]] = {name: [] for name in TABLES}
         self._writers: dict[str, pq.ParquetWriter] = {}
+        self._files: dict[str, NewFile] = {}
+        self._open_writers = ExitStack()
         self._names = _names(self.lanes)
         self._is_closed = False
         self._sink = sink
         if self.out_dir is not None:
-            self.out_dir.mkdir(parents=True, exist_ok=True)
-            for name in TABLES:
-                self._writers[name] = _writer(
-                    part_path(self._path(name)), _schema(name, self.lanes)
-                )
+            try:
+                for name in TABLES:
+                    self._begin(name)
+            except BaseException:
+                self.discard()
+                raise
 
     def __enter__(self) -> Self:
         """Record in a block: `close` at its end, `discard` on an exception."""
@@ -166,6 +172,13 @@ class Timeline:
             self.close()
         else:
             self.discard()
+
+    def _begin(self, name: str) -> None:
+        """Begin the file of a table beside its final name."""
+        self._files[name] = NewFile(self._path(name))
+        self._open_writers.enter_context(self._files[name].errors_named())
+        writer = _writer(self._files[name].path, _schema(name, self.lanes))
+        self._writers[name] = self._open_writers.enter_context(writer)
 
     # Recording: the hot path.
 
@@ -281,7 +294,8 @@ class Timeline:
             self._chunks[table].append(chunk)
         else:
             rows = _table(table, chunk, self._names)
-            self._writers[table].write_table(rows, row_group_size=CHUNK_SPANS)
+            with self._files[table].errors_named():
+                self._writers[table].write_table(rows, row_group_size=CHUNK_SPANS)
 
     def close(self) -> None:
         """Finish: with `out_dir` the three files now stand under their names. Closing
@@ -292,21 +306,22 @@ class Timeline:
 
         try:
             self._flush()
-            for writer in self._writers.values():
-                writer.close()
             # All three are complete before the first gets its name.
-            for name in self._writers:
-                os.replace(part_path(self._path(name)), self._path(name))  # noqa: PTH105 - named as the promise is
+            self._open_writers.close()
+            for file in self._files.values():
+                file.commit()
             self._is_closed = True
         finally:
-            self._writers = {}
+            self.discard()
 
     def discard(self) -> None:
-        """Leave nothing behind."""
-        for name, writer in self._writers.items():
-            writer.close()
-            part_path(self._path(name)).unlink(missing_ok=True)
+        """Leave nothing behind of what is not closed."""
+        with suppress(OSError, pa.ArrowException):
+            self._open_writers.close()
+        for file in self._files.values():
+            file.discard()
         self._writers = {}
+        self._files = {}
 
     @classmethod
     def load(cls, folder: Path | str) -> Timeline:
@@ -321,7 +336,9 @@ class Timeline:
         for table, columns in TABLES.items():
             path = folder / f"{table}.parquet"
             try:
-                schema = pq.read_schema(path)
+                check_seal(path)
+                with open_parquet(path) as file:
+                    schema = file.schema_arrow
             except (pa.ArrowException, OSError) as error:
                 reason = (str(error).splitlines() or ["unreadable"])[0]
                 raise TraceError(
@@ -367,7 +384,7 @@ class Timeline:
 
         # The files appear on `close`, and what is read is in them.
         self.close()
-        with pq.ParquetFile(self._path(table), pre_buffer=False) as file:
+        with open_parquet(self._path(table)) as file:
             for batch in file.iter_batches(CHUNK_SPANS, use_threads=False):
                 yield {
                     name: _codes(table, name, batch.column(name), self._names)
@@ -426,10 +443,10 @@ def _schema(
 def _writer(
     path: Path,
     schema: pa.Schema,
-) -> pq.ParquetWriter:
+) -> AbstractContextManager[pq.ParquetWriter]:
     coded = [field.name for field in schema if pa.types.is_dictionary(field.type)]
     # A low level: a run that is timed must not wait for its own record.
-    return pq.ParquetWriter(
+    return sealed_writer(
         path, schema, compression="zstd", compression_level=1, use_dictionary=coded
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,7 @@ class BenchRow:
             return default
         try:
             return int(float(text))
-        except ValueError:
+        except (ValueError, OverflowError):
             raise AdviceError(
                 f"{self.place}: {key}: expected a number, found {text!r}"
             ) from None
@@ -123,7 +124,7 @@ def _records(text: str, path: Path) -> list[dict[str, Any]]:
     if text.startswith(("[", "{")):
         return _json_records(text, path)
     # The table may be pasted without its first lines.
-    if "|" in text.splitlines()[0] if text else False:
+    if "|" in text.partition("\n")[0]:
         return _markdown_records(text)
     if text.splitlines() and "avg_ts" in text.splitlines()[0]:
         return list(csv.DictReader(io.StringIO(text)))
@@ -159,6 +160,8 @@ def _json_records(text: str, path: Path) -> list[dict[str, Any]]:
 
 def _markdown_records(text: str) -> list[dict[str, Any]]:
     lines = [line for line in text.splitlines() if line.startswith("|")]
+    if not lines:
+        return []
     head = [cell.strip() for cell in lines[0].strip("| ").split("|")]
     records = []
     for line in lines[1:]:
@@ -228,11 +231,12 @@ def _markdown_row(record: Mapping[str, Any], place: str) -> BenchRow | None:
 
 def _number(record: Mapping[str, Any], key: str, place: str) -> float:
     try:
-        return float(record[key])
-    except (TypeError, ValueError):
-        raise AdviceError(
-            f"{place}: {key}: expected a number, found {record[key]!r}"
-        ) from None
+        value = float(record[key])
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise AdviceError(f"{place}: {key}: expected a number, found {record[key]!r}")
+    return value
 
 
 def setting_of(row: BenchRow) -> Setting:

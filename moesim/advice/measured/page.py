@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from moesim.reporting.pages import PageTable, page_figure, page_origin, write_page
-from moesim.traces.files import written_beside
+from moesim.traces.files import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -332,8 +332,7 @@ def save(
     places = []
     for name, text in texts.items():
         place = folder / name
-        with written_beside(place) as part:
-            part.write_text(text, encoding="utf-8")
+        write_text(place, text)
         places.append(place)
     places.append(write_html(comparison, folder / "machines.html", command))
     return places

@@ -10,11 +10,13 @@ import json
 import math
 import re
 import struct
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moesim.advice.errors import AdviceError
 from moesim.advice.model.contents import F16_BYTES, LayerContents, ModelContents
 from moesim.advice.model.tensors import LayerTensors, Tensor, sort_tensors
+from moesim.traces.checked import parse_json, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,6 +41,42 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", 
 _LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
 
 
+_SIZES = (
+    *_EXPERTS,
+    *_TOP_K,
+    *_LAYERS,
+    "head_dim",
+    "hidden_size",
+    "kv_lora_rank",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "sliding_window",
+    "v_head_dim",
+)
+# Far above every real size, far below what lists of layers would not fit into memory.
+LARGEST_SIZE = 1 << 32
+MOST_LAYERS = 10_000
+
+
+@dataclass
+class _Index:
+    """Which file holds each tensor."""
+
+    weight_map: dict[str, str]
+
+
+@dataclass
+class _Entry:
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
 def is_hf_folder(path: Path) -> bool:
     """Tell whether a folder holds a Hugging Face config."""
     return path.is_dir() and (path / "config.json").is_file()
@@ -52,6 +90,11 @@ def hf_contents(folder: Path) -> ModelContents:
     """
     config = _config(folder)
     run_layers = int(_needed(config, _LAYERS, folder))
+    if run_layers > MOST_LAYERS:
+        raise AdviceError(
+            f"{folder / 'config.json'}: layers: expected at most {MOST_LAYERS}, found"
+            f" {run_layers}; download the file again"
+        )
     parts = sort_tensors(_tensors(folder), run_layers)
 
     routed_bytes = sum(layer.expert_bytes for layer in parts.layers.values())
@@ -90,14 +133,39 @@ def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise AdviceError(
             f"{path}: not JSON: {error}; download the file again"
         ) from None
 
+    if not isinstance(config, dict):
+        raise AdviceError(
+            f"{path}: expected keys and values, found {config!r:.40}; download the file"
+            " again"
+        )
     # Models that also see keep their language part in a table of its own.
     inner = config.get("text_config")
-    return {**config, **inner} if isinstance(inner, dict) else config
+    config = {**config, **inner} if isinstance(inner, dict) else config
+
+    for name in _SIZES:
+        value = config.get(name)
+        # Some models state a size for each layer.
+        by_layer = name in (*_EXPERTS, *_TOP_K, *_LAYERS)
+        sizes = value if by_layer and isinstance(value, list) and value else [value]
+        for size in sizes:
+            is_size = isinstance(size, int) and 0 <= size <= LARGEST_SIZE
+            if not (size is None or is_size):
+                raise AdviceError(
+                    f"{path}: {name}: expected a whole number, found {size!r:.40};"
+                    " download the file again"
+                )
+    kinds = config.get("layer_types")
+    if not (kinds is None or isinstance(kinds, list)):
+        raise AdviceError(
+            f"{path}: layer_types: expected a list, found {kinds!r:.40}; download the"
+            " file again"
+        )
+    return config
 
 
 def _needed(config: Mapping[str, Any], names: tuple[str, ...], folder: Path) -> Any:
@@ -119,9 +187,15 @@ def _tensors(folder: Path) -> list[Tensor]:
         )
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        stated = set(
-            json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        way_out = "download the file again"
+        weights = read_json(
+            index,
+            _Index,
+            error=AdviceError,
+            expected="an index of tensors",
+            way_out=way_out,
         )
+        stated = set(weights.weight_map.values())
         missing = sorted(stated - {path.name for path in files})
         # Sizes without those files would be too small.
         if missing:
@@ -142,20 +216,27 @@ def _header(path: Path) -> list[Tensor]:
         raise AdviceError(
             f"{path}: the safetensors header is cut off; download the file again"
         )
-    try:
-        entries = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise AdviceError(
-            f"{path}: damaged safetensors header: not JSON; download the file again"
-        ) from None
+    header = parse_json(
+        text,
+        dict[str, dict[str, Any]],
+        where=f"{path}: damaged safetensors header",
+        error=AdviceError,
+        way_out="download the file again",
+    )
+    header.pop("__metadata__", None)
+    entries = parse_json(
+        json.dumps(header),
+        dict[str, _Entry],
+        where=f"{path}: damaged safetensors header",
+        error=AdviceError,
+        way_out="download the file again",
+    )
 
     tensors = []
     for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        label = FORMATS.get(entry["dtype"], entry["dtype"].lower())
-        begin, end = entry["data_offsets"]
-        weights = math.prod(entry["shape"])
+        label = FORMATS.get(entry.dtype, entry.dtype.lower())
+        begin, end = entry.data_offsets
+        weights = math.prod(entry.shape)
         # Two weights share a byte, and shapes count bytes.
         if label == "mxfp4":
             weights *= 2

@@ -7,10 +7,8 @@ replays the routing through a cache and takes its hit rate.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesim.advice.errors import AdviceError
@@ -28,10 +26,13 @@ from moesim.advice.times.cache_engine import (
 from moesim.advice.times.latents import Beliefs, Interval, Prior
 from moesim.advice.times.predictor import misfits_of
 from moesim.advice.times.priors import PriorTable
+from moesim.traces.files import ScratchFolder
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.weight_formats import bytes_per_weight, recipe
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.plan.ranking import Forecast, Prospect
 
@@ -274,8 +275,8 @@ def _replayed_hits(
         return float(counts["hit_rate_active"]), f"replayed on {trace.name}"
 
     shape = shape_of(model)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "synthetic.parquet"
+    with ScratchFolder() as folder:
+        path = folder / "synthetic.parquet"
         statistics = stated(shape, skew=0.8, reuse=0.35, generated=SYNTHETIC_TOKENS)
         synthesise(statistics, path, tokens=SYNTHETIC_TOKENS)
         counts = replay_cache(path, CACHE_POLICY, memory=memory)

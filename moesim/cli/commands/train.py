@@ -85,7 +85,7 @@ def train_cache(
     from moesim.policies.base import PolicyError
     from moesim.runtime.train.cache_network import train
     from moesim.runtime.train.cache_recipe import Recipe
-    from moesim.traces.files import written_beside
+    from moesim.traces.files import write_text
     from moesim.traces.format.reader import open_trace
 
     opened = open_trace(trace)
@@ -132,8 +132,7 @@ def train_cache(
         ("report.json", json.dumps(report, indent=2) + "\n"),
         ("report.md", text),
     ):
-        with written_beside(out / name) as part:
-            part.write_text(content, encoding="utf-8")
+        write_text(out / name, content)
     if as_json:
         print(json.dumps(report, indent=2))
         return

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from moesim.traces import tensor_seal
 from moesim.traces.importers.readers import torch_file
 from moesim.traces.importers.readers.bfloat16 import BF16, from_bf16, raw_dtype
 from moesim.traces.importers.readers.errors import (
@@ -242,12 +243,16 @@ def _safetensors(path: Path) -> dict[str, np.ndarray]:
     # Mapped: only the tensors that are used get read.
     data = np.memmap(path, np.uint8, "r")
     arrays = {}
-    for name, (dtype, shape, start) in safetensors_places(path).items():
+    header = _safetensors_header(path)
+    for name, (dtype, shape, start) in _places(path, *header).items():
         raw = raw_dtype(dtype)
         stop = start + math.prod(shape) * raw.itemsize
         numbers = np.frombuffer(data[start:stop], raw).reshape(shape)
         arrays[name] = from_bf16(numbers) if dtype == BF16 else numbers
 
+    metadata = header[0].get("__metadata__")
+    if metadata:
+        tensor_seal.check(path, arrays, metadata)
     return arrays
 
 
@@ -260,6 +265,11 @@ def safetensors_places(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]
     Source: the layout of safetensors: u64 header length, a JSON header, raw
     little-endian numbers.
     """
+    return _places(path, *_safetensors_header(path))
+
+
+def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header, and how many bytes it and its length take."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -272,13 +282,20 @@ def safetensors_places(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]
                 actual,
                 _CUT_OFF,
             )
-        header = json.loads(file.read(length))
+        return json.loads(file.read(length)), 8 + length
 
+
+def _places(
+    path: Path,
+    header: dict[str, Any],
+    header_bytes: int,
+) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    data_bytes = path.stat().st_size - header_bytes
     places = {}
     for name, entry in header.items():
         if name != "__metadata__":
-            dtype, shape, start = _place(path, name, entry, size - 8 - length)
-            places[name] = (dtype, shape, 8 + length + start)
+            dtype, shape, start = _place(path, name, entry, data_bytes)
+            places[name] = (dtype, shape, header_bytes + start)
     return places
 
 

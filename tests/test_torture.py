@@ -1,0 +1,148 @@
+"""A small part of the counted attacks of `tests/torture`, and proof that their checkers
+see faults.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from small_trace import write_small_trace
+from torture import configurations, mutations, real_runs, separators
+from torture.audit import Record, audit
+from torture.report import Report
+from torture.subjects import Subject, subjects
+
+import moesim
+from moesim.traces.format.reader import open_trace
+
+MUTANTS = 10
+
+
+@pytest.mark.parametrize("subject", subjects(), ids=lambda subject: subject.name)
+def test_mutated_files_are_read_or_refused_in_one_line(subject):
+    report = Report("mutants")
+    mutations.attack(subject, MUTANTS, "tests", report)
+    assert report.failures == []
+    assert report.tried == MUTANTS
+
+
+def _broken_reader(path):
+    data = json.loads(path.read_bytes())
+    return data["value"] / len(data)
+
+
+def test_the_judge_of_mutants_sees_tracebacks_and_silent_changes():
+    """A reader without any check is found out on both counts."""
+
+    def make(folder, seed):
+        (folder / "a.json").write_text(json.dumps({"value": 1 + seed}))
+        return folder / "a.json"
+
+    report = Report("mutants")
+    sealed = Subject("unchecked", make, _broken_reader, is_sealed=True)
+    mutations.attack(sealed, 100, "tests", report)
+    assert any("TypeError" in text or "KeyError" in text for text in report.failures)
+    assert any("silently" in text for text in report.failures)
+
+
+def test_a_line_with_a_field_too_many_is_refused():
+    assert separators.run_suite(140, "tests").failures == []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    trace = write_small_trace(folder / "t.parquet", sequences=3)
+    options = {"policy": "on-demand", "steps": 20, "cache_ratio": 0.25, "batch": 2}
+    replayed = moesim.replay(str(trace), **options, out=folder)
+    return folder, open_trace(trace), replayed
+
+
+def record_of(run):
+    folder, trace, replayed = run
+    return Record(folder, trace, replayed.config, replayed.metrics["makespan_s"])
+
+
+def test_a_replay_passes_the_audit(run):
+    assert audit(record_of(run)) == []
+
+
+def test_real_runs_pass_the_same_audit():
+    report = real_runs.run_suite(3, "tests")
+    assert report.failures == []
+    assert report.counts["run"] > 0
+
+
+def overlap(record):
+    place = record.spans.index[record.spans.lane == "gpu0"][3]
+    record.spans.loc[place, "start_s"] -= 1e-6
+
+
+def early(record):
+    spans = record.spans
+    missed = record.accesses[
+        (record.accesses.state == "miss") & (record.accesses.lane == "gpu0")
+    ].iloc[0]
+    copy = spans.index[
+        (spans.kind == "fetch")
+        & (spans.step == missed.step)
+        & (spans.layer == missed.layer)
+        & (spans.expert == missed.expert)
+    ][0]
+    record.spans = spans.drop(copy)
+
+
+def fewer_bytes(record):
+    record.spans.loc[record.spans.index[record.spans.kind == "fetch"][0], "bytes"] -= 1
+
+
+def never_computed(record):
+    place = record.spans.index[record.spans.kind == "compute"][5]
+    record.spans = record.spans.drop(place)
+
+
+def too_many_resident(record):
+    record.accesses.loc[record.accesses.lane == "gpu0", "state"] = "hit"
+    copies = record.spans.index[record.spans.kind == "fetch"]
+    record.spans = record.spans.drop(copies)
+
+
+def late_end(record):
+    record.makespan_s *= 1.01
+
+
+def other_expert(record):
+    place = record.accesses.index[0]
+    record.accesses.loc[place, "tokens"] += 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (overlap, "overlap"),
+        (early, "arrival"),
+        (fewer_bytes, "bytes"),
+        (never_computed, "compute"),
+        (too_many_resident, "memory"),
+        (late_end, "makespan"),
+        (other_expert, "accesses"),
+    ],
+)
+def test_the_audit_sees_a_fault_put_in_on_purpose(run, fault, named):
+    record = record_of(run)
+    fault(record)
+    assert any(text.startswith(f"{named}:") for text in audit(record))
+
+
+def test_drawn_configurations_give_the_same_bytes_in_any_process():
+    report = configurations.run_suite(4, "tests")
+    assert report.failures == []
+    assert report.tried == 4
+
+
+def test_the_suites_of_make_torture_are_there():
+    text = Path(__file__).with_name("torture").joinpath("__main__.py").read_text()
+    for name in ("mutations", "separators", "configurations", "write_errors", "kills"):
+        assert f'"{name}"' in text

@@ -1,0 +1,43 @@
+"""``python -m torture [SUITE …] [--count N] [--seed N]``, with ``tests`` on the path."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from .report import Report
+
+SUITES = {
+    # name -> attacks of one turn of `make torture`
+    "mutations": 100_000,
+    "separators": 4_500,
+    "configurations": 1_000,
+    "real_runs": 50,
+    "write_errors": 500,
+    "kills": 500,
+    "signals": 500,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="torture", description=__doc__)
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
+    parser.add_argument("--count", type=int, help="attacks of each suite")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="subjects whose name has this in it")
+    parser.add_argument("--minutes", type=float, help="most time of each suite")
+    chosen = parser.parse_args()
+    if chosen.minutes is not None:
+        Report.longest_s = 60 * chosen.minutes
+
+    failed = 0
+    for name in chosen.suites or SUITES:
+        suite = importlib.import_module(f".{name}", __package__)
+        report = suite.run_suite(chosen.count or SUITES[name], chosen.seed, chosen.only)
+        report.show()
+        failed += len(report.failures)
+    sys.exit(1 if failed else 0)
+
+
+main()

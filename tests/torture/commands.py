@@ -1,0 +1,239 @@
+"""Commands that write, run in processes that are forked and attacked.
+
+Forked, a command begins without a second of imports, so that an attack meets its work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from .subjects import TESTS
+
+PROMPTS = "The cat sat on the mat.\n\nOne, two, three, four.\n\nfor i in range(3):\n"
+
+
+class Command(NamedTuple):
+    """A command that writes below ``out`` in the current folder.
+
+    Attributes:
+        name: of the command.
+        words: of its command line; SEED stands for a seed.
+    """
+
+    name: str
+    words: str
+
+
+COMMANDS = (
+    Command(
+        "replay", "replay tiny --policy greedy --steps 6 --seed SEED --out out/run"
+    ),
+    Command(
+        "replay --perfetto",
+        "replay tiny --policy on-demand --steps SEED --perfetto out/p.json",
+    ),
+    Command(
+        "compare",
+        "compare tiny --policies on-demand,greedy --steps SEED --jobs 1 --out out/runs --html out/runs.html",
+    ),
+    Command(
+        "trace import",
+        "trace import foreignSEED out/t.parquet --shape layers=3,experts=8,top_k=2,expert_bytes=1KiB",
+    ),
+    Command(
+        "trace synth",
+        "trace synth out/s.parquet --like smallSEED.parquet --tokens 200 --seed SEED --save-stats out/s.npz",
+    ),
+    Command("trace stats", "trace stats smallSEED.parquet --out out/stats"),
+    Command("trace export", "trace export smallSEED.parquet out/t.csv --to csv"),
+    Command(
+        "trace export oracle",
+        "trace export smallSEED.parquet out/t.oracle --to oracle-general",
+    ),
+    Command(
+        "hits", "hits smallSEED.parquet --cache-ratios 0.25,0.5 --png out/hits.png"
+    ),
+    Command(
+        "train-cache",
+        "train-cache smallSEED.parquet --out out/learned --hidden 64 --epochs 3",
+    ),
+    Command("store build", "store build tiny --out out/store"),
+    Command(
+        "record",
+        "record --prompts promptsSEED.txt --out out/r.parquet --max-new-tokens 2 --batch 1 --resume",
+    ),
+)
+"""Each takes half a second or so."""
+
+
+class Ended(NamedTuple):
+    """How a process ended: its exit code (negative: by that signal), what it said, and
+    how long it took.
+    """
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def prepare(folder):
+    """Write what the commands read."""
+    import foreign_files as files
+    from small_trace import write_small_trace
+
+    for seed in (3, 4):
+        write_small_trace(folder / f"small{seed}.parquet", seed=seed, new_tokens=60)
+        files.llama_cpp(folder / f"foreign{seed}", files.routing(seed=seed))
+        (folder / f"prompts{seed}.txt").write_text(PROMPTS * (seed - 2))
+
+
+def words_of(command, seed):
+    return command.words.replace("SEED", str(seed)).split()
+
+
+def forked(words, folder, *, before=None):
+    """Start a command in a process of its own; return its number.
+
+    Args:
+        words: of the command line.
+        folder: where it runs; ``stdout`` and ``stderr`` are written beside it.
+        before: called in the new process.
+    """
+    # What is buffered would be written twice.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    number = os.fork()
+    if number:
+        return number
+
+    code = 70
+    try:
+        os.setsid()
+        os.chdir(folder)
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            file = os.open(f"{folder}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, descriptor)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        if before is not None:
+            before()
+        from moesim.cli import main
+
+        main(words)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0
+    except BaseException:  # noqa: BLE001 - as the interpreter would
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def finished(number, folder, began_s):
+    """Wait for a process; end what it left of its session."""
+    _, status = os.waitpid(number, 0)
+    seconds = time.monotonic() - began_s
+    left = _of_session(number)
+    for process in left:
+        with contextlib.suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+    out, err = (
+        Path(f"{folder}.{name}").read_text(errors="replace")
+        for name in ("stdout", "stderr")
+    )
+    if left:
+        err += f"\nleft processes {left}"
+    return Ended(os.waitstatus_to_exitcode(status), out, err, seconds)
+
+
+def run(words, folder, *, before=None):
+    """Run a command to its end."""
+    began_s = time.monotonic()
+    return finished(forked(words, folder, before=before), folder, began_s)
+
+
+def _of_session(leader):
+    """Processes of a session that still live."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def digests(folder):
+    """Name -> digest of every file below a folder; times of day and of work are left
+    out, as is a store's note of which file it checked.
+    """
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(_lasting(path)).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in PASSING
+    }
+
+
+PASSING = ("checked", "lock")
+TIMES = re.compile(
+    rb'"[a-z_]*(?:date|wall|seconds_s|evaluation_s|simulat)[a-z_]*": [^,}\n]+'
+    rb"|epochs in \d+ s"
+)
+
+
+def _lasting(path):
+    content = path.read_bytes()
+    if path.suffix == ".safetensors":
+        # Its facts hold a time of training, and the digest covers them.
+        return content[8 + int.from_bytes(content[:8], "little") :]
+    if path.suffix in (".json", ".html", ".md"):
+        return TIMES.sub(b"", content)
+    return content
+
+
+def warm_up(folder):
+    """Import here what commands import, so that forked ones need not."""
+    # As the command line does, before it imports them.
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    names = set()
+    for command in COMMANDS:
+        report = folder.parent / "modules"
+
+        def note(report=report):
+            import atexit
+
+            del atexit
+            real = os._exit
+
+            def leave(code):
+                report.write_text("\n".join(sys.modules))
+                real(code)
+
+            os._exit = leave
+
+        run(words_of(command, 3), folder, before=note)
+        names |= set(report.read_text().split("\n"))
+    for name in sorted(names):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    sys.path.insert(0, str(TESTS))
+
+
+def library():
+    """The failing disk, where it is loaded; None elsewhere."""
+    own = ctypes.CDLL(None)
+    return own if hasattr(own, "fail_at") else None

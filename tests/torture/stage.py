@@ -1,0 +1,82 @@
+"""Where commands are attacked: a folder with an older result and what a clean run makes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from .commands import COMMANDS, digests, prepare, run, warm_up, words_of
+
+OLDER, NEWER = 3, 4
+
+
+class Stage:
+    """A folder in which each command has run cleanly once, with two seeds.
+
+    Args:
+        folder: an empty one.
+        only: part of the names of the commands.
+    """
+
+    def __init__(self, folder, only=None):
+        self.work = Path(folder) / "work"
+        self.work.mkdir()
+        prepare(self.work)
+        warm_up(self.work)
+        self.commands = [one for one in COMMANDS if only is None or only in one.name]
+        self.seconds = {}
+        self._older = {}
+        self._digests = {}
+        for command in self.commands:
+            for seed in (OLDER, NEWER):
+                shutil.rmtree(self.work / "out", ignore_errors=True)
+                ended = run(words_of(command, seed), self.work)
+                assert ended.code == 0, (command.name, ended)
+                self._digests[command.name, seed] = digests(self.work / "out")
+                self.seconds[command.name] = ended.seconds
+                if seed == OLDER:
+                    kept = self.work.parent / f"older {command.name}".replace("/", "_")
+                    shutil.copytree(self.work / "out", kept)
+                    self._older[command.name] = kept
+
+    def set(self, command, *, with_older):
+        """Lay out nothing, or the older result."""
+        shutil.rmtree(self.work / "out", ignore_errors=True)
+        # A store of one model is what it is, whatever is asked for again.
+        if with_older and command.name not in RESUMING:
+            shutil.copytree(self._older[command.name], self.work / "out")
+
+    def clean(self, command, seed=NEWER):
+        """Digests of what a clean run makes."""
+        return self._digests[command.name, seed]
+
+    def faults(self, command, *, with_older, allowed=()):
+        """What stands below ``out`` and is neither of the older nor of the newer result.
+
+        Args:
+            command: what ran.
+            with_older: whether an older result had been there.
+            allowed: beginnings of names that may be there as well.
+        """
+        newer, older = self.clean(command), self.clean(command, OLDER)
+        found = digests(self.work / "out")
+        faults = []
+        for name, digest in found.items():
+            may = {newer.get(name)}
+            if with_older and command.name not in RESUMING:
+                may.add(older.get(name))
+            if digest not in may and not name.startswith(allowed):
+                faults.append(f"{name} is no whole file of a clean run")
+        if with_older and command.name not in RESUMING:
+            faults += [f"{name} is gone" for name in older if name not in found]
+        return faults
+
+
+RESUMING = ("store build", "record")
+"""These go on with what an interrupted one left."""
+
+UNFINISHED = {
+    "store build": ("store/experts.bin", "store/experts.journal"),
+    "record": ("r.parquet.parts",),
+}
+"""What those leave for it."""

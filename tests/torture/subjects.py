@@ -1,0 +1,443 @@
+"""Every kind of file that moesim reads, with a small valid one of each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
+# Where the makers of small files stand.
+sys.path.insert(0, str(TESTS))
+
+
+class Subject(NamedTuple):
+    """A kind of file.
+
+    Attributes:
+        name: of the kind.
+        make: writes a valid file into a folder; two seeds give two files of one kind.
+        read: reads it as a command does, and returns what it says.
+        is_sealed: whether a change of one byte is always found out.
+        seal: makes the digest right again in a mutant, as whoever altered it on purpose.
+    """
+
+    name: str
+    make: Callable[[Path, int], Path]
+    read: Callable[[Path], object]
+    is_sealed: bool = False
+    seal: Callable[[bytes], bytes] = lambda data: data
+
+
+# -- our own files ---------------------------------------------------------------------
+
+
+def _trace(folder, seed):
+    from small_trace import write_small_trace
+
+    columns = ("weights", "scores", "pred1_raw")
+    return write_small_trace(folder / "trace.parquet", seed=seed, columns=columns)
+
+
+def _read_trace(path):
+    from moesim.traces.format.reader import open_trace
+
+    trace = open_trace(path)
+    rows = [
+        [one.seq]
+        + [values.tobytes() for values in (one.pos, one.layer, one.experts)]
+        + [one.columns[name].tobytes() for name in sorted(one.columns)]
+        for one in trace.sequences(sorted(trace.columns))
+    ]
+    return trace.header.to_json(), rows
+
+
+def _timeline(folder, seed):
+    from moesim.traces.timeline.spans import Timeline
+
+    draw = np.random.default_rng(seed)
+    with Timeline(("cpu", "gpu0"), folder) as timeline:
+        for step in range(40):
+            start = float(step)
+            timeline.span(
+                step % 2, 2, step, 0, int(draw.integers(8)), start, start + 1, 0
+            )
+            timeline.step(step, 1, 1, 1, 1, start, start + 1)
+    return folder / "timeline.parquet"
+
+
+def _read_timeline(path):
+    from moesim.traces.timeline.spans import Timeline
+
+    timeline = Timeline.load(path.parent)
+    return [
+        tuple(values.tobytes() for values in chunk.values())
+        for chunk in timeline.chunks()
+    ]
+
+
+def _statistics(folder, seed):
+    from moesim.traces.format.reader import open_trace
+    from moesim.traces.synthetic.fit import fit
+    from moesim.traces.synthetic.saved import save
+
+    return save(fit(open_trace(_trace(folder, seed))), folder / "stats.npz")
+
+
+def _read_statistics(path):
+    from moesim.traces.synthetic.saved import load
+
+    model = load(path)
+    return model.shape, model.popularity.tobytes(), model.reuse.tobytes()
+
+
+def _network(folder, seed):
+    from safetensors.numpy import save
+
+    from moesim.policies.cache._learned_network import sizes
+    from moesim.traces.files import write_bytes
+    from moesim.traces.tensor_seal import sealed
+
+    draw = np.random.default_rng(seed)
+    arrays = {
+        name: draw.normal(size=size).astype(np.float32)
+        for name, size in sizes(2, 4, 3).items()
+    }
+    write_bytes(
+        folder / "flashmoe.safetensors",
+        save(arrays, sealed(arrays, {"moesim": "{}"})),
+    )
+    return folder / "flashmoe.safetensors"
+
+
+def _read_network(path):
+    from moesim.policies.cache._learned_network import Network
+    from moesim.runs.artefacts import load_artefacts
+
+    arrays = load_artefacts(path)["flashmoe"]
+    return [part.tobytes() for part in Network.of(arrays, str(path))]
+
+
+def _residual(folder, seed):
+    from moesim.runtime.record.residual import Residual
+
+    vectors = np.random.default_rng(seed).normal(size=(2, 8)).astype(np.float32)
+    Residual(vectors, {"model": "small"}).save(folder / "residual.safetensors")
+    return folder / "residual.safetensors"
+
+
+def _read_residual(path):
+    from moesim.runtime.record.residual import Residual
+
+    loaded = Residual.load(path)
+    return loaded.id
+
+
+def _decisions(folder, seed):
+    from moesim.policies.planner.decision_log import Entry
+    from moesim.runtime.executor.decision_log_file import save_decision_log
+    from moesim.traces.format.batch import RoutedLayer, RoutedStep
+    from moesim.traces.format.schema import Phase
+
+    draw = np.random.default_rng(seed)
+    experts = np.sort(draw.choice(8, 2, replace=False)).astype(np.int32)
+    layer = RoutedLayer(
+        layer=0,
+        experts=experts,
+        tokens=np.ones(2, np.int32),
+        routing=experts[None].astype(np.uint16),
+        weights=None,
+        scores=None,
+        predicted={},
+    )
+    step = RoutedStep(0, Phase.DECODE, 1, 1, 4, 1, [layer])
+    entries = [Entry("landed", (0, 0, 1), None), Entry("plan", (0, 0), (1, 2.0))]
+    save_decision_log(folder / "decisions.npz", entries, [step])
+    return folder / "decisions.npz"
+
+
+def _read_decisions(path):
+    from moesim.runtime.executor.decision_log_file import load_decision_log
+
+    entries, steps = load_decision_log(path)
+    return repr(entries), repr(steps)
+
+
+def _store(folder, seed):
+    from moesim.runtime.store.build import build_random_store
+    from moesim.traces.models import model_shape
+
+    shape = model_shape("layers=1,experts=4,top_k=2,hidden=16,expert_intermediate=16")
+    build_random_store(shape, folder / "store", seed).close()
+    return folder / "store" / "store.json"
+
+
+def _read_store(path):
+    from moesim.runtime.store.store import ExpertStore
+
+    with ExpertStore(path.parent) as store:
+        store.trusted()
+        return store.index.to_json()
+
+
+def _sealed_again(data):
+    """An index with a right digest, whatever is in it."""
+    from moesim.runtime.store.index import digest_of
+
+    try:
+        body = json.loads(data)
+        body.pop("digest", None)
+        body["digest"] = digest_of(body)
+        return json.dumps(body).encode()
+    except (ValueError, TypeError, AttributeError):
+        return data
+
+
+def _store_data(folder, seed):
+    return _store(folder, seed).with_name("experts.bin")
+
+
+def _journal(folder, seed):
+    from small_trace import SHAPE
+
+    from moesim.runtime.record.segments import Segments
+    from moesim.traces.format.schema import TraceHeader
+
+    header = TraceHeader(SHAPE, {"sequences": 2, "seed": seed, "model": "small"})
+    rows = SHAPE.layers * 3
+    sequence = {
+        "pos": np.repeat(np.arange(3), SHAPE.layers),
+        "phase": np.ones(rows, np.int8),
+        "layer": np.tile(np.arange(SHAPE.layers), 3),
+        "experts": np.tile(np.arange(SHAPE.top_k), (rows, 1)),
+    }
+    out = folder / "recorded.parquet"
+    with Segments(out, header, (), 1, resume=False) as segments:
+        segments.write([sequence])
+        segments.write([sequence])
+    return folder / "recorded.parquet.parts" / "journal.json"
+
+
+def _read_journal(path):
+    from moesim.runtime.record.segments import finish, unfinished
+
+    # Finishing removes the parts, so it works on a copy.
+    copy = path.parent.with_name("copy.parquet.parts")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(path.parent, copy)
+    out = copy.with_name("copy.parquet")
+    out.unlink(missing_ok=True)
+    count = unfinished(out)
+    merged = finish(out)
+    return count, merged.header.to_json(), merged.rows
+
+
+def _validation(folder, seed):
+    from test_validate import cell, result
+
+    from moesim.reporting.validation_page import save
+
+    save(
+        result(cell("a", [1.0, 1.1], 1.0 + seed / 10), cell("b", [2.0, 2.1], 2.1)),
+        folder,
+    )
+    return folder / "validation.json"
+
+
+def _read_validation(path):
+    from moesim.reporting.validation_page import load, save
+    from moesim.reporting.validation_text import validation_text
+    from moesim.validation.summary import joined
+
+    earlier = load(path)
+    whole = joined(load(_good_validation(path)), earlier)
+    if not hasattr(_read_validation, "drawn"):
+        # Drawing takes half a second; once shows that it works at all.
+        _read_validation.drawn = save(whole, path.parent / "again")
+    return validation_text(whole)
+
+
+def _good_validation(path):
+    return path.with_name("good.json") if path.with_name("good.json").exists() else path
+
+
+def _profile(folder, seed):
+    from moesim.hwprofiles.profile import load_profile, save_profile
+
+    names = ("rtx4060ti", "rtx3090-epyc7532")
+    return save_profile(load_profile(names[seed % 2]), folder / "hw.toml")
+
+
+def _read_profile(path):
+    from moesim.hwprofiles.costs import Costs
+    from moesim.hwprofiles.profile import load_profile
+    from moesim.traces.models import model_shape
+
+    profile = load_profile(path)
+    Costs(profile, model_shape("olmoe-1b-7b"))
+    return profile.digest
+
+
+def _config(folder, seed):
+    text = f"""trace = "tiny"
+policy = "greedy"
+cache_ratio = 0.{seed + 2}
+steps = 6
+seed = {seed}
+
+[policies.cache]
+name = "lfu"
+decay = 0.9
+"""
+    (folder / "exp.toml").write_text(text)
+    return folder / "exp.toml"
+
+
+def _read_config(path):
+    from moesim.runs.config_file import load_config
+
+    return repr(load_config(path))
+
+
+def _saved_config(folder, seed):
+    options = {"trace": "tiny", "policy": "greedy", "cache_ratio": 0.25, "seed": seed}
+    content = {
+        "tpot_s": 0.1,
+        "config": {"version": "0.1.0", "git_commit": "abc", "options": options},
+        "warnings": [],
+    }
+    (folder / "run.json").write_text(json.dumps(content, indent=2))
+    return folder / "run.json"
+
+
+# -- files of others -------------------------------------------------------------------
+
+
+def _bench(folder, seed):
+    from bench_files import as_json, row
+
+    rows = [row("tg", 128, 20.0 + seed), row("pp", 512, 300.0, n_cpu_moe=4)]
+    (folder / "bench.json").write_text(as_json(rows))
+    return folder / "bench.json"
+
+
+def _bench_csv(folder, seed):
+    from bench_files import as_csv, row
+
+    rows = [row("tg", 128, 20.0 + seed), row("pp", 512, 300.0, n_cpu_moe=4)]
+    (folder / "bench.csv").write_text(as_csv(rows))
+    return folder / "bench.csv"
+
+
+def _read_bench(path):
+    from moesim.advice.bench.rows import read_bench
+
+    return repr(read_bench(path))
+
+
+def _gguf(folder, seed):
+    from model_files import write_gguf
+
+    write_gguf(folder / "model.gguf", experts=4 + 2 * seed)
+    return folder / "model.gguf"
+
+
+def _hf_config(folder, seed):
+    from model_files import write_hf
+
+    write_hf(folder / "model", experts=4 + 2 * seed)
+    return folder / "model" / "config.json"
+
+
+def _read_model(path):
+    from moesim.advice.model.resolve import model_contents
+
+    return repr(model_contents(str(path)))
+
+
+def _read_hf(path):
+    return _read_model(path.parent)
+
+
+def _prompts(folder, seed):
+    lines = [json.dumps({"prompt": f"{seed} and {number}"}) for number in range(5)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    return folder / "prompts.jsonl"
+
+
+def _read_prompts(path):
+    from moesim.runtime.text.datasets import read_prompts
+
+    return read_prompts(path)
+
+
+def _foreign(name):
+    """A subject for each foreign layout of a routing trace."""
+
+    def make(folder, seed):
+        import foreign_files as files
+        from test_importers import write
+
+        return write(folder, name, files.routing(((3, 2), (2, 2)), seed=seed))
+
+    def read(path):
+        from test_importers import WRITERS, files
+
+        from moesim.traces.importers import import_trace
+        from moesim.traces.models import model_shape
+
+        out = path.parent / "out.parquet"
+        for old in path.parent.glob("out.parquet*"):
+            old.unlink()
+        try:
+            shape = model_shape(files.SHAPE)
+            import_trace(path, out, shape=shape, options=WRITERS[name][2])
+        except BaseException:
+            left = [
+                one.name for one in path.parent.iterdir() if "out.parquet" in one.name
+            ]
+            assert not left, f"left behind: {left}"
+            raise
+        return _read_trace(out)[1]
+
+    return Subject(f"foreign {name}", make, read)
+
+
+def subjects():
+    """Every kind of file."""
+    from test_importers import WRITERS
+
+    own = [
+        Subject("trace", _trace, _read_trace, is_sealed=True),
+        Subject("timeline", _timeline, _read_timeline, is_sealed=True),
+        Subject("store index", _store, _read_store, is_sealed=True),
+        Subject(
+            "store index, its digest right", _store, _read_store, seal=_sealed_again
+        ),
+        Subject("store data", _store_data, _read_store, is_sealed=True),
+        Subject("statistics", _statistics, _read_statistics),
+        Subject("learned network", _network, _read_network, is_sealed=True),
+        Subject("residual vectors", _residual, _read_residual, is_sealed=True),
+        Subject("decision log", _decisions, _read_decisions),
+        Subject("journal of a recording", _journal, _read_journal),
+        Subject("validation.json", _validation, _read_validation, is_sealed=True),
+        Subject("run.json", _saved_config, _read_config),
+        Subject("configuration", _config, _read_config),
+        Subject("hardware profile", _profile, _read_profile),
+    ]
+    others = [
+        Subject("llama-bench JSON", _bench, _read_bench),
+        Subject("llama-bench CSV", _bench_csv, _read_bench),
+        Subject("GGUF header", _gguf, _read_model),
+        Subject("config.json of a model", _hf_config, _read_hf),
+        Subject("prompts", _prompts, _read_prompts),
+    ]
+    return [*own, *others, *(_foreign(name) for name in WRITERS)]

@@ -1,0 +1,96 @@
+"""Parquet files, opened and begun as all of ours are: paths of any bytes, checksums of
+pages, one thread's reads.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from moesim.traces import parquet_seal as seal
+from moesim.traces.files import refuse_all_but_files, written_beside
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file for the time of a block.
+
+    Raises:
+        OSError: no such file, or it is none.
+        pyarrow.ArrowException: not Parquet, or damaged.
+    """
+    refuse_all_but_files(path)
+    # As bytes: Arrow takes no text that is not UTF-8.
+    with pa.OSFile(os.fsencode(path)) as source:
+        yield pq.ParquetFile(source, pre_buffer=False, page_checksum_verification=True)
+
+
+def read_schema(path: Path) -> pa.Schema:
+    """Return the columns and metadata of a Parquet file.
+
+    Raises:
+        OSError, pyarrow.ArrowException: as `open_parquet`.
+    """
+    with open_parquet(path) as file:
+        return file.schema_arrow
+
+
+@contextmanager
+def sealed_writer(
+    path: Path, schema: pa.Schema, **options: Any
+) -> Iterator[pq.ParquetWriter]:
+    """Yield a writer of a Parquet file; at the end of the block the file is sealed.
+
+    Args:
+        path: where to write; the caller gives it its name, see `moesim.traces.files`.
+        schema: of its tables.
+        options: of `pyarrow.parquet.ParquetWriter`.
+    """
+    with path.open("wb") as sink:
+        writer = pq.ParquetWriter(sink, schema, write_page_checksum=True, **options)
+        try:
+            yield writer
+            seal.reserve(writer)
+        finally:
+            close_quietly(writer)
+    seal.seal(path)
+
+
+def close_quietly(writer: pq.ParquetWriter) -> None:
+    """Close a writer, also one whose last write failed.
+
+    Raises:
+        OSError, pyarrow.ArrowException: closing fails where nothing failed before.
+    """
+    failed_before = sys.exc_info()[0] is not None
+    try:
+        writer.close()
+    except (OSError, pa.ArrowException):
+        # Arrow would try again, and complain, when it forgets the writer.
+        writer.is_open = False
+        if not failed_before:
+            raise
+
+
+def write_table(path: Path, table: pa.Table, **options: Any) -> None:
+    """Write a table as one sealed Parquet file, or none.
+
+    Args:
+        path: of the file.
+        table: what is in it.
+        options: of `pyarrow.parquet.ParquetWriter`.
+    """
+    with (
+        written_beside(path) as part,
+        sealed_writer(part, table.schema, **options) as writer,
+    ):
+        writer.write_table(table)
