@@ -18,6 +18,7 @@ from moesim.policies.compilation import (
     SECONDS_BY_GPU,
     inlined,
 )
+from moesim.policies.kernels import ASSIGN, State, Work
 from moesim.traces.compilation import compiled
 
 UNLIMITED = 1 << 62
@@ -152,6 +153,25 @@ def greedy(
         load_s[chosen] = end_s
         lanes[i] = chosen
     return lanes, order
+
+
+@compiled(ASSIGN)
+def greedy_assign(
+    state: State, work: Work, lanes: np.ndarray, order: np.ndarray
+) -> bool:
+    """Place by `greedy`; the staging limit is the state's first integer."""
+    found, decided = greedy(
+        work.cpu_s,
+        work.host_s,
+        work.gpu_s,
+        work.arrive_s,
+        work.link_s,
+        state.integers[0],
+    )
+    for i in range(len(lanes)):
+        lanes[i] = found[i]
+        order[i] = decided[i]
+    return False
 
 
 @inlined

@@ -13,6 +13,7 @@ import numpy as np
 from numba import types as nb
 
 from moesim.policies.compilation import EXPERT_IDS, KEYS, SECONDS
+from moesim.policies.kernels import ACCESSED, MOVED, VICTIMS, State, Work
 from moesim.traces.compilation import compiled
 
 _SCORES = SECONDS
@@ -70,6 +71,18 @@ def lowest_scores(
             best[j] = best[j - 1]
         best[rank] = key
     return best
+
+
+@compiled(VICTIMS)
+def lowest_victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    """Choose by `lowest_scores`: the first row of scores, then the last one."""
+    best = lowest_scores(
+        candidates, state.scores[0], state.scores[-1], len(incoming)
+    )
+    for n in range(len(incoming)):
+        chosen[n] = best[n]
 
 
 @compiled(nb.int64[::1](KEYS, _SCORES))
@@ -183,6 +196,27 @@ def stamp(
     """
     for expert in experts:
         score[first + expert] = now
+
+
+@compiled(nb.void(_MUTABLE_SCORES, KEYS, nb.float64))
+def stamp_keys(score: np.ndarray, keys: np.ndarray, now: float) -> None:
+    """Set the score of each of `keys`, int64 [M], to `now`."""
+    for key in keys:
+        score[key] = now
+
+
+@compiled(ACCESSED)
+def lru_accessed(state: State, work: Work) -> None:
+    """Stamp the active experts with the next layer step's number."""
+    state.numbers[0] += 1.0
+    first = work.layer * state.integers[0]
+    stamp(state.scores[0], work.experts, first, state.numbers[0])
+
+
+@compiled(MOVED)
+def lru_admitted(state: State, keys: np.ndarray) -> None:
+    """Stamp what enters."""
+    stamp_keys(state.scores[0], keys, state.numbers[0])
 
 
 @compiled(

@@ -38,6 +38,10 @@ class LayerSteps:
         edges: int64 [N + 1]; layer step i owns accesses ``edges[i]:edges[i + 1]``.
         experts: int32 [A], ascending within a layer step.
         tokens: int32 [A], the workload of each.
+        rows: int64 [N], tokens of each layer step.
+        pass_tokens: int64 [N], tokens of the forward pass.
+        context_tokens: int64 [N], largest position plus one in that pass.
+        sequences: int64 [N], how many take part in it.
     """
 
     step: np.ndarray
@@ -47,6 +51,21 @@ class LayerSteps:
     edges: np.ndarray
     experts: np.ndarray
     tokens: np.ndarray
+    rows: np.ndarray
+    pass_tokens: np.ndarray
+    context_tokens: np.ndarray
+    sequences: np.ndarray
+
+    def first(self, count: int) -> LayerSteps:
+        """The first `count` layer steps."""
+        accesses = int(self.edges[count])
+        columns = {
+            field.name: getattr(self, field.name)[:count] for field in fields(self)
+        }
+        columns["edges"] = self.edges[: count + 1]
+        columns["experts"] = self.experts[:accesses]
+        columns["tokens"] = self.tokens[:accesses]
+        return LayerSteps(**columns)
 
 
 def layer_steps(
@@ -87,16 +106,7 @@ def _first(
 
         count = int(np.searchsorted(part.step, steps))
         if count:
-            accesses = int(part.edges[count])
-            yield LayerSteps(
-                step=part.step[:count],
-                batch=part.batch[:count],
-                phase=part.phase[:count],
-                layer=part.layer[:count],
-                edges=part.edges[: count + 1],
-                experts=part.experts[:accesses],
-                tokens=part.tokens[:accesses],
-            )
+            yield part.first(count)
         return
 
 
@@ -116,23 +126,38 @@ def of_sequences(
             choice = (key + rows.experts[:prompt]).reshape(-1)
             # One count for all layers: a prompt is one forward pass.
             workloads = np.bincount(choice, minlength=layers * experts)
-            yield _prefill(workloads.reshape(layers, experts), step, number)
+            positions = rows.pos[:prompt]
+            # Rows are sorted by position, so a token begins where that changes.
+            tokens = 1 + int(np.count_nonzero(np.diff(positions)))
+            yield _prefill(
+                workloads.reshape(layers, experts),
+                np.bincount(rows.layer[:prompt], minlength=layers),
+                step,
+                number,
+                tokens=tokens,
+                context_tokens=1 + int(positions[-1]),
+            )
             step += 1
 
         top_k = rows.experts.shape[1]
         stride = max(1, BLOCK_ACCESSES // (layers * top_k)) * layers
         for first in range(prompt, len(rows.pos), stride):
             part = rows.experts[first : first + stride]
-            yield _decode(part, layers, step, number)
+            context_tokens = rows.pos[first : first + stride].astype(np.int64) + 1
+            yield _decode(part, context_tokens, layers, step, number)
             step += len(part) // layers
 
 
 def _prefill(
     workloads: np.ndarray,
+    rows: np.ndarray,
     step: int,
     number: int,
+    *,
+    tokens: int,
+    context_tokens: int,
 ) -> LayerSteps:
-    """One forward pass of workloads int64 [L, E]."""
+    """One forward pass of workloads int64 [L, E] and rows int64 [L]."""
     layers, experts = workloads.shape
     counts = workloads.reshape(-1)
     active = np.flatnonzero(counts)
@@ -146,16 +171,23 @@ def _prefill(
         edges=edges.astype(np.int64),
         experts=(active % experts).astype(np.int32),
         tokens=counts[active].astype(np.int32),
+        rows=rows.astype(np.int64),
+        pass_tokens=np.full(layers, tokens, np.int64),
+        context_tokens=np.full(layers, context_tokens, np.int64),
+        sequences=np.ones(layers, np.int64),
     )
 
 
 def _decode(
     routing: np.ndarray,
+    context_tokens: np.ndarray,
     layers: int,
     step: int,
     number: int,
 ) -> LayerSteps:
-    """Decode steps from `step` on, of routing [N, K] by token and layer."""
+    """Decode steps from `step` on, of routing [N, K] by token and layer, with
+    `context_tokens` int64 [N].
+    """
     count, top_k = routing.shape
     tokens = count // layers
     experts = np.sort(routing, axis=1).astype(np.int32).reshape(-1)
@@ -169,6 +201,10 @@ def _decode(
         edges=np.arange(count + 1, dtype=np.int64) * top_k,
         experts=experts,
         tokens=np.ones(len(experts), np.int32),
+        rows=np.ones(count, np.int64),
+        pass_tokens=np.ones(count, np.int64),
+        context_tokens=context_tokens,
+        sequences=np.ones(count, np.int64),
     )
 
 
@@ -185,6 +221,10 @@ def _of_step(step: RoutedStep) -> LayerSteps:
         edges=edges,
         experts=np.concatenate([routed.experts for routed in step.layers]),
         tokens=np.concatenate([routed.tokens for routed in step.layers]),
+        rows=np.array([len(routed.routing) for routed in step.layers], np.int64),
+        pass_tokens=np.full(count, step.tokens, np.int64),
+        context_tokens=np.full(count, step.context_tokens, np.int64),
+        sequences=np.full(count, step.sequences, np.int64),
     )
 
 
