@@ -226,6 +226,13 @@ class RunConfig:
         metavar="N",
         minimum=0,
     )
+    engine: str = _option(
+        "auto",
+        "What simulates: auto takes the compiled engine where it knows everything"
+        " involved, else SimPy; both give the same results.",
+        metavar="auto|simpy|compiled",
+        choices=("auto", "simpy", "compiled"),
+    )
     # What files must be, where a run is to be repeated exactly.
     trace_digest: str | None = _option(
         None,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.engines import choose_engine
 from moesim.runs.memory import MemoryOptions
 from moesim.runs.result import Run, save_run
 from moesim.runs.setup import (
@@ -24,8 +25,6 @@ from moesim.runs.setup import (
     warm_counts,
     watts,
 )
-from moesim.sim.replay import Replay
-from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.traces.timeline.metrics import Summary, summarise
 from moesim.traces.timeline.perfetto import write_perfetto
@@ -101,17 +100,18 @@ def replay(
         profile.lanes, out, sink=None if summary is None else summary.add
     )
 
-    walk = compose_steps(
-        opened,
-        batch=config.batch,
-        steps=config.steps,
-        columns=needed_columns(planner.policies),
-    )
-    simulation = Replay(
-        profile, planner.costs, planner, timeline, noise_seed=config.noise_seed
-    )
+    engine = choose_engine(config.engine, planner, profile)
     try:
-        result = simulation.run(walk, progress)
+        result = engine.run(
+            opened,
+            planner,
+            profile,
+            timeline,
+            batch=config.batch,
+            steps=config.steps,
+            noise_seed=config.noise_seed,
+            progress=progress,
+        )
         timeline.close()
     except BaseException:
         # An interrupt too must not leave half-written tables behind.
@@ -138,7 +138,8 @@ def replay(
 
     warnings = synthetic_caveats(opened.header)
     warnings += _warnings(setup, planner.costs.extrapolated, metrics)
-    run = Run(metrics, timeline, setup.effective_config(opened), warnings)
+    effective = setup.effective_config(opened) | engine.described()
+    run = Run(metrics, timeline, effective, warnings)
     if out is not None:
         save_run(run, Path(out))
     return run

@@ -12,6 +12,7 @@ from moesim.policies.kernels import State
 from moesim.policies.planner.residency import GLOBAL
 from moesim.sim.compiled import memory, records
 from moesim.sim.compiled.loop import run_steps
+from moesim.sim.compiled.planning import plan_layer_step
 from moesim.sim.compiled.records import NONE
 from moesim.sim.compiled.transfers import (
     DROP,
@@ -19,6 +20,8 @@ from moesim.sim.compiled.transfers import (
     LATE_KEEP,
     STAGE,
     WAIT,
+    end_operation,
+    serve_worker,
 )
 from moesim.sim.compiled.world import World
 from moesim.sim.noise import Noise
@@ -301,6 +304,9 @@ class CompiledReplay:
             self._assignment.assign,
             self._prefetch.prefetch,
             *(getattr(self._cache, name) for name in _OF_CACHES),
+            serve_worker,
+            end_operation,
+            plan_layer_step,
         )
         begin = 0
         while begin < len(block.layer):
@@ -344,7 +350,8 @@ class CompiledReplay:
         world["phase"] = np.ascontiguousarray(block.phase, np.int8)
         world["active"] = np.ascontiguousarray(block.experts, np.int32)
         world["tokens"] = np.ascontiguousarray(block.tokens, np.int32)
-        world["scores"] = np.zeros((0, 0))
+        scores = np.zeros((0, 0)) if block.scores is None else block.scores
+        world["scores"] = np.ascontiguousarray(scores)
         world["lane_of"] = np.zeros(len(block.experts), np.int8)
         world["state_of"] = np.zeros(len(block.experts), np.int8)
         world["start_s"] = np.zeros(count)
@@ -521,5 +528,3 @@ def _by_first_lane(table: np.ndarray) -> np.ndarray:
     """Workers in the order of their first lanes, in which they are offered work."""
     workers = table["worker"].tolist()
     return np.array(list(dict.fromkeys(workers)), np.int64)
-
-

@@ -9,14 +9,13 @@ from numba import types as nb
 from moesim.engine.operations import DEMAND, REPLACEMENT
 from moesim.engine.operations import PREFETCH as BEHIND_DEMAND
 from moesim.policies.base import RESIDENT
-from moesim.policies.kernels import KERNELS, Work
 from moesim.policies.planner.plan import FETCH, PREFETCH
 from moesim.sim.compiled import lanes as kinds
 from moesim.sim.compiled import memory, planning, transfers
 from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.lanes import operation
 from moesim.sim.compiled.records import NONE
-from moesim.sim.compiled.world import world_at
+from moesim.sim.compiled.world import KERNELS, address_of, world_at
 from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
 
 CONTROL = 0
@@ -61,7 +60,7 @@ def _wait(world: Any) -> None:
             if world.workers[w].waiting:
                 transfers.serve(world, w)
         else:
-            transfers.end(world, i)
+            world.end_operation(address_of(world), i)
     run.turn = False
 
 
@@ -105,26 +104,29 @@ def _enqueue(world: Any) -> None:
 
 
 @part
-def _dispatch(
-    world: Any, work: Work, lanes: Any, order: Any, serial: bool, first_op_s: float
-) -> bool:
+def _dispatch(world: Any, s: int, serial: bool, first_op_s: float) -> bool:
     """Queue the layer step's products in launch order; whether the CPU has one."""
     constants = world.constants
     run = world.run
-    several = len(work.gpu_s) > 1
+    layer = world.layer[s]
+    first = world.edges[s]
+    active = world.edges[s + 1] - first
+    several = planning.rows_of(world) > 1
+    gpu_s = planning.gpu_seconds(world, active)
     unused = world.answers
     for code in range(constants.gpus + 1):
         unused[code] = True
     cpu_used = False
     count = 0
-    for i in order:
-        code = lanes[i]
-        expert = work.experts[i]
+    for n in range(active):
+        i = world.work_order[n]
+        code = world.work_lanes[i]
+        expert = world.active[first + i]
         if code == 0:
-            seconds = work.cpu_s[i]
+            seconds = world.work_s[0, i]
             first_s = constants.cpu_first_s
         else:
-            seconds = work.gpu_s[code - 1 if several else 0, i]
+            seconds = gpu_s[code - 1 if several else 0, i]
             first_s = constants.gpu_first_s
         work_s = constants.dispatch_s + seconds
         if unused[code]:
@@ -134,7 +136,7 @@ def _dispatch(
             world,
             world.lane_by_use[CPU + code],
             COMPUTE,
-            work.layer,
+            layer,
             expert,
             work_s,
             0,
@@ -150,7 +152,7 @@ def _dispatch(
                 transfers.submit(world, product, DEMAND)
             continue
         gpu = code - 1
-        key = work.layer * constants.experts + expert
+        key = layer * constants.experts + expert
         if serial and world.state[gpu, key] != RESIDENT:
             run.fetched += 1
             world.operations[product].on_end = kinds.FETCHED
@@ -162,15 +164,16 @@ def _dispatch(
 
 
 @part
-def _complete(world: Any, work: Work) -> None:
+def _complete(world: Any, s: int) -> None:
     """Release a layer step's holds, forget what was staged for it; replace."""
     run = world.run
-    first = work.layer * world.constants.experts
+    layer = world.layer[s]
+    first = layer * world.constants.experts
     for gpu in range(world.constants.gpus):
-        for expert in work.experts:
+        for expert in world.active[world.edges[s] : world.edges[s + 1]]:
             world.holds[gpu, first + expert] -= 1
             world.experts[gpu, first + expert].used = False
-        if world.pools[gpu, work.layer].staged:
+        if world.pools[gpu, layer].staged:
             for key in range(first, first + world.constants.experts):
                 if world.experts[gpu, key].staged:
                     planning.forget_staged(world, gpu, key)
@@ -203,28 +206,10 @@ def _layer_step(world: Any, s: int) -> None:
     end = world.edges[s + 1]
     active = end - first
     transfers.begin_decisions(world, layer, world.active[first:end])
-    if layer:
-        run.gap_s = run.now_s - run.joined_s
-    work = planning.look(world, s)
-    lanes = world.work_lanes[:active]
-    order = world.work_order[:active]
-    serial = planning.assign(world, work, lanes, order)
+    serial = world.plan_layer_step(address_of(world), s)
     if run.error:
         return
-    planning.note_accesses(world, work, lanes)
-    run.promoted = 0
-    planning.promote_due(world, layer)
-    for gpu in range(at_home, at_home + planning.rows_of(world)):
-        planning.demand(world, work, gpu, lanes, order)
-    if constants.prefetches:
-        planning.prefetch(world, work)
     copied = run.promoted + run.copies
-    planning.ask_replacements(world, work)
-    for i in range(active):
-        world.lane_of[first + i] = world.lane_by_use[CPU + lanes[i]]
-        world.state_of[first + i] = work.state[i]
-    if run.error:
-        return
 
     plan_s = _control_s(constants.planning_s, active, copied)
     _alone(world, world.lane_by_use[CONTROL], PLAN, layer, plan_s)
@@ -235,7 +220,7 @@ def _layer_step(world: Any, s: int) -> None:
         transfers.promote(world, promoted.gpu, layer, promoted.expert)
     _enqueue(world)
     first_op_s = _control_s(constants.first_op_s, active, copied)
-    cpu_used = _dispatch(world, work, lanes, order, serial, first_op_s)
+    cpu_used = _dispatch(world, s, serial, first_op_s)
     _predict(world, s, world.evaluations[layer, phase, 1])
     if not run.pending:
         run.turn = True
@@ -251,7 +236,7 @@ def _layer_step(world: Any, s: int) -> None:
     join_s = _control_s(constants.join_s, active, copied)
     _alone(world, world.lane_by_use[CONTROL], JOIN, layer, join_s)
     if not run.error:
-        _complete(world, work)
+        _complete(world, s)
 
 
 @part
@@ -288,6 +273,9 @@ def run_steps(
     admitted: Any,
     evicted: Any,
     replacements: Any,
+    serve_worker: Any,
+    end_operation: Any,
+    plan_layer_step: Any,
     first: int,
     full_spans: int,
     full_steps: int,
@@ -296,7 +284,7 @@ def run_steps(
 
     Args:
         address: of the world's table.
-        assign: and the following are the policies' kernels.
+        assign: and the following are what is called through the table.
         first: layer step to begin with.
         full_spans: stop after the forward pass that has brought so many spans.
         full_steps: stop after the forward pass that has brought so many layer steps.
@@ -315,6 +303,9 @@ def run_steps(
     world.admitted = admitted
     world.evicted = evicted
     world.replacements = replacements
+    world.serve_worker = serve_worker
+    world.end_operation = end_operation
+    world.plan_layer_step = plan_layer_step
     run = world.run
     # Of one layer step: its products, all queued copies, and what surrounds them.
     most = 2 * world.constants.experts + 2 * world.state.size + 8

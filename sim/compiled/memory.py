@@ -108,9 +108,7 @@ def _stage(world: Any, m: int, key: int, layer: int, landing_s: float) -> None:
 
 
 @part
-def wish(
-    world: Any, m: int, key: int, enters: bool, demanded: bool
-) -> None:
+def wish(world: Any, m: int, key: int, enters: bool, demanded: bool) -> None:
     """Wish for an absent expert."""
     wished = world.experts[m, key]
     wished.wished = True
@@ -125,9 +123,7 @@ def wish(
 
 
 @part
-def _promise(
-    world: Any, m: int, key: int, layer: int, room: int, victim: int
-) -> None:
+def _promise(world: Any, m: int, key: int, layer: int, room: int, victim: int) -> None:
     wished = world.experts[m, key]
     wished.enters = True
     wished.promised = True
@@ -158,9 +154,7 @@ def cancel(world: Any, m: int, key: int) -> None:
 
 
 @part
-def demand(
-    world: Any, work: Work, m: int, keys: Any
-) -> None:
+def demand(world: Any, work: Work, m: int, keys: Any) -> None:
     """Wish for absent experts of one layer that a layer step waits for."""
     for key in keys:
         wish(world, m, key, False, True)
@@ -219,14 +213,12 @@ def _check(world: Any, victims: Any, candidates: Any) -> None:
 
 
 @part
-def prefetch(world: Any, work: Work, m: int, key: int):
+def prefetch(world: Any, work: Work, m: int, key: int) -> None:
     """Wish for an absent expert of a coming layer."""
     enters = True
     if not world.memories[m].admits_all:
         world.keys[1][0] = key
-        world.admits(
-            cache_state(world, m), work, world.keys[1][:1], world.answers[:1]
-        )
+        world.admits(cache_state(world, m), work, world.keys[1][:1], world.answers[:1])
         enters = world.answers[0]
     wish(world, m, key, enters, False)
 
@@ -268,9 +260,7 @@ def start(
 
 
 @part
-def _make_room(
-    world: Any, m: int, key: int, layer: int
-) -> bool:
+def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
     """Evict what must leave for a copy; False if it gets no place in the cache."""
     wished = world.experts[m, key]
     pool = pool_of(world, m, layer)

@@ -10,11 +10,14 @@ from moesim.policies.base import ABSENT, RESIDENT
 from moesim.policies.kernels import Work
 from moesim.policies.planner.plan import FETCH, PREFETCH, REPLACE
 from moesim.sim.compiled import memory
-from moesim.sim.compiled.compilation import part
+from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.memory import cache_state
 from moesim.sim.compiled.records import NONE
 from moesim.sim.compiled.transfers import link_enqueue
-from moesim.sim.compiled.world import rows_at, state_at
+from moesim.sim.compiled.world import ENTRIES, rows_at, state_at, world_at
+
+_COMPUTE_LANES = 2
+"""Place of the CPU in `world.lane_by_use`; GPUs follow."""
 
 
 @part
@@ -33,6 +36,12 @@ def rows_of(world: Any) -> int:
 
 
 @part
+def gpu_seconds(world: Any, active: int) -> Any:
+    """Seconds of the active experts on each GPU, as `look` has found them."""
+    return rows_at(world.work_s[2], rows_of(world), active)
+
+
+@part
 def look(world: Any, s: int) -> Work:
     """Look the active experts up: states, costs and expected arrivals."""
     constants = world.constants
@@ -47,7 +56,7 @@ def look(world: Any, s: int) -> Work:
 
     cpu_s = world.work_s[0][:active]
     host_s = world.work_s[1][:active]
-    gpu_s = rows_at(world.work_s[2], rows, active)
+    gpu_s = gpu_seconds(world, active)
     arrive_s = rows_at(world.work_s[3], rows, active)
     state = world.work_state[0][:active]
     gpu_state = world.work_state[1][: rows * active]
@@ -347,3 +356,32 @@ def wish_swaps(world: Any) -> None:
         queue(world, REPLACE, swap.gpu, key)
 
 
+@entry(ENTRIES["plan_layer_step"])
+def plan_layer_step(address: int, s: int) -> bool:
+    """Plan one layer step in the order of the contract; whether its CPU waits."""
+    world = world_at(address)
+    run = world.run
+    layer = world.layer[s]
+    if layer:
+        run.gap_s = run.now_s - run.joined_s
+    work = look(world, s)
+    first = world.edges[s]
+    active = len(work.experts)
+    lanes = world.work_lanes[:active]
+    order = world.work_order[:active]
+    serial = assign(world, work, lanes, order)
+    if run.error:
+        return serial
+    note_accesses(world, work, lanes)
+    run.promoted = 0
+    promote_due(world, layer)
+    at_home = home(world, layer)
+    for gpu in range(at_home, at_home + rows_of(world)):
+        demand(world, work, gpu, lanes, order)
+    if world.constants.prefetches:
+        prefetch(world, work)
+    ask_replacements(world, work)
+    for i in range(active):
+        world.lane_of[first + i] = world.lane_by_use[_COMPUTE_LANES + lanes[i]]
+        world.state_of[first + i] = work.state[i]
+    return serial

@@ -52,8 +52,11 @@ def _unsupported_policies(planner: Planner) -> str | None:
         ("prefetch", policies.prefetch),
         ("cache", policies.caches[0]),
     ):
-        if not brings_kernels(policy):
+        if not brings_kernels(policy) or policy.kernels() is None:
             return f"{kind} policy {policies.names.get(kind)!r}: no kernels"
+    columns = {column for policy in policies.all() for column in policy.needs}
+    if columns - {"scores"}:
+        return f"the trace's column {min(columns - {'scores'})!r}"
     sizes = planner.shape.expert_bytes
     if planner.sizes.gpu.scope == GLOBAL and len(set(sizes)) > 1:
         return "experts of unequal sizes in one pool"
@@ -66,7 +69,7 @@ def _unsupported_policies(planner: Planner) -> str | None:
 
 
 def brings_kernels(policy: Policy) -> bool:
-    """Whether a policy brings kernels for every answer that it gives.
+    """Whether a policy's class brings kernels for every answer that it gives.
 
     A subclass that overrides an answer in Python, and not its kernels, does not.
     """
@@ -79,9 +82,7 @@ def brings_kernels(policy: Policy) -> bool:
     overridden = [
         name for name in answers if not name.startswith("_") and callable_of(base, name)
     ]
-    if any(_depth(kinds, name) < owner for name in overridden):
-        return False
-    return policy.kernels() is not None
+    return all(_depth(kinds, name) >= owner for name in overridden)
 
 
 def callable_of(kind: type, name: str) -> bool:

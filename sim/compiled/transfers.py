@@ -12,7 +12,7 @@ from moesim.engine.operations import DEMAND
 from moesim.policies.base import RESIDENT
 from moesim.policies.planner.plan import PREFETCH
 from moesim.sim.compiled import memory
-from moesim.sim.compiled.compilation import part
+from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.lanes import (
     COMPUTED,
     COPIED,
@@ -24,6 +24,7 @@ from moesim.sim.compiled.lanes import (
     withdraw,
 )
 from moesim.sim.compiled.records import NONE
+from moesim.sim.compiled.world import ENTRIES, address_of, world_at
 
 _START = 0
 _WAIT = 1
@@ -54,9 +55,7 @@ def link_withdraw(world: Any, gpu: int, layer: int) -> None:
     """Note that a queued copy has left the queue, started or not."""
     link = world.memories[gpu]
     link.queued -= 1
-    link.queued_s = (
-        link.queued_s - world.copy_s[gpu, layer] if link.queued else 0.0
-    )
+    link.queued_s = link.queued_s - world.copy_s[gpu, layer] if link.queued else 0.0
 
 
 # -- starts ----------------------------------------------------------------------------
@@ -79,15 +78,8 @@ def submit(world: Any, i: int, priority: int) -> None:
 @part
 def serve(world: Any, w: int) -> None:
     """Start the next operation that an idle worker may start."""
-    worker = world.workers[w]
-    if worker.waiting == 0:
-        return
-    worker.busy = True
-    i = _pick(world, w)
-    if i == NONE:
-        worker.busy = False
-    else:
-        begin(world, i)
+    if world.workers[w].waiting:
+        world.serve_worker(address_of(world), w)
 
 
 @part
@@ -292,37 +284,6 @@ def start_on_gpu(world: Any, gpu: int, i: int) -> None:
 
 
 @part
-def end(world: Any, i: int) -> None:
-    """Let an operation's consequences queue, then let its worker go on."""
-    run = world.run
-    ended = world.operations[i]
-    w = world.lanes[ended.lane].worker
-    worker = world.workers[w]
-    worker.busy = False
-    if ended.on_end == COPIED:
-        _copied(world, i)
-    else:
-        if ended.on_end == FETCHED:
-            run.fetched -= 1
-            if not run.fetched:
-                release_held(world)
-        if ended.on_end == COMPUTED or ended.on_end == FETCHED:  # noqa: PLR1714
-            gpu = world.lanes[ended.lane].gpu
-            if gpu != NONE and world.memories[gpu].staged:
-                _report(world, False, gpu, ended.layer, ended.expert)
-        if ended.on_end == PREDICTED:
-            run.predicting = False
-            offer(world)
-        run.pending -= 1
-        if not run.pending:
-            run.turn = True
-            run.turns += 1
-    forget(world, i)
-    if worker.waiting and not worker.busy:
-        serve(world, w)
-
-
-@part
 def release_held(world: Any) -> None:
     """Let the CPU of a serial plan begin."""
     run = world.run
@@ -387,3 +348,49 @@ def _computed(world: Any, gpu: int, layer: int, expert: int) -> bool:
         return False
     memory.drop_staged(world, gpu, key)
     return True
+
+
+@entry(ENTRIES["end_operation"])
+def end_operation(address: int, i: int) -> None:
+    """Let an operation's consequences queue, then let its worker go on."""
+    world = world_at(address)
+    run = world.run
+    ended = world.operations[i]
+    w = world.lanes[ended.lane].worker
+    worker = world.workers[w]
+    worker.busy = False
+    if ended.on_end == COPIED:
+        _copied(world, i)
+    else:
+        if ended.on_end == FETCHED:
+            run.fetched -= 1
+            if not run.fetched:
+                release_held(world)
+        if ended.on_end == COMPUTED or ended.on_end == FETCHED:  # noqa: PLR1714
+            gpu = world.lanes[ended.lane].gpu
+            if gpu != NONE and world.memories[gpu].staged:
+                _report(world, False, gpu, ended.layer, ended.expert)
+        if ended.on_end == PREDICTED:
+            run.predicting = False
+            offer(world)
+        run.pending -= 1
+        if not run.pending:
+            run.turn = True
+            run.turns += 1
+    forget(world, i)
+    if worker.waiting and not worker.busy:
+        serve(world, w)
+
+
+@entry(ENTRIES["serve_worker"])
+def serve_worker(address: int, w: int) -> None:
+    """Start the next operation that an idle worker may start."""
+    world = world_at(address)
+    worker = world.workers[w]
+    # A copy that takes its place may queue others here: one is picked at a time.
+    worker.busy = True
+    i = _pick(world, w)
+    if i == NONE:
+        worker.busy = False
+    else:
+        begin(world, i)

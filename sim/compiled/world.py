@@ -27,8 +27,21 @@ from numba.extending import (
 )
 from numba.np.arrayobj import make_array, populate_array
 
-from moesim.policies.kernels import KERNELS, State
+from moesim.policies.kernels import KERNELS as POLICY_KERNELS
+from moesim.policies.kernels import State
 from moesim.sim.compiled.records import ARRAYS, RECORDS
+
+ENTRIES = {
+    "serve_worker": nb.void(nb.int64, nb.int64),
+    "end_operation": nb.void(nb.int64, nb.int64),
+    "plan_layer_step": nb.boolean(nb.int64, nb.int64),
+}
+"""The loop's own parts that are compiled, and kept on disk, by themselves: one program
+of all took the compiler twice as long (measured). Each takes the table's address.
+"""
+
+KERNELS = {**POLICY_KERNELS, **ENTRIES}
+"""Everything that is called through the table."""
 
 _INT = ir.IntType(64)
 _ENTRY = 4
@@ -81,6 +94,16 @@ def _world(_: Any, address: Any) -> Any:
 def world_at(address: int) -> Any:
     """The world whose table lies at an address."""
     return _world(address)
+
+
+@intrinsic
+def address_of(_: Any, world: Any) -> Any:
+    """The address of a world's table."""
+
+    def code(__: Any, ___: Any, ____: Any, arguments: Any) -> Any:
+        return arguments[0]
+
+    return nb.int64(world), code
 
 
 def _number(builder: Any, world: Any, place: int) -> Any:
@@ -145,7 +168,7 @@ def state_at(at: Any, sizes: Any) -> State:
 
 
 @intrinsic
-def rows_at(_: Any, row: Any, count: Any, width: Any) -> Any:
+def rows_at(_: Any, row: Any, count: Any, width: Any) -> Any:  # noqa: ARG001 - its types
     """The beginning of a row of numbers, as an array of `count` rows."""
     kind = nb.Array(row.dtype, 2, "C")
 

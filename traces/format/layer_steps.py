@@ -7,7 +7,7 @@ costs microseconds each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,6 +42,8 @@ class LayerSteps:
         pass_tokens: int64 [N], tokens of the forward pass.
         context_tokens: int64 [N], largest position plus one in that pass.
         sequences: int64 [N], how many take part in it.
+        scores: float64 [N, E], gate scores, mean over the tokens of each layer step;
+            None where nobody asked for them.
     """
 
     step: np.ndarray
@@ -55,12 +57,15 @@ class LayerSteps:
     pass_tokens: np.ndarray
     context_tokens: np.ndarray
     sequences: np.ndarray
+    scores: np.ndarray | None = None
 
     def first(self, count: int) -> LayerSteps:
         """The first `count` layer steps."""
         accesses = int(self.edges[count])
         columns = {
-            field.name: getattr(self, field.name)[:count] for field in fields(self)
+            field.name: getattr(self, field.name)[:count]
+            for field in fields(self)
+            if getattr(self, field.name) is not None
         }
         columns["edges"] = self.edges[: count + 1]
         columns["experts"] = self.experts[:accesses]
@@ -89,9 +94,22 @@ def layer_steps(
     return joined(parts if steps is None else _first(parts, steps))
 
 
-def of_steps(steps: Iterable[RoutedStep]) -> Iterator[LayerSteps]:
-    """Return composed forward passes as blocks."""
-    return joined(map(_of_step, steps))
+def of_steps(
+    steps: Iterable[RoutedStep], *, scores: bool = False
+) -> Iterator[LayerSteps]:
+    """Return composed forward passes as blocks, with their gate scores if asked for."""
+    if not scores:
+        return joined(map(_of_step, steps))
+    # Scores of all experts are many more numbers than those of the active ones.
+    return joined(map(_with_scores, steps), BLOCK_ACCESSES // 16)
+
+
+def _with_scores(step: RoutedStep) -> LayerSteps:
+    means = []
+    for routed in step.layers:
+        assert routed.scores is not None, "composed without the column"
+        means.append(routed.scores.mean(axis=0, dtype=np.float64))
+    return replace(_of_step(step), scores=np.array(means))
 
 
 def _first(
@@ -228,14 +246,16 @@ def _of_step(step: RoutedStep) -> LayerSteps:
     )
 
 
-def joined(parts: Iterable[LayerSteps]) -> Iterator[LayerSteps]:
-    """Join many small blocks into few large ones."""
+def joined(
+    parts: Iterable[LayerSteps], most: int = BLOCK_ACCESSES
+) -> Iterator[LayerSteps]:
+    """Join many small blocks into few large ones, of about `most` accesses."""
     pending: list[LayerSteps] = []
     accesses = 0
     for part in parts:
         pending.append(part)
         accesses += len(part.experts)
-        if accesses >= BLOCK_ACCESSES:
+        if accesses >= most:
             yield join(pending)
             pending = []
             accesses = 0
@@ -252,7 +272,7 @@ def join(parts: list[LayerSteps]) -> LayerSteps:
     columns = {
         field.name: np.concatenate([getattr(part, field.name) for part in parts])
         for field in fields(LayerSteps)
-        if field.name != "edges"
+        if field.name != "edges" and getattr(parts[0], field.name) is not None
     }
 
     # Each part's edges count from its own first access, and the last one is the first
