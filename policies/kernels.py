@@ -13,12 +13,15 @@ A active experts, G GPUs, M incoming, C candidates.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numba import types as nb
 
 from moesim.traces.compilation import compiled
+
+if TYPE_CHECKING:
+    from moesim.policies.base import LayerWork
 
 
 class State(NamedTuple):
@@ -85,6 +88,39 @@ class Work(NamedTuple):
     gpu_state: np.ndarray
     scores: np.ndarray
     first_cpu_s: float
+
+
+def kernel_work(work: LayerWork) -> Work:
+    """The work of a layer step as kernels of caches want it.
+
+    Of several GPUs `gpu_state` knows the best one only; `first_cpu_s` is left out.
+    """
+    gpus = len(work.arrive_s)
+    scores = np.empty(0)
+    if work.scores is not None:
+        scores = work.scores.mean(axis=0, dtype=np.float64)
+    return Work(
+        work.step,
+        work.layer,
+        int(work.phase),
+        work.batch,
+        _own(work.experts),
+        _own(work.tokens),
+        _own(work.state),
+        _own(work.cpu_s),
+        _own(work.host_s),
+        _own(work.gpu_s),
+        _own(work.arrive_s),
+        np.zeros(gpus) if work.link_s is None else _own(work.link_s),
+        _own(work.state),
+        scores,
+        0.0,
+    )
+
+
+def _own(array: np.ndarray) -> np.ndarray:
+    """An array that a kernel takes: none that is read-only, as some shared ones are."""
+    return array if array.flags.writeable else array.copy()
 
 
 _INT32 = nb.int32[::1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from strategies import traces
 import moesim
 from moesim.policies.base import PolicyError
 from moesim.policies.cache.lru import LRU
+from moesim.policies.registry import find, names
+from moesim.sim.compiled import compilation
 from moesim.sim.compiled.support import brings_kernels
 from moesim.traces.format.reader import open_trace
 from tests.handmade import hand_trace, registered
@@ -141,11 +144,30 @@ def test_an_answer_overridden_in_python_is_not_passed_over(make_trace):
         def victims(self, incoming, candidates):
             return candidates[-len(incoming) :]
 
-    assert brings_kernels(LRU())
-    assert not brings_kernels(Moody())
+    assert brings_kernels(LRU)
+    assert not brings_kernels(Moody)
     with registered(cache_moody=Moody):
         run = moesim.replay(make_trace(), "greedy", cache="moody")
     assert run.config["engine"] == "simpy"
+
+
+@pytest.mark.parametrize("kind", ["assignment", "cache", "prefetch"])
+def test_the_page_names_the_policies_that_bring_kernels(kind):
+    page = Path(__file__).parents[1] / "docs" / "reference" / "engines.md"
+    row = re.search(rf"^\| {kind} \| (.*) \|$", page.read_text("utf-8"), re.MULTILINE)
+    bring = [name for name in names(kind) if brings_kernels(find(name, kind))]
+    assert re.findall(r"`([a-z0-9-]+)`", row[1]) == sorted(bring)
+
+
+def test_every_file_of_the_loop_counts_for_what_is_on_disk():
+    """Machine code on disk is used only if all files it was made of are the same."""
+    folder = Path(compilation.__file__).parent
+    made_of = {
+        path.name
+        for path in folder.glob("*.py")
+        if "@part" in path.read_text("utf-8") or "@entry" in path.read_text("utf-8")
+    }
+    assert made_of <= {path.name for path in compilation.PARTS}
 
 
 def test_results_do_not_depend_on_where_chunks_end(make_trace, monkeypatch):

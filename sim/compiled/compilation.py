@@ -13,6 +13,21 @@ from moesim.traces.compilation import linked
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+PARTS = tuple(
+    Path(__file__).with_name(f"{name}.py")
+    for name in (
+        "compilation",
+        "lanes",
+        "loop",
+        "memory",
+        "planning",
+        "records",
+        "transfers",
+        "world",
+    )
+)
+"""Files that the loop is made of: a change in one of them compiles it anew."""
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -27,4 +42,4 @@ def part(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def entry(signature: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Compile the loop for `signature` at its first import, and keep it on disk."""
-    return linked(signature, Path(__file__).parent, kernels)
+    return linked(signature, *PARTS, kernels)

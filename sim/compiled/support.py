@@ -52,7 +52,7 @@ def _unsupported_policies(planner: Planner) -> str | None:
         ("prefetch", policies.prefetch),
         ("cache", policies.caches[0]),
     ):
-        if not brings_kernels(policy) or policy.kernels() is None:
+        if not brings_kernels(type(policy)) or policy.kernels() is None:
             return f"{kind} policy {policies.names.get(kind)!r}: no kernels"
     columns = {column for policy in policies.all() for column in policy.needs}
     if columns - {"scores"}:
@@ -68,12 +68,12 @@ def _unsupported_policies(planner: Planner) -> str | None:
     return None
 
 
-def brings_kernels(policy: Policy) -> bool:
-    """Whether a policy's class brings kernels for every answer that it gives.
+def brings_kernels(policy: type[Policy]) -> bool:
+    """Whether a class of policies brings kernels for every answer that it gives.
 
     A subclass that overrides an answer in Python, and not its kernels, does not.
     """
-    kinds = type(policy).__mro__
+    kinds = policy.__mro__
     base = next(kind for kind in kinds if kind in _KINDS)
     owner = _depth(kinds, "kernels")
     if kinds[owner] is base or kinds[owner] is Policy:
