@@ -40,7 +40,7 @@ class State(NamedTuple):
     integers: np.ndarray
 
 
-def state(
+def _state(
     scores: Any = (), marks: Any = (), numbers: Any = (), integers: Any = ()
 ) -> State:
     """Make a state of rows and numbers; what is left out is empty."""
@@ -252,18 +252,22 @@ def prefetches_nothing(
     return 0
 
 
+# Fields of this name stand beside the function.
+state = _state
+
+
 class AssignmentKernels(NamedTuple):
     """What an assignment policy brings. Kernels are functions compiled for `ASSIGN`."""
 
     assign: Any
-    state: State = state()
+    state: State = _state()
 
 
 class PrefetchKernels(NamedTuple):
     """What a prefetch policy brings."""
 
     prefetch: Any = prefetches_nothing
-    state: State = state()
+    state: State = _state()
 
 
 class CacheKernels(NamedTuple):

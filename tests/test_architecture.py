@@ -42,7 +42,6 @@ ONLY_IN = {
     "transformers": {"runtime"},
     "safetensors": {"runtime"},
     "numba": {"policies", "traces", "runtime", "sim"},
-    "llvmlite": {"sim"},
     "pulp": {"policies"},
     "highspy": {"policies"},
     "joblib": {"moesim"},

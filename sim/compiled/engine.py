@@ -62,6 +62,7 @@ class CompiledReplay:
         self._timeline = timeline
         self._noise = None if noise_seed is None else Noise(profile, noise_seed)
         self._world = World()
+        self._noise_factors = np.zeros((len(profile.lanes), 0))
         self._kept: list[Any] = []  # states of policies, which the loop points to
         self._accesses: list[Chunk] = []
         self._steps = 0
@@ -138,9 +139,19 @@ class CompiledReplay:
         world["nbytes"] = nbytes
         if self._noise is None:
             world["noise"] = np.zeros((len(self._profile.lanes), 0))
-        elif not used:
-            self._noise_factors = np.zeros((len(self._profile.lanes), count))
-            self._world["lanes"]["drawn"] = count
+        else:
+            self._make_noise(count)
+
+    def _make_noise(self, count: int) -> None:
+        """Hold so many factors of each lane: no call of the loop starts more."""
+        assert self._noise is not None
+        lanes_total = len(self._profile.lanes)
+        held = self._noise_factors.shape[1]
+        larger = np.zeros((lanes_total, count))
+        larger[:, :held] = self._noise_factors
+        for lane in range(lanes_total):
+            larger[lane, held:] = self._noise.factors(lane, count - held)
+        self._noise_factors = larger
 
     def _make_memories(self) -> None:
         world = self._world
@@ -242,7 +253,7 @@ class CompiledReplay:
         ]
         world["evaluations"] = np.array(evaluations, np.int64)
         self._gates = bool(world["evaluations"][..., 0].any())
-        names = (lanes.CONTROL.lane(), lanes.SSD.lane(), lanes.CPU.lane())
+        names = [lanes.CONTROL.lane(), lanes.SSD.lane(), lanes.CPU.lane()]
         for kind in (lanes.GPU, lanes.H2D, lanes.D2H):
             names += kind.lanes(gpus)
         by_use = [profile.lanes.index(name) for name in names]
@@ -253,7 +264,7 @@ class CompiledReplay:
         world["work_lanes"] = np.zeros(shape.experts, np.int8)
         world["work_order"] = np.zeros(shape.experts, np.int64)
         world["work_link_s"] = np.zeros(gpus)
-        self._seconds_by_tokens = np.zeros(0)
+        self._most_tokens = -1
         self._activation_s = np.zeros(0)
 
     def _keep(self, state: State) -> tuple[list[int], list[int]]:
@@ -300,24 +311,19 @@ class CompiledReplay:
         world = self._world
         run = world["run"][0]
         passes = self._put(block)
-        kernels = (
+        kernels: list[Any] = [
             self._assignment.assign,
             self._prefetch.prefetch,
             *(getattr(self._cache, name) for name in _OF_CACHES),
             serve_worker,
             end_operation,
             plan_layer_step,
-        )
+        ]
         begin = 0
         while begin < len(block.layer):
             self._draw()
-            end = run_steps(
-                world.table.ctypes.data,
-                *kernels,
-                begin,
-                CHUNK_SPANS,
-                CHUNK_ACCESSES,
-            )
+            bounds = [begin, CHUNK_SPANS, CHUNK_ACCESSES]
+            end = run_steps(*[world.table.ctypes.data, *kernels, *bounds])
             if run["error"]:
                 self._fail(int(run["error"]), block, end)
             self._note_accesses(block, begin, end)
@@ -377,13 +383,12 @@ class CompiledReplay:
         world["gate_s"] = np.repeat(np.array(gate_s, np.float64), shape.layers)
 
         most_tokens = int(block.tokens.max(initial=0))
-        if most_tokens >= len(self._seconds_by_tokens):
-            self._seconds_by_tokens = np.arange(2 * most_tokens + 1)
+        if most_tokens > self._most_tokens:
             tokens = np.arange(most_tokens + 1)
             layers = range(shape.layers)
             world["cpu_s"] = np.array([costs.cpu_s(layer, tokens) for layer in layers])
             world["gpu_s"] = np.array([costs.gpu_s(layer, tokens) for layer in layers])
-            self._seconds_by_tokens = tokens
+            self._most_tokens = most_tokens
         most_rows = int(block.rows.max(initial=0))
         if most_rows >= len(self._activation_s):
             by_rows = [costs.activation_s(rows) for rows in range(most_rows + 1)]

@@ -92,7 +92,7 @@ def look(world: Any, s: int) -> Work:
     return Work(
         world.step[s],
         layer,
-        np.int64(world.phase[s]),
+        int(world.phase[s]),
         world.batch[s],
         experts,
         tokens,

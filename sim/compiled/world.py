@@ -48,7 +48,7 @@ _ENTRY = 4
 """Numbers per array: its address and up to three sizes. A kernel needs no more."""
 
 
-class _WorldType(nb.Type):
+class _WorldType(nb.Type):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__("World")
 
@@ -69,13 +69,13 @@ _PLACES = {name: _ENTRY * place for place, name in enumerate(_TYPES)}
 
 
 @register_model(_WorldType)
-class _WorldModel(models.PrimitiveModel):
+class _WorldModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, _INT)
 
 
 @infer_getattr
-class _WorldAttributes(AttributeTemplate):
+class _WorldAttributes(AttributeTemplate):  # type: ignore[misc]
     key = _WorldType
 
     def generic_resolve(self, _: Any, name: str) -> Any:
