@@ -51,13 +51,13 @@ def linked(
         dispatcher = numba.njit(cache=True)(function)
         # Numba looks at the function's own file; what is on disk counts only if all
         # that it was made of is the same.
-        own = Path(function.__code__.co_filename)
-        stamp = _digest([own, *map(_place, modules)])
+        source = Path(function.__code__.co_filename)
+        stamp = _digest([source, *map(_place, modules)])
         dispatcher._cache._cache_file._source_stamp = stamp  # noqa: SLF001 - no other way
         dispatcher.compile(signature)
         dispatcher.disable_compile()
-        whole: Callable[_P, _R] = dispatcher
-        return whole
+        program: Callable[_P, _R] = dispatcher
+        return program
 
     return compiler
 

@@ -159,11 +159,11 @@ def greedy(
 
 @called
 def launch(
-    lanes: np.ndarray, order: np.ndarray, found: np.ndarray, decided: np.ndarray
+    lanes: np.ndarray, order: np.ndarray, result: np.ndarray, decided: np.ndarray
 ) -> None:
     """Hand over lanes and order as the protocol wants them."""
     for i in range(len(lanes)):
-        lanes[i] = found[i]
+        lanes[i] = result[i]
         order[i] = decided[i]
 
 
@@ -172,7 +172,7 @@ def greedy_assign(
     state: State, work: Work, lanes: np.ndarray, order: np.ndarray
 ) -> bool:
     """Place by `greedy`; the staging limit is the state's first integer."""
-    found, decided = greedy(
+    result, decided = greedy(
         work.cpu_s,
         work.host_s,
         work.gpu_s,
@@ -180,7 +180,7 @@ def greedy_assign(
         work.link_s,
         state.integers[0],
     )
-    launch(lanes, order, found, decided)
+    launch(lanes, order, result, decided)
     return False
 
 
@@ -197,12 +197,12 @@ def flying(gpu_state: np.ndarray, arrive_s: np.ndarray) -> np.ndarray:
     A copy that lands this very moment counts as resident.
     """
     gpus, active = arrive_s.shape
-    found = np.empty((gpus, active), np.bool_)
+    result = np.empty((gpus, active), np.bool_)
     for g in range(gpus):
         for i in range(active):
             coming = gpu_state[g * active + i] == IN_FLIGHT
-            found[g, i] = coming and arrive_s[g, i] > 0.0
-    return found
+            result[g, i] = coming and arrive_s[g, i] > 0.0
+    return result
 
 
 @called
@@ -211,22 +211,22 @@ def transfers(arrive_s: np.ndarray, link_s: np.ndarray) -> np.ndarray:
 
     What is in flight lands with that copy; what is absent, after it.
     """
-    found = arrive_s.copy()
-    for g in range(len(found)):
-        for i in range(found.shape[1]):
-            if found[g, i] > link_s[g]:
-                found[g, i] -= link_s[g]
-    return found
+    result = arrive_s.copy()
+    for g in range(len(result)):
+        for i in range(result.shape[1]):
+            if result[g, i] > link_s[g]:
+                result[g, i] -= link_s[g]
+    return result
 
 
 @called
 def some_gpu(on: np.ndarray) -> np.ndarray:
     """Which experts some GPU has, bool [A], of bool [G, A]."""
-    found = np.zeros(on.shape[1], np.bool_)
+    result = np.zeros(on.shape[1], np.bool_)
     for g in range(len(on)):
         for i in range(on.shape[1]):
-            found[i] |= on[g, i]
-    return found
+            result[i] |= on[g, i]
+    return result
 
 
 @compiled(

@@ -77,8 +77,8 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
         state.integers[0] != 0,
     )
     anywhere = np.ones((0, 0), np.bool_)
-    found = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
-    launch(lanes, order, found, decided)
+    placed = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
+    launch(lanes, order, placed, decided)
     return state.integers[1] != 0
 
 

@@ -37,8 +37,8 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
     if fetches and work.phase == PREFILL:
         present = np.ones((0, 0), np.bool_)
         chosen = np.ones(len(lanes), np.bool_)
-    found = spread(chosen, present, work.gpu_s, work.arrive_s, work.link_s)
-    launch(lanes, order, found, ascending(len(lanes)))
+    placed = spread(chosen, present, work.gpu_s, work.arrive_s, work.link_s)
+    launch(lanes, order, placed, ascending(len(lanes)))
     return False
 
 

@@ -26,7 +26,7 @@ Reading = Literal["r1", "r2"]
 
 @linked(ASSIGN, _kernels, _list_scheduler)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
-    found, decided, _ = list_schedule(
+    placed, decided, _ = list_schedule(
         work.tokens,
         work.cpu_s,
         work.gpu_s,
@@ -37,7 +37,7 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
         state.integers[0] != 0,
         state.integers[1] != 0,
     )
-    launch(lanes, order, found, decided)
+    launch(lanes, order, placed, decided)
     return False
 
 

@@ -30,8 +30,8 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
     several = len(work.gpu_s) > 1
     chosen = np.full(len(lanes), state.marks[int(several), work.layer] != 0)
     anywhere = np.ones((0, 0), np.bool_)
-    found = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
-    launch(lanes, order, found, ascending(len(lanes)))
+    placed = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
+    launch(lanes, order, placed, ascending(len(lanes)))
     return False
 
 

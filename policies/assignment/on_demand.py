@@ -16,8 +16,8 @@ from moesim.traces.compilation import linked
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     everything = np.ones(len(lanes), np.bool_)
     anywhere = np.ones((0, 0), np.bool_)
-    found = spread(everything, anywhere, work.gpu_s, work.arrive_s, work.link_s)
-    launch(lanes, order, found, ascending(len(lanes)))
+    placed = spread(everything, anywhere, work.gpu_s, work.arrive_s, work.link_s)
+    launch(lanes, order, placed, ascending(len(lanes)))
     return False
 
 

@@ -27,11 +27,11 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
     arrive_s = transfers(work.arrive_s, work.link_s)
     if state.integers[1] and work.phase == PREFILL:
         forever_s = np.full(len(lanes), np.inf)
-        found, decided = head_and_tail(
+        placed, decided = head_and_tail(
             work.tokens, forever_s, work.gpu_s, arrive_s, work.gpu_state, 0.0
         )
     else:
-        found, decided = load_or_compute(
+        placed, decided = load_or_compute(
             work.tokens,
             work.cpu_s,
             work.host_s,
@@ -39,7 +39,7 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
             work.gpu_state,
             state.integers[0] != 0,
         )
-    launch(lanes, order, found, decided)
+    launch(lanes, order, placed, decided)
     return False
 
 

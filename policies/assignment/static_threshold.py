@@ -40,7 +40,7 @@ def _on_gpu(
     threshold: int,
 ) -> np.ndarray:
     """Which experts run on a GPU, bool [A]; a negative threshold compares times."""
-    found = np.zeros(len(loads), np.bool_)
+    result = np.zeros(len(loads), np.bool_)
     for i in range(len(loads)):
         best_s = np.inf
         resident = False
@@ -50,12 +50,12 @@ def _on_gpu(
             best_s = min(best_s, seconds)
             resident |= wait_s == 0.0
         if threshold >= 0:
-            found[i] = loads[i] >= threshold or resident
+            result[i] = loads[i] >= threshold or resident
         elif sums:
-            found[i] = best_s <= host_s[i] + cpu_s[i]
+            result[i] = best_s <= host_s[i] + cpu_s[i]
         else:
-            found[i] = best_s <= max(host_s[i], cpu_s[i])
-    return found
+            result[i] = best_s <= max(host_s[i], cpu_s[i])
+    return result
 
 
 @linked(ASSIGN, _kernels)
@@ -70,8 +70,8 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
         state.integers[1],
     )
     anywhere = np.ones((0, 0), np.bool_)
-    found = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
-    launch(lanes, order, found, ascending(len(lanes)))
+    result = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
+    launch(lanes, order, result, ascending(len(lanes)))
     return False
 
 

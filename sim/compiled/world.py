@@ -173,12 +173,14 @@ def rows_at(_: Any, row: Any, count: Any, width: Any) -> Any:  # noqa: ARG001 - 
     kind = nb.Array(row.dtype, 2, "C")
 
     def code(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        whole = make_array(row)(context, builder, arguments[0])
+        row_array = make_array(row)(context, builder, arguments[0])
         array = make_array(kind)(context, builder)
-        itemsize = ir.Constant(_INT, context.get_abi_sizeof(whole.data.type.pointee))
+        itemsize = ir.Constant(
+            _INT, context.get_abi_sizeof(row_array.data.type.pointee)
+        )
         populate_array(
             array,
-            data=whole.data,
+            data=row_array.data,
             shape=cgutils.pack_array(builder, arguments[1:]),
             strides=cgutils.pack_array(
                 builder, [builder.mul(arguments[2], itemsize), itemsize]
