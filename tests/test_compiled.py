@@ -93,7 +93,7 @@ def check(drawn, policy, given):
         assert_equal(*both(trace, policy, **given))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(traces(), st.sampled_from(ASSIGNMENTS), options)
 def test_both_engines_give_the_same_run(drawn, policy, given):
     check(drawn, policy, given)

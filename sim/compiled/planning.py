@@ -92,7 +92,7 @@ def look(world: Any, s: int) -> Work:
     return Work(
         world.step[s],
         layer,
-        int(world.phase[s]),
+        np.int64(world.phase[s]),  # type: ignore[arg-type] # an int64 it must be
         world.batch[s],
         experts,
         tokens,
