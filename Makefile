@@ -5,7 +5,7 @@ STAMP := .venv/.ready
 ROOMS := engine hwprofiles policies runtime sim traces
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench validate clean
+.PHONY: help setup demo test schedules check bench validate clean
 
 help: ## show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -23,6 +23,9 @@ demo: $(STAMP) ## profile this PC, record a trace, replay it under several polic
 
 test: $(STAMP) ## all tests (CPU only; gpu tests add themselves where CUDA is there)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+schedules: $(STAMP) ## thousands of schedules of the adversarial device, some ten minutes
+	$(BIN)/python -m pytest tests/test_adversarial_device.py --schedules 2000
 
 check: $(STAMP) ## style, types, import diagram
 	$(BIN)/ruff check .

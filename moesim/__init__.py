@@ -50,11 +50,14 @@ if TYPE_CHECKING:
     from moesim.runs.result import Run
     from moesim.sweeps.comparison import compare, compare_cells
     from moesim.sweeps.ranking import ranking
+    from moesim.sweeps.search import search
     from moesim.sweeps.store import results
     from moesim.sweeps.sweep import sweep
     from moesim.traces.exporters import export_trace
     from moesim.traces.format.reader import Trace, open_trace
     from moesim.traces.importers import import_trace
+    from moesim.traces.synthetic.predict import predict
+    from moesim.traces.synthetic.synth import synth
     from moesim.traces.timeline.perfetto import write_perfetto
     from moesim.traces.timeline.spans import Timeline
 
@@ -88,6 +91,7 @@ __all__ = [
     "load_profile",
     "open_trace",
     "placement_figure",
+    "predict",
     "quality",
     "ranking",
     "register",
@@ -96,11 +100,13 @@ __all__ = [
     "results",
     "run_text",
     "save_profile",
+    "search",
     "sensitivity",
     "step_figure",
     "sweep",
     "sweep_figure",
     "sweep_text",
+    "synth",
     "write_perfetto",
 ]
 
@@ -138,11 +144,14 @@ _MODULES = {
     "moesim.runs.result": ("Run",),
     "moesim.sweeps.comparison": ("compare", "compare_cells"),
     "moesim.sweeps.ranking": ("ranking",),
+    "moesim.sweeps.search": ("search",),
     "moesim.sweeps.store": ("results",),
     "moesim.sweeps.sweep": ("sweep",),
     "moesim.traces.exporters": ("export_trace",),
     "moesim.traces.format.reader": ("Trace", "open_trace"),
     "moesim.traces.importers": ("import_trace",),
+    "moesim.traces.synthetic.predict": ("predict",),
+    "moesim.traces.synthetic.synth": ("synth",),
     "moesim.traces.timeline.perfetto": ("write_perfetto",),
     "moesim.traces.timeline.spans": ("Timeline",),
 }

@@ -130,11 +130,14 @@ class Assignment(NamedTuple):
             resident experts before arrivals.
         serial: True if the CPU begins only when every fetched expert has been computed
             on its GPU.
+        waits: True if no product of the layer step begins on a GPU before every copy of
+            the layer has landed; staging must be able to hold them all.
     """
 
     lanes: np.ndarray
     order: np.ndarray | None = None
     serial: bool = False
+    waits: bool = False
 
 
 class Precompute(NamedTuple):
@@ -365,9 +368,11 @@ class AssignmentPolicy(Policy, ABC):
             routing, and reports say so.
         calibrates_planning: whether a calibration runs it once more for what its
             planning takes.
+        places_on_gpu: whether a GPU may compute an expert at all.
     """
 
     approximates: ClassVar[bool] = False
+    places_on_gpu: ClassVar[bool] = True
     calibrates_planning: ClassVar[bool] = False
 
     @abstractmethod

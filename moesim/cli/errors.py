@@ -70,6 +70,7 @@ def guarded(
             RuntimeError,
             MemoryError,
         ) as error:
+            _print_frames(error)
             message = _for_users(error)
             if message is None:
                 raise
@@ -137,6 +138,14 @@ def _give_up(number: int) -> None:
     os._exit(_exit_code(number))
 
 
+def _print_frames(error: Exception) -> None:
+    """Print the lines of a user's policy that failed, and none of ours."""
+    # Only policies of others have them; most errors need no more than a line.
+    frames = getattr(error, "frames", None)
+    if frames is not None:
+        print(frames, end="", file=sys.stderr)
+
+
 def _leave(code: int) -> NoReturn:
     """End this process, which has cleared up, without waiting for libraries."""
     for stream in (sys.stdout, sys.stderr):
@@ -176,7 +185,8 @@ def _for_users(error: Exception) -> str | None:
         return _missing_extra(error)
     # A machine that failed us is the user's to mend; a simulation that did is ours.
     if isinstance(error, RuntimeError):
-        is_fault = type(error).__module__.startswith("moesim.runtime.")
+        ours = ("moesim.runtime.", "moesim.policies.faults")
+        is_fault = type(error).__module__.startswith(ours)
         return _one_line(error) if is_fault else None
     if isinstance(error, OSError) or _is_for_users(error):
         return _one_line(error)

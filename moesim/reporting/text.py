@@ -43,7 +43,7 @@ def _setting_facts(run: Run) -> list[tuple[str, str]]:
         ("cache", _cache_size(config)),
     ]
     # Runs stored by older versions do not say what a GPU's memory was taken by.
-    if "gpu_bytes" in config:
+    if "gpu_bill" in config:
         facts.append(("GPU memory", _gpu_memory(config)))
     return facts
 
@@ -68,6 +68,9 @@ def _result_facts(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         facts.append(
             ("prefetch", f"{metrics['prefetched']:,} copies, {accuracy} of them used")
         )
+    # Measured runs have no arrivals.
+    if metrics.get("requests"):
+        facts += _request_facts(metrics["requests"])
     if metrics["energy_j"] is not None:
         efficiency = number(metrics["tokens_per_kj"])
         facts.append(
@@ -88,6 +91,22 @@ def _result_facts(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
                 "approximate: experts started ahead see the layer before's input",
             )
         )
+    return facts
+
+
+def _request_facts(served: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What users of a server see."""
+    facts = [("requests", f"{served['requests']:,} served")]
+    for name, words in (("ttft", "first token"), ("tpot", "per token")):
+        shares = ", ".join(
+            f"{percent} % within {ms(served[f'{name}_p{percent}_s'])}"
+            for percent in (50, 95, 99)
+        )
+        facts.append((words, shares))
+    if served["slo_attainment"] is not None:
+        goodput = number(served["goodput_per_s"])
+        within = percent(served["slo_attainment"])
+        facts.append(("limits", f"{within} within them, {goodput} such requests/s"))
     return facts
 
 
@@ -177,6 +196,10 @@ def ranking_lines(table: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
             f" {best['busiest']} works {busy} of the time"
         )
     ]
+    # Less than a model of a machine can tell is no lead.
+    near = causal[causal["makespan_s"] <= best["makespan_s"] * NOTICEABLE]["policy"]
+    if len(near) > 1:
+        lines[0] = f"a tie over the whole trace: {', '.join(near)}{_speed_of(best)}"
 
     # A long prompt can hide who generates faster, which matters more to a user.
     by_decode = causal.sort_values(
@@ -312,6 +335,9 @@ def _cache_size(config: Mapping[str, Any]) -> str:
         f"{held}, {percent(config['cache_ratio'])} of all"
         f" ({format_bytes(config['cache_bytes'])})"
     )
+    # A quarter was nobody's wish, and nobody would offload such a model.
+    if config["fits_card"]:
+        size += "; the card would hold all: give --cache-ratio or --gpu-memory"
     # None: host memory holds every expert, which needs no mention.
     if config["host_bytes"] is None:
         return size
@@ -321,10 +347,15 @@ def _cache_size(config: Mapping[str, Any]) -> str:
 
 def _gpu_memory(config: Mapping[str, Any]) -> str:
     each = "each of them takes " if config["gpus"] > 1 else ""
-    return (
-        f"{each}{format_bytes(config['gpu_bytes'])}: cache, {config['staging']} staged"
-        " experts, the rest of the model"
-    )
+    bill = config["gpu_bill"]
+    names = {
+        "staging": f"{config['staging']} staged experts",
+        "keys and values": (
+            f"keys and values of {config['options']['context_tokens']:,} tokens"
+        ),
+    }
+    items = [f"{names.get(name, name)} {format_bytes(n)}" for name, n in bill.items()]
+    return f"{each}{format_bytes(sum(bill.values()))}: {', '.join(items)}"
 
 
 def _speed(metrics: Mapping[str, Any], time: str, phase: str) -> str:

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moesim.policies.base import PolicyError
+from moesim.policies.faults import policy_faults
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.engines import choose_engine
 from moesim.runs.memory import MemoryOptions
@@ -25,14 +27,28 @@ from moesim.runs.setup import (
     warm_counts,
     watts,
 )
+<<<<<<< HEAD
+=======
+from moesim.sim.replay import Replay
+from moesim.traces.format.arrivals import (
+    RequestSteps,
+    arrival_times,
+    parse_slo,
+    request_figures,
+)
+from moesim.traces.format.batch import compose as compose_steps
+from moesim.traces.sizes import format_bytes
+>>>>>>> main
 from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.traces.timeline.metrics import Summary, summarise
 from moesim.traces.timeline.perfetto import write_perfetto
 from moesim.traces.timeline.spans import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from moesim.runs.memory import MemorySize
+    from moesim.traces.format.arrivals import Idle
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
     from moesim.traces.timeline.spans import Chunk
@@ -50,12 +66,15 @@ __all__ = [
 ]
 
 
+_SIZES_OF_EXPERTS = ("hidden", "expert_intermediate")
+
+
 @takes_options(RunConfig)
 def replay(
     trace: RunConfig | str | Path | Trace,
     policy: str | None = None,
     *,
-    memory: MemoryOptions | None = None,
+    memory: MemorySize | None = None,
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
     keep: bool = True,
@@ -70,7 +89,8 @@ def replay(
             those given here replace.
         policy: a system or an assignment policy, ``greedy`` if None; `cache`,
             `prefetch` and `routing` replace one part of it.
-        memory: sizes of caches and staging in one object, instead of single options.
+        memory: sizes of caches and staging in one object, or that of the GPU cache as
+            text such as ``8GiB``, instead of single options.
         out: folder for ``timeline.parquet``, ``accesses.parquet``, ``steps.parquet``
             and ``run.json``.
         perfetto: file for the Chrome-trace timeline.
@@ -87,6 +107,7 @@ def replay(
         ConfigError: a value that does not fit its option.
         TraceError, ProfileError, PolicyError: bad input, in one line; nothing
             half-written stays behind.
+        PolicyFault: a policy that is none of ours failed.
     """
     # Opening and setting up count: a user waits for them too.
     begin_s = time.perf_counter()
@@ -94,7 +115,8 @@ def replay(
     opened = trace_of(config)
     setup = Setup.of(config, opened)
     profile = setup.profile
-    planner = setup.planner()
+    with policy_faults():
+        planner = setup.planner()
 
     # Figures that are summed up on the way need no timeline in memory.
     summary = None
@@ -102,6 +124,7 @@ def replay(
         summary = Summary(profile.lanes)
     timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
 
+<<<<<<< HEAD
     engine = choose_engine(config.engine, planner, profile)
     try:
         result = engine.run(
@@ -114,6 +137,24 @@ def replay(
             noise_seed=config.noise_seed,
             progress=progress,
         )
+=======
+    simulation = Replay(
+        profile, planner.costs, planner, timeline, noise_seed=config.noise_seed
+    )
+    columns = needed_columns(planner.policies)
+    requests = None
+    walk: Iterable[RoutedStep | Idle]
+    if config.arrivals is None:
+        walk = compose_steps(
+            opened, batch=config.batch, steps=config.steps, columns=columns
+        )
+    else:
+        requests = _requests(config, opened, setup, columns, simulation)
+        walk = requests.steps(config.steps)
+    try:
+        with policy_faults():
+            result = simulation.run(walk, progress)
+>>>>>>> main
         timeline.close()
     except BaseException:
         # An interrupt too must not leave half-written tables behind.
@@ -132,6 +173,14 @@ def replay(
         "wall_s": time.perf_counter() - begin_s,
     }
 
+    metrics["requests"] = None
+    if requests is not None:
+        limits = parse_slo(config.slo)
+        served = request_figures(requests.requests, limits, metrics["makespan_s"])
+        # What a user waits for begins when the request arrives.
+        metrics |= {name: served[name] for name in metrics.keys() & served.keys()}
+        metrics["requests"] = served
+
     # It needs the spans, so it comes before they are dropped.
     if perfetto is not None:
         write_perfetto(perfetto, {"simulated": timeline})
@@ -145,6 +194,34 @@ def replay(
     if out is not None:
         save_run(run, Path(out))
     return run
+
+
+def _requests(
+    config: RunConfig,
+    trace: Trace,
+    setup: Setup,
+    columns: tuple[str, ...],
+    simulation: Replay,
+) -> RequestSteps:
+    """Steps of a batch that is formed as requests come.
+
+    Raises:
+        PolicyError: a policy that sees the future, which depends on who comes when.
+        TraceError: no such arrivals, or limits.
+    """
+    if setup.future is not None:
+        raise PolicyError(
+            "arrivals: expected policies that see the past only, since steps depend on"
+            f" who comes when; {config.policy} sees the future"
+        )
+    parse_slo(config.slo)
+    return RequestSteps(
+        trace,
+        arrival_times(str(config.arrivals), config.seed),
+        batch=config.batch,
+        columns=columns,
+        clock=lambda: simulation.env.now,
+    )
 
 
 def share_of(
@@ -204,20 +281,23 @@ def _warnings(
     gpu_bytes = setup.gpu_bytes()
     if gpu_bytes > profile.memory.gpu_bytes:
         warnings.append(
-            f"this cache needs {gpu_bytes / 2**30:.1f} GiB of GPU memory with"
-            f" the rest of the model; {profile.name} has"
-            f" {profile.memory.gpu_bytes / 2**30:.1f} GiB: --gpu-memory sizes it to the"
-            " machine"
+            f"more than the card has: cache and the rest of the model take"
+            f" {format_bytes(gpu_bytes)} of GPU memory, {profile.name} has"
+            f" {format_bytes(profile.memory.gpu_bytes)}"
         )
-    experts_bytes = sum(shape.expert_bytes) * shape.experts
-    if plan.host is None and experts_bytes > profile.memory.host_bytes:
+    host_bytes = sum(shape.expert_bytes) * shape.experts
+    # Nobody asks host memory for what never leaves a GPU.
+    if setup.system.keeps_residents:
+        host_bytes -= plan.gpu.total_bytes
+    if plan.host is None and host_bytes > profile.memory.host_bytes:
         warnings.append(
             "the experts exceed this machine's host memory: use --host-memory to read"
             " from its SSD"
         )
-    if shape.assumed:
+    # Bytes beside the experts rest on a rule in almost every shape; run.json says so.
+    if guessed := [name for name in shape.assumed if name in _SIZES_OF_EXPERTS]:
         warnings.append(
-            f"model shape {shape.name}: stated defaults for {', '.join(shape.assumed)}"
+            f"model shape {shape.name}: stated defaults for {', '.join(guessed)}"
         )
     if extrapolated:
         warnings.append(
@@ -232,8 +312,9 @@ def _warnings(
         for memory, high_bytes in metrics["memory_high_bytes"].items()
         if memory.startswith("gpu")
     )
-    # An empty cache is no surprise where nothing could have filled it.
-    if metrics["misses"] and not ever_filled and plan.gpu.total_bytes:
+    # An empty cache is no surprise where nothing could have filled or used it.
+    wants_gpu = setup.policies().assignment.places_on_gpu
+    if wants_gpu and metrics["misses"] and not ever_filled and plan.gpu.total_bytes:
         warnings.append(
             f"the GPU cache stayed empty: it starts so, and {setup.system.assignment}"
             f" with {setup.system.cache} never found a copy worth its time; fill it"

@@ -44,11 +44,13 @@ class Launch(NamedTuple):
         lanes: int8 [A], CPU (0) or 1 + GPU index.
         order: int [A], positions in launch order.
         serial: the CPU waits for the GPUs' fetched experts.
+        waits: GPU products wait for every copy of the layer.
     """
 
     lanes: np.ndarray
     order: np.ndarray
     serial: bool
+    waits: bool
 
 
 class Copies(NamedTuple):
@@ -152,6 +154,8 @@ class MemoryPlan:
             is limited).
         prefetch_budget_bytes: most bytes prefetched per layer step; None for no limit.
         gpu_split: with several GPUs, ``layers`` or ``experts``.
+        unified: GPU and CPU compute from one memory, which holds every expert from the
+            start.
     """
 
     gpu: CacheSize
@@ -159,3 +163,4 @@ class MemoryPlan:
     staging: int = 2
     prefetch_budget_bytes: int | None = None
     gpu_split: str = LAYERS
+    unified: bool = False

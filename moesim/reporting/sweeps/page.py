@@ -80,9 +80,14 @@ def _answer(ranked: pd.DataFrame, rows: Sequence[Sequence[str]]) -> str:
     causal = [row for row in rows if row[1] != "sees the future"]
     if not causal:
         return "every policy sees the future, so none wins"
-    best = max(causal, key=lambda row: int(row[1].split()[0]) + int(row[2]))
-    tied = f", and ties in {best[2]}" if best[2] != "0" else ""
-    return f"fastest {time_words(ranked)} most often: {best[0]}, in {best[1]}{tied}"
+    wins = {row[0]: int(row[1].split()[0]) + int(row[2]) for row in causal}
+    most = max(wins.values())
+    names = " and ".join(name for name, count in wins.items() if count == most)
+    cells = causal[0][1].partition(" of ")[2]
+    return (
+        f"fastest {time_words(ranked)} most often, ties included: {names}, in {most} of"
+        f" {cells}"
+    )
 
 
 def _run_table(records: Sequence[Mapping[Any, Any]], axes: Sequence[str]) -> PageTable:

@@ -21,11 +21,13 @@ function colourOf(policy) {
 }
 
 function milliseconds(seconds) {
+  if (!seconds) return "0";
   return seconds >= 1 ? `${seconds.toPrecision(3)} s` : `${(1e3 * seconds).toPrecision(3)} ms`;
 }
 
-function gibibytes(bytes) {
-  return `${(bytes / 2 ** 30).toPrecision(3)} GiB`;
+function sizeWords(bytes) {
+  const [unit, size] = bytes >= 2 ** 29 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
+  return bytes ? `${(bytes / size).toPrecision(3)} ${unit}` : "0";
 }
 
 function choice(place, label, options, chosen, changed) {
@@ -88,13 +90,16 @@ function drawMap() {
 
 function mapPlace(here) {
   if (!here.length) return element("td");
-  const [[policy, count]] = winnersOf(here);
+  const winners = winnersOf(here);
+  const [[policy, count]] = winners;
+  const others = winners.slice(1).filter(([, times]) => times === count);
   const best = here.filter((run) => run.policy === policy).sort((a, b) => a.s - b.s)[0];
   const cells = new Set(here.map((run) => run.cell)).size;
   const button = element("button", { type: "button", class: "plain" }, policy);
   button.addEventListener("click", () => openRun(best));
+  const tied = others.map(([other]) => ` = ${other}`).join("");
   const rest = cells > 1 ? `${count} of ${cells}, from ${milliseconds(best.s)}` : milliseconds(best.s);
-  return element("td", { style: `--policy: ${colourOf(policy)}` }, button, element("br"), rest);
+  return element("td", { style: `--policy: ${colourOf(policy)}` }, button, tied, element("br"), rest);
 }
 
 // Time over memory.
@@ -133,14 +138,14 @@ function drawFront() {
     picture.append(
       element("svg:line", { x1: left, x2: right, y1: at, y2: at }),
       element("svg:text", { x: left - 6, y: at + 4, "text-anchor": "end" }, milliseconds(share * longest)),
-      element("svg:text", { x: over, y: bottom + 16, "text-anchor": "middle" }, gibibytes(share * most)),
+      element("svg:text", { x: over, y: bottom + 16, "text-anchor": "middle" }, sizeWords(share * most)),
     );
   }
   picture.append(element("svg:text", { x: right, y: bottom + 36, "text-anchor": "end" }, `${sweep.measure} over memory of the GPU`));
   const line = frontOf(points).map((run) => `${x(run)} ${y(run)}`);
   picture.append(element("svg:path", { d: `M${line.join("L")}` }));
   for (const run of points) {
-    const words = `${run.name}: ${milliseconds(run.s)}, ${gibibytes(run.gpu_bytes)}`;
+    const words = `${run.name}: ${milliseconds(run.s)}, ${sizeWords(run.gpu_bytes)}`;
     const circle = element(
       "svg:circle",
       { cx: x(run), cy: y(run), r: 5, fill: colourOf(run.policy), class: run.oracle ? "future" : "", "data-run": run.index },
@@ -149,7 +154,12 @@ function drawFront() {
     circle.addEventListener("click", () => openRun(run));
     picture.append(circle);
   }
-  place.replaceChildren(picture);
+  const legend = element("p", { class: "choices" });
+  for (const policy of policies) {
+    const mark = element("span", { class: "mark", style: `background: ${colourOf(policy)}` });
+    legend.append(element("span", {}, mark, ` ${policy}`));
+  }
+  place.replaceChildren(picture, legend);
 }
 
 // One run: lanes and placement.

@@ -86,7 +86,7 @@ def sweep(
     from moesim.sweeps.sweep import configs_of, run_sweep
 
     check_places(folder=store, files=[png, html, table], inputs=[source])
-    plan = planned(configs_of(_sources(source, axes), axes))
+    plan = planned(configs_of(sources(source, axes), axes))
     with bar("replaying", 1.0) as show:
         swept = run_sweep(plan, store=store, jobs=jobs, cluster=cluster, progress=show)
 
@@ -104,7 +104,7 @@ def sweep(
     output.print_notes([*swept.refusal_lines(), *dict.fromkeys(warnings)])
 
 
-def _sources(source: Path | None, axes: dict[str, Any]) -> Any:
+def sources(source: Path | None, axes: dict[str, Any]) -> Any:
     """The trace or file that is named first, else the traces of an option.
 
     Raises:
