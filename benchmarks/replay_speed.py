@@ -1,4 +1,6 @@
-"""Replay against bare SimPy in the same run, in CPU seconds of one core."""
+"""Replay against bare SimPy, and the compiled engine against SimPy, in the same run:
+CPU seconds of one core.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,14 @@ import time
 from pathlib import Path
 
 from benchmarks import bare_simpy
+from moesim.runs.config import RunConfig
+from moesim.runs.engines import choose_engine
 from moesim.runs.replay import replay
+from moesim.runs.setup import Setup
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
+from moesim.traces.timeline.spans import Timeline
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces"
 SHIPPED = (
@@ -26,6 +32,7 @@ MODELS = {
 }
 """Files of `SHARED`, and whose routing they hold."""
 ROUNDS = 5
+MACHINE = "rtx3090-epyc7532"
 
 
 def bench_trace(folder: Path) -> Trace:
@@ -55,6 +62,9 @@ def report() -> None:
             for round_ in range(ROUNDS + 1):
                 gc.collect()
                 begin_s = time.process_time()
+<<<<<<< HEAD
+                run = replay(trace, policy, cache="lru", hw=MACHINE, engine="simpy")
+=======
                 run = replay(
                     trace,
                     policy,
@@ -62,6 +72,7 @@ def report() -> None:
                     hw="rtx3090-epyc7532",
                     cache_ratio=0.25,
                 )
+>>>>>>> main
                 seconds = time.process_time() - begin_s
                 if not round_:
                     continue  # first: compiled kernels are loaded
@@ -76,6 +87,56 @@ def report() -> None:
                 f" {_ratio(spent, timeouts):.2f} of timeouts alone (target 3),"
                 f" {_ratio(spent, lanes):.2f} of processes holding resources"
             )
+
+        _report_compiled(trace)
+
+
+def _report_compiled(trace: Trace) -> None:
+    """Print the compiled engine's layer steps per second, and SimPy's beside them.
+
+    Least CPU seconds of several turns, in which both engines follow each other.
+    """
+    print("compiled engine, greedy with LRU, against SimPy in the same run")
+    for label, kept, target in (
+        ("loop, no timeline", None, 500_000),
+        ("metrics, no timeline", False, 500_000),
+        ("metrics and timeline", True, 300_000),
+    ):
+        least = {}
+        for engine in ("compiled", "simpy"):
+            turns = [_turn(trace, engine, kept) for _ in range(ROUNDS + 1)]
+            least[engine] = min(turns[1:])
+        rate = 1.0 / least["compiled"]
+        times = least["simpy"] / least["compiled"]
+        print(
+            f"  {label:22}{rate:9,.0f} layer steps/s (target {target:,}),"
+            f" {times:.1f} times SimPy's {1.0 / least['simpy']:,.0f}"
+        )
+
+
+def _turn(trace: Trace, engine: str, kept: bool | None) -> float:
+    """CPU seconds per layer step of one replay; `kept` None leaves out all figures."""
+    gc.collect()
+    if kept is not None:
+        begin_s = time.process_time()
+        run = replay(trace, "greedy", cache="lru", hw=MACHINE, engine=engine, keep=kept)
+        seconds = time.process_time() - begin_s
+        return seconds / run.metrics["layer_steps"]
+    setup = Setup.of(RunConfig.of(trace, "greedy", cache="lru", hw=MACHINE), trace)
+    planner = setup.planner()
+    timeline = Timeline(setup.profile.lanes, sink=lambda *_: None)
+    begin_s = time.process_time()
+    result = choose_engine(engine, planner, setup.profile).run(
+        trace,
+        planner,
+        setup.profile,
+        timeline,
+        batch=1,
+        steps=None,
+        noise_seed=None,
+        progress=None,
+    )
+    return (time.process_time() - begin_s) / result.layer_steps
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> float:

@@ -292,6 +292,23 @@ class Costs:
 
     # --- control
 
+    def planning_terms(self, policy_name: str) -> tuple[float, float, float]:
+        """Base, per active expert and per copy of `planning_s`, without an SSD."""
+        cost = self._planning.get(policy_name) or self._planning_cost(policy_name)
+        return cost.base_s, cost.per_expert_s, cost.per_copy_s
+
+    @property
+    def first_op_terms(self) -> tuple[float, float, float]:
+        """The same of `first_op_s`."""
+        cost = self._control_cost(paths.FIRST_OPERATION)
+        return cost.base_s, cost.per_expert_s, cost.per_copy_s
+
+    @property
+    def join_terms(self) -> tuple[float, float, float]:
+        """The same of `join_s`."""
+        cost = self._control_cost(paths.JOIN)
+        return cost.base_s, cost.per_expert_s, cost.per_copy_s
+
     def planning_s(
         self,
         policy_name: str,

@@ -313,6 +313,14 @@ class Policy:
     def start(self, context: RunContext) -> None:
         """Learn the sizes of the run, once, before the first layer step."""
 
+    def kernels(self) -> Any:
+        """Compiled functions that answer in this policy's place, with what it knows.
+
+        Asked once, when memories have their first content. None, the default, lets the
+        policy itself answer: see `moesim.policies.kernels`.
+        """
+        return None
+
 
 # Frozen, as all policies of a run are started with the same one.
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ lane's measured distribution.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,6 +47,13 @@ class Noise:
         stream = self._streams[operation.lane]
         if stream is not None:
             operation.work_s *= next(stream)
+
+    def factors(self, lane: int, count: int) -> np.ndarray:
+        """The next so many factors of a lane, float64; 1 where nothing scatters."""
+        stream = self._streams[lane]
+        if stream is None:
+            return np.ones(count)
+        return np.fromiter(islice(stream, count), np.float64, count)
 
 
 def _quantiles(profile: HardwareProfile, kind: LaneKind) -> tuple[float, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from simpy.core import Environment
@@ -11,6 +10,7 @@ from moesim.engine.layer_step import LayerStep
 from moesim.hwprofiles.lanes import GPU
 from moesim.sim.machine import Machine
 from moesim.sim.noise import Noise
+from moesim.sim.results import ReplayResult, SimulationError
 from moesim.sim.world import VirtualWorld
 from moesim.traces.format.arrivals import Idle
 from moesim.traces.timeline.spans import DENSE
@@ -26,22 +26,6 @@ if TYPE_CHECKING:
     from moesim.sim.contention import Operation
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.timeline.spans import Timeline
-
-
-class SimulationError(RuntimeError):
-    """The simulation itself has failed: our bug, not the user's."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """What a replay did. `events` counts scheduled SimPy events; `makespan_s` is
-    virtual.
-    """
-
-    steps: int
-    layer_steps: int
-    events: int
-    makespan_s: float
 
 
 class Replay:

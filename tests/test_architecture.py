@@ -41,7 +41,7 @@ ONLY_IN = {
     "torch": {"runtime"},
     "transformers": {"runtime"},
     "safetensors": {"runtime"},
-    "numba": {"policies", "traces", "runtime"},
+    "numba": {"policies", "traces", "runtime", "sim"},
     "pulp": {"policies"},
     "highspy": {"policies"},
     "joblib": {"moesim"},
@@ -276,7 +276,7 @@ def test_a_replay_never_imports_torch(tmp_path):
     trace = write_small_trace(tmp_path / "small.parquet")
     code = (
         "import sys, moesim; assert moesim.replay(sys.argv[1],"
-        " 'greedy').metrics['accesses']"
+        " 'greedy', engine='simpy').metrics['accesses']"
     )
     loaded = modules_loaded_by(code, trace, cwd=tmp_path)
     assert "simpy" in loaded

@@ -158,7 +158,8 @@ def test_variables_say_what_they_hold():
 
 
 COMPILED = {
-    "belady_stack", "list_schedule", "look_up", "pack_span", "self._count_decode",
+    "Work", "_on_gpu", "_pair", "belady_stack", "list_schedule", "look_up", "operation",
+    "pack_span", "self._count_decode",
 }  # fmt: skip
 """Compiled functions: a keyword costs a call of theirs a microsecond, or is refused."""
 

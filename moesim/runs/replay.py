@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moesim.policies.base import PolicyError
 from moesim.policies.faults import policy_faults
 from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.engines import choose_engine
 from moesim.runs.memory import MemoryOptions
 from moesim.runs.result import Run, save_run
 from moesim.runs.setup import (
@@ -26,6 +27,8 @@ from moesim.runs.setup import (
     warm_counts,
     watts,
 )
+<<<<<<< HEAD
+=======
 from moesim.sim.replay import Replay
 from moesim.traces.format.arrivals import (
     RequestSteps,
@@ -35,6 +38,7 @@ from moesim.traces.format.arrivals import (
 )
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.sizes import format_bytes
+>>>>>>> main
 from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.traces.timeline.metrics import Summary, summarise
 from moesim.traces.timeline.perfetto import write_perfetto
@@ -120,6 +124,20 @@ def replay(
         summary = Summary(profile.lanes)
     timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
 
+<<<<<<< HEAD
+    engine = choose_engine(config.engine, planner, profile)
+    try:
+        result = engine.run(
+            opened,
+            planner,
+            profile,
+            timeline,
+            batch=config.batch,
+            steps=config.steps,
+            noise_seed=config.noise_seed,
+            progress=progress,
+        )
+=======
     simulation = Replay(
         profile, planner.costs, planner, timeline, noise_seed=config.noise_seed
     )
@@ -136,6 +154,7 @@ def replay(
     try:
         with policy_faults():
             result = simulation.run(walk, progress)
+>>>>>>> main
         timeline.close()
     except BaseException:
         # An interrupt too must not leave half-written tables behind.
@@ -170,7 +189,8 @@ def replay(
 
     warnings = synthetic_caveats(opened.header)
     warnings += _warnings(setup, planner.costs.extrapolated, metrics)
-    run = Run(metrics, timeline, setup.effective_config(opened), warnings)
+    effective = setup.effective_config(opened) | engine.described()
+    run = Run(metrics, timeline, effective, warnings)
     if out is not None:
         save_run(run, Path(out))
     return run

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.policies.assignment._kernels import UNLIMITED, greedy
+from moesim.policies.assignment._kernels import spread
 from moesim.policies.base import IN_FLIGHT, RESIDENT
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, MachineView
+
+_EVERYWHERE = np.ones((0, 0), np.bool_)
+"""As `allowed`: every GPU."""
 
 
 def gpu_state(
@@ -89,20 +92,8 @@ def gpu_lanes(
         allowed: bool [G, A] GPUs that may be used, at least one for each chosen expert;
             None for all.
     """
-    lanes = chosen.astype(np.int8)
-    if len(work.gpu_s) > 1 and chosen.any():
-        forever_s = np.full(np.count_nonzero(chosen), np.inf)
-        gpu_s = work.gpu_s
-        if allowed is not None:
-            gpu_s = np.where(allowed, gpu_s, np.inf)
-        # Selecting columns of a matrix leaves Fortran order; the kernel reads C order.
-        fastest = greedy(
-            forever_s,
-            forever_s,
-            gpu_s[:, chosen].copy(),
-            work.arrive_s[:, chosen].copy(),
-            link_s(work),
-            UNLIMITED,
-        )
-        lanes[chosen] = fastest[0]
-    return lanes
+    if len(work.gpu_s) == 1:
+        return chosen.astype(np.int8)
+    if allowed is None:
+        allowed = _EVERYWHERE
+    return spread(chosen, allowed, work.gpu_s, work.arrive_s, link_s(work))

@@ -11,14 +11,17 @@ from __future__ import annotations
 import numpy as np
 from numba import types as nb
 
+from moesim.policies.base import IN_FLIGHT
 from moesim.policies.compilation import (
     LANES,
     ORDER,
     SECONDS,
     SECONDS_BY_GPU,
+    called,
     inlined,
 )
-from moesim.traces.compilation import compiled
+from moesim.policies.kernels import ASSIGN, State, Work
+from moesim.traces.compilation import compiled, input_array
 
 UNLIMITED = 1 << 62
 """As `staging`: any number of experts."""
@@ -152,6 +155,133 @@ def greedy(
         load_s[chosen] = end_s
         lanes[i] = chosen
     return lanes, order
+
+
+@called
+def launch(
+    lanes: np.ndarray, order: np.ndarray, result: np.ndarray, decided: np.ndarray
+) -> None:
+    """Hand over lanes and order as the protocol wants them."""
+    for i in range(len(lanes)):
+        lanes[i] = result[i]
+        order[i] = decided[i]
+
+
+@compiled(ASSIGN)
+def greedy_assign(
+    state: State, work: Work, lanes: np.ndarray, order: np.ndarray
+) -> bool:
+    """Place by `greedy`; the staging limit is the state's first integer."""
+    result, decided = greedy(
+        work.cpu_s,
+        work.host_s,
+        work.gpu_s,
+        work.arrive_s,
+        work.link_s,
+        state.integers[0],
+    )
+    launch(lanes, order, result, decided)
+    return False
+
+
+@called
+def ascending(count: int) -> np.ndarray:
+    """Positions as they stand, int64."""
+    return np.arange(count)
+
+
+@called
+def flying(gpu_state: np.ndarray, arrive_s: np.ndarray) -> np.ndarray:
+    """Which active experts are on their way to which GPU: bool [G, A].
+
+    A copy that lands this very moment counts as resident.
+    """
+    gpus, active = arrive_s.shape
+    result = np.empty((gpus, active), np.bool_)
+    for g in range(gpus):
+        for i in range(active):
+            coming = gpu_state[g * active + i] == IN_FLIGHT
+            result[g, i] = coming and arrive_s[g, i] > 0.0
+    return result
+
+
+@called
+def transfers(arrive_s: np.ndarray, link_s: np.ndarray) -> np.ndarray:
+    """`arrive_s` without the wait for the copy under way: float64 [G, A].
+
+    What is in flight lands with that copy; what is absent, after it.
+    """
+    result = arrive_s.copy()
+    for g in range(len(result)):
+        for i in range(result.shape[1]):
+            if result[g, i] > link_s[g]:
+                result[g, i] -= link_s[g]
+    return result
+
+
+@called
+def some_gpu(on: np.ndarray) -> np.ndarray:
+    """Which experts some GPU has, bool [A], of bool [G, A]."""
+    result = np.zeros(on.shape[1], np.bool_)
+    for g in range(len(on)):
+        for i in range(on.shape[1]):
+            result[i] |= on[g, i]
+    return result
+
+
+@compiled(
+    LANES(
+        input_array(nb.boolean),
+        input_array(nb.boolean, 2),
+        SECONDS_BY_GPU,
+        SECONDS_BY_GPU,
+        SECONDS,
+    )
+)
+def spread(
+    chosen: np.ndarray,
+    allowed: np.ndarray,
+    gpu_s: np.ndarray,
+    arrive_s: np.ndarray,
+    link_s: np.ndarray,
+) -> np.ndarray:
+    """Lanes of experts of which those `chosen`, bool [A], run on a GPU: int8 [A].
+
+    Each of them, in ascending id, goes to the GPU that would finish it first among
+    those `allowed`, bool [G, A] or of no rows for all; ties to the lower GPU. That is
+    greedy's rule on a machine whose CPU takes forever, so that all gaps are equal.
+    """
+    gpus, active = gpu_s.shape
+    lanes = np.zeros(active, np.int8)
+    count = 0
+    for i in range(active):
+        lanes[i] = chosen[i]
+        count += chosen[i]
+    if gpus == 1 or not count:
+        return lanes
+
+    forever_s = np.full(count, np.inf)
+    some_gpu_s = np.empty((gpus, count))
+    some_arrive_s = np.empty((gpus, count))
+    n = 0
+    for i in range(active):
+        if not chosen[i]:
+            continue
+        for g in range(gpus):
+            some_arrive_s[g, n] = arrive_s[g, i]
+            some_gpu_s[g, n] = gpu_s[g, i]
+            if len(allowed) and not allowed[g, i]:
+                some_gpu_s[g, n] = np.inf
+        n += 1
+    fastest, _ = greedy(
+        forever_s, forever_s, some_gpu_s, some_arrive_s, link_s, UNLIMITED
+    )
+    n = 0
+    for i in range(active):
+        if chosen[i]:
+            lanes[i] = fastest[n]
+            n += 1
+    return lanes
 
 
 @inlined

@@ -11,6 +11,16 @@ from moesim.policies.base import (
     LayerWork,
     MachineView,
 )
+from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work
+from moesim.traces.compilation import compiled
+
+
+@compiled(ASSIGN)
+def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+    for i in range(len(lanes)):
+        lanes[i] = CPU
+        order[i] = i
+    return False
 
 
 class AllCPU(AssignmentPolicy):
@@ -29,3 +39,7 @@ class AllCPU(AssignmentPolicy):
         """Place all on the CPU, in ascending expert id."""
         del view
         return Assignment(np.full(len(work.experts), CPU, np.int8))
+
+    def kernels(self) -> AssignmentKernels:
+        """The same in compiled runs."""
+        return AssignmentKernels(_assign)

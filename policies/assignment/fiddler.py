@@ -7,13 +7,79 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+from numba import types as nb
 
+from moesim.policies.assignment import _kernels
 from moesim.policies.assignment._gpu_choice import gpu_lanes, in_flight
+from moesim.policies.assignment._kernels import flying, launch, spread
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.compilation import ORDER, SECONDS, SECONDS_BY_GPU
+from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect_choice
+from moesim.traces.compilation import compiled, input_array, linked
 
 Cost = Literal["load", "load+compute"]
 Issue = Literal["serial", "parallel"]
+
+
+@compiled(
+    nb.Tuple((nb.boolean[::1], ORDER))(
+        SECONDS,
+        SECONDS,
+        SECONDS_BY_GPU,
+        SECONDS_BY_GPU,
+        input_array(nb.boolean, 2),
+        nb.boolean,
+    )
+)
+def _compare(
+    cpu_s: np.ndarray,
+    host_s: np.ndarray,
+    gpu_s: np.ndarray,
+    arrive_s: np.ndarray,
+    coming: np.ndarray,
+    computes: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which experts run on a GPU, bool [A], and their order: residents, then loads."""
+    active = len(cpu_s)
+    on_gpu = np.empty(active, np.bool_)
+    loaded = np.empty(active, np.bool_)
+    for i in range(active):
+        best_s = np.inf
+        least_load_s = np.inf
+        for g in range(len(gpu_s)):
+            # The load of a copy in flight is paid for already.
+            load_s = 0.0 if coming[g, i] else arrive_s[g, i]
+            least_load_s = min(least_load_s, load_s)
+            if computes and load_s > 0.0:
+                load_s += gpu_s[g, i]
+            best_s = min(best_s, load_s)
+        on_gpu[i] = best_s <= max(host_s[i], cpu_s[i])
+        loaded[i] = least_load_s > 0.0
+    order = np.empty(active, np.int64)
+    count = 0
+    for loads in (False, True):
+        for i in range(active):
+            if loaded[i] == loads:
+                order[count] = i
+                count += 1
+    return on_gpu, order
+
+
+@linked(ASSIGN, _kernels)
+def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+    chosen, decided = _compare(
+        work.cpu_s,
+        work.host_s,
+        work.gpu_s,
+        work.arrive_s,
+        flying(work.gpu_state, work.arrive_s),
+        state.integers[0] != 0,
+    )
+    anywhere = np.ones((0, 0), np.bool_)
+    placed = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
+    launch(lanes, order, placed, decided)
+    return state.integers[1] != 0
 
 
 class Fiddler(AssignmentPolicy):
@@ -50,13 +116,18 @@ class Fiddler(AssignmentPolicy):
         view: MachineView,
     ) -> Assignment:
         """Place each expert by its own comparison."""
-        # The load of a copy in flight is paid for already.
-        load_s = np.where(in_flight(work, view), 0.0, work.arrive_s)
-        gpu_s = load_s
-        if self.cost == "load+compute":
-            gpu_s = load_s + np.where(load_s > 0.0, work.gpu_s, 0.0)
-
-        cpu_s = np.maximum(work.host_s, work.cpu_s)
-        on_gpu = gpu_s.min(axis=0) <= cpu_s
-        order = np.argsort(load_s.min(axis=0) > 0.0, kind="stable")
+        on_gpu, order = _compare(
+            work.cpu_s,
+            work.host_s,
+            work.gpu_s,
+            work.arrive_s,
+            in_flight(work, view),
+            self.cost == "load+compute",
+        )
         return Assignment(gpu_lanes(work, on_gpu), order, self.serial)
+
+    def kernels(self) -> AssignmentKernels:
+        """The same in compiled runs."""
+        return AssignmentKernels(
+            _assign, state(integers=[self.cost == "load+compute", self.serial])
+        )

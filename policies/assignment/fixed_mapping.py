@@ -6,12 +6,40 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from moesim.policies.assignment import _kernels
 from moesim.policies.assignment._gpu_choice import gpu_lanes, in_flight
+from moesim.policies.assignment._kernels import (
+    ascending,
+    flying,
+    launch,
+    some_gpu,
+    spread,
+)
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect_choice
+from moesim.traces.compilation import linked
 from moesim.traces.format.schema import Phase
 
 Prefill = Literal["mapped", "gpu"]
+
+PREFILL = int(Phase.PREFILL)
+
+
+@linked(ASSIGN, _kernels)
+def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+    waits = state.integers[0] != 0
+    fetches = state.integers[1] != 0
+    present = work.arrive_s == 0.0
+    if waits:
+        present |= flying(work.gpu_state, work.arrive_s)
+    chosen = some_gpu(present)
+    if fetches and work.phase == PREFILL:
+        present = np.ones((0, 0), np.bool_)
+        chosen = np.ones(len(lanes), np.bool_)
+    placed = spread(chosen, present, work.gpu_s, work.arrive_s, work.link_s)
+    launch(lanes, order, placed, ascending(len(lanes)))
+    return False
 
 
 class FixedMapping(AssignmentPolicy):
@@ -57,3 +85,9 @@ class FixedMapping(AssignmentPolicy):
         if self.wait:
             present = present | in_flight(work, view)
         return Assignment(gpu_lanes(work, present.any(axis=0), present))
+
+    def kernels(self) -> AssignmentKernels:
+        """The same in compiled runs."""
+        return AssignmentKernels(
+            _assign, state(integers=[self.wait, self.prefill == "gpu"])
+        )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from moesim.policies.assignment._gpu_choice import link_s
-from moesim.policies.assignment._kernels import UNLIMITED, greedy
+from moesim.policies.assignment._kernels import UNLIMITED, greedy, greedy_assign
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.kernels import AssignmentKernels, state
 from moesim.policies.parameters import expect
 
 
@@ -55,3 +56,7 @@ class Greedy(AssignmentPolicy):
             self._staging_limit,
         )
         return Assignment(*lanes_and_order)
+
+    def kernels(self) -> AssignmentKernels:
+        """The same in compiled runs."""
+        return AssignmentKernels(greedy_assign, state(integers=[self._staging_limit]))

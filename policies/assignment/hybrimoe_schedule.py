@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from moesim.policies.assignment import _kernels, _list_scheduler
 from moesim.policies.assignment._gpu_choice import (
     first_cpu_s,
     in_flight,
     link_s,
     transfer_s,
 )
+from moesim.policies.assignment._kernels import flying, launch, transfers
 from moesim.policies.assignment._list_scheduler import list_schedule
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect_choice
+from moesim.traces.compilation import linked
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Reading = Literal["r1", "r2"]
+
+
+@linked(ASSIGN, _kernels, _list_scheduler)
+def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+    placed, decided, _ = list_schedule(
+        work.tokens,
+        work.cpu_s,
+        work.gpu_s,
+        transfers(work.arrive_s, work.link_s),
+        flying(work.gpu_state, work.arrive_s),
+        work.link_s,
+        work.first_cpu_s,
+        state.integers[0] != 0,
+        state.integers[1] != 0,
+    )
+    launch(lanes, order, placed, decided)
+    return False
 
 
 class HybriMoESchedule(AssignmentPolicy):
@@ -77,3 +101,7 @@ class HybriMoESchedule(AssignmentPolicy):
             *self._rule,
         )
         return Assignment(lanes, order)
+
+    def kernels(self) -> AssignmentKernels:
+        """The same in compiled runs."""
+        return AssignmentKernels(_assign, state(integers=self._rule))

@@ -8,7 +8,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from moesim.policies.assignment import _kernels
 from moesim.policies.assignment._gpu_choice import gpu_lanes
+from moesim.policies.assignment._kernels import ascending, launch, spread
 from moesim.policies.base import (
     Assignment,
     AssignmentPolicy,
@@ -16,10 +18,22 @@ from moesim.policies.base import (
     MachineView,
     RunContext,
 )
+from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect, expect_choice
+from moesim.traces.compilation import linked
 
 Side = Literal["last", "first"]
 Counted = Literal["step", "expert"]
+
+
+@linked(ASSIGN, _kernels)
+def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+    several = len(work.gpu_s) > 1
+    chosen = np.full(len(lanes), state.marks[int(several), work.layer] != 0)
+    anywhere = np.ones((0, 0), np.bool_)
+    placed = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
+    launch(lanes, order, placed, ascending(len(lanes)))
+    return False
 
 
 class LayerWise(AssignmentPolicy):
@@ -134,3 +148,8 @@ class LayerWise(AssignmentPolicy):
                 count = int(np.searchsorted(weights, room_bytes, side="right"))
             chosen[filled[:count]] = True
         return chosen
+
+    def kernels(self) -> AssignmentKernels:
+        """The same in compiled runs."""
+        layers = [self._choose(split_experts=several) for several in (False, True)]
+        return AssignmentKernels(_assign, state(marks=layers))

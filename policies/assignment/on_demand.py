@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
+from moesim.policies.assignment import _kernels
 from moesim.policies.assignment._gpu_choice import gpu_lanes
+from moesim.policies.assignment._kernels import ascending, launch, spread
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work
+from moesim.traces.compilation import linked
+
+
+@linked(ASSIGN, _kernels)
+def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+    everything = np.ones(len(lanes), np.bool_)
+    anywhere = np.ones((0, 0), np.bool_)
+    placed = spread(everything, anywhere, work.gpu_s, work.arrive_s, work.link_s)
+    launch(lanes, order, placed, ascending(len(lanes)))
+    return False
 
 
 class OnDemand(AssignmentPolicy):
@@ -30,3 +43,7 @@ class OnDemand(AssignmentPolicy):
             lanes.fill(1)
             return Assignment(lanes)
         return Assignment(gpu_lanes(work, np.ones(len(work.experts), np.bool_)))
+
+    def kernels(self) -> AssignmentKernels:
+        """The same in compiled runs."""
+        return AssignmentKernels(_assign)

@@ -6,14 +6,41 @@ from typing import Literal
 
 import numpy as np
 
+from moesim.policies.assignment import _kernels, _two_pointer
 from moesim.policies.assignment._gpu_choice import gpu_state, transfer_s
+from moesim.policies.assignment._kernels import launch, transfers
 from moesim.policies.assignment._two_pointer import head_and_tail, load_or_compute
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect_choice
+from moesim.traces.compilation import linked
 from moesim.traces.format.schema import Phase
 
 Form = Literal["faithful", "guarded"]
 Prefill = Literal["gpu", "balance"]
+
+PREFILL = int(Phase.PREFILL)
+
+
+@linked(ASSIGN, _kernels, _two_pointer)
+def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+    arrive_s = transfers(work.arrive_s, work.link_s)
+    if state.integers[1] and work.phase == PREFILL:
+        forever_s = np.full(len(lanes), np.inf)
+        placed, decided = head_and_tail(
+            work.tokens, forever_s, work.gpu_s, arrive_s, work.gpu_state, 0.0
+        )
+    else:
+        placed, decided = load_or_compute(
+            work.tokens,
+            work.cpu_s,
+            work.host_s,
+            arrive_s,
+            work.gpu_state,
+            state.integers[0] != 0,
+        )
+    launch(lanes, order, placed, decided)
+    return False
 
 
 class SMoEBalancer(AssignmentPolicy):
@@ -68,3 +95,10 @@ class SMoEBalancer(AssignmentPolicy):
                 self.form == "guarded",
             )
         return Assignment(*lanes_and_order)
+
+    def kernels(self) -> AssignmentKernels:
+        """The same in compiled runs."""
+        return AssignmentKernels(
+            _assign,
+            state(integers=[self.form == "guarded", self.prefill == "gpu"]),
+        )

@@ -5,12 +5,74 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import numpy as np
+from numba import types as nb
 
+from moesim.policies.assignment import _kernels
 from moesim.policies.assignment._gpu_choice import gpu_lanes
+from moesim.policies.assignment._kernels import ascending, launch, spread
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.compilation import EXPERT_IDS, SECONDS, SECONDS_BY_GPU
+from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect, expect_choice
+from moesim.traces.compilation import compiled, linked
 
 Rule = Literal["max", "sum"]
+
+
+@compiled(
+    nb.boolean[::1](
+        EXPERT_IDS,
+        SECONDS,
+        SECONDS,
+        SECONDS_BY_GPU,
+        SECONDS_BY_GPU,
+        nb.boolean,
+        nb.int64,
+    )
+)
+def _on_gpu(
+    loads: np.ndarray,
+    cpu_s: np.ndarray,
+    host_s: np.ndarray,
+    gpu_s: np.ndarray,
+    arrive_s: np.ndarray,
+    sums: bool,
+    threshold: int,
+) -> np.ndarray:
+    """Which experts run on a GPU, bool [A]; a negative threshold compares times."""
+    result = np.zeros(len(loads), np.bool_)
+    for i in range(len(loads)):
+        best_s = np.inf
+        resident = False
+        for g in range(len(gpu_s)):
+            wait_s = arrive_s[g, i]
+            seconds = wait_s + gpu_s[g, i] if sums else max(wait_s, gpu_s[g, i])
+            best_s = min(best_s, seconds)
+            resident |= wait_s == 0.0
+        if threshold >= 0:
+            result[i] = loads[i] >= threshold or resident
+        elif sums:
+            result[i] = best_s <= host_s[i] + cpu_s[i]
+        else:
+            result[i] = best_s <= max(host_s[i], cpu_s[i])
+    return result
+
+
+@linked(ASSIGN, _kernels)
+def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+    chosen = _on_gpu(
+        work.tokens,
+        work.cpu_s,
+        work.host_s,
+        work.gpu_s,
+        work.arrive_s,
+        state.integers[0] != 0,
+        state.integers[1],
+    )
+    anywhere = np.ones((0, 0), np.bool_)
+    result = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
+    launch(lanes, order, result, ascending(len(lanes)))
+    return False
 
 
 class StaticThreshold(AssignmentPolicy):
@@ -41,6 +103,7 @@ class StaticThreshold(AssignmentPolicy):
         expect(tokens is None or tokens >= 1, "tokens", "a number >= 1 or none", tokens)
         self.rule = rule
         self.tokens = tokens
+        self._rules = (rule == "sum", -1 if tokens is None else tokens)
 
     def assign(
         self,
@@ -49,11 +112,16 @@ class StaticThreshold(AssignmentPolicy):
     ) -> Assignment:
         """Place each expert by its own comparison, in ascending expert id."""
         del view
-        if self.tokens is None:
-            combine = np.maximum if self.rule == "max" else np.add
-            gpu_s = combine(work.arrive_s, work.gpu_s).min(axis=0)
-            on_gpu = gpu_s <= combine(work.host_s, work.cpu_s)
-        else:
-            resident = (work.arrive_s == 0.0).any(axis=0)
-            on_gpu = (work.tokens >= self.tokens) | resident
+        on_gpu = _on_gpu(
+            work.tokens,
+            work.cpu_s,
+            work.host_s,
+            work.gpu_s,
+            work.arrive_s,
+            *self._rules,
+        )
         return Assignment(gpu_lanes(work, on_gpu))
+
+    def kernels(self) -> AssignmentKernels:
+        """The same in compiled runs."""
+        return AssignmentKernels(_assign, state(integers=self._rules))

@@ -13,6 +13,7 @@ import numpy as np
 from numba import types as nb
 
 from moesim.policies.compilation import EXPERT_IDS, KEYS, SECONDS
+from moesim.policies.kernels import ACCESSED, MOVED, VICTIMS, State, Work
 from moesim.traces.compilation import compiled
 
 _SCORES = SECONDS
@@ -70,6 +71,16 @@ def lowest_scores(
             best[j] = best[j - 1]
         best[rank] = key
     return best
+
+
+@compiled(VICTIMS)
+def lowest_victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    """Choose by `lowest_scores`: the first row of scores, then the last one."""
+    best = lowest_scores(candidates, state.scores[0], state.scores[-1], len(incoming))
+    for n in range(len(incoming)):
+        chosen[n] = best[n]
 
 
 @compiled(nb.int64[::1](KEYS, _SCORES))
@@ -134,7 +145,7 @@ def outscored_victims(
 @compiled(
     nb.void(
         _MUTABLE_SCORES,
-        nb.boolean[::1],
+        nb.int64[::1],
         EXPERT_IDS,
         nb.int64,
         nb.int64,
@@ -152,8 +163,8 @@ def count_accesses(
     """Age the `width` scores from key `first` by `decay`, then add 1 to each of
     `experts` that is counted.
 
-    `score` float64 [keys] and `counted` bool [keys] by flat key; `experts` int32 [A]
-    relative to `first`.
+    `score` float64 [keys] and `counted` int64 [keys], 0 or 1, by flat key; `experts`
+    int32 [A] relative to `first`.
     """
     if decay < 1.0:
         for key in range(first, first + width):
@@ -183,6 +194,84 @@ def stamp(
     """
     for expert in experts:
         score[first + expert] = now
+
+
+@compiled(nb.void(_MUTABLE_SCORES, KEYS, nb.float64))
+def stamp_keys(score: np.ndarray, keys: np.ndarray, now: float) -> None:
+    """Set the score of each of `keys`, int64 [M], to `now`."""
+    for key in keys:
+        score[key] = now
+
+
+@compiled(nb.void(nb.int64[::1], KEYS, nb.int64))
+def mark_keys(marks: np.ndarray, keys: np.ndarray, mark: int) -> None:
+    """Set the mark of each of `keys`, int64 [M]."""
+    for key in keys:
+        marks[key] = mark
+
+
+@compiled(nb.void(_MUTABLE_SCORES, KEYS, nb.float64, nb.float64))
+def number_keys(
+    score: np.ndarray, keys: np.ndarray, entries: float, direction: float
+) -> None:
+    """Score `keys`, int64 [M], by how many have entered before, times `direction`."""
+    for n in range(len(keys)):
+        score[keys[n]] = direction * (entries + n)
+
+
+@compiled(ACCESSED)
+def lru_accessed(state: State, work: Work) -> None:
+    """Stamp the active experts with the next layer step's number."""
+    state.numbers[0] += 1.0
+    first = work.layer * state.integers[0]
+    stamp(state.scores[0], work.experts, first, state.numbers[0])
+
+
+@compiled(MOVED)
+def lru_admitted(state: State, keys: np.ndarray) -> None:
+    """Stamp what enters."""
+    stamp_keys(state.scores[0], keys, state.numbers[0])
+
+
+@compiled(ACCESSED)
+def lfu_accessed(state: State, work: Work) -> None:
+    """Count the active experts that are counted, after ageing their layer.
+
+    Scores: counts, and where ties are not by id, the tie's numbers. Marks: what is
+    counted. Numbers: layer steps, decay. Integers: E, whether entering starts a count,
+    whether ties go to the least recently used.
+    """
+    width = state.integers[0]
+    first = work.layer * width
+    decay = state.numbers[1]
+    count_accesses(state.scores[0], state.marks[0], work.experts, first, width, decay)
+    state.numbers[0] += 1.0
+    if state.integers[2]:
+        stamp(state.scores[1], work.experts, first, state.numbers[0])
+
+
+@compiled(MOVED)
+def lfu_admitted(state: State, keys: np.ndarray) -> None:
+    """Begin to count what enters."""
+    if state.integers[1]:
+        stamp_keys(state.scores[0], keys, 1.0)
+        mark_keys(state.marks[0], keys, 1)
+    if len(state.scores) > 1:
+        stamp_keys(state.scores[1], keys, state.numbers[0])
+
+
+@compiled(MOVED)
+def lfu_evicted(state: State, keys: np.ndarray) -> None:
+    """Forget what leaves, unless all-time counts are kept."""
+    if state.integers[1]:
+        mark_keys(state.marks[0], keys, 0)
+
+
+@compiled(MOVED)
+def fifo_admitted(state: State, keys: np.ndarray) -> None:
+    """Number what enters; the second number is the direction."""
+    number_keys(state.scores[0], keys, state.numbers[0], state.numbers[1])
+    state.numbers[0] += len(keys)
 
 
 @compiled(

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from moesim.policies.cache._kernels import (
+    fifo_admitted,
+    lowest_victims,
+    number_keys,
+)
 from moesim.policies.cache._score_based import ScoreBasedCache
+from moesim.policies.kernels import CacheKernels, state
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from moesim.policies.base import RunContext
 
 
@@ -29,6 +35,13 @@ class FIFO(ScoreBasedCache):
     def admitted(self, keys: np.ndarray) -> None:
         """Number what enters."""
         # In order within a step, too: later keys of `keys` entered later.
-        number = self._entries + np.arange(len(keys))
-        self.score[keys] = number
+        number_keys(self.score, keys, self._entries, 1.0)
         self._entries += len(keys)
+
+    def kernels(self) -> CacheKernels:
+        """The same in compiled runs."""
+        return CacheKernels(
+            state([self.score], numbers=[self._entries, 1.0]),
+            victims=lowest_victims,
+            admitted=fifo_admitted,
+        )

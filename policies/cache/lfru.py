@@ -5,10 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
+from numba import types as nb
 
-from moesim.policies.cache._kernels import count_accesses, stamp
+from moesim.policies.cache import _kernels
+from moesim.policies.cache._kernels import (
+    count_accesses,
+    lowest_scores,
+    mark_keys,
+    stamp,
+    stamp_keys,
+)
 from moesim.policies.cache._score_based import ScoreBasedCache
+from moesim.policies.compilation import KEYS, SECONDS
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect_choice
+from moesim.traces.compilation import compiled, linked
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
@@ -17,6 +36,62 @@ Variant = Literal["perfect", "in-cache"]
 
 # `count_accesses` with this factor never ages a count.
 _NO_DECAY = 1.0
+
+_SCORE = 0
+_USES = 1
+_LAST = 2
+"""Rows of the scores of a compiled run."""
+
+
+@compiled(nb.void(nb.float64[::1], SECONDS, SECONDS, KEYS, nb.float64))
+def _uses_per_age(
+    score: np.ndarray,
+    uses: np.ndarray,
+    last: np.ndarray,
+    keys: np.ndarray,
+    now: float,
+) -> None:
+    """Score `keys` by uses per layer step since the last use."""
+    for key in keys:
+        score[key] = uses[key] / (now - last[key] + 1.0)
+
+
+@linked(ACCESSED, _kernels)
+def _accessed(state: State, work: Work) -> None:
+    state.numbers[0] += 1.0
+    width = state.integers[0]
+    first = work.layer * width
+    count_accesses(
+        state.scores[_USES], state.marks[0], work.experts, first, width, _NO_DECAY
+    )
+    stamp(state.scores[_LAST], work.experts, first, state.numbers[0])
+
+
+@linked(MOVED, _kernels)
+def _admitted(state: State, keys: np.ndarray) -> None:
+    stamp_keys(state.scores[_LAST], keys, state.numbers[0])
+    if state.integers[1]:
+        stamp_keys(state.scores[_USES], keys, 1.0)
+        mark_keys(state.marks[0], keys, 1)
+
+
+@linked(MOVED, _kernels)
+def _evicted(state: State, keys: np.ndarray) -> None:
+    if state.integers[1]:
+        mark_keys(state.marks[0], keys, 0)
+
+
+@linked(VICTIMS, _kernels)
+def _victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    score = state.scores[_SCORE]
+    uses = state.scores[_USES]
+    last = state.scores[_LAST]
+    _uses_per_age(score, uses, last, candidates, state.numbers[0])
+    best = lowest_scores(candidates, score, score, len(incoming))
+    for n in range(len(incoming)):
+        chosen[n] = best[n]
 
 
 class LFRU(ScoreBasedCache):
@@ -47,7 +122,7 @@ class LFRU(ScoreBasedCache):
         keys = len(self.score)
         self._uses = np.zeros(keys)
         self._last = np.zeros(keys)
-        self._counted = np.full(keys, self.variant == "perfect")
+        self._counted = np.full(keys, self.variant == "perfect", np.int64)
         self._now = 0.0
 
     def accessed(self, work: LayerWork) -> None:
@@ -67,15 +142,15 @@ class LFRU(ScoreBasedCache):
     def admitted(self, keys: np.ndarray) -> None:
         """Entering is a use in the cache, and fresh."""
         # A prefetched expert would otherwise be judged by its last use, long ago.
-        self._last[keys] = self._now
+        stamp_keys(self._last, keys, self._now)
         if self.variant == "in-cache":
-            self._uses[keys] = 1.0
-            self._counted[keys] = True
+            stamp_keys(self._uses, keys, 1.0)
+            mark_keys(self._counted, keys, 1)
 
     def evicted(self, keys: np.ndarray) -> None:
         """Forget what leaves, unless all-time counts are kept."""
         if self.variant == "in-cache":
-            self._counted[keys] = False
+            mark_keys(self._counted, keys, 0)
 
     def victims(
         self,
@@ -84,6 +159,20 @@ class LFRU(ScoreBasedCache):
     ) -> np.ndarray:
         """Choose the lowest frequency per age."""
         # Scores fall with every layer step, so they are worked out when needed.
-        age = self._now - self._last[candidates] + 1.0
-        self.score[candidates] = self._uses[candidates] / age
+        _uses_per_age(self.score, self._uses, self._last, candidates, self._now)
         return super().victims(incoming, candidates)
+
+    def kernels(self) -> CacheKernels:
+        """The same in compiled runs."""
+        return CacheKernels(
+            state(
+                [self.score, self._uses, self._last],
+                [self._counted],
+                numbers=[self._now],
+                integers=[self.experts, self.variant == "in-cache"],
+            ),
+            victims=_victims,
+            accessed=_accessed,
+            admitted=_admitted,
+            evicted=_evicted,
+        )

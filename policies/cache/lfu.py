@@ -6,8 +6,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from moesim.policies.cache._kernels import count_accesses, stamp
+from moesim.policies.cache._kernels import (
+    count_accesses,
+    lfu_accessed,
+    lfu_admitted,
+    lfu_evicted,
+    lowest_victims,
+    mark_keys,
+    stamp,
+    stamp_keys,
+)
 from moesim.policies.cache._score_based import ScoreBasedCache
+from moesim.policies.kernels import CacheKernels, state
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
@@ -59,7 +69,7 @@ class LFU(ScoreBasedCache):
         super().start(context)
         self._now = 0.0
         from_the_start = self.variant == "perfect"
-        self._counted = np.full(len(self.score), from_the_start)
+        self._counted = np.full(len(self.score), from_the_start, np.int64)
         # Without an array of its own, equal counts fall through to the lower id.
         if self.tie_rule != "id":
             self.tie = np.zeros(len(self.score))
@@ -82,13 +92,30 @@ class LFU(ScoreBasedCache):
     def admitted(self, keys: np.ndarray) -> None:
         """Begin to count what enters."""
         if self.variant == "in-cache":
-            self.score[keys] = 1.0
-            self._counted[keys] = True
+            stamp_keys(self.score, keys, 1.0)
+            mark_keys(self._counted, keys, 1)
         # Both other rules begin with the entry; `fifo` never moves it again.
         if self.tie_rule != "id":
-            self.tie[keys] = self._now
+            stamp_keys(self.tie, keys, self._now)
 
     def evicted(self, keys: np.ndarray) -> None:
         """Forget what leaves, unless all-time counts are kept."""
         if self.variant == "in-cache":
-            self._counted[keys] = False
+            mark_keys(self._counted, keys, 0)
+
+    def kernels(self) -> CacheKernels:
+        """The same in compiled runs."""
+        scores = [self.score] if self.tie_rule == "id" else [self.score, self.tie]
+        rules = [self.variant == "in-cache", self.tie_rule == "lru"]
+        return CacheKernels(
+            state(
+                scores,
+                [self._counted],
+                numbers=[self._now, self.decay],
+                integers=[self.experts, *rules],
+            ),
+            victims=lowest_victims,
+            accessed=lfu_accessed,
+            admitted=lfu_admitted,
+            evicted=lfu_evicted,
+        )

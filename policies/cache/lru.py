@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from moesim.policies.cache._kernels import stamp
+from moesim.policies.cache._kernels import (
+    lowest_victims,
+    lru_accessed,
+    lru_admitted,
+    stamp,
+    stamp_keys,
+)
 from moesim.policies.cache._score_based import ScoreBasedCache
+from moesim.policies.kernels import CacheKernels, state
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,4 +47,13 @@ class LRU(ScoreBasedCache):
 
     def admitted(self, keys: np.ndarray) -> None:
         """Stamp what enters."""
-        self.score[keys] = self._now
+        stamp_keys(self.score, keys, self._now)
+
+    def kernels(self) -> CacheKernels:
+        """The same in compiled runs."""
+        return CacheKernels(
+            state([self.score], numbers=[self._now], integers=[self.experts]),
+            victims=lowest_victims,
+            accessed=lru_accessed,
+            admitted=lru_admitted,
+        )

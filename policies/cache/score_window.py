@@ -5,13 +5,68 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numba import types as nb
 
-from moesim.policies.base import flat_keys
+from moesim.policies.cache import _kernels
+from moesim.policies.cache._kernels import lowest_victims, stamp, stamp_keys
 from moesim.policies.cache._score_based import ScoreBasedCache
+from moesim.policies.compilation import SECONDS
+from moesim.policies.kernels import ACCESSED, MOVED, CacheKernels, State, Work, state
 from moesim.policies.parameters import expect
+from moesim.traces.compilation import compiled, linked
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
+
+_RING = 1
+"""Row of the scores of a compiled run at which the ring begins; ties are the last."""
+
+
+@compiled(
+    nb.void(nb.float64[::1], nb.float64[:, ::1], SECONDS, nb.int64, nb.int64, nb.int64)
+)
+def _roll(
+    score: np.ndarray,
+    ring: np.ndarray,
+    newest: np.ndarray,
+    first: int,
+    seen: int,
+    window: int,
+) -> None:
+    """Put a step's scores into its layer's ring, and its means into `score`.
+
+    `score` float64 [keys], `ring` [window, keys], `newest` [E]; the layer's keys begin
+    at `first`, and it has seen so many steps before.
+    """
+    # The newest step takes the row of the oldest; rows are fewer until it is full.
+    rows = min(seen + 1, window)
+    for expert in range(len(newest)):
+        key = first + expert
+        ring[seen % window, key] = newest[expert]
+        total = 0.0
+        for row in range(rows):
+            total += ring[row, key]
+        score[key] = total / rows
+
+
+@linked(ACCESSED, _kernels)
+def _accessed(state: State, work: Work) -> None:
+    state.numbers[0] += 1.0
+    width = state.integers[0]
+    window = state.integers[1]
+    first = work.layer * width
+    stamp(state.scores[-1], work.experts, first, state.numbers[0])
+    if not len(work.scores):
+        return
+    seen = state.marks[0, work.layer]
+    state.marks[0, work.layer] += 1
+    ring = state.scores[_RING : _RING + window]
+    _roll(state.scores[0], ring, work.scores, first, seen, window)
+
+
+@linked(MOVED, _kernels)
+def _admitted(state: State, keys: np.ndarray) -> None:
+    stamp_keys(state.scores[-1], keys, state.numbers[0])
 
 
 class ScoreWindow(ScoreBasedCache):
@@ -44,7 +99,7 @@ class ScoreWindow(ScoreBasedCache):
         super().start(context)
         layers = context.shape.layers
         self.tie = np.zeros(len(self.score))
-        self._recent = np.zeros((layers, self.window, self.experts))
+        self._ring = np.zeros((self.window, len(self.score)))
         self._seen = [0] * layers
         self._now = 0.0
 
@@ -53,20 +108,30 @@ class ScoreWindow(ScoreBasedCache):
         nothing.
         """
         self._now += 1.0
-        self.tie[flat_keys(work, self.experts)] = self._now
+        first = work.layer * self.experts
+        stamp(self.tie, work.experts, first, self._now)
         if work.scores is None:
             return
 
         seen = self._seen[work.layer]
         self._seen[work.layer] = seen + 1
-        # A ring: the newest step takes the row of the oldest. The slice of rows below
-        # is shorter than the ring until that is full.
-        recent = self._recent[work.layer]
         newest = work.scores.mean(axis=0, dtype=np.float64)
-        recent[seen % self.window] = newest
-        mean = recent[: seen + 1].mean(axis=0)
-        self.score[self.keys_of(work.layer)] = mean
+        _roll(self.score, self._ring, newest, first, seen, self.window)
 
     def admitted(self, keys: np.ndarray) -> None:
         """Entering is a use, for ties."""
-        self.tie[keys] = self._now
+        stamp_keys(self.tie, keys, self._now)
+
+    def kernels(self) -> CacheKernels:
+        """The same in compiled runs."""
+        return CacheKernels(
+            state(
+                [self.score, *self._ring, self.tie],
+                [self._seen],
+                numbers=[self._now],
+                integers=[self.experts, self.window],
+            ),
+            victims=lowest_victims,
+            accessed=_accessed,
+            admitted=_admitted,
+        )

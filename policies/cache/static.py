@@ -8,6 +8,7 @@ import numpy as np
 
 from moesim.policies.base import PolicyError, RunContext
 from moesim.policies.cache._no_admission import NoAdmissionCache
+from moesim.policies.kernels import CacheKernels, admits_nothing, state
 from moesim.policies.parameters import expect_choice
 from moesim.policies.planner.initial_content import fitting
 from moesim.policies.planner.residency import GLOBAL
@@ -94,3 +95,7 @@ class Static(NoAdmissionCache):
 
         # Negated counts: the most often activated rank lowest.
         return -np.asarray(calibration, dtype=np.float64)
+
+    def kernels(self) -> CacheKernels:
+        """The same in compiled runs."""
+        return CacheKernels(state(), admits=admits_nothing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from moesim.policies.base import PrefetchPolicy
+from moesim.policies.kernels import PrefetchKernels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,3 +29,7 @@ class NoPrefetch(PrefetchPolicy):
         """Return an empty sequence."""
         del work, view
         return ()
+
+    def kernels(self) -> PrefetchKernels:
+        """The same in compiled runs."""
+        return PrefetchKernels()

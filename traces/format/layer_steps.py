@@ -7,7 +7,7 @@ costs microseconds each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,6 +38,12 @@ class LayerSteps:
         edges: int64 [N + 1]; layer step i owns accesses ``edges[i]:edges[i + 1]``.
         experts: int32 [A], ascending within a layer step.
         tokens: int32 [A], the workload of each.
+        rows: int64 [N], tokens of each layer step.
+        pass_tokens: int64 [N], tokens of the forward pass.
+        context_tokens: int64 [N], largest position plus one in that pass.
+        sequences: int64 [N], how many take part in it.
+        scores: float64 [N, E], gate scores, mean over the tokens of each layer step;
+            None where nobody asked for them.
     """
 
     step: np.ndarray
@@ -47,6 +53,24 @@ class LayerSteps:
     edges: np.ndarray
     experts: np.ndarray
     tokens: np.ndarray
+    rows: np.ndarray
+    pass_tokens: np.ndarray
+    context_tokens: np.ndarray
+    sequences: np.ndarray
+    scores: np.ndarray | None = None
+
+    def first(self, count: int) -> LayerSteps:
+        """The first `count` layer steps."""
+        accesses = int(self.edges[count])
+        columns = {
+            field.name: getattr(self, field.name)[:count]
+            for field in fields(self)
+            if getattr(self, field.name) is not None
+        }
+        columns["edges"] = self.edges[: count + 1]
+        columns["experts"] = self.experts[:accesses]
+        columns["tokens"] = self.tokens[:accesses]
+        return LayerSteps(**columns)
 
 
 def layer_steps(
@@ -70,9 +94,22 @@ def layer_steps(
     return joined(parts if steps is None else _first(parts, steps))
 
 
-def of_steps(steps: Iterable[RoutedStep]) -> Iterator[LayerSteps]:
-    """Return composed forward passes as blocks."""
-    return joined(map(_of_step, steps))
+def of_steps(
+    steps: Iterable[RoutedStep], *, scores: bool = False
+) -> Iterator[LayerSteps]:
+    """Return composed forward passes as blocks, with their gate scores if asked for."""
+    if not scores:
+        return joined(map(_of_step, steps))
+    # Scores of all experts are many more numbers than those of the active ones.
+    return joined(map(_with_scores, steps), BLOCK_ACCESSES // 16)
+
+
+def _with_scores(step: RoutedStep) -> LayerSteps:
+    means = []
+    for routed in step.layers:
+        assert routed.scores is not None, "composed without the column"
+        means.append(routed.scores.mean(axis=0, dtype=np.float64))
+    return replace(_of_step(step), scores=np.array(means))
 
 
 def _first(
@@ -87,16 +124,7 @@ def _first(
 
         count = int(np.searchsorted(part.step, steps))
         if count:
-            accesses = int(part.edges[count])
-            yield LayerSteps(
-                step=part.step[:count],
-                batch=part.batch[:count],
-                phase=part.phase[:count],
-                layer=part.layer[:count],
-                edges=part.edges[: count + 1],
-                experts=part.experts[:accesses],
-                tokens=part.tokens[:accesses],
-            )
+            yield part.first(count)
         return
 
 
@@ -116,23 +144,38 @@ def of_sequences(
             choice = (key + rows.experts[:prompt]).reshape(-1)
             # One count for all layers: a prompt is one forward pass.
             workloads = np.bincount(choice, minlength=layers * experts)
-            yield _prefill(workloads.reshape(layers, experts), step, number)
+            positions = rows.pos[:prompt]
+            # Rows are sorted by position, so a token begins where that changes.
+            tokens = 1 + int(np.count_nonzero(np.diff(positions)))
+            yield _prefill(
+                workloads.reshape(layers, experts),
+                np.bincount(rows.layer[:prompt], minlength=layers),
+                step,
+                number,
+                tokens=tokens,
+                context_tokens=1 + int(positions[-1]),
+            )
             step += 1
 
         top_k = rows.experts.shape[1]
         stride = max(1, BLOCK_ACCESSES // (layers * top_k)) * layers
         for first in range(prompt, len(rows.pos), stride):
             part = rows.experts[first : first + stride]
-            yield _decode(part, layers, step, number)
+            context_tokens = rows.pos[first : first + stride].astype(np.int64) + 1
+            yield _decode(part, context_tokens, layers, step, number)
             step += len(part) // layers
 
 
 def _prefill(
     workloads: np.ndarray,
+    rows: np.ndarray,
     step: int,
     number: int,
+    *,
+    tokens: int,
+    context_tokens: int,
 ) -> LayerSteps:
-    """One forward pass of workloads int64 [L, E]."""
+    """One forward pass of workloads int64 [L, E] and rows int64 [L]."""
     layers, experts = workloads.shape
     counts = workloads.reshape(-1)
     active = np.flatnonzero(counts)
@@ -146,16 +189,23 @@ def _prefill(
         edges=edges.astype(np.int64),
         experts=(active % experts).astype(np.int32),
         tokens=counts[active].astype(np.int32),
+        rows=rows.astype(np.int64),
+        pass_tokens=np.full(layers, tokens, np.int64),
+        context_tokens=np.full(layers, context_tokens, np.int64),
+        sequences=np.ones(layers, np.int64),
     )
 
 
 def _decode(
     routing: np.ndarray,
+    context_tokens: np.ndarray,
     layers: int,
     step: int,
     number: int,
 ) -> LayerSteps:
-    """Decode steps from `step` on, of routing [N, K] by token and layer."""
+    """Decode steps from `step` on, of routing [N, K] by token and layer, with
+    `context_tokens` int64 [N].
+    """
     count, top_k = routing.shape
     tokens = count // layers
     experts = np.sort(routing, axis=1).astype(np.int32).reshape(-1)
@@ -169,6 +219,10 @@ def _decode(
         edges=np.arange(count + 1, dtype=np.int64) * top_k,
         experts=experts,
         tokens=np.ones(len(experts), np.int32),
+        rows=np.ones(count, np.int64),
+        pass_tokens=np.ones(count, np.int64),
+        context_tokens=context_tokens,
+        sequences=np.ones(count, np.int64),
     )
 
 
@@ -185,17 +239,23 @@ def _of_step(step: RoutedStep) -> LayerSteps:
         edges=edges,
         experts=np.concatenate([routed.experts for routed in step.layers]),
         tokens=np.concatenate([routed.tokens for routed in step.layers]),
+        rows=np.array([len(routed.routing) for routed in step.layers], np.int64),
+        pass_tokens=np.full(count, step.tokens, np.int64),
+        context_tokens=np.full(count, step.context_tokens, np.int64),
+        sequences=np.full(count, step.sequences, np.int64),
     )
 
 
-def joined(parts: Iterable[LayerSteps]) -> Iterator[LayerSteps]:
-    """Join many small blocks into few large ones."""
+def joined(
+    parts: Iterable[LayerSteps], most: int = BLOCK_ACCESSES
+) -> Iterator[LayerSteps]:
+    """Join many small blocks into few large ones, of about `most` accesses."""
     pending: list[LayerSteps] = []
     accesses = 0
     for part in parts:
         pending.append(part)
         accesses += len(part.experts)
-        if accesses >= BLOCK_ACCESSES:
+        if accesses >= most:
             yield join(pending)
             pending = []
             accesses = 0
@@ -212,7 +272,7 @@ def join(parts: list[LayerSteps]) -> LayerSteps:
     columns = {
         field.name: np.concatenate([getattr(part, field.name) for part in parts])
         for field in fields(LayerSteps)
-        if field.name != "edges"
+        if field.name != "edges" and getattr(parts[0], field.name) is not None
     }
 
     # Each part's edges count from its own first access, and the last one is the first

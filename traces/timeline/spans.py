@@ -239,6 +239,17 @@ class Timeline:
         if len(self._steps) >= len(_STEPS) * CHUNK_STEPS:
             self._flush_steps()
 
+    def take(
+        self,
+        table: str,
+        chunk: Chunk,
+    ) -> None:
+        """Keep a whole chunk of `timeline` or `accesses`, in the types of its columns.
+
+        For a writer that makes chunks itself. Their rows come behind all others.
+        """
+        self._keep(table, chunk)
+
     # Chunks.
 
     def _flush_spans(self) -> None:

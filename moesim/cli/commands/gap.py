@@ -8,7 +8,7 @@ from moesim.cli.run_options import with_config
 from moesim.runs.config import RunConfig
 
 
-@with_config(without=["noise_seed"])
+@with_config(without=["noise_seed", "engine"])
 def gap(*, config: RunConfig, as_json: AsJson = False) -> None:
     """Say how much of a policy's time above the clairvoyant bound is due to which of
     its parts.

@@ -28,6 +28,7 @@ NEEDS_MACHINE = (
     "prefetch_budget_bytes",
     "gpu_split",
     "noise_seed",
+    "engine",
 )
 
 

@@ -16,7 +16,15 @@ from moesim.runs.config import RunConfig
 # A model that reads text has no trace, its lengths are those of the text, and only one
 # GPU takes part.
 @with_config(
-    without=["trace", "policy", "gpu_memory_bytes", "gpu_split", "steps", "noise_seed"],
+    without=[
+        "trace",
+        "policy",
+        "gpu_memory_bytes",
+        "gpu_split",
+        "steps",
+        "noise_seed",
+        "engine",
+    ],
     before={"text": ["cache", "prefetch", "routing"]},
     from_file=False,
 )

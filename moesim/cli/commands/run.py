@@ -29,8 +29,8 @@ NOT_VERIFIED = 1
 
 @with_config(
     MeasuredConfig,
-    # One accelerator is not split, and real times need no noise.
-    without=["gpu_split", "noise_seed"],
+    # One accelerator is not split, real times need no noise, and nothing simulates.
+    without=["gpu_split", "noise_seed", "engine"],
     before={
         "startup": ["max_new_tokens", "temperature", "residual", "verify"],
         "out": ["store", "dtype"],

@@ -1,0 +1,283 @@
+"""What a policy brings so that a whole run can be compiled: its state and its kernels.
+
+A policy *may* answer `kernels()`: arrays that hold all it knows, and compiled functions
+on them, one for each question. The compiled engine asks these; the policy's own methods
+call the same functions, so each decision is written once. A policy without kernels runs
+as well, in the engine that everybody can read.
+
+Kernels have fixed signatures, those below, so that one compiled loop serves all of
+them. They may change their state and what is named as a result, and nothing else.
+
+A active experts, G GPUs, M incoming, C candidates.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numba import types as nb
+
+from moesim.traces.compilation import compiled
+
+if TYPE_CHECKING:
+    from moesim.policies.base import LayerWork
+
+
+class State(NamedTuple):
+    """All that a policy's kernels know, in four arrays of whatever size it wants.
+
+    Attributes:
+        scores: float64 [R, N], mostly a row of one number per expert, by flat key.
+        marks: int64 [S, N], likewise.
+        numbers: float64, single numbers.
+        integers: int64, likewise.
+    """
+
+    scores: np.ndarray
+    marks: np.ndarray
+    numbers: np.ndarray
+    integers: np.ndarray
+
+
+def _state(
+    scores: Any = (), marks: Any = (), numbers: Any = (), integers: Any = ()
+) -> State:
+    """Make a state of rows and numbers; what is left out is empty."""
+    return State(
+        scores=_rows(scores, np.float64),
+        marks=_rows(marks, np.int64),
+        numbers=np.array(numbers, np.float64),
+        integers=np.array(integers, np.int64),
+    )
+
+
+def _rows(rows: Any, dtype: type) -> np.ndarray:
+    if not len(rows):
+        return np.zeros((0, 0), dtype)
+    return np.array(rows, dtype, ndmin=2)
+
+
+class Work(NamedTuple):
+    """The work of one layer step, as `moesim.policies.base.LayerWork` has it.
+
+    Attributes:
+        step, layer, phase, batch: as there.
+        experts, tokens: int32 [A].
+        state: int8 [A].
+        cpu_s, host_s: float64 [A].
+        gpu_s, arrive_s: float64 [G, A].
+        link_s: float64 [G], until each link has ended the copy under way.
+        gpu_state: int8 [G * A], state of every expert on one GPU after the other.
+        scores: float64 [E], gate scores, mean over the tokens; empty if there are none.
+        first_cpu_s: extra seconds of the first CPU expert of a layer step.
+    """
+
+    step: int
+    layer: int
+    phase: int
+    batch: int
+    experts: np.ndarray
+    tokens: np.ndarray
+    state: np.ndarray
+    cpu_s: np.ndarray
+    host_s: np.ndarray
+    gpu_s: np.ndarray
+    arrive_s: np.ndarray
+    link_s: np.ndarray
+    gpu_state: np.ndarray
+    scores: np.ndarray
+    first_cpu_s: float
+
+
+def kernel_work(work: LayerWork) -> Work:
+    """The work of a layer step as kernels of caches want it.
+
+    Of several GPUs `gpu_state` knows the best one only; `first_cpu_s` is left out.
+    """
+    gpus = len(work.arrive_s)
+    scores = np.empty(0)
+    if work.scores is not None:
+        scores = work.scores.mean(axis=0, dtype=np.float64)
+    return Work(
+        work.step,
+        work.layer,
+        int(work.phase),
+        work.batch,
+        _own(work.experts),
+        _own(work.tokens),
+        _own(work.state),
+        _own(work.cpu_s),
+        _own(work.host_s),
+        _own(work.gpu_s),
+        _own(work.arrive_s),
+        np.zeros(gpus) if work.link_s is None else _own(work.link_s),
+        _own(work.state),
+        scores,
+        0.0,
+    )
+
+
+def _own(array: np.ndarray) -> np.ndarray:
+    """An array that a kernel takes: none that is read-only, as some shared ones are."""
+    return array if array.flags.writeable else array.copy()
+
+
+_INT32 = nb.int32[::1]
+_SECONDS = nb.float64[::1]
+_KEYS = nb.int64[::1]
+
+STATE = nb.NamedTuple(
+    (nb.float64[:, ::1], nb.int64[:, ::1], nb.float64[::1], nb.int64[::1]), State
+)
+WORK = nb.NamedTuple(
+    (
+        *[nb.int64] * 4,
+        _INT32,
+        _INT32,
+        nb.int8[::1],
+        _SECONDS,
+        _SECONDS,
+        nb.float64[:, ::1],
+        nb.float64[:, ::1],
+        _SECONDS,
+        nb.int8[::1],
+        _SECONDS,
+        nb.float64,
+    ),
+    Work,
+)
+
+ASSIGN = nb.boolean(STATE, WORK, nb.int8[::1], nb.int64[::1])
+"""``assign(state, work, lanes, order) -> serial``: fills in lanes and launch order."""
+
+ACCESSED = nb.void(STATE, WORK)
+"""``accessed(state, work)``."""
+
+ADMITS = nb.void(STATE, WORK, _KEYS, nb.boolean[::1])
+"""``admits(state, work, incoming, answers)``: fills in which may enter."""
+
+PRECEDENCE = nb.void(STATE, _KEYS)
+"""``precedence(state, incoming)``: reorders them in place."""
+
+VICTIMS = nb.void(STATE, _KEYS, _KEYS, _KEYS)
+"""``victims(state, incoming, candidates, chosen)``: fills in one for each incoming."""
+
+MOVED = nb.void(STATE, _KEYS)
+"""``admitted(state, keys)`` and ``evicted(state, keys)``."""
+
+REPLACEMENTS = nb.int64(STATE, WORK, nb.int8[:, ::1], _KEYS, _KEYS)
+"""``replacements(state, work, states, outgoing, incoming) -> count``: fills in flat
+keys of swaps; ``states`` int8 [G, L * E] is the state of every expert on every GPU.
+"""
+
+PREFETCH = nb.int64(STATE, WORK, nb.int8[:, ::1], _KEYS)
+"""``prefetch(state, work, states, named) -> count``: fills in flat keys of experts of
+coming layers, most wanted first; `states` as in `REPLACEMENTS`.
+"""
+
+KERNELS = {
+    "assign": ASSIGN,
+    "prefetch": PREFETCH,
+    "accessed": ACCESSED,
+    "admits": ADMITS,
+    "precedence": PRECEDENCE,
+    "victims": VICTIMS,
+    "admitted": MOVED,
+    "evicted": MOVED,
+    "replacements": REPLACEMENTS,
+}
+"""Signatures of all questions."""
+
+
+@compiled(ACCESSED)
+def ignores_accesses(state: State, work: Work) -> None:
+    """Learn nothing from accesses."""
+
+
+@compiled(ADMITS)
+def admits_all(
+    state: State, work: Work, incoming: np.ndarray, answers: np.ndarray
+) -> None:
+    """Admit everything."""
+    for n in range(len(answers)):
+        answers[n] = True
+
+
+@compiled(ADMITS)
+def admits_nothing(
+    state: State, work: Work, incoming: np.ndarray, answers: np.ndarray
+) -> None:
+    """Admit nothing."""
+    for n in range(len(answers)):
+        answers[n] = False
+
+
+@compiled(PRECEDENCE)
+def launch_order(state: State, incoming: np.ndarray) -> None:
+    """Leave incoming keys in launch order."""
+
+
+@compiled(VICTIMS)
+def declines_all(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    """Decline all."""
+    for n in range(len(chosen)):
+        chosen[n] = -1
+
+
+@compiled(MOVED)
+def ignores_moves(state: State, keys: np.ndarray) -> None:
+    """Learn nothing from what enters or leaves."""
+
+
+@compiled(REPLACEMENTS)
+def replaces_nothing(
+    state: State,
+    work: Work,
+    states: np.ndarray,
+    outgoing: np.ndarray,
+    incoming: np.ndarray,
+) -> int:
+    """Ask for no copies."""
+    return 0
+
+
+@compiled(PREFETCH)
+def prefetches_nothing(
+    state: State, work: Work, states: np.ndarray, named: np.ndarray
+) -> int:
+    """Name nothing."""
+    return 0
+
+
+# Fields of this name stand beside the function.
+state = _state
+
+
+class AssignmentKernels(NamedTuple):
+    """What an assignment policy brings. Kernels are functions compiled for `ASSIGN`."""
+
+    assign: Any
+    state: State = _state()
+
+
+class PrefetchKernels(NamedTuple):
+    """What a prefetch policy brings."""
+
+    prefetch: Any = prefetches_nothing
+    state: State = _state()
+
+
+class CacheKernels(NamedTuple):
+    """What a cache policy brings; what it leaves out is as in `CachePolicy`."""
+
+    state: State
+    victims: Any = declines_all
+    accessed: Any = ignores_accesses
+    admits: Any = admits_all
+    precedence: Any = launch_order
+    admitted: Any = ignores_moves
+    evicted: Any = ignores_moves
+    replacements: Any = replaces_nothing

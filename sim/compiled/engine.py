@@ -1,0 +1,535 @@
+"""A run in the compiled engine: arrays for the loop, and what it has found out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moesim.hwprofiles import lanes
+from moesim.policies.base import CachePolicy, PolicyError
+from moesim.policies.kernels import State
+from moesim.policies.planner.residency import GLOBAL
+from moesim.sim.compiled import memory, records
+from moesim.sim.compiled.loop import run_steps
+from moesim.sim.compiled.planning import plan_layer_step
+from moesim.sim.compiled.records import NONE
+from moesim.sim.compiled.transfers import (
+    DROP,
+    LATE_DROP,
+    LATE_KEEP,
+    STAGE,
+    WAIT,
+    end_operation,
+    serve_worker,
+)
+from moesim.sim.compiled.world import World
+from moesim.sim.noise import Noise
+from moesim.sim.results import ReplayResult, SimulationError
+from moesim.traces.format.batch import RoutedStep
+from moesim.traces.format.schema import Phase
+from moesim.traces.timeline.spans import CHUNK_ACCESSES, CHUNK_SPANS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from moesim.hwprofiles.costs import Costs
+    from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.policies.planner.memory_level import MemoryLevel
+    from moesim.policies.planner.planner import Planner
+    from moesim.traces.format.layer_steps import LayerSteps
+    from moesim.traces.timeline.spans import Chunk, Timeline
+
+_LATE = {"drop": LATE_DROP, "active": LATE_DROP, "keep": LATE_KEEP}
+_NO_PLACE = {"stage": STAGE, "wait": WAIT, "drop": DROP}
+
+
+class CompiledReplay:
+    """One run, as `moesim.sim.replay.Replay`, of what the compiled engine supports."""
+
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        costs: Costs,
+        planner: Planner,
+        timeline: Timeline,
+        *,
+        noise_seed: int | None = None,
+    ) -> None:
+        self._profile = profile
+        self._costs = costs
+        self._planner = planner
+        self._timeline = timeline
+        self._noise = None if noise_seed is None else Noise(profile, noise_seed)
+        self._world = World()
+        self._noise_factors = np.zeros((len(profile.lanes), 0))
+        self._kept: list[Any] = []  # states of policies, which the loop points to
+        self._accesses: list[Chunk] = []
+        self._steps = 0
+        self._layer_steps = 0
+        self._make_lanes()
+        self._make_memories()
+        self._make_constants()
+
+    # -- arrays -----------------------------------------------------------------------
+
+    def _make_lanes(self) -> None:
+        world = self._world
+        shape = self._planner.shape
+        profile = self._profile
+        keys = shape.layers * shape.experts
+        count = len(profile.lanes)
+
+        world["run"] = np.zeros(1, records.RUN)
+        most = 2 * keys * self._planner.gpus + 2 * shape.experts + 64
+        operations = np.zeros(most, records.OPERATION)
+        operations["next"] = np.arange(1, most + 1)
+        world["operations"] = operations
+
+        table = np.zeros(count, records.LANE)
+        table["first"] = NONE
+        table["last"] = NONE
+        kinds = [lanes.kind_of(name) for name in profile.lanes]
+        for number, (name, kind) in enumerate(zip(profile.lanes, kinds, strict=True)):
+            table[number]["gpu"] = lanes.gpu_of(name) if kind.per_gpu else NONE
+            table[number]["end_rank"] = kind.end_rank
+            table[number]["gated"] = kind.fills_memory
+        workers = np.zeros(len(profile.workers), records.WORKER)
+        for number, names in enumerate(profile.workers.values()):
+            served = [profile.lanes.index(name) for name in names]
+            workers[number]["count"] = len(served)
+            workers[number]["lanes"][: len(served)] = served
+            workers[number]["gated"] = table["gated"][served].any()
+            table["worker"][served] = number
+        world["lanes"] = table
+        world["workers"] = workers[_by_first_lane(table)]
+        table["worker"] = np.argsort(_by_first_lane(table))[table["worker"]]
+        world["running"] = np.zeros(len(workers) + 1, np.int64)
+
+        slowdown = np.array(
+            [
+                [profile.contention.slowdown(a.name, b.name) for b in kinds]
+                for a in kinds
+            ],
+            np.float64,
+        )
+        alone = bool((slowdown == 1.0).all())
+        world["slowdown"] = np.zeros((0, 0)) if alone else slowdown
+        world["held"] = np.zeros(shape.experts, np.int64)
+        world["deferred"] = np.zeros(2 * keys, records.DEFERRED)
+        self._most = 2 * shape.experts + 2 * keys * self._planner.gpus + 8
+        self._make_spans(CHUNK_SPANS + 2 * self._most)
+
+    def _make_spans(self, count: int) -> None:
+        """Give the loop room for so many spans, and keep those that it has."""
+        world = self._world
+        used = int(world["run"]["spans"][0])
+        for name, rows, dtype in (
+            ("codes", 2, np.int8),
+            ("places", 3, np.int32),
+            ("times_s", 2, np.float64),
+        ):
+            larger = np.zeros((rows, count), dtype)
+            if used:
+                larger[:, :used] = world[name][:, :used]
+            world[name] = larger
+        nbytes = np.zeros(count, np.int64)
+        if used:
+            nbytes[:used] = world["nbytes"][:used]
+        world["nbytes"] = nbytes
+        if self._noise is None:
+            world["noise"] = np.zeros((len(self._profile.lanes), 0))
+        else:
+            self._make_noise(count)
+
+    def _make_noise(self, count: int) -> None:
+        """Hold so many factors of each lane: no call of the loop starts more."""
+        assert self._noise is not None
+        lanes_total = len(self._profile.lanes)
+        held = self._noise_factors.shape[1]
+        larger = np.zeros((lanes_total, count))
+        larger[:, :held] = self._noise_factors
+        for lane in range(lanes_total):
+            larger[lane, held:] = self._noise.factors(lane, count - held)
+        self._noise_factors = larger
+
+    def _make_memories(self) -> None:
+        world = self._world
+        planner = self._planner
+        shape = planner.shape
+        keys = shape.layers * shape.experts
+        levels = planner.gpu
+
+        world["state"] = np.array([level.memory.state.ravel() for level in levels])
+        world["holds"] = np.zeros((len(levels), keys), np.int16)
+        experts = np.zeros((len(levels), keys), records.EXPERT)
+        for name in ("queued", "awaiting", "replaces", "victim"):
+            experts[name] = NONE
+        world["experts"] = experts
+        world["pools"] = np.zeros((len(levels), shape.layers), records.POOL)
+        world["memories"] = np.zeros(len(levels), records.MEMORY)
+        for m, level in enumerate(levels):
+            self._make_memory(m, level)
+        for name in ("copies", "promoted", "swaps"):
+            world[name] = np.zeros(planner.gpus * keys, records.COPY)
+        world["keys"] = np.zeros((6, keys), np.int64)
+        world["answers"] = np.zeros(keys, np.bool_)
+
+    def _make_memory(self, m: int, level: MemoryLevel) -> None:
+        table = self._world["memories"][m]
+        pools = self._world["pools"][m]
+        cache = level.cache
+        books = level.memory
+        kind = type(cache)
+        table["is_global"] = books.size.scope == GLOBAL
+        table["admits_all"] = kind.admits is CachePolicy.admits
+        table["in_launch_order"] = kind.precedence is CachePolicy.precedence
+        table["replaces"] = cache.replaces
+        table["hurries"] = cache.lands_by_next_visit
+        table["staging"] = self._planner.sizes.staging
+        table["used_high_bytes"] = books.used_high_bytes
+        # What it starts with is all that it ever held.
+        table["used_bytes"] = books.used_high_bytes
+        for layer in range(1 if table["is_global"] else len(pools)):
+            pools[layer]["free_bytes"] = books.free_bytes(layer)
+        brought = cache.kernels()
+        assert brought is not None
+        table["at"], table["sizes"] = self._keep(brought.state)
+
+    def _make_constants(self) -> None:
+        world = self._world
+        planner = self._planner
+        profile = self._profile
+        costs = self._costs
+        shape = planner.shape
+        gpus = planner.gpus
+        prefetch = planner.policies.prefetch
+
+        table = np.zeros(1, records.CONSTANTS)
+        constants = table[0]
+        constants["gpus"] = gpus
+        constants["layers"] = shape.layers
+        constants["experts"] = shape.experts
+        constants["late"] = _LATE[prefetch.late]
+        constants["no_place"] = _NO_PLACE[prefetch.no_place]
+        budget = planner.sizes.prefetch_budget_bytes
+        constants["budget_bytes"] = NONE if budget is None else budget
+        constants["dispatch_s"] = costs.dispatch_s
+        constants["cpu_first_s"] = costs.cpu_first_s
+        constants["gpu_first_s"] = costs.gpu_first_s
+        constants["planning_s"] = costs.planning_terms(planner.assignment_name)
+        constants["first_op_s"] = costs.first_op_terms
+        constants["join_s"] = costs.join_terms
+        constants["splits_layers"] = planner.splits_layers
+        # On the host accelerator all memory is shared: results need no way back.
+        constants["moves_activations"] = profile.accelerator != "host"
+        constants["prefetches"] = prefetch.prefetches
+        constants["requeue"] = prefetch.requeue
+
+        self._assignment = planner.policies.assignment.kernels()
+        self._prefetch = prefetch.kernels()
+        self._cache = planner.policies.caches[0].kernels()
+        assert self._assignment is not None
+        assert self._prefetch is not None
+        for name, brought in (
+            ("assignment", self._assignment),
+            ("prefetch", self._prefetch),
+        ):
+            constants[f"{name}_at"], constants[f"{name}_sizes"] = self._keep(
+                brought.state
+            )
+        world["constants"] = table
+
+        world["expert_bytes"] = np.array(shape.expert_bytes, np.int64)
+        world["copy_s"] = np.array(
+            [
+                [costs.copy_s(layer, gpu) for layer in range(shape.layers)]
+                for gpu in range(gpus)
+            ]
+        )
+        evaluations = [
+            [planner.evaluations(layer, phase) for phase in Phase]
+            for layer in range(shape.layers)
+        ]
+        world["evaluations"] = np.array(evaluations, np.int64)
+        self._gates = bool(world["evaluations"][..., 0].any())
+        names = [lanes.CONTROL.lane(), lanes.SSD.lane(), lanes.CPU.lane()]
+        for kind in (lanes.GPU, lanes.H2D, lanes.D2H):
+            names += kind.lanes(gpus)
+        by_use = [profile.lanes.index(name) for name in names]
+        world["lane_by_use"] = np.array(by_use, np.int64)
+
+        world["work_s"] = np.zeros((4, gpus * shape.experts))
+        world["work_state"] = np.zeros((2, gpus * shape.experts), np.int8)
+        world["work_lanes"] = np.zeros(shape.experts, np.int8)
+        world["work_order"] = np.zeros(shape.experts, np.int64)
+        world["work_link_s"] = np.zeros(gpus)
+        self._most_tokens = -1
+        self._activation_s = np.zeros(0)
+
+    def _keep(self, state: State) -> tuple[list[int], list[int]]:
+        """Where the arrays of a policy's state lie, and their sizes."""
+        self._kept.append(state)
+        sizes = [size for array in state for size in array.shape]
+        return [array.ctypes.data for array in state], sizes
+
+    # -- blocks -----------------------------------------------------------------------
+
+    def run(
+        self,
+        blocks: Iterable[LayerSteps],
+        progress: Callable[[RoutedStep], None] | None = None,
+    ) -> ReplayResult:
+        """Replay all blocks and return when the last layer step has joined.
+
+        Args:
+            blocks: as `moesim.traces.format.layer_steps.layer_steps` cuts them.
+            progress: called after each forward pass, whose layers it is not told.
+
+        Raises:
+            PolicyError: a policy answered something illegal.
+            SimulationError: the loop got stuck: our bug.
+        """
+        for block in blocks:
+            self._run(block, progress)
+        self._give_spans()
+        self._give_accesses()
+        run = self._world["run"][0]
+        for m, level in enumerate(self._planner.gpu):
+            high_bytes = int(self._world["memories"][m]["used_high_bytes"])
+            level.memory.used_high_bytes = high_bytes
+        return ReplayResult(
+            steps=self._steps,
+            layer_steps=self._layer_steps,
+            events=int(run["events"] + run["turns"]),
+            makespan_s=float(run["now_s"]),
+        )
+
+    def _run(
+        self, block: LayerSteps, progress: Callable[[RoutedStep], None] | None
+    ) -> None:
+        world = self._world
+        run = world["run"][0]
+        passes = self._put(block)
+        kernels: list[Any] = [
+            self._assignment.assign,
+            self._prefetch.prefetch,
+            *(getattr(self._cache, name) for name in _OF_CACHES),
+            serve_worker,
+            end_operation,
+            plan_layer_step,
+        ]
+        begin = 0
+        while begin < len(block.layer):
+            self._draw()
+            bounds = [begin, CHUNK_SPANS, CHUNK_ACCESSES]
+            end = run_steps(*[world.table.ctypes.data, *kernels, *bounds])
+            if run["error"]:
+                self._fail(int(run["error"]), block, end)
+            self._note_accesses(block, begin, end)
+            full_spans = run["spans"] >= CHUNK_SPANS
+            full_accesses = run["layer_steps"] >= CHUNK_ACCESSES
+            at_end = end == 0 or world["head_s"][end - 1] >= 0.0
+            if full_spans and at_end:
+                self._give_spans()
+            elif end < len(block.layer) and not at_end:
+                self._make_spans(2 * len(world["nbytes"]))
+            if full_accesses and at_end:
+                self._give_accesses()
+            for last in passes[(passes >= begin) & (passes < end)].tolist():
+                self._note_pass(block, last, progress)
+            self._layer_steps += end - begin
+            begin = end
+
+    def _put(self, block: LayerSteps) -> np.ndarray:
+        """Give the loop a block; return the last layer steps of its passes."""
+        world = self._world
+        costs = self._costs
+        shape = self._planner.shape
+        count = len(block.layer)
+        last = np.flatnonzero(block.layer == shape.layers - 1)
+
+        world["step"] = np.ascontiguousarray(block.step, np.int64)
+        world["batch"] = np.ascontiguousarray(block.batch, np.int64)
+        world["layer"] = np.ascontiguousarray(block.layer, np.int64)
+        world["edges"] = np.ascontiguousarray(block.edges, np.int64)
+        world["phase"] = np.ascontiguousarray(block.phase, np.int8)
+        world["active"] = np.ascontiguousarray(block.experts, np.int32)
+        world["tokens"] = np.ascontiguousarray(block.tokens, np.int32)
+        scores = np.zeros((0, 0)) if block.scores is None else block.scores
+        world["scores"] = np.ascontiguousarray(scores)
+        world["lane_of"] = np.zeros(len(block.experts), np.int8)
+        world["state_of"] = np.zeros(len(block.experts), np.int8)
+        world["start_s"] = np.zeros(count)
+        world["end_s"] = np.zeros(count)
+
+        sizes = zip(
+            block.pass_tokens[last].tolist(),
+            block.context_tokens[last].tolist(),
+            block.sequences[last].tolist(),
+            strict=True,
+        )
+        dense_s = []
+        head_s = []
+        gate_s = []
+        for tokens, context_tokens, sequences in sizes:
+            dense_s.append(costs.dense_s(tokens, context_tokens, sequences))
+            head_s.append(costs.head_s(tokens, sequences))
+            gate_s.append(costs.gate_s(tokens) if self._gates else 0.0)
+        heads = np.full(count, -1.0)
+        heads[last] = head_s
+        world["head_s"] = heads
+        world["dense_s"] = np.repeat(np.array(dense_s, np.float64), shape.layers)
+        world["gate_s"] = np.repeat(np.array(gate_s, np.float64), shape.layers)
+
+        most_tokens = int(block.tokens.max(initial=0))
+        if most_tokens > self._most_tokens:
+            tokens = np.arange(most_tokens + 1)
+            layers = range(shape.layers)
+            world["cpu_s"] = np.array([costs.cpu_s(layer, tokens) for layer in layers])
+            world["gpu_s"] = np.array([costs.gpu_s(layer, tokens) for layer in layers])
+            self._most_tokens = most_tokens
+        most_rows = int(block.rows.max(initial=0))
+        if most_rows >= len(self._activation_s):
+            by_rows = [costs.activation_s(rows) for rows in range(most_rows + 1)]
+            self._activation_s = np.array(by_rows)
+        world["activation_s"] = self._activation_s[block.rows]
+        return last
+
+    def _draw(self) -> None:
+        """Draw as many factors as operations have used."""
+        if self._noise is None:
+            return
+        factors = self._noise_factors
+        drawn = self._world["lanes"]["drawn"]
+        for lane, used in enumerate(drawn.tolist()):
+            if used:
+                factors[lane, :-used] = factors[lane, used:]
+                factors[lane, -used:] = self._noise.factors(lane, used)
+        drawn[:] = 0
+        self._world["noise"] = factors
+
+    # -- results ----------------------------------------------------------------------
+
+    def _note_accesses(self, block: LayerSteps, begin: int, end: int) -> None:
+        edges = block.edges[begin : end + 1]
+        first, last = int(edges[0]), int(edges[-1])
+        counts = np.diff(edges)
+        self._accesses.append(
+            {
+                "step": np.repeat(block.step[begin:end].astype(np.int32), counts),
+                "layer": np.repeat(block.layer[begin:end].astype(np.int16), counts),
+                "expert": block.experts[first:last],
+                "tokens": block.tokens[first:last],
+                "lane": self._world["lane_of"][first:last],
+                "state": self._world["state_of"][first:last],
+            }
+        )
+
+    def _give_accesses(self) -> None:
+        parts = self._accesses
+        self._accesses = []
+        self._world["run"]["layer_steps"] = 0
+        if parts:
+            self._timeline.take(
+                "accesses",
+                {
+                    name: np.concatenate([part[name] for part in parts])
+                    for name in parts[0]
+                },
+            )
+
+    def _give_spans(self) -> None:
+        world = self._world
+        count = int(world["run"]["spans"][0])
+        world["run"]["spans"] = 0
+        codes = world["codes"][:, :count].copy()
+        places = world["places"][:, :count]
+        times_s = world["times_s"][:, :count].copy()
+        self._timeline.take(
+            "timeline",
+            {
+                "lane": codes[0],
+                "kind": codes[1],
+                "step": places[0].copy(),
+                "layer": places[1].astype(np.int16),
+                "expert": places[2].copy(),
+                "start_s": times_s[0],
+                "end_s": times_s[1],
+                "bytes": world["nbytes"][:count].copy(),
+            },
+        )
+
+    def _note_pass(
+        self,
+        block: LayerSteps,
+        last: int,
+        progress: Callable[[RoutedStep], None] | None,
+    ) -> None:
+        phase = Phase(int(block.phase[last]))
+        ended = RoutedStep(
+            step=int(block.step[last]),
+            phase=phase,
+            batch=int(block.batch[last]),
+            tokens=int(block.pass_tokens[last]),
+            context_tokens=int(block.context_tokens[last]),
+            sequences=int(block.sequences[last]),
+            layers=[],
+        )
+        self._timeline.step(
+            ended.step,
+            phase,
+            ended.batch,
+            ended.tokens,
+            ended.sequences,
+            start_s=float(self._world["start_s"][last]),
+            end_s=float(self._world["end_s"][last]),
+        )
+        self._steps += 1
+        if progress is not None:
+            progress(ended)
+
+    def _fail(self, error: int, block: LayerSteps, s: int) -> None:
+        """Raise what a run has failed with.
+
+        Raises:
+            PolicyError: a policy answered something illegal.
+            SimulationError: nothing ran although something was awaited.
+        """
+        names = self._planner.policies.names
+        kind, problem = _ERRORS[error]
+        where = f"step {block.step[s]}, layer {block.layer[s]}"
+        if not kind:
+            raise SimulationError(f"{where}: {problem}")
+        raise PolicyError(f"{kind} policy {names.get(kind)!r}: {where}: {problem}")
+
+
+_OF_CACHES = (
+    "accessed",
+    "admits",
+    "precedence",
+    "victims",
+    "admitted",
+    "evicted",
+    "replacements",
+)
+
+_ERRORS = {
+    memory.BAD_ASSIGNMENT: (
+        "assignment",
+        "expected a lane of each active expert and an order that is a permutation",
+    ),
+    memory.BAD_VICTIMS: ("cache", "victims are not distinct members of the candidates"),
+    memory.BAD_PREFETCH: ("prefetch", "no such expert"),
+    memory.BAD_SWAP: (
+        "cache",
+        "swap: the first must be resident and the second must not be",
+    ),
+    memory.STUCK: ("", "nothing runs, although something is awaited"),
+}
+
+
+def _by_first_lane(table: np.ndarray) -> np.ndarray:
+    """Workers in the order of their first lanes, in which they are offered work."""
+    workers = table["worker"].tolist()
+    return np.array(list(dict.fromkeys(workers)), np.int64)

@@ -1,0 +1,332 @@
+"""The loop over layer steps: `moesim.sim.replay` and `moesim.engine.layer_step`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types as nb
+
+from moesim.engine.operations import DEMAND, REPLACEMENT
+from moesim.engine.operations import PREFETCH as BEHIND_DEMAND
+from moesim.policies.base import RESIDENT
+from moesim.policies.planner.plan import FETCH, PREFETCH
+from moesim.sim.compiled import lanes as kinds
+from moesim.sim.compiled import memory, planning, transfers
+from moesim.sim.compiled.compilation import entry, part
+from moesim.sim.compiled.lanes import operation
+from moesim.sim.compiled.records import NONE
+from moesim.sim.compiled.world import KERNELS, address_of, world_at
+from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
+
+CONTROL = 0
+SSD = 1
+CPU = 2
+GPU = 3
+"""Places in `world.lane_by_use`; lanes of GPUs follow each other."""
+
+
+@part
+def _link_to(world: Any, gpu: int) -> int:
+    return world.lane_by_use[GPU + world.constants.gpus + gpu]
+
+
+@part
+def _link_back(world: Any, gpu: int) -> int:
+    return world.lane_by_use[GPU + 2 * world.constants.gpus + gpu]
+
+
+@part
+def _control_s(cost: Any, active: int, copies: int) -> float:
+    """Seconds of ``base + per_expert x active + per_copy x copies``."""
+    return cost[0] + cost[1] * active + cost[2] * copies
+
+
+@part
+def _wait(world: Any) -> None:
+    """Let operations end until the layer step may go on."""
+    run = world.run
+    while not run.turn:
+        i = kinds.end_next(world)
+        if i == NONE:
+            run.error = memory.STUCK
+        if run.error:
+            return
+        if world.operations[i].on_end == kinds.TURN:
+            w = world.lanes[world.operations[i].lane].worker
+            world.workers[w].busy = False
+            run.turn = True
+            run.turns += 1
+            kinds.forget(world, i)
+            if world.workers[w].waiting:
+                transfers.serve(world, w)
+        else:
+            world.end_operation(address_of(world), i)
+    run.turn = False
+
+
+@part
+def _alone(world: Any, lane: int, kind: int, layer: int, work_s: float) -> None:
+    """Let one operation run, and wait for its end."""
+    i = operation(world, lane, kind, layer, NONE, work_s, 0, kinds.TURN)
+    transfers.submit(world, i, DEMAND)
+    _wait(world)
+
+
+@part
+def _enqueue(world: Any) -> None:
+    """Queue the copies of a plan in their order."""
+    constants = world.constants
+    run = world.run
+    for n in range(run.copies):
+        copy = world.copies[n]
+        i = operation(
+            world,
+            _link_to(world, copy.gpu),
+            copy.kind,
+            copy.layer,
+            copy.expert,
+            world.copy_s[copy.gpu, copy.layer] + constants.dispatch_s,
+            world.expert_bytes[copy.layer],
+            kinds.COPIED,
+        )
+        priority = REPLACEMENT
+        if copy.kind == FETCH:
+            priority = DEMAND
+        elif copy.kind == PREFETCH:
+            priority = BEHIND_DEMAND
+            run.prefetches += 1
+        world.operations[i].priority = priority
+        key = copy.layer * constants.experts + copy.expert
+        world.experts[copy.gpu, key].queued = i
+        run.queued += 1
+        transfers.submit(world, i, priority)
+    run.copies = 0
+
+
+@part
+def _dispatch(world: Any, s: int, serial: bool, first_op_s: float) -> bool:
+    """Queue the layer step's products in launch order; whether the CPU has one."""
+    constants = world.constants
+    run = world.run
+    layer = world.layer[s]
+    first = world.edges[s]
+    active = world.edges[s + 1] - first
+    several = planning.rows_of(world) > 1
+    gpu_s = planning.gpu_seconds(world, active)
+    unused = world.answers
+    for code in range(constants.gpus + 1):
+        unused[code] = True
+    cpu_used = False
+    count = 0
+    for n in range(active):
+        i = world.work_order[n]
+        code = world.work_lanes[i]
+        expert = world.active[first + i]
+        if code == 0:
+            seconds = world.work_s[0, i]
+            first_s = constants.cpu_first_s
+        else:
+            seconds = gpu_s[code - 1 if several else 0, i]
+            first_s = constants.gpu_first_s
+        work_s = constants.dispatch_s + seconds
+        if unused[code]:
+            unused[code] = False
+            work_s += first_op_s + first_s
+        product = operation(
+            world,
+            world.lane_by_use[CPU + code],
+            COMPUTE,
+            layer,
+            expert,
+            work_s,
+            0,
+            kinds.COMPUTED,
+        )
+        count += 1
+        if code == 0:
+            cpu_used = True
+            if serial:
+                world.held[run.held] = product
+                run.held += 1
+            else:
+                transfers.submit(world, product, DEMAND)
+            continue
+        gpu = code - 1
+        key = layer * constants.experts + expert
+        if serial and world.state[gpu, key] != RESIDENT:
+            run.fetched += 1
+            world.operations[product].on_end = kinds.FETCHED
+        transfers.start_on_gpu(world, gpu, product)
+    run.pending += count
+    if run.held and not run.fetched:
+        transfers.release_held(world)
+    return cpu_used
+
+
+@part
+def _complete(world: Any, s: int) -> None:
+    """Release a layer step's holds, forget what was staged for it; replace."""
+    run = world.run
+    layer = world.layer[s]
+    first = layer * world.constants.experts
+    for gpu in range(world.constants.gpus):
+        for expert in world.active[world.edges[s] : world.edges[s + 1]]:
+            world.holds[gpu, first + expert] -= 1
+            world.experts[gpu, first + expert].used = False
+        if world.pools[gpu, layer].staged:
+            for key in range(first, first + world.constants.experts):
+                if world.experts[gpu, key].staged:
+                    planning.forget_staged(world, gpu, key)
+    run.joined_s = run.now_s
+    if run.swaps:
+        planning.wish_swaps(world)
+        _enqueue(world)
+    transfers.offer(world)
+
+
+@part
+def _layer_step(world: Any, s: int) -> None:
+    """Run one layer step: dense part, plan, launch, compute, join."""
+    constants = world.constants
+    run = world.run
+    run.step = world.step[s]
+    layer = world.layer[s]
+    at_home = planning.home(world, layer)
+    phase = world.phase[s]
+
+    work_s = world.dense_s[s]
+    gates = world.evaluations[layer, phase, 0]
+    if gates:
+        work_s += gates * world.gate_s[s]
+    _alone(world, world.lane_by_use[GPU + at_home], DENSE, layer, work_s)
+    if run.error:
+        return
+
+    first = world.edges[s]
+    end = world.edges[s + 1]
+    active = end - first
+    transfers.begin_decisions(world, layer, world.active[first:end])
+    serial = world.plan_layer_step(address_of(world), s)
+    if run.error:
+        return
+    copied = run.promoted + run.copies
+
+    plan_s = _control_s(constants.planning_s, active, copied)
+    _alone(world, world.lane_by_use[CONTROL], PLAN, layer, plan_s)
+    if run.error:
+        return
+    for n in range(run.promoted):
+        promoted = world.promoted[n]
+        transfers.promote(world, promoted.gpu, layer, promoted.expert)
+    _enqueue(world)
+    first_op_s = _control_s(constants.first_op_s, active, copied)
+    cpu_used = _dispatch(world, s, serial, first_op_s)
+    _predict(world, s, world.evaluations[layer, phase, 1])
+    if not run.pending:
+        run.turn = True
+        run.turns += 1
+    transfers.end_decisions(world)
+    _wait(world)
+
+    if cpu_used and constants.moves_activations and not run.error:
+        lane = _link_back(world, at_home)
+        _alone(world, lane, ACTIVATION, layer, world.activation_s[s])
+    if run.error:
+        return
+    join_s = _control_s(constants.join_s, active, copied)
+    _alone(world, world.lane_by_use[CONTROL], JOIN, layer, join_s)
+    if not run.error:
+        _complete(world, s)
+
+
+@part
+def _predict(world: Any, s: int, dense_parts: int) -> None:
+    """Queue the evaluation of coming layers' dense parts, to predict them."""
+    if not dense_parts:
+        return
+    layer = world.layer[s]
+    lane = world.lane_by_use[GPU + planning.home(world, layer)]
+    work_s = dense_parts * world.dense_s[s] + world.constants.dispatch_s
+    i = operation(world, lane, DENSE, layer, NONE, work_s, 0, kinds.PREDICTED)
+    world.run.pending += 1
+    world.run.predicting = True
+    transfers.submit(world, i, DEMAND)
+
+
+@entry(
+    nb.int64(
+        nb.int64,
+        *[nb.FunctionType(signature) for signature in KERNELS.values()],
+        nb.int64,
+        nb.int64,
+        nb.int64,
+    )
+)
+def run_steps(
+    address: int,
+    assign: Any,
+    prefetch: Any,
+    accessed: Any,
+    admits: Any,
+    precedence: Any,
+    victims: Any,
+    admitted: Any,
+    evicted: Any,
+    replacements: Any,
+    serve_worker: Any,
+    end_operation: Any,
+    plan_layer_step: Any,
+    first: int,
+    full_spans: int,
+    full_steps: int,
+) -> int:
+    """Run layer steps of a block from the first on.
+
+    Args:
+        address: of the world's table.
+        assign: and the following are what is called through the table.
+        first: layer step to begin with.
+        full_spans: stop after the forward pass that has brought so many spans.
+        full_steps: stop after the forward pass that has brought so many layer steps.
+
+    Returns:
+        The layer step to go on with: behind the last if the block is done. In the
+        middle of a pass the room for spans is short, or ``run.error`` says what failed.
+    """
+    world = world_at(address)
+    world.assign = assign
+    world.prefetch = prefetch
+    world.accessed = accessed
+    world.admits = admits
+    world.precedence = precedence
+    world.victims = victims
+    world.admitted = admitted
+    world.evicted = evicted
+    world.replacements = replacements
+    world.serve_worker = serve_worker
+    world.end_operation = end_operation
+    world.plan_layer_step = plan_layer_step
+    run = world.run
+    # Of one layer step: its products, all queued copies, and what surrounds them.
+    most = 2 * world.constants.experts + 2 * world.state.size + 8
+    s = first
+    while s < len(world.layer):
+        if run.spans + most > len(world.nbytes):
+            return s
+        if world.layer[s] == 0:
+            run.pass_s = run.now_s
+        _layer_step(world, s)
+        if run.error:
+            return s
+        head_s = world.head_s[s]
+        s += 1
+        run.layer_steps += 1
+        if head_s < 0.0:
+            continue
+        if head_s > 0.0:
+            _alone(world, world.lane_by_use[GPU], DENSE, NONE, head_s)
+        world.start_s[s - 1] = run.pass_s
+        world.end_s[s - 1] = run.now_s
+        if run.spans >= full_spans or run.layer_steps >= full_steps:
+            return s
+    return s

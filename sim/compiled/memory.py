@@ -1,0 +1,360 @@
+"""Memories: what lies where, who may leave, and the life of a copy into them.
+
+As `moesim.policies.planner.residency` and `moesim.policies.planner.memory_level`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT
+from moesim.policies.kernels import State, Work
+from moesim.sim.compiled.compilation import part
+from moesim.sim.compiled.records import NONE
+from moesim.sim.compiled.world import state_at
+
+NO_PLACE = 0
+CACHED = 1
+STAGED = 2
+"""Where a copy that starts has found its place."""
+
+BAD_ASSIGNMENT = 1
+BAD_VICTIMS = 2
+BAD_PREFETCH = 3
+BAD_SWAP = 4
+STUCK = 5
+"""What a run may fail with."""
+
+RESERVED_SLOTS = 1
+"""Staging slots that prefetches leave to demand."""
+
+
+@part
+def cache_state(world: Any, m: int) -> State:
+    """The state of a memory's cache policy."""
+    memory = world.memories[m]
+    return state_at(memory.at, memory.sizes)
+
+
+# -- places ----------------------------------------------------------------------------
+
+
+@part
+def pool_of(world: Any, m: int, layer: int) -> Any:
+    """Bytes of the pool that serves a layer."""
+    return world.pools[m, 0 if world.memories[m].is_global else layer]
+
+
+@part
+def _take(world: Any, m: int, layer: int, nbytes: int) -> None:
+    memory = world.memories[m]
+    pool_of(world, m, layer).free_bytes -= nbytes
+    memory.used_bytes += nbytes
+    memory.used_high_bytes = max(memory.used_high_bytes, memory.used_bytes)
+
+
+@part
+def may_leave(world: Any, m: int, key: int) -> bool:
+    """Whether this is an unheld resident."""
+    return world.state[m, key] == RESIDENT and world.holds[m, key] == 0
+
+
+@part
+def _candidates(world: Any, m: int, layer: int, demanded: bool, keys: Any) -> int:
+    """Fill in ascending keys of who may leave: for a prefetch, nobody that a
+    prediction wants as well. Their number.
+    """
+    experts = world.constants.experts
+    first = layer * experts
+    end = first + experts
+    if world.memories[m].is_global:
+        first = 0
+        end = world.state.shape[1]
+    count = 0
+    for key in range(first, end):
+        keys[count] = key
+        count += world.state[m, key] == RESIDENT and world.holds[m, key] == 0
+    if demanded:
+        return count
+    kept = 0
+    for n in range(count):
+        keys[kept] = keys[n]
+        kept += not world.experts[m, keys[n]].shielded
+    return kept
+
+
+@part
+def drop_staged(world: Any, m: int, key: int) -> None:
+    """Forget a staged expert that has landed and is needed no more."""
+    world.experts[m, key].staged = False
+    world.holds[m, key] -= 1
+    world.state[m, key] = ABSENT
+    world.memories[m].staged -= 1
+    experts = world.constants.experts
+    world.pools[m, key // experts].staged -= 1
+
+
+@part
+def _stage(world: Any, m: int, key: int, layer: int, landing_s: float) -> None:
+    world.state[m, key] = IN_FLIGHT
+    world.experts[m, key].staged = True
+    world.experts[m, key].landing_s = landing_s
+    world.holds[m, key] += 1
+    world.memories[m].staged += 1
+    world.pools[m, layer].staged += 1
+
+
+# -- wishes ----------------------------------------------------------------------------
+
+
+@part
+def wish(world: Any, m: int, key: int, enters: bool, demanded: bool) -> None:
+    """Wish for an absent expert."""
+    wished = world.experts[m, key]
+    wished.wished = True
+    wished.enters = enters
+    wished.demanded = demanded
+    wished.hurried = False
+    wished.promised = False
+    wished.replaces = NONE
+    run = world.run
+    wished.order = run.wishes
+    run.wishes += 1
+
+
+@part
+def _promise(world: Any, m: int, key: int, layer: int, room: int, victim: int) -> None:
+    wished = world.experts[m, key]
+    wished.enters = True
+    wished.promised = True
+    wished.room = room
+    wished.victim = victim
+    pool_of(world, m, layer).promised_bytes += room
+    if victim != NONE:
+        world.holds[m, victim] += 1
+
+
+@part
+def _keep_promises(world: Any, m: int, key: int, layer: int, sign: int) -> None:
+    """End (-1) or renew (1) the promises made to a wish."""
+    wished = world.experts[m, key]
+    if not wished.promised:
+        return
+    pool_of(world, m, layer).promised_bytes += sign * wished.room
+    if wished.victim != NONE:
+        world.holds[m, wished.victim] += sign
+
+
+@part
+def cancel(world: Any, m: int, key: int) -> None:
+    """Forget a wish; what was promised to it is free again."""
+    experts = world.constants.experts
+    _keep_promises(world, m, key, key // experts, -1)
+    world.experts[m, key].wished = False
+
+
+@part
+def demand(world: Any, work: Work, m: int, keys: Any) -> None:
+    """Wish for absent experts of one layer that a layer step waits for."""
+    for key in keys:
+        wish(world, m, key, False, True)
+    memory = world.memories[m]
+    state = cache_state(world, m)
+    entering = world.keys[1][: len(keys)]
+    if memory.admits_all:
+        for n in range(len(keys)):
+            entering[n] = keys[n]
+    else:
+        answers = world.answers[: len(keys)]
+        world.admits(state, work, keys, answers)
+        count = 0
+        for n in range(len(keys)):
+            if answers[n]:
+                entering[count] = keys[n]
+                count += 1
+        entering = entering[:count]
+
+    layer = work.layer
+    size = world.expert_bytes[layer]
+    pool = pool_of(world, m, layer)
+    room = max(0, (pool.free_bytes - pool.promised_bytes) // size)
+    if len(entering) > room and not memory.in_launch_order:
+        world.precedence(state, entering)
+    for n in range(min(room, len(entering))):
+        _promise(world, m, entering[n], layer, size, NONE)
+    if len(entering) <= room:
+        return
+
+    candidates = world.keys[2]
+    count = _candidates(world, m, layer, True, candidates)
+    incoming = entering[room : room + count]
+    if not len(incoming):
+        return
+    chosen = world.keys[3][: len(incoming)]
+    world.victims(state, incoming, candidates[:count], chosen)
+    _check(world, chosen, candidates[:count])
+    for n in range(len(incoming)):
+        if chosen[n] >= 0:
+            _promise(world, m, incoming[n], layer, 0, chosen[n])
+
+
+@part
+def _check(world: Any, victims: Any, candidates: Any) -> None:
+    """Note an error unless victims are distinct candidates, or -1."""
+    for i in range(len(victims)):
+        victim = victims[i]
+        if victim < 0:
+            continue
+        if not _contains(candidates, victim):
+            world.run.error = BAD_VICTIMS
+        for j in range(i):
+            if victims[j] == victim:
+                world.run.error = BAD_VICTIMS
+
+
+@part
+def prefetch(world: Any, work: Work, m: int, key: int) -> None:
+    """Wish for an absent expert of a coming layer."""
+    enters = True
+    if not world.memories[m].admits_all:
+        world.keys[1][0] = key
+        world.admits(cache_state(world, m), work, world.keys[1][:1], world.answers[:1])
+        enters = world.answers[0]
+    wish(world, m, key, enters, False)
+
+
+# -- starts ----------------------------------------------------------------------------
+
+
+@part
+def start(
+    world: Any,
+    m: int,
+    key: int,
+    landing_s: float,
+    reserve: int,
+    may_stage: bool,
+) -> int:
+    """Take a place for a copy that starts now; `NO_PLACE` changes nothing."""
+    wished = world.experts[m, key]
+    layer = key // (world.constants.experts)
+    _keep_promises(world, m, key, layer, -1)
+    if wished.enters and _make_room(world, m, key, layer):
+        wished.wished = False
+        _take(world, m, layer, world.expert_bytes[layer])
+        world.state[m, key] = IN_FLIGHT
+        wished.landing_s = landing_s
+        world.keys[1][0] = key
+        world.admitted(cache_state(world, m), world.keys[1][:1])
+        return CACHED
+
+    if wished.demanded or (wished.replaces == NONE and may_stage):
+        memory = world.memories[m]
+        free = memory.staging - memory.staged
+        if free > (0 if wished.demanded else reserve):
+            wished.wished = False
+            _stage(world, m, key, layer, landing_s)
+            return STAGED
+    _keep_promises(world, m, key, layer, 1)
+    return NO_PLACE
+
+
+@part
+def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
+    """Evict what must leave for a copy; False if it gets no place in the cache."""
+    wished = world.experts[m, key]
+    pool = pool_of(world, m, layer)
+    size = world.expert_bytes[layer]
+    experts = world.constants.experts
+    victims = world.keys[4]
+    if wished.replaces != NONE:
+        if may_leave(world, m, wished.replaces):
+            victims[0] = wished.replaces
+            _evict(world, m, victims[:1])
+            return True
+        gone = world.state[m, wished.replaces] != RESIDENT
+        return gone and pool.free_bytes - pool.promised_bytes >= size
+
+    free = pool.free_bytes - pool.promised_bytes
+    count = 0
+    # Whoever was promised leaves, unless somebody needs it after all.
+    if wished.promised and wished.victim != NONE:
+        if may_leave(world, m, wished.victim):
+            victims[0] = wished.victim
+            count = 1
+            free += world.expert_bytes[wished.victim // experts]
+    while free < size:
+        candidates = world.keys[2]
+        listed = _candidates(world, m, layer, wished.demanded, candidates)
+        kept = 0
+        for n in range(listed):
+            candidates[kept] = candidates[n]
+            kept += not _contains(victims[:count], candidates[n])
+        if not kept:
+            return False
+        world.keys[1][0] = key
+        chosen = world.keys[3][:1]
+        world.victims(
+            cache_state(world, m), world.keys[1][:1], candidates[:kept], chosen
+        )
+        if chosen[0] < 0:
+            return False
+        _check(world, chosen, candidates[:kept])
+        victims[count] = chosen[0]
+        count += 1
+        free += world.expert_bytes[chosen[0] // experts]
+        if world.run.error:
+            return False
+    _evict(world, m, victims[:count])
+    return True
+
+
+@part
+def _contains(keys: Any, key: int) -> bool:
+    for other in keys:
+        if other == key:
+            return True
+    return False
+
+
+@part
+def _evict(world: Any, m: int, victims: Any) -> None:
+    experts = world.constants.experts
+    for victim in victims:
+        world.state[m, victim] = ABSENT
+        layer = victim // experts
+        _take(world, m, layer, -world.expert_bytes[layer])
+    if len(victims):
+        world.evicted(cache_state(world, m), victims)
+
+
+# -- staging ---------------------------------------------------------------------------
+
+
+@part
+def staging_will_have_room(world: Any, m: int) -> bool:
+    """Whether staging can take a prefetch once demand has done with its slots."""
+    guesses = 0
+    if world.memories[m].staged:
+        for key in range(world.state.shape[1]):
+            expert = world.experts[m, key]
+            guesses += expert.staged and not expert.used
+    return world.memories[m].staging - guesses > RESERVED_SLOTS
+
+
+@part
+def idle_prefetch(world: Any, m: int, layer: int) -> int:
+    """The landed staged expert that nobody computes now, of the most distant layer;
+    -1 if there is none.
+    """
+    for distance in range(world.constants.layers - 1, -1, -1):
+        distant = (layer + distance) % world.constants.layers
+        if not world.pools[m, distant].staged:
+            continue
+        first = distant * world.constants.experts
+        for key in range(first, first + world.constants.experts):
+            expert = world.experts[m, key]
+            landed = world.state[m, key] == RESIDENT
+            if expert.staged and landed and not expert.used:
+                return key
+    return NONE

@@ -1,0 +1,387 @@
+"""The plan of one layer step: `moesim.policies.planner.planner` on arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from moesim.policies.base import ABSENT, RESIDENT
+from moesim.policies.kernels import Work
+from moesim.policies.planner.plan import FETCH, PREFETCH, REPLACE
+from moesim.sim.compiled import memory
+from moesim.sim.compiled.compilation import entry, part
+from moesim.sim.compiled.memory import cache_state
+from moesim.sim.compiled.records import NONE
+from moesim.sim.compiled.transfers import link_enqueue
+from moesim.sim.compiled.world import ENTRIES, rows_at, state_at, world_at
+
+_COMPUTE_LANES = 2
+"""Place of the CPU in `world.lane_by_use`; GPUs follow."""
+
+
+@part
+def home(world: Any, layer: int) -> int:
+    """GPU that runs a layer's dense part."""
+    constants = world.constants
+    if constants.splits_layers:
+        return layer * constants.gpus // constants.layers
+    return 0
+
+
+@part
+def rows_of(world: Any) -> int:
+    """How many GPUs compute the experts of one layer."""
+    return 1 if world.constants.splits_layers else world.constants.gpus
+
+
+@part
+def gpu_seconds(world: Any, active: int) -> Any:
+    """Seconds of the active experts on each GPU, as `look` has found them."""
+    return rows_at(world.work_s[2], rows_of(world), active)
+
+
+@part
+def look(world: Any, s: int) -> Work:
+    """Look the active experts up: states, costs and expected arrivals."""
+    constants = world.constants
+    run = world.run
+    layer = world.layer[s]
+    experts = world.active[world.edges[s] : world.edges[s + 1]]
+    tokens = world.tokens[world.edges[s] : world.edges[s + 1]]
+    active = len(experts)
+    rows = rows_of(world)
+    at_home = home(world, layer)
+    first = layer * constants.experts
+
+    cpu_s = world.work_s[0][:active]
+    host_s = world.work_s[1][:active]
+    gpu_s = gpu_seconds(world, active)
+    arrive_s = rows_at(world.work_s[3], rows, active)
+    state = world.work_state[0][:active]
+    gpu_state = world.work_state[1][: rows * active]
+    link_s = world.work_link_s[:rows]
+    for i in range(active):
+        cpu_s[i] = world.cpu_s[layer, tokens[i]]
+        host_s[i] = 0.0
+        state[i] = ABSENT
+    for row in range(rows):
+        gpu = at_home + row
+        left_s = max(0.0, world.memories[gpu].busy_until_s - run.now_s)
+        absent_s = left_s + world.copy_s[gpu, layer]
+        link_s[row] = left_s
+        for i in range(active):
+            key = first + experts[i]
+            here = world.state[gpu, key]
+            gpu_s[row, i] = world.gpu_s[layer, tokens[i]]
+            if here == RESIDENT:
+                arrive_s[row, i] = 0.0
+            elif here == ABSENT:
+                arrive_s[row, i] = absent_s
+            else:
+                lands_s = world.experts[gpu, key].landing_s
+                arrive_s[row, i] = max(0.0, lands_s - run.now_s)
+            state[i] = max(state[i], here)
+            if rows > 1 and arrive_s[row, i] == 0.0:
+                here = np.int8(RESIDENT)
+            gpu_state[row * active + i] = here
+
+    scores = world.work_s[0][:0]
+    if len(world.scores):
+        scores = world.scores[s]
+    return Work(
+        world.step[s],
+        layer,
+        np.int64(world.phase[s]),  # type: ignore[arg-type] # an int64 it must be
+        world.batch[s],
+        experts,
+        tokens,
+        state,
+        cpu_s,
+        host_s,
+        gpu_s,
+        arrive_s,
+        link_s,
+        gpu_state,
+        scores,
+        constants.cpu_first_s,
+    )
+
+
+@part
+def assign(world: Any, work: Work, lanes: Any, order: Any) -> bool:
+    """Ask for lanes and launch order, and check them; whether the plan is serial."""
+    constants = world.constants
+    run = world.run
+    serial = world.assign(
+        state_at(constants.assignment_at, constants.assignment_sizes),
+        work,
+        lanes,
+        order,
+    )
+    rows = rows_of(world)
+    seen = world.answers[: len(order)]
+    for i in range(len(order)):
+        seen[i] = False
+    for i in range(len(order)):
+        if lanes[i] < 0 or lanes[i] > rows:
+            run.error = memory.BAD_ASSIGNMENT
+        if order[i] < 0 or order[i] >= len(order) or seen[order[i]]:
+            run.error = memory.BAD_ASSIGNMENT
+            return serial
+        seen[order[i]] = True
+    at_home = home(world, work.layer)
+    if at_home:
+        for i in range(len(lanes)):
+            if lanes[i] > 0:
+                lanes[i] += at_home
+    return serial
+
+
+@part
+def note_accesses(world: Any, work: Work, lanes: Any) -> None:
+    """Hold every active expert before any victim is named, then tell the caches."""
+    first = work.layer * world.constants.experts
+    for gpu in range(world.constants.gpus):
+        for i in range(len(lanes)):
+            key = first + work.experts[i]
+            world.holds[gpu, key] += 1
+            if lanes[i] == 1 + gpu:
+                world.experts[gpu, key].used = True
+        if world.pools[gpu, work.layer].staged:
+            _forget_wrong_guesses(world, gpu, first)
+    at_home = home(world, work.layer)
+    for gpu in range(at_home, at_home + rows_of(world)):
+        world.accessed(cache_state(world, gpu), work)
+
+
+@part
+def _forget_wrong_guesses(world: Any, gpu: int, first: int) -> None:
+    """Free the staging slots of prefetches that a GPU does not compute after all."""
+    for key in range(first, first + world.constants.experts):
+        expert = world.experts[gpu, key]
+        if not expert.staged:
+            continue
+        if expert.used:
+            # It may be on its way since a step that no longer needed it.
+            expert.orphan = False
+        else:
+            forget_staged(world, gpu, key)
+
+
+@part
+def forget_staged(world: Any, gpu: int, key: int) -> None:
+    """Forget a staged expert, now or when its copy has landed."""
+    if world.state[gpu, key] == RESIDENT:
+        memory.drop_staged(world, gpu, key)
+    else:
+        world.experts[gpu, key].orphan = True
+
+
+@part
+def _add(copies: Any, n: int, kind: int, gpu: int, layer: int, expert: int) -> None:
+    copy = copies[n]
+    copy.kind = kind
+    copy.gpu = gpu
+    copy.layer = layer
+    copy.expert = expert
+
+
+@part
+def queue(world: Any, kind: int, gpu: int, key: int) -> None:
+    """Put a copy on the plan and on the books of its link."""
+    run = world.run
+    layer = key // world.constants.experts
+    link_enqueue(world, gpu, layer)
+    expert = key - layer * world.constants.experts
+    _add(world.copies, run.copies, kind, gpu, layer, expert)
+    run.copies += 1
+
+
+@part
+def _promoted(world: Any, gpu: int, layer: int, expert: int) -> None:
+    """Put a promotion on the plan, once."""
+    run = world.run
+    for n in range(run.promoted):
+        other = world.promoted[n]
+        if other.gpu == gpu and other.expert == expert:
+            return
+    _add(world.promoted, run.promoted, NONE, gpu, layer, expert)
+    run.promoted += 1
+
+
+@part
+def promote_due(world: Any, layer: int) -> None:
+    """Promote replacements of a layer that should have landed before it came."""
+    constants = world.constants
+    run = world.run
+    first = layer * constants.experts
+    for gpu in range(constants.gpus):
+        if not world.memories[gpu].hurries or not world.memories[gpu].queued:
+            continue
+        keys = world.keys[0]
+        count = 0
+        for key in range(first, first + constants.experts):
+            wished = world.experts[gpu, key]
+            if not wished.wished:
+                continue
+            # In the order of the wishes.
+            n = count
+            while n > 0 and world.experts[gpu, keys[n - 1]].order > wished.order:
+                keys[n] = keys[n - 1]
+                n -= 1
+            keys[n] = key
+            count += 1
+        for key in keys[:count]:
+            wished = world.experts[gpu, key]
+            late = wished.replaces != NONE and not wished.hurried
+            if late and memory.may_leave(world, gpu, wished.replaces):
+                wished.hurried = True
+                _add(world.promoted, run.promoted, NONE, gpu, layer, key - first)
+                run.promoted += 1
+
+
+@part
+def demand(world: Any, work: Work, gpu: int, lanes: Any, order: Any) -> None:
+    """Wish for what a GPU lacks; what is queued already is promoted."""
+    first = work.layer * world.constants.experts
+    keys = world.keys[0]
+    count = 0
+    for i in order:
+        key = first + work.experts[i]
+        if lanes[i] != gpu + 1 or world.state[gpu, key] != ABSENT:
+            continue
+        wished = world.experts[gpu, key]
+        if not wished.wished:
+            keys[count] = key
+            count += 1
+        elif not wished.demanded:
+            wished.demanded = True
+            _promoted(world, gpu, work.layer, work.experts[i])
+    if not count:
+        return
+    memory.demand(world, work, gpu, keys[:count])
+    for key in keys[:count]:
+        queue(world, FETCH, gpu, key)
+
+
+@part
+def prefetch(world: Any, work: Work) -> None:
+    """Wish for what the prefetch policy names, within its byte budget."""
+    constants = world.constants
+    run = world.run
+    experts = constants.experts
+    named = world.keys[5]
+    count = world.prefetch(
+        state_at(constants.prefetch_at, constants.prefetch_sizes),
+        work,
+        world.state,
+        named,
+    )
+    for n in range(count):
+        if named[n] < 0 or named[n] >= constants.layers * experts:
+            run.error = memory.BAD_PREFETCH
+            return
+    # A new prediction of a layer takes the place of the last one.
+    _unshield(world, work.layer)
+    last = NONE
+    for n in range(count):
+        if named[n] // experts != last:
+            last = named[n] // experts
+            _unshield(world, last)
+    for n in range(count):
+        layer = named[n] // experts
+        world.experts[home(world, layer), named[n]].shielded = True
+
+    budget = constants.budget_bytes
+    for n in range(count):
+        key = named[n]
+        layer = key // experts
+        gpu = home(world, layer)
+        if world.state[gpu, key] != ABSENT or world.experts[gpu, key].wished:
+            continue
+        if constants.budget_bytes >= 0:
+            if budget < world.expert_bytes[layer]:
+                break
+            budget -= world.expert_bytes[layer]
+        memory.prefetch(world, work, gpu, key)
+        queue(world, PREFETCH, gpu, key)
+
+
+@part
+def _unshield(world: Any, layer: int) -> None:
+    gpu = home(world, layer)
+    first = layer * world.constants.experts
+    for key in range(first, first + world.constants.experts):
+        world.experts[gpu, key].shielded = False
+
+
+@part
+def ask_replacements(world: Any, work: Work) -> None:
+    """Ask caches for their own copies, and check them."""
+    run = world.run
+    run.swaps = 0
+    at_home = home(world, work.layer)
+    for gpu in range(at_home, at_home + rows_of(world)):
+        if not world.memories[gpu].replaces:
+            continue
+        outgoing = world.keys[0]
+        incoming = world.keys[1]
+        count = world.replacements(
+            cache_state(world, gpu), work, world.state, outgoing, incoming
+        )
+        for n in range(count):
+            enters = world.state[gpu, incoming[n]] != RESIDENT
+            enters |= world.experts[gpu, incoming[n]].staged
+            if world.state[gpu, outgoing[n]] != RESIDENT or not enters:
+                run.error = memory.BAD_SWAP
+                return
+            _add(world.swaps, run.swaps, outgoing[n], gpu, work.layer, incoming[n])
+            run.swaps += 1
+
+
+@part
+def wish_swaps(world: Any) -> None:
+    """Wish for replacements, unless copies have overtaken them."""
+    run = world.run
+    for n in range(run.swaps):
+        swap = world.swaps[n]
+        key = swap.expert
+        if world.state[swap.gpu, key] != ABSENT or world.experts[swap.gpu, key].wished:
+            continue
+        if world.state[swap.gpu, swap.kind] != RESIDENT:
+            continue
+        memory.wish(world, swap.gpu, key, True, False)
+        world.experts[swap.gpu, key].replaces = swap.kind
+        queue(world, REPLACE, swap.gpu, key)
+
+
+@entry(ENTRIES["plan_layer_step"])
+def plan_layer_step(address: int, s: int) -> bool:
+    """Plan one layer step in the order of the contract; whether its CPU waits."""
+    world = world_at(address)
+    run = world.run
+    layer = world.layer[s]
+    if layer:
+        run.gap_s = run.now_s - run.joined_s
+    work = look(world, s)
+    first = world.edges[s]
+    active = len(work.experts)
+    lanes = world.work_lanes[:active]
+    order = world.work_order[:active]
+    serial = assign(world, work, lanes, order)
+    if run.error:
+        return serial
+    note_accesses(world, work, lanes)
+    run.promoted = 0
+    promote_due(world, layer)
+    at_home = home(world, layer)
+    for gpu in range(at_home, at_home + rows_of(world)):
+        demand(world, work, gpu, lanes, order)
+    if world.constants.prefetches:
+        prefetch(world, work)
+    ask_replacements(world, work)
+    for i in range(active):
+        world.lane_of[first + i] = world.lane_by_use[_COMPUTE_LANES + lanes[i]]
+        world.state_of[first + i] = work.state[i]
+    return serial

@@ -1,0 +1,263 @@
+"""What the compiled loop knows, as arrays of records: the books of `moesim.engine`,
+`moesim.sim` and `moesim.policies.planner`.
+
+M memories (GPUs, then limited host memory), K experts of the model by flat key, L
+layers, G GPUs, N lanes. Operations are named by their places in one array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+MOST_LANES = 32
+"""Lanes that a worker's record has room for."""
+
+NONE = -1
+"""No operation, no key, no GPU."""
+
+
+def _record(fields: list[Any]) -> np.dtype:
+    return np.dtype(fields, align=True)
+
+
+RUN = _record(
+    [
+        ("now_s", np.float64),
+        ("joined_s", np.float64),
+        ("gap_s", np.float64),
+        ("scheduled", np.int64),  # events so far; equal ends keep this order
+        ("events", np.int64),
+        ("turns", np.int64),
+        ("running", np.int64),
+        ("free", np.int64),  # first unused operation
+        ("spans", np.int64),
+        ("pending", np.int64),
+        ("fetched", np.int64),
+        ("held", np.int64),
+        ("deferred", np.int64),
+        ("copies", np.int64),
+        ("promoted", np.int64),
+        ("swaps", np.int64),
+        ("wishes", np.int64),
+        ("queued", np.int64),  # copies that have not landed
+        ("prefetches", np.int64),  # queued prefetches
+        ("step", np.int64),
+        ("layer_steps", np.int64),
+        ("pass_s", np.float64),
+        ("error", np.int64),
+        ("turn", np.bool_),
+        ("closed", np.bool_),
+        ("predicting", np.bool_),
+    ]
+)
+"""One record: clock and counters."""
+
+OPERATION = _record(
+    [
+        ("lane", np.int64),
+        ("kind", np.int64),
+        ("step", np.int64),
+        ("layer", np.int64),
+        ("expert", np.int64),
+        ("nbytes", np.int64),
+        ("on_end", np.int64),
+        ("priority", np.int64),
+        ("next", np.int64),
+        ("previous", np.int64),
+        ("order", np.int64),
+        ("work_s", np.float64),
+        ("start_s", np.float64),
+        ("end_s", np.float64),
+        ("left_s", np.float64),
+        ("rate", np.float64),
+        ("settled_s", np.float64),
+    ]
+)
+"""As `moesim.sim.contention.Operation`; `next` and `previous` link a queue."""
+
+LANE = _record(
+    [
+        ("worker", np.int64),
+        ("gpu", np.int64),
+        ("end_rank", np.int64),
+        ("drawn", np.int64),  # noise factors used
+        ("gated", np.bool_),
+        ("first", np.int64, (3,)),
+        ("last", np.int64, (3,)),
+    ]
+)
+"""A lane with one queue for each priority."""
+
+WORKER = _record(
+    [
+        ("busy", np.bool_),
+        ("gated", np.bool_),
+        ("waiting", np.int64),
+        ("count", np.int64),
+        ("lanes", np.int64, (MOST_LANES,)),
+    ]
+)
+
+EXPERT = _record(
+    [
+        ("landing_s", np.float64),
+        ("order", np.int64),  # of the wish, among all wishes
+        ("room", np.int64),
+        ("victim", np.int64),
+        ("replaces", np.int64),
+        ("queued", np.int64),  # the copy's operation
+        ("awaiting", np.int64),  # the product that waits for the copy
+        ("staged", np.bool_),
+        ("used", np.bool_),
+        ("shielded", np.bool_),
+        ("orphan", np.bool_),
+        ("copying", np.bool_),
+        ("wished", np.bool_),
+        ("enters", np.bool_),
+        ("demanded", np.bool_),
+        ("hurried", np.bool_),
+        ("promised", np.bool_),
+    ]
+)
+"""One expert in one memory: as in `Residency`, `Wish` and `Transfers`."""
+
+MEMORY = _record(
+    [
+        ("is_global", np.bool_),
+        ("admits_all", np.bool_),
+        ("in_launch_order", np.bool_),
+        ("replaces", np.bool_),
+        ("hurries", np.bool_),
+        ("staging", np.int64),
+        ("staged", np.int64),
+        ("used_bytes", np.int64),
+        ("used_high_bytes", np.int64),
+        ("busy_until_s", np.float64),
+        ("queued_s", np.float64),
+        ("queued", np.int64),
+        # Where the arrays of the cache's state lie, and their sizes.
+        ("at", np.int64, (4,)),
+        ("sizes", np.int64, (6,)),
+    ]
+)
+"""One memory, the link into it, and the state of its cache policy."""
+
+POOL = _record(
+    [
+        ("free_bytes", np.int64),
+        ("promised_bytes", np.int64),
+        ("staged", np.int64),
+    ]
+)
+"""Of one memory and layer; with the global scope bytes stand at layer 0."""
+
+COPY = _record(
+    [
+        ("kind", np.int64),
+        ("gpu", np.int64),
+        ("layer", np.int64),
+        ("expert", np.int64),
+    ]
+)
+"""A copy that a plan wishes for; a swap has its outgoing expert as `kind`."""
+
+DEFERRED = _record(
+    [("copied", np.bool_), ("gpu", np.int64), ("layer", np.int64), ("expert", np.int64)]
+)
+"""A report that waits until decisions are over."""
+
+
+CONSTANTS = _record(
+    [
+        ("gpus", np.int64),
+        ("layers", np.int64),
+        ("experts", np.int64),
+        ("late", np.int64),
+        ("no_place", np.int64),
+        ("budget_bytes", np.int64),  # negative for no limit
+        ("dispatch_s", np.float64),
+        ("cpu_first_s", np.float64),
+        ("gpu_first_s", np.float64),
+        # Base, per expert, per copy.
+        ("planning_s", np.float64, (3,)),
+        ("first_op_s", np.float64, (3,)),
+        ("join_s", np.float64, (3,)),
+        # Where the arrays of the policies' states lie, and their sizes.
+        ("assignment_at", np.int64, (4,)),
+        ("assignment_sizes", np.int64, (6,)),
+        ("prefetch_at", np.int64, (4,)),
+        ("prefetch_sizes", np.int64, (6,)),
+        ("splits_layers", np.bool_),
+        ("moves_activations", np.bool_),
+        ("prefetches", np.bool_),
+        ("requeue", np.bool_),
+    ]
+)
+"""What does not change within a run; knobs of the prefetch policy as numbers."""
+
+RECORDS = {"run": RUN, "constants": CONSTANTS}
+"""What the loop has one of."""
+
+ARRAYS: dict[str, tuple[Any, int]] = {
+    # Lanes, and what runs.
+    "operations": (OPERATION, 1),
+    "lanes": (LANE, 1),
+    "workers": (WORKER, 1),
+    "running": (np.int64, 1),  # operations, first started first
+    "slowdown": (np.float64, 2),  # [N, N]; empty where nothing slows anything
+    "noise": (np.float64, 2),  # [N, draws]; empty for none
+    "held": (np.int64, 1),  # what the CPU of a serial plan will start with
+    "deferred": (DEFERRED, 1),
+    # Spans.
+    "codes": (np.int8, 2),  # [2, spans]: lane, kind
+    "places": (np.int32, 2),  # [3, spans]: step, layer, expert
+    "times_s": (np.float64, 2),  # [2, spans]: start, end
+    "nbytes": (np.int64, 1),
+    # Memories.
+    "state": (np.int8, 2),  # [M, K]
+    "holds": (np.int16, 2),  # [M, K]
+    "experts": (EXPERT, 2),  # [M, K]
+    "memories": (MEMORY, 1),
+    "pools": (POOL, 2),  # [M, L]
+    # The plan under way.
+    "copies": (COPY, 1),
+    "promoted": (COPY, 1),
+    "swaps": (COPY, 1),
+    # Room for lists of keys, [6, K], and for answers.
+    "keys": (np.int64, 2),
+    "answers": (np.bool_, 1),
+    # Sizes and seconds.
+    "expert_bytes": (np.int64, 1),  # [L]
+    "copy_s": (np.float64, 2),  # [G, L]
+    "cpu_s": (np.float64, 2),  # [L, T + 1], by tokens
+    "gpu_s": (np.float64, 2),
+    "evaluations": (np.int64, 3),  # [L, phases, 2]: gates, dense parts
+    "lane_by_use": (np.int64, 1),  # control, ssd, cpu, GPUs, links to, links back
+    # A block of S layer steps, as `moesim.traces.format.layer_steps` cuts them.
+    "step": (np.int64, 1),
+    "batch": (np.int64, 1),
+    "layer": (np.int64, 1),
+    "edges": (np.int64, 1),
+    "phase": (np.int8, 1),
+    "active": (np.int32, 1),  # experts, access by access
+    "tokens": (np.int32, 1),
+    "scores": (np.float64, 2),  # [S, E] or [0, 0]
+    "dense_s": (np.float64, 1),
+    "gate_s": (np.float64, 1),
+    "head_s": (np.float64, 1),  # negative but in the last layer step of a pass
+    "activation_s": (np.float64, 1),
+    # What the loop finds out about them.
+    "lane_of": (np.int8, 1),  # by access
+    "state_of": (np.int8, 1),
+    "start_s": (np.float64, 1),  # of the pass, in its last layer step
+    "end_s": (np.float64, 1),
+    # Room for the arrays of one layer step.
+    "work_s": (np.float64, 2),  # [4, G E]
+    "work_state": (np.int8, 2),  # [2, G E]
+    "work_lanes": (np.int8, 1),
+    "work_order": (np.int64, 1),
+    "work_link_s": (np.float64, 1),
+}
+"""Types and numbers of axes of all arrays."""

@@ -1,0 +1,396 @@
+"""Copies and products: what waits, what starts, and what follows an end.
+
+As `moesim.engine.lanes`, `moesim.engine.transfers` and `moesim.engine.dispatch`, with
+the planner's part of a copy's life.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moesim.engine.operations import DEMAND
+from moesim.policies.base import RESIDENT
+from moesim.policies.planner.plan import PREFETCH
+from moesim.sim.compiled import memory
+from moesim.sim.compiled.compilation import entry, part
+from moesim.sim.compiled.lanes import (
+    COMPUTED,
+    COPIED,
+    FETCHED,
+    PREDICTED,
+    begin,
+    forget,
+    push,
+    withdraw,
+)
+from moesim.sim.compiled.records import NONE
+from moesim.sim.compiled.world import ENTRIES, address_of, world_at
+
+_START = 0
+_WAIT = 1
+_DROP = 2
+
+LATE_DROP = 0
+LATE_KEEP = 1
+
+STAGE = 0
+WAIT = 1
+DROP = 2
+"""What becomes of a prefetch that finds no place."""
+
+
+# -- links -----------------------------------------------------------------------------
+
+
+@part
+def link_enqueue(world: Any, gpu: int, layer: int) -> None:
+    """Note a queued copy."""
+    link = world.memories[gpu]
+    link.queued += 1
+    link.queued_s += world.copy_s[gpu, layer]
+
+
+@part
+def link_withdraw(world: Any, gpu: int, layer: int) -> None:
+    """Note that a queued copy has left the queue, started or not."""
+    link = world.memories[gpu]
+    link.queued -= 1
+    link.queued_s = link.queued_s - world.copy_s[gpu, layer] if link.queued else 0.0
+
+
+# -- starts ----------------------------------------------------------------------------
+
+
+@part
+def submit(world: Any, i: int, priority: int) -> None:
+    """Queue an operation; it starts at once if its worker is idle."""
+    lane = world.lanes[world.operations[i].lane]
+    worker = world.workers[lane.worker]
+    if not worker.busy and worker.waiting == 0 and not lane.gated:
+        worker.busy = True
+        begin(world, i)
+        return
+    push(world, i, priority)
+    if not worker.busy:
+        serve(world, lane.worker)
+
+
+@part
+def serve(world: Any, w: int) -> None:
+    """Start the next operation that an idle worker may start."""
+    if world.workers[w].waiting:
+        world.serve_worker(address_of(world), w)
+
+
+@part
+def offer(world: Any) -> None:
+    """Let idle workers look again at operations that waited for a place."""
+    workers = world.workers
+    for w in range(len(workers)):
+        if workers[w].gated and workers[w].waiting and not workers[w].busy:
+            serve(world, w)
+
+
+@part
+def _pick(world: Any, w: int) -> int:
+    """Take out the first operation that may start now; -1 if there is none."""
+    worker = world.workers[w]
+    for n in range(worker.count):
+        lane = world.lanes[worker.lanes[n]]
+        for priority in range(3):
+            while lane.first[priority] != NONE:
+                i = lane.first[priority]
+                if lane.gated:
+                    if world.run.closed:
+                        break
+                    verdict = _admit(world, i)
+                    if verdict == _WAIT:
+                        break
+                    if verdict == _DROP:
+                        withdraw(world, i, priority)
+                        forget(world, i)
+                        continue
+                withdraw(world, i, priority)
+                return i
+    return NONE
+
+
+@part
+def _admit(world: Any, i: int) -> int:
+    """Take a place for a copy that could start; say whether it may."""
+    run = world.run
+    copy = world.operations[i]
+    if run.predicting and copy.kind == PREFETCH:
+        return _WAIT
+    gpu = world.lanes[copy.lane].gpu
+    key = copy.layer * world.constants.experts + copy.expert
+    if not _start_copy(world, gpu, copy.layer, key):
+        if run.error or not _gives_up(world, gpu, key):
+            return _WAIT
+        cancel_copy(world, gpu, copy.layer, key)
+        _unqueue(world, gpu, key)
+        return _DROP
+    _unqueue(world, gpu, key)
+    world.experts[gpu, key].copying = True
+    return _START
+
+
+@part
+def _start_copy(world: Any, gpu: int, layer: int, key: int) -> bool:
+    """Take a place for a queued copy to a GPU that starts now."""
+    run = world.run
+    landing_s = run.now_s + world.copy_s[gpu, layer]
+    stages = world.constants.no_place != DROP
+    place = memory.start(
+        world,
+        gpu,
+        key,
+        landing_s,
+        memory.RESERVED_SLOTS,
+        stages,
+    )
+    if place == memory.NO_PLACE and world.experts[gpu, key].demanded:
+        # A prefetch that waits in staging is a guess; demand is not.
+        idle = NONE
+        if world.memories[gpu].staged:
+            idle = memory.idle_prefetch(world, gpu, layer)
+        if idle != NONE:
+            memory.drop_staged(world, gpu, idle)
+            place = memory.start(
+                world,
+                gpu,
+                key,
+                landing_s,
+                memory.RESERVED_SLOTS,
+                True,
+            )
+    if place == memory.NO_PLACE:
+        return False
+    link_withdraw(world, gpu, layer)
+    world.memories[gpu].busy_until_s = landing_s
+    return True
+
+
+@part
+def _gives_up(world: Any, gpu: int, key: int) -> bool:
+    """Whether a queued copy that finds no place is dropped; else it waits."""
+    wished = world.experts[gpu, key]
+    if wished.demanded:
+        return False
+    if wished.replaces != NONE:
+        return world.state[gpu, wished.replaces] != RESIDENT or wished.hurried
+    if world.constants.no_place == STAGE:
+        return not memory.staging_will_have_room(world, gpu)
+    return world.constants.no_place == DROP
+
+
+@part
+def cancel_copy(world: Any, gpu: int, layer: int, key: int) -> None:
+    """Forget the wish for a queued copy to a GPU."""
+    memory.cancel(world, gpu, key)
+    link_withdraw(world, gpu, layer)
+
+
+@part
+def _unqueue(world: Any, gpu: int, key: int) -> None:
+    """Forget that a copy is queued; its operation stays."""
+    copy = world.experts[gpu, key]
+    run = world.run
+    run.prefetches -= world.operations[copy.queued].kind == PREFETCH
+    run.queued -= 1
+    copy.queued = NONE
+
+
+# -- decisions -------------------------------------------------------------------------
+
+
+@part
+def begin_decisions(world: Any, layer: int, active: Any) -> None:
+    """Stop starts, and settle what becomes of queued prefetches."""
+    run = world.run
+    run.closed = True
+    if not run.prefetches:
+        return
+    constants = world.constants
+    if not constants.requeue:
+        _drop_late(world, layer, layer, active)
+        return
+    for target in range(constants.layers):
+        _drop_late(world, target, layer, active)
+
+
+@part
+def _drop_late(world: Any, target: int, layer: int, active: Any) -> None:
+    """Drop queued prefetches for a layer, but those that stay."""
+    constants = world.constants
+    first = target * constants.experts
+    for gpu in range(constants.gpus):
+        for key in range(first, first + constants.experts):
+            i = world.experts[gpu, key].queued
+            if i == NONE or world.operations[i].kind != PREFETCH:
+                continue
+            if target == layer and constants.late == LATE_KEEP:
+                awaited = False
+                for expert in active:
+                    awaited |= first + expert == key
+                if not awaited:
+                    continue
+            cancel_copy(world, gpu, target, key)
+            priority = world.operations[i].priority
+            _unqueue(world, gpu, key)
+            withdraw(world, i, priority)
+            forget(world, i)
+
+
+@part
+def end_decisions(world: Any) -> None:
+    """Report what has landed meanwhile, and let queued operations start."""
+    run = world.run
+    run.closed = False
+    for n in range(run.deferred):
+        report = world.deferred[n]
+        if report.copied:
+            _landed(world, report.gpu, report.layer, report.expert)
+        else:
+            _computed(world, report.gpu, report.layer, report.expert)
+    run.deferred = 0
+    offer(world)
+
+
+@part
+def promote(world: Any, gpu: int, layer: int, expert: int) -> None:
+    """Let a queued copy go first: a layer step waits for it."""
+    i = world.experts[gpu, layer * world.constants.experts + expert].queued
+    copy = world.operations[i]
+    if copy.priority != DEMAND:
+        withdraw(world, i, copy.priority)
+        submit(world, i, DEMAND)
+    copy.priority = DEMAND
+
+
+@part
+def start_on_gpu(world: Any, gpu: int, i: int) -> None:
+    """Start a product as soon as its expert is on a GPU."""
+    product = world.operations[i]
+    key = product.layer * world.constants.experts + product.expert
+    expert = world.experts[gpu, key]
+    if expert.queued != NONE or expert.copying:
+        expert.awaiting = i
+    else:
+        submit(world, i, DEMAND)
+
+
+# -- ends ------------------------------------------------------------------------------
+
+
+@part
+def release_held(world: Any) -> None:
+    """Let the CPU of a serial plan begin."""
+    run = world.run
+    count = run.held
+    run.held = 0
+    for n in range(count):
+        submit(world, world.held[n], DEMAND)
+
+
+@part
+def _copied(world: Any, i: int) -> None:
+    """Start the product that waited for an expert on a GPU."""
+    copy = world.operations[i]
+    gpu = world.lanes[copy.lane].gpu
+    _report(world, True, gpu, copy.layer, copy.expert)
+    key = copy.layer * world.constants.experts + copy.expert
+    expert = world.experts[gpu, key]
+    expert.copying = False
+    if expert.awaiting != NONE:
+        product = expert.awaiting
+        expert.awaiting = NONE
+        submit(world, product, DEMAND)
+
+
+@part
+def _report(world: Any, copied: bool, gpu: int, layer: int, expert: int) -> None:
+    """Note what has ended, now or when decisions are over."""
+    run = world.run
+    if run.closed:
+        report = world.deferred[run.deferred]
+        report.copied = copied
+        report.gpu = gpu
+        report.layer = layer
+        report.expert = expert
+        run.deferred += 1
+        return
+    if copied:
+        freed = _landed(world, gpu, layer, expert)
+    else:
+        freed = _computed(world, gpu, layer, expert)
+    if freed:
+        offer(world)
+
+
+@part
+def _landed(world: Any, gpu: int, layer: int, expert: int) -> bool:
+    """Note that a copy to a GPU is complete; whether a staging slot is free again."""
+    key = layer * world.constants.experts + expert
+    world.state[gpu, key] = RESIDENT
+    if not world.experts[gpu, key].orphan:
+        return False
+    world.experts[gpu, key].orphan = False
+    memory.drop_staged(world, gpu, key)
+    return True
+
+
+@part
+def _computed(world: Any, gpu: int, layer: int, expert: int) -> bool:
+    """Note that a product on a GPU has ended; whether a staging slot is free again."""
+    key = layer * world.constants.experts + expert
+    if not world.experts[gpu, key].staged:
+        return False
+    memory.drop_staged(world, gpu, key)
+    return True
+
+
+@entry(ENTRIES["end_operation"])
+def end_operation(address: int, i: int) -> None:
+    """Let an operation's consequences queue, then let its worker go on."""
+    world = world_at(address)
+    run = world.run
+    ended = world.operations[i]
+    w = world.lanes[ended.lane].worker
+    worker = world.workers[w]
+    worker.busy = False
+    if ended.on_end == COPIED:
+        _copied(world, i)
+    else:
+        if ended.on_end == FETCHED:
+            run.fetched -= 1
+            if not run.fetched:
+                release_held(world)
+        if ended.on_end == COMPUTED or ended.on_end == FETCHED:  # noqa: PLR1714
+            gpu = world.lanes[ended.lane].gpu
+            if gpu != NONE and world.memories[gpu].staged:
+                _report(world, False, gpu, ended.layer, ended.expert)
+        if ended.on_end == PREDICTED:
+            run.predicting = False
+            offer(world)
+        run.pending -= 1
+        if not run.pending:
+            run.turn = True
+            run.turns += 1
+    forget(world, i)
+    if worker.waiting and not worker.busy:
+        serve(world, w)
+
+
+@entry(ENTRIES["serve_worker"])
+def serve_worker(address: int, w: int) -> None:
+    """Start the next operation that an idle worker may start."""
+    world = world_at(address)
+    worker = world.workers[w]
+    # A copy that takes its place may queue others here: one is picked at a time.
+    worker.busy = True
+    i = _pick(world, w)
+    if i == NONE:
+        worker.busy = False
+    else:
+        begin(world, i)

@@ -1,0 +1,221 @@
+"""The world of a compiled run: one address, behind which all arrays and kernels lie.
+
+The loop's parts hand it to each other. As arguments, arrays would be seven numbers
+each, of which the compiler would have to move hundreds at every call: that made the
+loop's machine code take minutes instead of seconds (measured).
+
+For the loop, `world.state` and the like are plain arrays, and `world.run` a record.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types as nb
+from numba.core import cgutils
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import (
+    infer_getattr,
+    intrinsic,
+    lower_getattr_generic,
+    lower_setattr_generic,
+    models,
+    register_model,
+)
+from numba.np.arrayobj import make_array, populate_array
+
+from moesim.policies.kernels import KERNELS as POLICY_KERNELS
+from moesim.policies.kernels import State
+from moesim.sim.compiled.records import ARRAYS, RECORDS
+
+ENTRIES = {
+    "serve_worker": nb.void(nb.int64, nb.int64),
+    "end_operation": nb.void(nb.int64, nb.int64),
+    "plan_layer_step": nb.boolean(nb.int64, nb.int64),
+}
+"""The loop's own parts that are compiled, and kept on disk, by themselves: one program
+of all took the compiler twice as long (measured). Each takes the table's address.
+"""
+
+KERNELS = {**POLICY_KERNELS, **ENTRIES}
+"""Everything that is called through the table."""
+
+_INT = ir.IntType(64)
+_ENTRY = 4
+"""Numbers per array: its address and up to three sizes. A kernel needs no more."""
+
+
+class _WorldType(nb.Type):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__("World")
+
+
+WORLD = _WorldType()
+
+
+def _array_type(dtype: Any, ndim: int) -> Any:
+    return nb.Array(numba.from_dtype(np.dtype(dtype)), ndim, "C")
+
+
+_TYPES: dict[str, Any] = {
+    **{name: _array_type(*kind) for name, kind in ARRAYS.items()},
+    **{name: numba.from_dtype(dtype) for name, dtype in RECORDS.items()},
+    **{name: nb.FunctionType(signature) for name, signature in KERNELS.items()},
+}
+_PLACES = {name: _ENTRY * place for place, name in enumerate(_TYPES)}
+
+
+@register_model(_WorldType)
+class _WorldModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _INT)
+
+
+@infer_getattr
+class _WorldAttributes(AttributeTemplate):  # type: ignore[misc]
+    key = _WorldType
+
+    def generic_resolve(self, _: Any, name: str) -> Any:
+        return _TYPES[name]
+
+
+@intrinsic
+def _world(_: Any, address: Any) -> Any:
+    def code(__: Any, ___: Any, ____: Any, arguments: Any) -> Any:
+        return arguments[0]
+
+    return WORLD(address), code
+
+
+@numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def world_at(address: int) -> Any:
+    """The world whose table lies at an address."""
+    return _world(address)
+
+
+@intrinsic
+def address_of(_: Any, world: Any) -> Any:
+    """The address of a world's table."""
+
+    def code(__: Any, ___: Any, ____: Any, arguments: Any) -> Any:
+        return arguments[0]
+
+    return nb.int64(world), code
+
+
+def _number(builder: Any, world: Any, place: int) -> Any:
+    """Load one number of the table."""
+    address = builder.add(world, ir.Constant(_INT, 8 * place))
+    return builder.load(builder.inttoptr(address, _INT.as_pointer()))
+
+
+@lower_getattr_generic(_WorldType)
+def _load(context: Any, builder: Any, _: Any, world: Any, name: str) -> Any:
+    kind = _TYPES[name]
+    place = _PLACES[name]
+    value_type = context.get_value_type(kind)
+    if name in KERNELS:
+        address = builder.add(world, ir.Constant(_INT, 8 * place))
+        return builder.load(builder.inttoptr(address, value_type.as_pointer()))
+    if name in RECORDS:
+        return builder.inttoptr(_number(builder, world, place), value_type)
+    array = make_array(kind)(context, builder)
+    itemsize = context.get_abi_sizeof(context.get_data_type(kind.dtype))
+    sizes = [_number(builder, world, place + 1 + n) for n in range(kind.ndim)]
+    strides = [ir.Constant(_INT, itemsize)]
+    for size in sizes[:0:-1]:
+        strides.insert(0, builder.mul(strides[0], size))
+    populate_array(
+        array,
+        data=builder.inttoptr(_number(builder, world, place), array.data.type),
+        shape=cgutils.pack_array(builder, sizes),
+        strides=cgutils.pack_array(builder, strides),
+        itemsize=ir.Constant(_INT, itemsize),
+        meminfo=None,
+    )
+    return array._getvalue()  # noqa: SLF001 - how numba's own code asks
+
+
+@lower_setattr_generic(_WorldType)
+def _store(context: Any, builder: Any, signature: Any, values: Any, name: str) -> None:
+    del context, signature
+    world, kernel = values
+    address = builder.add(world, ir.Constant(_INT, 8 * _PLACES[name]))
+    builder.store(kernel, builder.inttoptr(address, kernel.type.as_pointer()))
+
+
+@intrinsic
+def _pointer(_: Any, address: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = context.get_value_type(signature.return_type)
+        return builder.inttoptr(arguments[0], kind)
+
+    return nb.voidptr(address), code
+
+
+@numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def state_at(at: Any, sizes: Any) -> State:
+    """A policy's state, by where its arrays lie and their sizes."""
+    return State(
+        numba.carray(_pointer(at[0]), (sizes[0], sizes[1]), np.float64),
+        numba.carray(_pointer(at[1]), (sizes[2], sizes[3]), np.int64),
+        numba.carray(_pointer(at[2]), (sizes[4],), np.float64),
+        numba.carray(_pointer(at[3]), (sizes[5],), np.int64),
+    )
+
+
+@intrinsic
+def rows_at(_: Any, row: Any, count: Any, width: Any) -> Any:  # noqa: ARG001 - its types
+    """The beginning of a row of numbers, as an array of `count` rows."""
+    kind = nb.Array(row.dtype, 2, "C")
+
+    def code(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        row_array = make_array(row)(context, builder, arguments[0])
+        array = make_array(kind)(context, builder)
+        itemsize = ir.Constant(
+            _INT, context.get_abi_sizeof(row_array.data.type.pointee)
+        )
+        populate_array(
+            array,
+            data=row_array.data,
+            shape=cgutils.pack_array(builder, arguments[1:]),
+            strides=cgutils.pack_array(
+                builder, [builder.mul(arguments[2], itemsize), itemsize]
+            ),
+            itemsize=itemsize,
+            meminfo=None,
+        )
+        return array._getvalue()  # noqa: SLF001 - as above
+
+    return kind(row, nb.int64, nb.int64), code
+
+
+class World:
+    """The arrays of a run, by name, and their table.
+
+    Attributes:
+        table: int64, what `world_at` wants the address of.
+    """
+
+    def __init__(self) -> None:
+        self.table = np.zeros(_ENTRY * len(_TYPES), np.int64)
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def __setitem__(self, name: str, array: np.ndarray) -> None:
+        """Give the loop an array; records are arrays of one."""
+        dtype, ndim = ARRAYS[name] if name in ARRAYS else (RECORDS[name], 1)
+        assert array.dtype == np.dtype(dtype), name
+        assert array.ndim == ndim, name
+        assert array.flags.c_contiguous, name
+        place = _PLACES[name]
+        self.table[place] = array.ctypes.data
+        self.table[place + 1 : place + 1 + ndim] = array.shape
+        # Kept alive as long as the loop may look at it.
+        self._arrays[name] = array
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """An array of the loop."""
+        return self._arrays[name]
