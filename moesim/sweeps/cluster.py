@@ -6,11 +6,15 @@ Dask is imported here only, and only when a cluster is asked for.
 from __future__ import annotations
 
 import errno
+import os
 import re
+import signal
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from moesim.runs.config import ConfigError
 from moesim.sweeps.digests import code_digest
@@ -110,7 +114,15 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
             ) as cluster,
             Client(cluster) as client,
         ):
-            yield DaskExecutor(client)
+            workers = client.run(_ignore_interrupts)
+            try:
+                yield DaskExecutor(client)
+            except BaseException:
+                # They hold nothing that needs an orderly end, which takes seconds.
+                for number in workers.values():
+                    with suppress(psutil.NoSuchProcess):
+                        psutil.Process(number).kill()
+                raise
         return
 
     try:
@@ -124,6 +136,12 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
         _check_workers(client, address)
         _send_missing(client, files)
         yield DaskExecutor(client)
+
+
+def _ignore_interrupts() -> int:
+    """Leave ctrl-C to the process that started this one; return the number of this."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return os.getpid()
 
 
 def _check_workers(client: Any, address: str) -> None:
