@@ -62,17 +62,14 @@ def report() -> None:
             for round_ in range(ROUNDS + 1):
                 gc.collect()
                 begin_s = time.process_time()
-<<<<<<< HEAD
-                run = replay(trace, policy, cache="lru", hw=MACHINE, engine="simpy")
-=======
                 run = replay(
                     trace,
                     policy,
                     cache="lru",
-                    hw="rtx3090-epyc7532",
+                    hw=MACHINE,
+                    engine="simpy",
                     cache_ratio=0.25,
                 )
->>>>>>> main
                 seconds = time.process_time() - begin_s
                 if not round_:
                     continue  # first: compiled kernels are loaded

@@ -236,14 +236,13 @@ class RunConfig:
         metavar="N",
         minimum=0,
     )
-<<<<<<< HEAD
     engine: str = _option(
         "auto",
         "What simulates: auto takes the compiled engine where it knows everything"
         " involved, else SimPy; both give the same results.",
         metavar="auto|simpy|compiled",
         choices=("auto", "simpy", "compiled"),
-=======
+    )
     # When sequences arrive, as requests of users; without it they all wait in line.
     arrivals: str | None = _option(
         None,
@@ -257,7 +256,6 @@ class RunConfig:
         "Limits in seconds that a request should meet, such as ttft=0.5,tpot=0.1.",
         metavar="LIMITS",
         on_command_line=False,
->>>>>>> main
     )
     # What files must be, where a run is to be repeated exactly.
     trace_digest: str | None = _option(

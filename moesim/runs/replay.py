@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moesim.policies.base import PolicyError
 from moesim.policies.faults import policy_faults
 from moesim.runs.config import RunConfig, takes_options
-from moesim.runs.engines import choose_engine
+from moesim.runs.engines import Engine, choose_engine
 from moesim.runs.memory import MemoryOptions
 from moesim.runs.result import Run, save_run
 from moesim.runs.setup import (
@@ -27,8 +27,6 @@ from moesim.runs.setup import (
     warm_counts,
     watts,
 )
-<<<<<<< HEAD
-=======
 from moesim.sim.replay import Replay
 from moesim.traces.format.arrivals import (
     RequestSteps,
@@ -36,19 +34,16 @@ from moesim.traces.format.arrivals import (
     parse_slo,
     request_figures,
 )
-from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.sizes import format_bytes
->>>>>>> main
 from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.traces.timeline.metrics import Summary, summarise
 from moesim.traces.timeline.perfetto import write_perfetto
 from moesim.traces.timeline.spans import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from moesim.runs.memory import MemorySize
-    from moesim.traces.format.arrivals import Idle
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
     from moesim.traces.timeline.spans import Chunk
@@ -124,37 +119,34 @@ def replay(
         summary = Summary(profile.lanes)
     timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
 
-<<<<<<< HEAD
     engine = choose_engine(config.engine, planner, profile)
-    try:
-        result = engine.run(
-            opened,
-            planner,
-            profile,
-            timeline,
-            batch=config.batch,
-            steps=config.steps,
-            noise_seed=config.noise_seed,
-            progress=progress,
-        )
-=======
-    simulation = Replay(
-        profile, planner.costs, planner, timeline, noise_seed=config.noise_seed
-    )
-    columns = needed_columns(planner.policies)
     requests = None
-    walk: Iterable[RoutedStep | Idle]
-    if config.arrivals is None:
-        walk = compose_steps(
-            opened, batch=config.batch, steps=config.steps, columns=columns
-        )
-    else:
-        requests = _requests(config, opened, setup, columns, simulation)
-        walk = requests.steps(config.steps)
     try:
         with policy_faults():
-            result = simulation.run(walk, progress)
->>>>>>> main
+            if config.arrivals is None:
+                result = engine.run(
+                    opened,
+                    planner,
+                    profile,
+                    timeline,
+                    batch=config.batch,
+                    steps=config.steps,
+                    noise_seed=config.noise_seed,
+                    progress=progress,
+                )
+            else:
+                # Steps depend on the time then, which only SimPy's clock tells.
+                engine = Engine("simpy", "requests that arrive over time")
+                simulation = Replay(
+                    profile,
+                    planner.costs,
+                    planner,
+                    timeline,
+                    noise_seed=config.noise_seed,
+                )
+                columns = needed_columns(planner.policies)
+                requests = _requests(config, opened, setup, columns, simulation)
+                result = simulation.run(requests.steps(config.steps), progress)
         timeline.close()
     except BaseException:
         # An interrupt too must not leave half-written tables behind.
