@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.bound.host_memory import MemoryBound, highest_read_rate, memory_bound
+from moesim.hwprofiles.profile import save_profile
 from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.decision_log import DecisionLog
 from moesim.policies.planner.observers import observed
@@ -25,6 +26,7 @@ from moesim.sim.replay import Replay
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.traces.timeline.metrics import summarise
+from moesim.traces.timeline.operations import OperationTable
 from moesim.traces.timeline.perfetto import write_perfetto
 from moesim.traces.timeline.spans import Timeline
 
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
     from moesim.traces.format.schema import ModelShape
 
+PROFILE_FILE = "hw.toml"
+"""The profile of a run's machine, in the folder of the run."""
 REHEARSED_STEPS = 3
 """Forward passes that are planned beforehand: a prefill and decode steps among them."""
 
@@ -301,6 +305,7 @@ def execute(
     planner = setup.planner()
     decision_log = DecisionLog()
     timeline = Timeline(setup.profile.lanes, None if out is None else Path(out))
+    timeline.operations = OperationTable()
     executor = None
     begin_s = time.perf_counter()
     try:
@@ -320,6 +325,10 @@ def execute(
         if meter is not None:
             meter.read(executor)
         timeline.close()
+        if timeline.out_dir is not None:
+            # So that the folder tells all of its run, the machine included.
+            timeline.operations.save(timeline.out_dir)
+            save_profile(setup.profile, timeline.out_dir / PROFILE_FILE)
     except BaseException:
         # An interrupt too must not leave half-written tables behind.
         timeline.discard()

@@ -62,6 +62,20 @@ class StepInfo(NamedTuple):
     sequences: int
 
 
+class FinishedStep(NamedTuple):
+    """A forward pass that the device has ended.
+
+    Attributes:
+        info: of the forward pass.
+        start_s: when it began.
+        end_s: instant at which it ended.
+    """
+
+    info: StepInfo
+    start_s: float
+    end_s: float
+
+
 class ExecutorResult(NamedTuple):
     """What a run did. The two arrays have one entry per layer step.
 
@@ -134,7 +148,7 @@ class Executor:
         self._world.is_computed = lambda: not dispatch.pending
 
         # What the device asks of control: experts of a layer, or to note a step's end.
-        self._requests: deque[LayerJob | tuple[StepInfo, float, float]] = deque()
+        self._requests: deque[LayerJob | FinishedStep] = deque()
         self._forward: Forward | None = None
         self._progress: Callable[[StepInfo], None] = lambda _info: None
         self._step = 0
@@ -142,6 +156,8 @@ class Executor:
         self._batch = 0
         self._step_start_s = 0.0
         self._resumed_s = 0.0
+        # Instant from which the device's thread may go on with the model.
+        self._goes_on_s = 0.0
         self._steps = 0
 
     def fill(self, progress: Callable[[int, int], None] | None = None) -> int:
@@ -267,12 +283,17 @@ class Executor:
             [T, H].
         """
         job = LayerJob(routed, hidden, weights, groups)
-        self._dense_done(routed.layer)
+        dense = self._dense_part(routed.layer)
+        with self.lanes.lock:
+            job.asked_s = self._note_dense(dense)
+            if not self._inline:
+                self._ask(job)
+                self._device_worker.release(idle=True)
         if self._inline:
             self._run_layer(job)
         else:
-            self._ask(job)
             self._device_worker.serve(job.is_answered)
+        self._goes_on_s = job.answered_s
         self._resumed_s = self.lanes.clock_s()
         self.device.mark()
         return job.answer
@@ -280,27 +301,45 @@ class Executor:
     def end_step(self, tokens: int, sequences: int) -> None:
         """Note that a forward pass has ended.
 
-        What came after the last layer was its head.
+        What came after the last layer was its head. A copy that waits for the device's
+        worker has its turn before the next pass begins.
         """
-        self._dense_done(-1)
+        head = self._dense_part(-1)
         self.device.step_done(self._timeline)
         info = StepInfo(self._step, self._phase, self._batch, tokens, sequences)
-        self._ask((info, self._step_start_s, self.lanes.clock_s()))
+        waits = False
+        with self.lanes.lock:
+            end_s = self._goes_on_s = self._note_dense(head)
+            self._ask(FinishedStep(info, self._step_start_s, end_s))
+            if not self._inline:
+                waits = self._device_worker.release(idle=False)
         if self._inline:
             self._answer()
+        elif waits:
+            self._device_worker.serve(lambda: True)
 
-    def _ask(self, request: LayerJob | tuple[StepInfo, float, float]) -> None:
-        """Hand a request to control."""
-        with self.lanes.lock:
-            self._requests.append(request)
-            self.lanes.control.wake()
+    def _ask(self, request: LayerJob | FinishedStep) -> None:
+        """Hand a request to control; with the lock held."""
+        self._requests.append(request)
+        self.lanes.control.wake()
 
-    def _dense_done(self, layer: int) -> None:
+    def _dense_part(self, layer: int) -> Operation:
+        """What the model has computed since the device's thread went on with it."""
         operation = Operation(self._gpu, DENSE, self._step, layer)
         operation.start_s = self._resumed_s
         operation.end_s = self.lanes.clock_s()
         self.device.marked(operation)
+        return operation
+
+    def _note_dense(self, operation: Operation) -> float:
+        """Note a dense part that ends at this instant; with the lock held."""
+        instant_s = self.lanes.lock.instant_s
+        # Copies that the worker had begun came first.
+        freed_s = 0.0 if self._inline else self._device_worker.freed_s
+        operation.picked_s = max(self._goes_on_s, freed_s)
+        operation.ended_s = instant_s
         self.lanes.finished.append(operation)
+        return instant_s
 
     # -- the control side -------------------------------------------------------------
 
@@ -317,6 +356,8 @@ class Executor:
                 self._run_layer(request)
                 continue
             info, start_s, end_s = request
+            if not self._inline:
+                self._world.noting(info.step, end_s)
             self._world.take_in()
             self._timeline.step(
                 info.step,
@@ -333,7 +374,7 @@ class Executor:
     def _run_layer(self, job: LayerJob) -> None:
         """Walk one layer step; serve control's own lanes wherever it waits."""
         self.memories.job = job
-        self._world.asked()
+        self._world.asked(job.routed.layer, self._step)
         waits = self._layer_step.run(job.routed, self._step, self._phase, self._batch)
         for until in waits:
             self.lanes.control.serve(until)

@@ -43,17 +43,28 @@ class Stopped(Exception):  # noqa: N818 - no error: another worker failed, or th
 
 
 class WakingLock:
-    """A lock that wakes sleepers when it is left, not while it is held."""
+    """A lock that wakes sleepers when it is left, not while it is held.
 
-    __slots__ = ("_lock", "_sleepers")
+    Whatever happens while it is held happens at one instant. So the order of instants
+    is the order of events, and a run can be replayed from them.
+
+    Attributes:
+        began_s: the monotonic clock when the run began.
+        instant_s: when it was last taken, seconds since the run began.
+    """
+
+    __slots__ = ("_lock", "_sleepers", "began_s", "instant_s")
 
     def __init__(self) -> None:
+        self.began_s = time.perf_counter()
+        self.instant_s = 0.0
         self._lock = threading.Lock()
         self._sleepers: list[threading.Lock] = []
 
     def __enter__(self) -> None:
         """Wait for the lock."""
         self._lock.acquire()
+        self.instant_s = time.perf_counter() - self.began_s
 
     def __exit__(
         self,
@@ -83,19 +94,23 @@ class Operation:
         layer: MoE layer; -1 where there is none.
         expert: expert; -1 where there is none.
         nbytes: bytes moved.
+        picked_s: instant at which its worker was to do it; negative before.
         start_s: when it started, seconds since the run began; negative before.
         end_s: when it ended; negative before.
+        ended_s: instant at which its consequences queued; negative before.
         on_end: called with it when it has ended, with the lock held.
     """
 
     __slots__ = (
         "end_s",
+        "ended_s",
         "expert",
         "kind",
         "lane",
         "layer",
         "nbytes",
         "on_end",
+        "picked_s",
         "start_s",
         "step",
     )
@@ -115,8 +130,10 @@ class Operation:
         self.layer = layer
         self.expert = expert
         self.nbytes = nbytes
+        self.picked_s = -1.0
         self.start_s = -1.0
         self.end_s = -1.0
+        self.ended_s = -1.0
         self.on_end: Callable[..., object] | None = None
 
     def run(self) -> tuple[float, float] | None:
@@ -137,7 +154,16 @@ class Worker(WorkerQueues[Operation]):
     """Serves the queues of its lanes in order; busy with at most one operation.
 
     An idle worker that is handed work has *started* it: it cannot be withdrawn any
-    more, and what comes later waits behind it, as in the simulator.
+    more, and what comes later waits behind it, as in the simulator. One that is woken
+    because what it waits for has come takes no more work before it has looked.
+
+    Attributes:
+        name: of the worker.
+        threads: that it computes with.
+        cores: that its thread is kept on; any where empty.
+        idle: it sleeps, and may be handed work.
+        freed_s: instant at which it was last free to serve.
+        on_serving: called with the lock held when its thread begins to serve.
     """
 
     __slots__ = (
@@ -146,8 +172,10 @@ class Worker(WorkerQueues[Operation]):
         "_next",
         "_sleeping",
         "cores",
+        "freed_s",
         "idle",
         "name",
+        "on_serving",
         "threads",
     )
 
@@ -163,6 +191,8 @@ class Worker(WorkerQueues[Operation]):
         self.name = name
         self.threads = threads
         self.idle = False
+        self.freed_s = 0.0
+        self.on_serving: Callable[[], object] | None = None
         self.cores: set[int] = set()
         self._lanes = owner
         self._sleeping = threading.Lock()
@@ -177,12 +207,34 @@ class Worker(WorkerQueues[Operation]):
 
     def offer(self) -> None:
         """Give an idle worker the next operation that may start; with the lock held."""
-        if not self.idle or self._next is not None:
+        if not self.idle or self._called:
             return
-        operation = self.pick()
+        operation = self._picked()
         if operation is not None:
             self._next = operation
             self.wake()
+
+    def release(self, *, idle: bool) -> bool:
+        """Let go of what the thread did beside serving; with the lock held.
+
+        Args:
+            idle: the thread is about to serve, and may be handed work from now on.
+
+        Returns:
+            Whether an operation waits to be served.
+        """
+        self.freed_s = self._lanes.lock.instant_s
+        self._next = self._picked()
+        if self._next is None and idle:
+            self.idle = True
+            self._called = False
+        return self._next is not None
+
+    def _picked(self) -> Operation | None:
+        operation = self.pick()
+        if operation is not None:
+            operation.picked_s = self._lanes.lock.instant_s
+        return operation
 
     def wake(self) -> None:
         """Let a waiting worker look again at what it waits for; with the lock held."""
@@ -205,12 +257,23 @@ class Worker(WorkerQueues[Operation]):
         lock = lanes.lock
         finished = lanes.finished
         done: Operation | None = None
+        begins = True
+        if self.idle:
+            # Released before: it may have been handed work already.
+            self._sleeping.acquire()
+            begins = False
         while True:
             with lock:
                 if done is not None:
+                    done.ended_s = self.freed_s = lock.instant_s
                     finished.append(done)
                     done.ended()
                     done = None
+                elif begins and self._next is None:
+                    self.freed_s = lock.instant_s
+                    if self.on_serving is not None:
+                        self.on_serving()
+                begins = False
                 self.idle = False
                 if lanes.stopping:
                     raise Stopped
@@ -219,7 +282,7 @@ class Worker(WorkerQueues[Operation]):
                 if operation is None:
                     if until():
                         return
-                    operation = self.pick()
+                    operation = self._picked()
                 if operation is None:
                     self.idle = True
                     self._called = False
@@ -303,7 +366,7 @@ class Lanes:
 
     def open(self) -> None:
         """Start the threads and the clock."""
-        self.began_s = time.perf_counter()
+        self.began_s = self.lock.began_s = time.perf_counter()
         for worker in self._workers:
             if worker is not self.control:
                 thread = threading.Thread(

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from moesim.traces.timeline.operations import OperationTable
+
 # Kinds of spans; the numbers are the places of their names.
 DENSE = 0
 PLAN = 1
@@ -122,6 +124,7 @@ class Timeline:
     Attributes:
         spans: bytes of the spans not yet in a chunk; a caller in a hurry may extend it
             by `pack_span` directly.
+        operations: what workers did between spans, in a real run; else None.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class Timeline:
         self.lanes = tuple(lanes)
         self.out_dir = None if out_dir is None else Path(out_dir)
         self.spans = bytearray()
+        self.operations: OperationTable | None = None
         # Step, layer, and the four arrays of each layer step.
         self._accesses: list[
             tuple[int, int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
