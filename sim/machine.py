@@ -39,14 +39,16 @@ class Worker(WorkerQueues[Operation]):
 
     Attributes:
         busy: with an operation, or taken by whoever needs its thread.
+        kept: stays taken after the operation that ends.
         takers: called, one at a time, when the worker is free; they go first.
     """
 
-    __slots__ = ("busy", "takers")
+    __slots__ = ("busy", "kept", "takers")
 
     def __init__(self, lanes: Sequence[tuple[int, str]], admission: Admission) -> None:
         super().__init__(lanes, admission)
         self.busy = False
+        self.kept = False
         self.takers: deque[Callable[[], object]] = deque()
 
 
@@ -99,17 +101,15 @@ class Machine:
 
     def give(self, lane: int) -> None:
         """Give a lane's worker back, to who waits for it or to its lanes."""
-        worker = self._worker_of[lane]
-        worker.busy = False
-        self._go_on(worker)
+        self._go_on(self._worker_of[lane])
 
     def start(self, operation: Operation) -> None:
         """Start an operation on a worker that was taken; its end gives it back."""
         self._start(operation)
 
     def keep(self, operation: Operation) -> None:
-        """Take the worker of an operation again that ends at this moment."""
-        self._worker_of[operation.lane].busy = True
+        """Keep the worker of an operation that ends at this moment."""
+        self._worker_of[operation.lane].kept = True
 
     def shares_worker(self, lane: int, other: int) -> bool:
         """Whether two lanes have the same worker."""
@@ -172,16 +172,19 @@ class Machine:
                 )
             )
         worker = self._worker_of[lane]
-        worker.busy = False
+        # Busy until all consequences are queued: it chooses among all of them.
         if operation.on_end is not None:
             operation.on_end(operation)
-        if not worker.busy:
+        if worker.kept:
+            worker.kept = False
+        elif worker.waiting or worker.takers:
             self._go_on(worker)
+        else:
+            worker.busy = False
 
     def _go_on(self, worker: Worker) -> None:
-        """Let a free worker do what comes next."""
+        """Let a worker that has ended something do what comes next."""
         if worker.takers:
-            worker.busy = True
             worker.takers.popleft()()
-        elif worker.waiting:
+        else:
             self._serve(worker)

@@ -41,7 +41,13 @@ class MeasuredDurations:
         unmatched: simulated operations that the run did not have, by kind.
     """
 
-    def __init__(self, operations: OperationTable) -> None:
+    def __init__(self, operations: OperationTable, end_s: float) -> None:
+        """Sort a run's operations.
+
+        Args:
+            operations: of the run.
+            end_s: when its last forward pass ended.
+        """
         columns = operations.columns()
         picked_s = columns["picked_s"].copy()
         # The run begins with its first dense part, the replay at zero.
@@ -50,12 +56,16 @@ class MeasuredDurations:
         seconds = columns["ended_s"] - picked_s
 
         self.unmatched: Counter[str] = Counter()
-        self._seconds: dict[tuple[int, ...], deque[float]] = {}
+        self._seconds: dict[tuple[int, ...], deque[tuple[float, float]]] = {}
         places = np.column_stack([columns[name] for name in _PLACE]).tolist()
+        self._end_s = end_s
         # An expert may come twice in one step: in the order in which it did.
         for row in np.argsort(picked_s, kind="stable").tolist():
             place = tuple(places[row])
-            self._seconds.setdefault(place, deque()).append(float(seconds[row]))
+            ended_s = float(columns["ended_s"][row])
+            self._seconds.setdefault(place, deque()).append(
+                (float(seconds[row]), ended_s)
+            )
 
     def scatter(self, operation: Operation) -> None:
         """Let an operation take as long as it really took; as predicted if it was not
@@ -64,17 +74,18 @@ class MeasuredDurations:
         place = tuple(getattr(operation, name) for name in _PLACE)
         measured = self._seconds.get(place)
         if measured:
-            operation.work_s = measured.popleft()
+            operation.work_s, _ = measured.popleft()
         elif operation.kind < REQUEST:
             self.unmatched[PART_NAMES[operation.kind]] += 1
 
     def left(self) -> Counter[str]:
         """Operations of the run that were not simulated, by kind."""
         left: Counter[str] = Counter()
-        for (_, kind, *_), seconds in self._seconds.items():
-            # The last pass is written down after the replay has ended.
-            if seconds and kind < REQUEST:
-                left[PART_NAMES[kind]] += len(seconds)
+        for (_, kind, *_), rows in self._seconds.items():
+            # What ended after the last forward pass is no part of any.
+            inside = sum(ended_s <= self._end_s for _, ended_s in rows)
+            if inside and kind < REQUEST:
+                left[PART_NAMES[kind]] += inside
         return left
 
 
@@ -173,7 +184,8 @@ def compare_structure(
         measured: its tables, those of its operations included.
     """
     assert measured.operations is not None
-    durations = MeasuredDurations(measured.operations)
+    end_s = float(_joined(measured.step_chunks())["end_s"][-1])
+    durations = MeasuredDurations(measured.operations, end_s)
     simulated = Timeline(setup.profile.lanes)
     planner = setup.planner()
     # What lanes cost each other is in the measured times.
@@ -233,8 +245,13 @@ def _other_accesses(
 
 def _other_orders(measured: Timeline, simulated: Timeline) -> dict[str, str]:
     """Find the first operation of each lane that differs."""
-    real = _by_lane(measured)
-    virtual = _by_lane(simulated)
+    assert measured.operations is not None
+    columns = measured.operations.columns()
+    end_s = float(_joined(measured.step_chunks())["end_s"][-1])
+    # What ended after the last forward pass is no part of any.
+    inside = (columns["kind"] < REQUEST) & (columns["ended_s"] <= end_s)
+    real = _by_lane({name: column[inside] for name, column in columns.items()}, "picked_s")
+    virtual = _by_lane(_joined(simulated.chunks()), "start_s")
     orders = {}
     for lane, name in enumerate(measured.lanes):
         first = real.get(lane, [])
@@ -249,10 +266,11 @@ def _other_orders(measured: Timeline, simulated: Timeline) -> dict[str, str]:
     return orders
 
 
-def _by_lane(timeline: Timeline) -> dict[int, list[tuple[int, ...]]]:
+def _by_lane(
+    columns: dict[str, np.ndarray], start: str
+) -> dict[int, list[tuple[int, ...]]]:
     """Kind, step, layer and expert of every operation, in order, by lane."""
-    columns = _joined(timeline.chunks())
-    order = np.argsort(columns["start_s"], kind="stable")
+    order = np.argsort(columns[start], kind="stable")
     rows = np.column_stack([columns[name][order] for name in _PLACE]).tolist()
     by_lane: dict[int, list[tuple[int, ...]]] = {}
     for lane, *place in rows:

@@ -31,6 +31,7 @@ from moesim.runtime.executor.layer_job import LayerJob
 from moesim.runtime.executor.operations import Forward, Memories
 from moesim.runtime.executor.slot_map import HostSlotMap, SlotMap, cache_slots
 from moesim.runtime.executor.world import RealWorld
+from moesim.runtime.store.memory import HostSlots
 from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.spans import DENSE
 
@@ -132,6 +133,7 @@ class Executor:
         own_cores: bool = False,
     ) -> None:
         self.device = device
+        self._planner = planner
         self._timeline = timeline
         self._store = store
         self.memories = _allocate(planner, store, device, gatings)
@@ -253,8 +255,23 @@ class Executor:
         """Let go of host memory and slots."""
         self.memories.host.close()
         self.memories.slots.slots.close()
+        if self.memories.written_back is not None:
+            self.memories.written_back.close()
 
     # -- the device's side ------------------------------------------------------------
+
+    def predict_by(self, evaluate: Callable[[int, int], None]) -> None:
+        """Let predictions that need coming layers' dense parts compute them.
+
+        Args:
+            evaluate: computes dense parts on the device, given the layer before them
+                and their number.
+        """
+        self._world.evaluate_ahead = evaluate
+
+    def gates_ahead(self, layer: int) -> int:
+        """How many coming layers' gates a prediction evaluates on a layer's input."""
+        return self._planner.evaluations(layer, self._phase).gates
 
     def begin_step(self, step: int, phase: Phase, batch: int) -> None:
         """Note that a forward pass begins."""
@@ -403,8 +420,17 @@ def _allocate(
     except BaseException:
         host.close()
         raise
-    slot_map = SlotMap(slots, planner.gpu[0].memory, store)
-    return Memories(store, host, slot_map, device, gatings or [None] * store.layers)
+    written_back = None
+    if planner.policies.writes_back:
+        written_back = HostSlots(1, store.slot_bytes, page_lock=device.page_lock)
+    return Memories(
+        store,
+        host,
+        SlotMap(slots, planner.gpu[0].memory, store),
+        device,
+        gatings or [None] * store.layers,
+        written_back,
+    )
 
 
 def _raise_failure(failure: BaseException | None) -> None:

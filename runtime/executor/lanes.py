@@ -231,7 +231,11 @@ class Worker(WorkerQueues[Operation]):
         return self._next is not None
 
     def _picked(self) -> Operation | None:
+        # A copy that takes its place may queue others here: one is picked at a time.
+        idle = self.idle
+        self.idle = False
         operation = self.pick()
+        self.idle = idle
         if operation is not None:
             operation.picked_s = self._lanes.lock.instant_s
         return operation
@@ -369,6 +373,9 @@ class Lanes:
         self.began_s = self.lock.began_s = time.perf_counter()
         for worker in self._workers:
             if worker is not self.control:
+                # Idle from the first instant on, however late its thread begins.
+                with self.lock:
+                    worker.release(idle=True)
                 thread = threading.Thread(
                     target=worker.work, name=f"moesim-{worker.name}", daemon=True
                 )

@@ -17,7 +17,14 @@ import torch
 from moesim.hwprofiles import lanes as kinds
 from moesim.policies.base import CPU, RESIDENT
 from moesim.runtime.executor.layer_job import PrecomputedRows
-from moesim.runtime.executor.operations import Compute, Copy, Precompute, Read
+from moesim.runtime.executor.operations import (
+    Compute,
+    Copy,
+    Precompute,
+    Prediction,
+    Read,
+    WriteBack,
+)
 from moesim.traces.timeline.operations import LAUNCH, NOTE, REQUEST, RETURN, Part
 from moesim.traces.timeline.spans import (
     ACTIVATION,
@@ -65,6 +72,8 @@ class RealWorld:
         lanes: names of the lanes, by index.
         fetched_left: fetched experts that a serial plan's CPU still waits for.
         is_computed: whether all products of the layer step have ended.
+        evaluate_ahead: computes dense parts of coming layers, given the layer before
+            and their number; None where the model's own work predicts.
         dispatch_s: per layer step, seconds from the end of planning until all work was
             handed out.
         hand_off_s: per layer step, seconds from the end of planning to the first start
@@ -81,6 +90,7 @@ class RealWorld:
         self.admission = lanes.admission
         self.fetched_left: Callable[[], int] = lambda: 0
         self.is_computed: Callable[[], bool] = lambda: True
+        self.evaluate_ahead: Callable[[int, int], None] | None = None
         self.dispatch_s = array("d")
         self.hand_off_s = array("d")
         self._lanes = lanes
@@ -150,9 +160,16 @@ class RealWorld:
         """The products ahead of the gate that `launching` has made."""
         return self._new_precomputes
 
-    def predictions(self, _: Plan) -> tuple[()]:
-        """Nothing: the model's hooks have evaluated coming gates by now."""
-        return ()
+    def predictions(self, plan: Plan) -> tuple[Prediction, ...]:
+        """Make the evaluation of coming layers' dense parts.
+
+        Nothing for a live model, whose hooks have evaluated coming gates by now.
+        """
+        evaluate = self.evaluate_ahead
+        if not plan.dense_parts or evaluate is None:
+            return ()
+        place = plan.work.step, plan.work.layer
+        return (Prediction(self._gpu, place, plan.dense_parts, evaluate),)
 
     # -- what the engine reports ------------------------------------------------------
 
@@ -165,7 +182,11 @@ class RealWorld:
             self._memories.slots.take(key)
 
     def write_back(self, operation: Operation, layer: int, expert: int) -> None:
-        """Nothing: host memory or the SSD has the same weights still."""
+        """Copy an expert back from the slot that it leaves to the copy."""
+        memories = self._memories
+        slot = memories.slots.slot(memories.key(operation))
+        place = operation.step, layer, expert
+        self.submit(WriteBack(memories, self._back_link, place, slot))
 
     def computed(self, _: Operation | None) -> None:
         """Wake the control thread, which joins the results."""
