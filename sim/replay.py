@@ -48,8 +48,8 @@ class Replay:
     """One run: a planner, a machine, and the process that walks the layer steps.
 
     `noise_seed` draws every operation's time from the profile's measured distributions;
-    None takes the means. `measured` knows how long every operation really took, control's
-    parts included; it needs a profile without contention.
+    None takes the means. `measured` knows how long every operation really took, parts
+    of control included; it needs a profile without contention.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ same policies, same figures.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +148,7 @@ def run_trace(
             opened,
             batch=config.batch,
             steps=config.steps,
-            columns=_columns(opened, setup.policies()),
+            columns=columns_of(opened, setup.policies()),
         )
     )
     rehearse(setup.planner(), walk[:REHEARSED_STEPS])
@@ -268,7 +268,7 @@ def rehearse(planner: Planner, steps: Sequence[RoutedStep]) -> None:
             carry_out(planner, plan, 0.0)
 
 
-def _columns(trace: Trace, policies: Policies) -> tuple[str, ...]:
+def columns_of(trace: Trace, policies: Policies) -> tuple[str, ...]:
     """What policies read, and the combine weights where the trace has them."""
     # Outputs are combined with them; a trace without takes equal ones.
     weights = ("weights",) if "weights" in trace.columns else ()
@@ -346,7 +346,7 @@ def execute(
     return MeasuredRun(
         metrics=metrics,
         timeline=timeline,
-        config={"direct_reads": store.direct},
+        config={"direct_reads": store.direct, "model_shape": asdict(planner.shape)},
         warnings=[] if store.direct else [f"store: {store.reason}"],
         shape=planner.shape,
         result=result,

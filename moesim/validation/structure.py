@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.hwprofiles import paths
+from moesim.hwprofiles.errors import ProfileError
 from moesim.sim.replay import Replay
 from moesim.traces.timeline.operations import PART_NAMES, REQUEST
 from moesim.traces.timeline.spans import DENSE, STATE_NAMES, Timeline
@@ -182,7 +183,15 @@ def compare_structure(
         setup: what it was run with.
         steps: its routing.
         measured: its tables, those of its operations included.
+
+    Raises:
+        ProfileError: of a run with CUDA, whose lanes keep the device's time.
     """
+    if setup.profile.accelerator == "cuda":
+        raise ProfileError(
+            f"{name}: expected a run on the host accelerator, found CUDA, whose lanes"
+            " keep the device's time; compare times instead (moesim validate)"
+        )
     assert measured.operations is not None
     end_s = float(_joined(measured.step_chunks())["end_s"][-1])
     durations = MeasuredDurations(measured.operations, end_s)
@@ -234,7 +243,9 @@ def _other_accesses(
     names = ("step", "layer", "expert")
     same = len(real["step"]) == len(virtual["step"])
     if not same or any((real[name] != virtual[name]).any() for name in names):
-        return {"of other experts": abs(len(real["step"]) - len(virtual["step"])) + 1}, 0
+        return {
+            "of other experts": abs(len(real["step"]) - len(virtual["step"])) + 1
+        }, 0
     changes: Counter[str] = Counter()
     for row in np.flatnonzero(real["state"] != virtual["state"]).tolist():
         before = STATE_NAMES[real["state"][row]]
@@ -250,7 +261,9 @@ def _other_orders(measured: Timeline, simulated: Timeline) -> dict[str, str]:
     end_s = float(_joined(measured.step_chunks())["end_s"][-1])
     # What ended after the last forward pass is no part of any.
     inside = (columns["kind"] < REQUEST) & (columns["ended_s"] <= end_s)
-    real = _by_lane({name: column[inside] for name, column in columns.items()}, "picked_s")
+    real = _by_lane(
+        {name: column[inside] for name, column in columns.items()}, "picked_s"
+    )
     virtual = _by_lane(_joined(simulated.chunks()), "start_s")
     orders = {}
     for lane, name in enumerate(measured.lanes):
@@ -259,7 +272,11 @@ def _other_orders(measured: Timeline, simulated: Timeline) -> dict[str, str]:
         if first == second:
             continue
         at = next(
-            (i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]),
+            (
+                i
+                for i, pair in enumerate(zip(first, second, strict=False))
+                if pair[0] != pair[1]
+            ),
             min(len(first), len(second)),
         )
         orders[name] = f"{_words(first, at)} measured, {_words(second, at)} simulated"
@@ -297,7 +314,9 @@ def _shares(operations: OperationTable) -> dict[str, float]:
     }
     for number, name in enumerate(PART_NAMES):
         rows = kind == number
-        inside_s = (columns["end_s"] - columns["start_s"]) if number < REQUEST else whole_s
+        inside_s = (
+            (columns["end_s"] - columns["start_s"]) if number < REQUEST else whole_s
+        )
         if rows.any():
             seconds[name] = inside_s[rows].sum()
     total_s = whole_s.sum()

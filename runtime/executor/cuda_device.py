@@ -126,7 +126,7 @@ class CudaDevice:
         return anchor.time_of(start), anchor.time_of(end)
 
     def copy_back(self, record: torch.Tensor, slot: int, nbytes: int) -> None:
-        """Launch the copy of a slot into page-locked memory, behind the copy into it."""
+        """Launch the copy of a slot into host memory, behind the copy into it."""
         with torch.cuda.stream(self._copies):
             record[:nbytes].copy_(self._slots.record(slot)[:nbytes], non_blocking=True)
 

@@ -256,28 +256,19 @@ class Worker(WorkerQueues[Operation]):
             Stopped: the run is over, because a worker failed or the caller closed it.
         """
         lanes = self._lanes
-        clock = time.perf_counter
-        began_s = lanes.began_s
-        lock = lanes.lock
-        finished = lanes.finished
         done: Operation | None = None
-        begins = True
+        begins = not self.idle
         if self.idle:
             # Released before: it may have been handed work already.
             self._sleeping.acquire()
-            begins = False
         while True:
-            with lock:
+            with lanes.lock:
                 if done is not None:
-                    done.ended_s = self.freed_s = lock.instant_s
-                    finished.append(done)
-                    done.ended()
-                    done = None
-                elif begins and self._next is None:
-                    self.freed_s = lock.instant_s
-                    if self.on_serving is not None:
-                        self.on_serving()
+                    self._end(done)
+                elif begins:
+                    self._begin()
                 begins = False
+                done = None
                 self.idle = False
                 if lanes.stopping:
                     raise Stopped
@@ -293,13 +284,32 @@ class Worker(WorkerQueues[Operation]):
             if operation is None:
                 self._sleeping.acquire()
                 continue
-            operation.start_s = clock() - began_s
-            times = operation.run()
-            if times is None:
-                operation.end_s = clock() - began_s
-            else:
-                operation.start_s, operation.end_s = times
+            self._run(operation)
             done = operation
+
+    def _begin(self) -> None:
+        """Note that the thread serves from now on; with the lock held."""
+        if self._next is not None:
+            return
+        self.freed_s = self._lanes.lock.instant_s
+        if self.on_serving is not None:
+            self.on_serving()
+
+    def _end(self, operation: Operation) -> None:
+        """Let an operation's consequences queue; with the lock held."""
+        operation.ended_s = self.freed_s = self._lanes.lock.instant_s
+        self._lanes.finished.append(operation)
+        operation.ended()
+
+    def _run(self, operation: Operation) -> None:
+        """Do an operation, and note when."""
+        began_s = self._lanes.began_s
+        operation.start_s = time.perf_counter() - began_s
+        times = operation.run()
+        if times is None:
+            operation.end_s = time.perf_counter() - began_s
+        else:
+            operation.start_s, operation.end_s = times
 
     def work(self) -> None:
         """Serve on a thread of its own until the run is over; a failure ends it."""

@@ -1,4 +1,4 @@
-"""What a real run's workers did, from instant to instant: the seconds around operations.
+"""What a real run's workers did from instant to instant.
 
 A span says when an operation ran. Between being chosen and being counted more happens:
 a thread is woken, a lock is waited for, work is handed out. In a real run all of that
@@ -10,8 +10,7 @@ times differs from the run in structure alone (`moesim validate --structure`).
 from __future__ import annotations
 
 import struct
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +19,9 @@ import pyarrow.parquet as pq
 from moesim.traces.errors import TraceError
 from moesim.traces.files import written_beside
 from moesim.traces.timeline.spans import KIND_NAMES
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FILE_NAME: Final = "operations.parquet"
 
