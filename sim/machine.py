@@ -34,6 +34,13 @@ class Durations(Protocol):
         """Set the work of an operation that starts now."""
 
 
+class Measurements(Durations, Protocol):
+    """Knows how long operations of a real run took."""
+
+    def has(self, operation: Operation) -> bool:
+        """Whether the run had this operation."""
+
+
 class Worker(WorkerQueues[Operation]):
     """Serves the queues of its lanes in order; busy with at most one operation.
 

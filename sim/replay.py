@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.planner import Planner
     from moesim.sim.contention import Operation
-    from moesim.sim.machine import Durations
+    from moesim.sim.machine import Durations, Measurements
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.timeline.spans import Timeline
 
@@ -60,10 +60,10 @@ class Replay:
         timeline: Timeline,
         *,
         noise_seed: int | None = None,
-        measured: Durations | None = None,
+        measured: Measurements | None = None,
     ) -> None:
         self.env = Environment()
-        durations = measured
+        durations: Durations | None = measured
         if noise_seed is not None:
             durations = Noise(profile, noise_seed)
         self.machine = Machine(self.env, profile, timeline, durations)
@@ -74,7 +74,7 @@ class Replay:
             costs,
             planner,
             timeline,
-            parts=measured is not None,
+            measured=measured,
         )
         self._layer_step: LayerStep[Operation] = LayerStep(self._world, planner)
         self._planner = planner

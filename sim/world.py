@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.plan import Copies, Plan
     from moesim.policies.planner.planner import Planner
-    from moesim.sim.machine import Machine
+    from moesim.sim.machine import Machine, Measurements
     from moesim.traces.timeline.spans import Timeline
 
 
@@ -61,9 +61,8 @@ class VirtualWorld:
         costs: how long operations take.
         planner: decides.
         timeline: takes accesses.
-        parts: make an operation of everything that control does between its spans.
-            Their work is nothing here, as predictions have it in planning, first
-            operation and join.
+        measured: of a real run: everything that control does between its spans is an
+            operation then. In predictions planning, first operation and join have it.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class VirtualWorld:
         planner: Planner,
         timeline: Timeline,
         *,
-        parts: bool = False,
+        measured: Measurements | None = None,
     ) -> None:
         self.lanes = machine.lanes
         self.submit = machine.submit
@@ -90,7 +89,9 @@ class VirtualWorld:
         self._planner = planner
         self._costs = costs
         self._timeline = timeline
-        self.parts = parts
+        self.parts = measured is not None
+        self._measured = measured
+        self._holds_control = False
         self._place = (-1, -1)  # step and layer under way
         self._turn = Turn(env)
         # Entering a lock that nobody contends is cheaper than a null context.
@@ -333,7 +334,8 @@ class VirtualWorld:
         if self.parts:
             self._turn.callbacks = []
             request = partial(machine.start, self._part(REQUEST, self._kept))
-            if self._inline:
+            if self._inline or self._holds_control:
+                self._holds_control = False
                 request()
             else:
                 machine.take(self._control, request)
@@ -349,10 +351,15 @@ class VirtualWorld:
 
     def noted(self, step: int) -> None:
         """A forward pass has ended: control writes it down; nobody waits for that."""
-        if self.parts and not self._inline:
-            self._place = step, -1
-            note = self._part(NOTE, None)
+        if self._measured is None or self._inline:
+            return
+        self._place = step, -1
+        note = self._part(NOTE, None)
+        if not self._holds_control:
             self._machine.take(self._control, partial(self._machine.start, note))
+        elif self._measured.has(note):
+            self._holds_control = False
+            self._machine.start(note)
 
     def alone(
         self, lane: int, kind: int, step: int, layer: int, work_s: float
@@ -382,10 +389,15 @@ class VirtualWorld:
 
     def _serves_after(self, kind: int) -> None:
         """Let control serve its lanes, in a real run after some microseconds."""
-        if self.parts:
-            self._machine.start(self._part(kind, None))
-        else:
+        if self._measured is None:
             self._machine.give(self._control)
+            return
+        part = self._part(kind, None)
+        if kind == RETURN and not self._measured.has(part):
+            # Control was asked again before it served anything.
+            self._holds_control = True
+        else:
+            self._machine.start(part)
 
     def _part(
         self, kind: int, on_end: Callable[[Operation], object] | None

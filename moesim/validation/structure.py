@@ -79,6 +79,12 @@ class MeasuredDurations:
         elif operation.kind < REQUEST:
             self.unmatched[PART_NAMES[operation.kind]] += 1
 
+    def has(self, operation: Operation) -> bool:
+        """Whether the run had this operation, and it has not been simulated yet."""
+        return bool(
+            self._seconds.get(tuple(getattr(operation, name) for name in _PLACE))
+        )
+
     def left(self) -> Counter[str]:
         """Operations of the run that were not simulated, by kind."""
         left: Counter[str] = Counter()
