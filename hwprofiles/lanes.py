@@ -6,7 +6,8 @@ has such a lane: ``cpu``, ``h2d0``.
 
 The table below is the only list of kinds. Profile, simulator, runtime and calibration
 take from it what they need to know of a kind. A new kind is one more entry here, the
-operation that uses it, and a cost in `moesim.hwprofiles.costs`.
+operation that uses it, and a cost in `moesim.hwprofiles.costs` if it has one of its
+own (docs/how-to/extending.md shows one).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class LaneKind(NamedTuple):
         core_busy_with: accelerators beside which the lane keeps a host core busy.
         noise_paths: entries of a profile whose quantiles single operations are drawn
             from; the first one that has quantiles counts.
+        shares_worker_of: kind whose worker serves such a lane where a profile names no
+            worker for it; None if every profile has to.
     """
 
     name: str
@@ -45,6 +48,7 @@ class LaneKind(NamedTuple):
     core_busy_with: frozenset[Accelerator]
     noise_paths: tuple[str, ...]
     fills_memory: bool = False
+    shares_worker_of: LaneKind | None = None
 
     def lane(self, gpu: int = 0) -> str:
         """Name one lane of this kind; `gpu` is ignored where the machine has one."""

@@ -29,7 +29,7 @@ import tomli_w
 
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.errors import ProfileError
-from moesim.hwprofiles.lanes import GPU, LANE_KINDS, kind_of, lane_names
+from moesim.hwprofiles.lanes import GPU, LANE_KINDS, gpu_of, kind_of, lane_names
 from moesim.hwprofiles.parsing import parse_fit, parse_numbers, suggestion
 from moesim.hwprofiles.schema import (
     ACCELERATORS,
@@ -361,7 +361,25 @@ def _workers(raw: Mapping[str, Any], where: str) -> dict[str, tuple[str, ...]]:
             f"{where}: workers: expected worker = [lane, …] for every worker, found"
             f" {workers!r}"
         )
-    return {name: tuple(lanes) for name, lanes in workers.items()}
+    named = {name: tuple(lanes) for name, lanes in workers.items()}
+    return _with_shared_lanes(named)
+
+
+def _with_shared_lanes(
+    workers: Mapping[str, tuple[str, ...]],
+) -> dict[str, tuple[str, ...]]:
+    """Add lanes that no worker names to the workers that serve them by default."""
+    # A kind that is younger than a profile must not make the profile invalid.
+    complete = dict(workers)
+    served = {lane for lanes in workers.values() for lane in lanes}
+    for kind in LANE_KINDS:
+        host = kind.shares_worker_of
+        if host is None:
+            continue
+        for name, lanes in workers.items():
+            shared = [kind.lane(gpu_of(lane)) for lane in lanes if host.includes(lane)]
+            complete[name] += tuple(lane for lane in shared if lane not in served)
+    return complete
 
 
 def _is_lane_list(lanes: Any) -> bool:

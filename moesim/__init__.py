@@ -32,13 +32,15 @@ if TYPE_CHECKING:
     )
     from moesim.policies.registry import describe as list_policies
     from moesim.policies.registry import register
+    from moesim.reporting.cells_figure import cells_figure
+    from moesim.reporting.cells_text import cells_text
     from moesim.reporting.figures import (
         comparison_figure,
         placement_figure,
         step_figure,
     )
-    from moesim.reporting.sweep_figure import sweep_figure
-    from moesim.reporting.sweep_text import sweep_text
+    from moesim.reporting.sweeps.figure import sweep_figure
+    from moesim.reporting.sweeps.text import sweep_text
     from moesim.reporting.text import comparison_text, run_text
     from moesim.runs.cache_replay import replay_cache
     from moesim.runs.config import MeasuredConfig, RunConfig
@@ -46,7 +48,10 @@ if TYPE_CHECKING:
     from moesim.runs.memory import MemoryOptions
     from moesim.runs.replay import replay
     from moesim.runs.result import Run
-    from moesim.runs.sweep import compare, sweep
+    from moesim.sweeps.comparison import compare, compare_cells
+    from moesim.sweeps.ranking import ranking
+    from moesim.sweeps.store import results
+    from moesim.sweeps.sweep import sweep
     from moesim.traces.exporters import export_trace
     from moesim.traces.format.reader import Trace, open_trace
     from moesim.traces.importers import import_trace
@@ -65,7 +70,10 @@ __all__ = [
     "Trace",
     "__version__",
     "advise",
+    "cells_figure",
+    "cells_text",
     "compare",
+    "compare_cells",
     "comparison_figure",
     "comparison_text",
     "export_trace",
@@ -81,9 +89,11 @@ __all__ = [
     "open_trace",
     "placement_figure",
     "quality",
+    "ranking",
     "register",
     "replay",
     "replay_cache",
+    "results",
     "run_text",
     "save_profile",
     "sensitivity",
@@ -115,8 +125,10 @@ _MODULES = {
         "placement_figure",
         "step_figure",
     ),
-    "moesim.reporting.sweep_figure": ("sweep_figure",),
-    "moesim.reporting.sweep_text": ("sweep_text",),
+    "moesim.reporting.cells_figure": ("cells_figure",),
+    "moesim.reporting.cells_text": ("cells_text",),
+    "moesim.reporting.sweeps.figure": ("sweep_figure",),
+    "moesim.reporting.sweeps.text": ("sweep_text",),
     "moesim.reporting.text": ("comparison_text", "run_text"),
     "moesim.runs.cache_replay": ("replay_cache",),
     "moesim.runs.config": ("MeasuredConfig", "RunConfig"),
@@ -124,7 +136,10 @@ _MODULES = {
     "moesim.runs.memory": ("MemoryOptions",),
     "moesim.runs.replay": ("replay",),
     "moesim.runs.result": ("Run",),
-    "moesim.runs.sweep": ("compare", "sweep"),
+    "moesim.sweeps.comparison": ("compare", "compare_cells"),
+    "moesim.sweeps.ranking": ("ranking",),
+    "moesim.sweeps.store": ("results",),
+    "moesim.sweeps.sweep": ("sweep",),
     "moesim.traces.exporters": ("export_trace",),
     "moesim.traces.format.reader": ("Trace", "open_trace"),
     "moesim.traces.importers": ("import_trace",),

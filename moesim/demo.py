@@ -23,7 +23,7 @@ from moesim.cli.progress import bar, quiet_libraries
 from moesim.reporting import text as report
 from moesim.reporting.comparison_page import write_comparison
 from moesim.reporting.figures import comparison_figure, save
-from moesim.runs.sweep import compare
+from moesim.sweeps.comparison import compare
 from moesim.traces.files import written_beside
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.schema import METADATA_KEY

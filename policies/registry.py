@@ -209,6 +209,18 @@ def register(kind: str, name: str, cls: type[Policy]) -> None:
     _registered[kind, name] = _named(checked, name)
 
 
+def registered() -> dict[tuple[str, str], type[Policy]]:
+    """Policies that `register` made known in this process, by kind and name."""
+    return dict(_registered)
+
+
+def restore(policies: Mapping[tuple[str, str], type[Policy]]) -> None:
+    """Make the policies of another process, as `registered` returned them there, known
+    in this one.
+    """
+    _registered.update(policies)
+
+
 def _read(
     spec: str,
     kind: str,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moesim.runs import machine
-from moesim.runs.parallel import cores
+from moesim.runs.machine import cores
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 

@@ -37,7 +37,7 @@ per policy.
 
 ONLY_IN = {
     "simpy": {"sim"},
-    "duckdb": {"traces"},
+    "duckdb": {"traces", "moesim"},
     "torch": {"runtime"},
     "transformers": {"runtime"},
     "safetensors": {"runtime"},
@@ -45,6 +45,8 @@ ONLY_IN = {
     "pulp": {"policies"},
     "highspy": {"policies"},
     "joblib": {"moesim"},
+    "distributed": {"moesim"},
+    "optuna": {"moesim"},
     "matplotlib": {"moesim"},
     "rich": {"moesim"},
     "jinja2": {"moesim"},

@@ -60,6 +60,12 @@ def make_config(folder):
     (folder / "exp.toml").write_text(toml, encoding="utf-8")
 
 
+def make_sweep(folder):
+    page = (DOCS / "how-to" / "sweeps.md").read_text(encoding="utf-8")
+    (toml,) = [block.text for block in examples(page) if block.language == "toml"]
+    (folder / "sweep.toml").write_text(toml, encoding="utf-8")
+
+
 def make_rows(folder):
     """Two rows that the author of moe-speed-of-light measured, as llama-bench has them.
 
@@ -87,6 +93,7 @@ SETUP = {
     "import.md": make_dumps,
     "recording.md": make_prompts,
     "runtime.md": make_prompts,
+    "sweeps.md": make_sweep,
 }
 """Files that the examples of a page take for granted, by the name of the page."""
 

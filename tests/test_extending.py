@@ -28,7 +28,8 @@ SECTIONS = {
         for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
     )
 }
-RUN = [title for title, body in SECTIONS.items() if "```sh" in body]
+LANE = "A kind of lane"
+RUN = [title for title, body in SECTIONS.items() if "```sh" in body and title != LANE]
 
 
 @pytest.fixture
@@ -71,8 +72,8 @@ def apply(project, section):
 
 def change(path, lines):
     """Replace the one place of a file that holds the lines without ``+``."""
-    before = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
-    after = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
+    before = "".join(f"{line[1:]}\n" for line in lines if line[:1] in " -")
+    after = "".join(f"{line[1:]}\n" for line in lines if line[:1] in " +")
     text = path.read_text(encoding="utf-8")
     assert text.count(before) == 1, f"{path}: {before!r}"
     path.write_text(text.replace(before, after), encoding="utf-8")
@@ -146,3 +147,25 @@ def test_an_extension_is_the_files_that_the_page_shows(project, title):
         assert name not in METRICS
         page = place(project, "docs/reference/metrics.md").read_text(encoding="utf-8")
         assert f"`{name}`" in page
+
+
+def test_a_kind_of_lane_is_two_files_in_the_simulator(project):
+    """The entry and its operation."""
+    names = apply(project, SECTIONS[LANE])
+    assert set(names) == {"hwprofiles/lanes.py", "sim/world.py"}
+    busy_s = json.loads(run_commands(project, SECTIONS[LANE]))["busy_s"]
+    assert busy_s["npu0"] > 0.0
+
+
+def test_a_profile_decides_who_serves_a_new_lane(project):
+    """Unnamed, it takes the GPU's time; with a worker of its own it runs beside it."""
+    apply(project, SECTIONS[LANE])
+    command = "moesim replay tiny --prefetch partial-hidden --steps 4 --hw {} --json"
+    text = (project / "moesim/hwprofiles/data/rtx4060ti.toml").read_text()
+    own = project / "own.toml"
+    own.write_text(text.replace("[workers]\n", '[workers]\npredictor = ["npu0"]\n'))
+
+    shared = json.loads(moesim(project, command.format("rtx4060ti")))
+    apart = json.loads(moesim(project, command.format(own)))
+    assert apart["busy_s"]["npu0"] == pytest.approx(shared["busy_s"]["npu0"])
+    assert apart["makespan_s"] < shared["makespan_s"]

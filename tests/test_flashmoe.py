@@ -28,10 +28,10 @@ from moesim.policies.systems import System
 from moesim.runs import replay as api
 from moesim.runs.artefacts import load_artefacts
 from moesim.runs.cache_replay import replay_cache
-from moesim.runs.sweep import compare
 from moesim.runtime.train.cache_network import forward, train
 from moesim.runtime.train.cache_recipe import Recipe
 from moesim.runtime.train.cache_samples import distance_labels, observe, scaled
+from moesim.sweeps.comparison import compare
 from moesim.traces.errors import TraceError
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace

@@ -4,6 +4,7 @@ given.
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import sys
@@ -11,6 +12,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import browser, check_page, show
+from command_line import runner
 from conftest import write_trace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,9 +22,9 @@ from rich.cells import cell_len
 from small_trace import write_small_trace
 
 import moesim
+from moesim.reporting.cells_page import write_cells
 from moesim.reporting.comparison_page import write_comparison
-from moesim.reporting.pages import render
-from moesim.reporting.sweep_page import write_sweep
+from moesim.reporting.pages import PageFigure, PageTable, render
 from moesim.reporting.tables import PLAIN_WIDTH, aligned, facts_lines, screen
 from moesim.reporting.trace_page import write_html
 from moesim.traces.format.reader import open_trace
@@ -162,7 +165,7 @@ def test_a_terminal_gets_bold_heads_in_its_own_width(term, escapes):
 class Outline(HTMLParser):
     """Tags with their attributes, in order; and which are still open at the end."""
 
-    EMPTY = frozenset({"meta", "path", "use", "br", "rect", "image"})
+    EMPTY = frozenset({"meta", "path", "use", "br", "rect", "image", "input"})
 
     def __init__(self):
         super().__init__()
@@ -194,16 +197,16 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     path = write_small_trace(folder / "<i>&.parquet")
     table, runs = moesim.compare(path, ["all-cpu", "greedy"])
-    swept = moesim.sweep(path, ["all-cpu"], hw=["rtx4060ti", "rtx3080ti"])
+    compared = moesim.compare_cells(path, ["all-cpu"], hw=["rtx4060ti", "rtx3080ti"])
     trace = open_trace(path)
     return {
         "comparison": write_comparison(table, runs, folder / "c.html"),
-        "sweep": write_sweep(swept, folder / "s.html"),
+        "cells": write_cells(compared, folder / "s.html"),
         "trace": write_html(trace, summarise_trace(trace), folder / "t.html"),
     }
 
 
-KINDS = pytest.mark.parametrize("kind", ["comparison", "sweep", "trace"])
+KINDS = pytest.mark.parametrize("kind", ["comparison", "cells", "trace"])
 
 
 @KINDS
@@ -223,10 +226,51 @@ def test_a_page_can_be_read_by_everybody_on_any_screen(pages, kind):
     assert len(outline.named("main")) == len(outline.named("h1")) == 1
     assert outline.named("th")
     assert {attrs.get("scope") for attrs in outline.named("th")} == {"col", "row"}
-    scrolling = [a for a in outline.named("div") if a.get("class") == "wide"]
+    scrolling = [a for a in outline.named("div") if "wide" in a.get("class", "")]
     drawn = len(outline.named("table")) + len(outline.named("svg"))
     assert len(scrolling) == drawn
     assert all(attrs["aria-label"] for attrs in scrolling)
+    assert all(attrs["role"] == "img" for attrs in outline.named("svg"))
+    # One title for the page, one for each figure.
+    assert len(outline.named("title")) == 1 + len(outline.named("svg"))
+
+
+@KINDS
+def test_the_words_of_figures_are_text(pages, kind):
+    """They can be searched and copied, and follow the colour of the page."""
+    figures = re.findall(r"<svg.*?</svg>", pages[kind].read_text("utf-8"), re.DOTALL)
+    assert figures
+    for figure in figures:
+        assert "<text" in figure
+        assert "#000000" not in figure
+
+
+@KINDS
+def test_no_two_parts_of_a_page_have_the_same_id(pages, kind):
+    """matplotlib numbers the parts of each figure from one."""
+    ids = re.findall(r'\bid="([^"]+)"', pages[kind].read_text(encoding="utf-8"))
+    assert ids
+    assert len(ids) == len(set(ids))
+
+
+@KINDS
+def test_the_head_says_where_the_figures_come_from(pages, kind):
+    head = pages[kind].read_text(encoding="utf-8").partition("</header>")[0]
+    assert "&lt;i&gt;&amp;.parquet, SHA-256 " in head
+    assert "a call from Python" in head
+    assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC by moesim ", head)
+
+
+def test_the_head_of_a_page_repeats_the_command(tmp_path, monkeypatch, capsys):
+    run = runner(capsys, monkeypatch, tmp_path)
+    page = tmp_path / "a b.html"
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
+    assert run("trace", "stats", "tiny", "--html", page)[0] == 0
+    head = page.read_text(encoding="utf-8").partition("</header>")[0]
+    # As a shell takes it: the name has a space.
+    command = html.escape(f"moesim trace stats tiny --html '{page}'", quote=True)
+    assert f"<dd>{command}</dd>".replace("&#x27;", "&#39;") in head
+    assert "1970-01-02 00:00 UTC" in head
 
 
 @KINDS
@@ -235,7 +279,8 @@ def test_a_page_is_one_file_that_loads_nothing(pages, kind):
     text = pages[kind].read_text(encoding="utf-8")
     outline.feed(text)
     names = {tag for tag, _ in outline.tags}
-    assert names.isdisjoint({"script", "link", "img", "iframe", "object"})
+    assert names.isdisjoint({"link", "img", "iframe", "object"})
+    assert outline.named("script") == [{}]
     links = [
         value
         for _, attrs in outline.tags
@@ -257,7 +302,7 @@ def test_text_is_escaped(pages):
 
 def test_a_name_that_a_template_lacks_is_an_error():
     with pytest.raises(UndefinedError, match="summary"):
-        render("trace.html", title="t")
+        render("trace.html", title="t", origin=[])
 
 
 def test_every_template_is_used():
@@ -278,3 +323,88 @@ def test_a_page_without_prompts_or_tokens_is_whole(tmp_path, tiny_shape):
         write_html(trace, summarise_trace(trace), tmp_path / "p.html").read_text()
     )
     assert outline.open == []
+
+
+# In a real browser.
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("browser")) as driver:
+        yield driver
+
+
+@KINDS
+def test_axe_finds_nothing_on_any_screen(driver, pages, kind):
+    check_page(driver, pages[kind])
+
+
+def column(driver, position):
+    """The cells of one column of the first table, from top to bottom."""
+    return driver.execute_script(
+        "return [...document.querySelector('table').tBodies[0].rows]"
+        f".filter(row => !row.hidden).map(row => row.cells[{position}].textContent)"
+    )
+
+
+def test_a_click_on_a_head_sorts_by_value(driver, tmp_path):
+    """900 ms are less than 1.2 s, and a cell without a value stands last either way."""
+    rows = [["a", "1.2 s"], ["b", "-"], ["c", "900 ms"], ["d", "1,050 ms"]]
+    show(driver, table_page(tmp_path, rows))
+    button = driver.find_elements("css selector", "thead button")[1]
+    button.click()
+    assert column(driver, 0) == ["c", "d", "a", "b"]
+    button.click()
+    assert column(driver, 0) == ["a", "d", "c", "b"]
+
+
+def test_words_sort_as_people_sort_them(driver, tmp_path):
+    rows = [["layer 10", "x"], ["layer 9", "y"], ["Layer 1", "z"]]
+    show(driver, table_page(tmp_path, rows))
+    driver.find_element("css selector", "thead button").click()
+    assert column(driver, 0) == ["Layer 1", "layer 9", "layer 10"]
+
+
+def test_a_long_table_can_be_filtered(driver, tmp_path):
+    rows = [[f"machine {n % 3}", f"policy {n}"] for n in range(12)]
+    show(driver, table_page(tmp_path, rows))
+    field = driver.find_element("css selector", "input[type=search]")
+    field.send_keys("machine 2 policy 1")
+    assert column(driver, 1) == ["policy 11"]
+    field.clear()
+    field.send_keys("POLICY")
+    assert len(column(driver, 1)) == 12
+
+
+def test_a_dark_screen_gets_a_dark_page_with_light_words(driver, pages):
+    show(driver, pages["cells"], scheme="dark")
+    colours = driver.execute_script(
+        "const style = getComputedStyle; const text = document.querySelector('svg text');"
+        "return [style(document.body).backgroundColor, style(text).fill];"
+    )
+    levels = [list(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours]
+    assert max(levels[0]) < 64
+    assert min(levels[1]) > 192
+
+
+def table_page(folder, rows):
+    """A page of one table."""
+    table = PageTable(["name", "value"], rows)
+    text = render(
+        "cells.html",
+        title="t",
+        origin=[],
+        setting="",
+        answer="",
+        winners=table,
+        notes=[],
+        curves=PageFigure("<svg></svg>", "none"),
+        meaning="",
+        times=table,
+        runs=table,
+        warnings=[],
+        settings="",
+    )
+    path = folder / "table.html"
+    path.write_text(text, encoding="utf-8")
+    return path

@@ -1,47 +1,47 @@
-"""Policies on several machines with several memories: every cell is a comparison of its
-own, and who wins is said.
+"""Sweeps: every combination once, the same wherever it runs, and nothing that was found
+is run again.
 """
 
-import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
-import psutil
+import pyarrow.parquet as pq
 import pytest
-from command_line import refused, runner
+from command_line import runner
 from small_trace import write_small_trace
 
 import moesim
-from moesim.hwprofiles.profile import load_profile, save_profile
+from moesim.policies import registry
 from moesim.policies.base import PolicyError
-from moesim.reporting.sweep_figure import sweep_figure
-from moesim.reporting.sweep_text import answer_lines, winner_rows
-from moesim.runs.parallel import map_tasks
-from moesim.runs.sweep import CELL
+from moesim.policies.registry import find
+from moesim.runs.config import ConfigError
+from moesim.sweeps import digests, execution, plan, rows
+from moesim.sweeps.execution import run_tasks
+from moesim.sweeps.observer import FULL_SHARE, NEVER_USED
+from moesim.sweeps.store import ResultsError, read_results
+from moesim.sweeps.sweep import configs_of
 
-POLICIES = ("all-cpu", "on-demand", "greedy", "on-demand+belady")
-MACHINES = ("rtx4060ti", "rtx3080ti")
-MEMORIES = [moesim.MemoryOptions(slots_per_layer=slots) for slots in (1, 3, 6)]
-SAME = [
-    "tpot_s",
-    "ttft_s",
-    "hit_rate_active",
-    "makespan_s",
-    "h2d_bytes",
-    "gpu_bytes",
-    "busiest",
-]
+ROOT = Path(__file__).parents[1]
+AXES = {"slots_per_layer": [1, 3], "batch": [1, 2], "hw": ["rtx4060ti", "rtx3080ti"]}
+POLICIES = ["all-cpu", "on-demand", "greedy"]
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    return write_small_trace(tmp_path_factory.mktemp("trace") / "small.parquet")
+    return write_small_trace(
+        tmp_path_factory.mktemp("trace") / "small.parquet", sequences=6, new_tokens=8
+    )
 
 
 @pytest.fixture(scope="module")
 def swept(trace):
-    return moesim.sweep(trace, POLICIES, hw=MACHINES, memory=MEMORIES)
+    return moesim.sweep(trace, POLICIES, jobs=1, details=True, **AXES)
 
 
 @pytest.fixture
@@ -49,278 +49,263 @@ def command(capsys, monkeypatch, tmp_path):
     return runner(capsys, monkeypatch, tmp_path)
 
 
-# Cells.
+# Combinations.
 
 
-def test_every_cell_is_the_comparison_on_that_machine_with_that_memory(trace, swept):
-    assert len(swept.table) == len(POLICIES) * len(MACHINES) * len(MEMORIES)
-    assert swept.cells == 6
-    for machine in MACHINES:
-        for memory in MEMORIES:
-            table, _ = moesim.compare(trace, POLICIES, hw=machine, memory=memory)
-            cell = swept.table[
-                (swept.table["hw"] == machine)
-                & (swept.table["memory"] == memory.size_words)
-            ]
-            pd.testing.assert_frame_equal(cell.reset_index(drop=True), table)
+def test_every_combination_is_one_run_with_the_figures_of_a_replay(trace, swept):
+    assert len(swept) == 3 * 2 * 2 * 2
+    assert swept.attrs["axes"] == ["policy", "hw", "slots_per_layer", "batch"]
+    assert not swept["digest"].duplicated().any()
+    for row in swept.iloc[::7].to_dict("records"):
+        run = moesim.replay(
+            trace,
+            row["policy"],
+            hw=row["hw"],
+            slots_per_layer=row["slots_per_layer"],
+            batch=row["batch"],
+        )
+        for name in ("tpot_s", "ttft_s", "makespan_s", "hits"):
+            assert row[name] == run.metrics[name]
+        assert json.loads(row["lanes"])["busy_s"] == run.metrics["busy_s"]
 
 
-def test_the_winner_of_a_cell_is_its_shortest_run_that_sees_the_past_only(swept):
-    for cell, part in swept.table.groupby(CELL):
-        real = part[part["policy"] != "on-demand+belady"]
-        (winner,) = part.loc[part["fastest"], "policy"]
-        assert winner == real.loc[real["makespan_s"].idxmin(), "policy"], cell
-    assert len(swept.fastest()) == 6
+def test_policies_stand_together(swept):
+    assert swept["policy"].tolist() == POLICIES * 8
 
 
-def test_more_slots_hit_more(swept):
-    hits = swept.table[swept.table["policy"] == "on-demand"].groupby("hw")[
-        "hit_rate_active"
+def test_a_list_in_a_file_is_an_axis(trace, tmp_path):
+    """Parameters of policies too; what a call says comes first."""
+    file = tmp_path / "exp.toml"
+    file.write_text(
+        f'trace = "{trace}"\nslots_per_layer = [1, 3]\nsteps = 4\n'
+        '[policies.cache]\nname = "lfu"\ndecay = [0.5, 0.9]\n'
+    )
+    found = moesim.sweep(file, jobs=1)
+    assert list(zip(found["slots_per_layer"], found["cache"], strict=True)) == [
+        (1, "lfu:decay=0.5"),
+        (1, "lfu:decay=0.9"),
+        (3, "lfu:decay=0.5"),
+        (3, "lfu:decay=0.9"),
     ]
-    assert all(
-        rates.is_monotonic_increasing and rates.iloc[0] < rates.iloc[-1]
-        for _, rates in hits
-    )
+    assert len(moesim.sweep(file, slots_per_layer=2, jobs=1)) == 2
 
 
-def test_a_sweep_keeps_no_timelines_unless_told(trace, swept):
-    assert all(run.timeline.frame().empty for run in swept.runs.values())
-    kept = moesim.sweep(trace, ["greedy"], memory=MEMORIES[:2], keep=True, steps=3)
-    assert all(len(run.timeline.step_frame()) == 3 for run in kept.runs.values())
+def test_a_list_of_traces_and_of_seeds(trace, tmp_path):
+    other = write_small_trace(tmp_path / "other.parquet", seed=1)
+    found = moesim.sweep([trace, other], "greedy", seed=range(3), steps=2, jobs=1)
+    assert found.attrs["axes"] == ["trace", "seed"]
+    assert found["seed"].tolist() == [0, 1, 2] * 2
 
 
-def test_progress_ends_at_one(trace):
-    shares = []
-    moesim.sweep(
-        trace, ["greedy", "all-cpu"], memory=MEMORIES[:2], progress=shares.append
-    )
-    assert shares == sorted(shares)
-    assert shares[-1] == pytest.approx(1.0)
-
-
-def test_folders_are_named_after_what_there_is_more_than_one_of(trace, tmp_path):
-    moesim.sweep(
-        trace, ["greedy"], hw=MACHINES[:1], memory=MEMORIES[:2], steps=2, out=tmp_path
-    )
-    assert (tmp_path / "1_slots" / "greedy" / "run.json").is_file()
-    assert (tmp_path / "3_slots" / "greedy" / "run.json").is_file()
+def test_what_cannot_be_is_left_out_and_said(trace):
+    with pytest.warns(UserWarning, match="left out 1 of 2 runs: .*no room to stage"):
+        found = moesim.sweep(trace, "greedy", gpu_memory_bytes=[1000, 1 << 30], jobs=1)
+    assert found["gpu_memory_bytes"].tolist() == [1 << 30]
+    with pytest.raises(PolicyError, match="no room to stage"):
+        moesim.sweep(trace, "greedy", gpu_memory_bytes=[1000, 1001], jobs=1)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "error", "words"),
     [
-        ({"gpu_memory_bytes": 8 << 30}, "8.0 GiB"),
-        ({"slots_per_layer": 16}, "16 slots"),
-        ({"gpu_memory_bytes": 801 * (1 << 30) // 100}, "8.01 GiB"),
-        ({"gpu_memory_bytes": 8_000_000_000}, "7.451 GiB"),
-        ({"cache_ratio": 0.125}, "12.5 %"),
-        ({"cache_ratio": 0.10001}, "10.001 %"),
-        ({}, "25 %"),
+        ({"policies": ["greedy", "gredy"]}, PolicyError, "did you mean 'greedy'"),
+        ({"batch": [1, 0]}, ConfigError, "batch: expected a whole number >= 1"),
+        ({"seed": []}, PolicyError, "seed: expected at least one value"),
+        ({"batches": [1]}, TypeError, "did you mean 'batch'"),
     ],
 )
-def test_a_memory_is_called_what_was_said_of_it(options, words):
-    assert moesim.MemoryOptions(**options).size_words == words
+def test_slips_are_refused_before_anything_runs(trace, tmp_path, options, error, words):
+    with pytest.raises(error, match=words):
+        moesim.sweep(trace, store=tmp_path / "s", **options)
+    assert not (tmp_path / "s").exists()
+
+
+# Placement and times, by hand.
+
+
+def test_a_row_says_where_every_expert_was(trace, swept):
+    row = swept[(swept["policy"] == "greedy") & (swept["batch"] == 1)].iloc[0]
+    run = moesim.replay(
+        trace, "greedy", hw=row["hw"], slots_per_layer=row["slots_per_layer"]
+    )
+    placed = run.placement().set_index(["layer", "expert"])
+    shares = np.frombuffer(row["placement"], np.uint8).reshape(2, 3, 8)
+    for (layer, expert), where in placed.iterrows():
+        assert shares[0, layer, expert] == round(FULL_SHARE * where["on_gpu"])
+        assert shares[1, layer, expert] == round(FULL_SHARE * where["resident"])
+    assert (shares[0] == NEVER_USED).sum() == 24 - len(placed)
+
+
+def test_times_of_sequences_add_up_to_those_of_the_run(swept):
+    for row in swept.to_dict("records"):
+        count = 6 // row["batch"]
+        assert len(row["batch_decode_s"]) == count
+        steps = sum(row["batch_decode_steps"])
+        assert sum(row["batch_decode_s"]) / steps == pytest.approx(row["tpot_s"])
+        assert np.mean(row["batch_ttft_s"]) == pytest.approx(row["ttft_s"])
+        assert sum(row["batch_makespan_s"]) == pytest.approx(row["makespan_s"])
+
+
+# The store.
+
+
+def counted(monkeypatch):
+    """Digests of the runs that are carried out, in this process."""
+    done = []
+
+    def carry_out(point, progress):
+        done.append(point.digest)
+        return rows.carry_out(point, progress)
+
+    monkeypatch.setattr("moesim.sweeps.sweep.carry_out", carry_out)
+    return done
+
+
+def test_what_is_there_is_not_run_again(trace, swept, tmp_path, monkeypatch):
+    done = counted(monkeypatch)
+    options = {"store": tmp_path / "s", "jobs": 1, "details": True}
+    moesim.sweep(trace, POLICIES[:2], **AXES, **options)
+    assert len(done) == 16
+    again = moesim.sweep(trace, POLICIES, **AXES, **options)
+    assert len(done) == 24
+    pd.testing.assert_frame_equal(again, swept)
+    moesim.sweep(trace, POLICIES, **AXES, **options)
+    assert len(done) == 24
+    assert len(moesim.results(tmp_path / "s")) == 24
+
+
+def digest_of(trace, **options):
+    (point,) = plan.planned(configs_of(trace, options)).points
+    return point.digest
+
+
+def test_a_digest_changes_with_all_that_a_run_depends_on(trace, tmp_path, monkeypatch):
+    """And with nothing else: neither with the name of the trace nor its folder."""
+    base = digest_of(trace)
+    copy = tmp_path / "copy.parquet"
+    copy.write_bytes(trace.read_bytes())
+    assert digest_of(copy) == base
+    other = write_small_trace(tmp_path / "other.parquet", seed=1)
+    changed = [
+        digest_of(other),
+        digest_of(trace, hw="rtx4060ti"),
+        digest_of(trace, seed=1),
+        digest_of(trace, cache="lfu:decay=0.5"),
+        digest_of(trace, warm=other),
+    ]
+    monkeypatch.setattr("moesim.sweeps.plan.code_digest", lambda: "new")
+    monkeypatch.setattr(digests, "code_digest", lambda: "new")
+    changed.append(digest_of(trace))
+    assert len({base, *changed}) == 7
+
+
+def test_a_users_policy_is_part_of_the_digest(trace, tmp_path):
+    file = tmp_path / "mine.py"
+    source = (ROOT / "policies" / "cache" / "fifo.py").read_text(encoding="utf-8")
+    file.write_text(source)
+    before = digest_of(trace, cache=str(file))
+    file.write_text(source + "\n# changed\n")
+    assert digest_of(trace, cache=str(file)) != before
+
+
+def test_two_sweeps_at_once_do_no_harm(trace, swept, tmp_path):
+    """The same folder, the same runs: each row once in the end."""
+    store = tmp_path / "s"
+    code = (
+        "import sys, moesim\n"
+        "if __name__ == '__main__':\n"
+        "    moesim.sweep(sys.argv[1], ['all-cpu', 'on-demand', 'greedy'],"
+        " slots_per_layer=[1, 3], batch=[1, 2], hw=['rtx4060ti', 'rtx3080ti'],"
+        " jobs=1, store=sys.argv[2])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, trace, store], env=environment)
+        for _ in range(2)
+    ]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    found = moesim.sweep(trace, POLICIES, store=store, details=True, **AXES)
+    pd.testing.assert_frame_equal(found, swept)
+    assert read_results(store).num_rows == 24
+    assert {file.suffix for file in store.iterdir()} == {".parquet"}
+
+
+def test_a_damaged_file_is_named(trace, tmp_path):
+    store = tmp_path / "s"
+    moesim.sweep(trace, "greedy", steps=2, store=store, jobs=1)
+    (file,) = store.glob("*.parquet")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 3] ^= 0xFF
+    file.write_bytes(content)
+    with pytest.raises(ResultsError, match=file.name):
+        moesim.results(store, details=True)
+    with pytest.raises(ResultsError, match="expected a folder of results"):
+        moesim.results(tmp_path / "nothing")
+
+
+def test_files_stay_few_and_complete(trace, tmp_path):
+    """One write for runs that end within a second."""
+    store = tmp_path / "s"
+    moesim.sweep(trace, "greedy", seed=range(8), steps=1, store=store, jobs=1)
+    assert sum(pq.read_metadata(file).num_rows for file in store.iterdir()) == 8
+    assert len(list(store.iterdir())) < 8
 
 
 # Processes.
 
 
-def test_several_processes_find_what_one_finds(trace, swept, tmp_path):
-    """In the same order, with tables of runs where they are asked for."""
+def test_several_processes_find_what_one_finds(trace, swept):
     shares = []
-    twice = moesim.sweep(
-        trace,
-        POLICIES,
-        hw=MACHINES,
-        memory=MEMORIES,
-        jobs=2,
-        out=tmp_path,
-        progress=shares.append,
+    found = moesim.sweep(
+        trace, POLICIES, jobs=2, details=True, progress=shares.append, **AXES
     )
-    pd.testing.assert_frame_equal(twice.table, swept.table)
-    assert list(twice.runs) == list(swept.runs)
+    pd.testing.assert_frame_equal(found, swept)
+    assert shares == sorted(shares)
     assert shares[-1] == pytest.approx(1.0)
-    run = twice.runs["rtx4060ti", "3 slots", "greedy"]
-    assert run.placement()["uses"].sum() == run.metrics["accesses"]
 
 
-def test_processes_see_the_folder_that_the_caller_is_in(tmp_path, monkeypatch):
-    """Processes of an earlier sweep, in another folder, would not find the trace."""
-    for name in ("a", "b"):
-        folder = tmp_path / name
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        write_small_trace(Path(f"{name}.parquet"))
-        found = moesim.sweep(f"{name}.parquet", ["greedy", "all-cpu"], jobs=2, steps=2)
-        assert len(found.runs) == 2
-    # Those that watch over shared resources stay until the end.
-    left = [" ".join(child.cmdline()) for child in psutil.Process().children()]
-    assert all("resource_tracker" in command for command in left)
+def test_processes_know_what_a_notebook_registered(trace, monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+
+    class Backwards(find("fifo", "cache")):
+        """As a cell of a notebook defines it: no module that could be imported."""
+
+    Backwards.__module__ = "__main__"
+    moesim.register("cache", "backwards", Backwards)
+    options = {"policies": "on-demand", "cache": ["backwards", "fifo"], "steps": 4}
+    alone = moesim.sweep(trace, jobs=1, **options)
+    pd.testing.assert_frame_equal(moesim.sweep(trace, jobs=2, **options), alone)
 
 
-def test_small_work_stays_in_this_process():
-    """What cannot travel between processes shows that none was started."""
-    assert map_tasks(
-        lambda task, tell: tell(1) or task * 2, [1, 2, 3], jobs=None, rows=3
-    ) == [2, 4, 6]
+def pids(task, _progress):
+    if task == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.getpid()
 
 
-# What cannot be.
-
-
-def test_a_cell_that_cannot_be_is_named_before_anything_runs(trace, tmp_path):
-    memory = [
-        moesim.MemoryOptions(gpu_memory_bytes=size) for size in (1 << 20, 1 << 30)
-    ]
-    with pytest.raises(
-        PolicyError, match=r"on rtx4060ti with 1.0 MiB: .*no room to stage"
-    ):
-        moesim.sweep(trace, ["greedy"], hw=MACHINES, memory=memory, out=tmp_path / "o")
-    assert not (tmp_path / "o").exists()
-
-
-def test_machines_of_one_name_are_told_apart_by_their_place(trace, tmp_path):
-    profile = load_profile("rtx4060ti")
-    slow = dataclasses.replace(profile, description="another one")
-    places = [
-        save_profile(one, tmp_path / name)
-        for one, name in ((profile, "a.toml"), (slow, "b.toml"))
-    ]
-    found = moesim.sweep(trace, ["greedy"], hw=places, steps=2)
-    assert found.table["hw"].tolist() == [str(place) for place in places]
-    with pytest.raises(PolicyError, match="several profiles are named 'rtx4060ti'"):
-        moesim.sweep(trace, ["greedy"], hw=[profile, slow], steps=2)
-
-
-def test_memories_lie_on_one_axis(trace):
-    with pytest.raises(PolicyError, match="mix none"):
-        moesim.sweep(
-            trace,
-            ["greedy"],
-            memory=[MEMORIES[0], moesim.MemoryOptions(cache_ratio=0.5)],
+def test_a_task_that_kills_every_process_is_given_up(monkeypatch):
+    monkeypatch.setattr(execution, "MOST_RESTARTS", 0)
+    results = []
+    with pytest.raises(ChildProcessError, match="killed again and again"):
+        run_tasks(
+            pids, ["kill", "kill"], lambda *result: results.append(result), jobs=2
         )
+    assert results == []
 
 
-def test_no_memory_is_lost_because_it_is_called_like_another(trace):
-    """8 and 8.01 GiB are two cells; what no words would tell apart is refused, not left
-    out.
-    """
-    sizes = [
-        moesim.MemoryOptions(gpu_memory_bytes=round(gib * (1 << 30)))
-        for gib in (8, 8.01)
-    ]
-    assert moesim.sweep(trace, ["greedy"], memory=sizes, steps=1).table[
-        "memory"
-    ].tolist() == ["8.0 GiB", "8.01 GiB"]
-    with pytest.raises(PolicyError, match="both be called '3 slots'"):
-        moesim.sweep(
-            trace,
-            ["greedy"],
-            memory=[MEMORIES[1], dataclasses.replace(MEMORIES[1], scope="global")],
-        )
+def once(task, _progress):
+    """Kills its process the first time, as a machine short of memory does."""
+    if task.exists():
+        return task.name
+    task.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+    return None
 
 
-@pytest.mark.parametrize(
-    ("what", "given"),
-    [("policy", {}), ("machine", {"hw": []}), ("memory", {"memory": []})],
-)
-def test_nothing_to_compare_is_said(trace, what, given):
-    with pytest.raises(PolicyError, match=f"at least one {what}"):
-        moesim.sweep(trace, [] if what == "policy" else ["greedy"], **given)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "part"),
-    [
-        ("--gpu-memory", "4GiB,much", "much"),
-        ("--cache-ratios", "0.1,2", "between 0 and 1"),
-        ("--slots-per-layer", "1,-2", "whole numbers"),
-        ("--hw", ",", "names separated by commas"),
-        ("--hw", "rtx4060ti,rtx4060tii", "did you mean 'rtx4060ti'"),
-    ],
-)
-def test_lists_are_refused_in_one_line(command, trace, option, value, part):
-    assert refused(command("compare", trace, option, value), part)
-
-
-# Words, pictures, the page, the command.
-
-
-def test_winners_are_counted_and_listed(swept):
-    answer, *notes = answer_lines(swept)
-    wins = swept.fastest()["policy"].value_counts()
-    assert answer == "fastest over the whole trace: " + ", ".join(
-        f"{name} in {n} of 6" for name, n in wins.items()
-    )
-    assert "on-demand+belady: sees the future, so no rival" in notes
-    head, rows = winner_rows(swept)
-    assert head[:3] == ["machine", "per layer", "fastest"]
-    assert [row[:3] for row in rows] == swept.fastest()[
-        [*CELL, "policy"]
-    ].to_numpy().tolist()
-
-
-def test_the_picture_has_a_panel_per_machine_and_a_line_per_policy(swept):
-    axes = sweep_figure(swept).axes
-    assert [axis.get_title(loc="left") for axis in axes] == list(MACHINES)
-    for axis in axes:
-        lines = {line.get_label(): line for line in axis.lines}
-        assert set(lines) == set(POLICIES)
-        assert lines["greedy"].get_xdata().tolist() == [1, 3, 6]
-        assert lines["on-demand+belady"].get_linestyle() == "--"
-    mine = swept.table[
-        (swept.table["hw"] == MACHINES[1]) & (swept.table["policy"] == "greedy")
-    ]
-    line = next(line for line in axes[1].lines if line.get_label() == "greedy")
-    assert line.get_ydata().tolist() == pytest.approx((1e3 * mine["tpot_s"]).tolist())
-
-
-def test_with_one_memory_machines_stand_on_the_axis(trace):
-    found = moesim.sweep(trace, ["greedy", "all-cpu"], hw=MACHINES, steps=4)
-    (axis,) = sweep_figure(found).axes
-    assert [label.get_text() for label in axis.get_xticklabels()] == list(MACHINES)
-
-
-def test_the_command_says_shows_and_writes_a_sweep(command, trace, tmp_path):
-    words = [
-        "compare",
-        trace,
-        "--policies",
-        "all-cpu,greedy",
-        "--hw",
-        "rtx4060ti,rtx3080ti",
-        "--cache-ratios",
-        "0.25,0.5",
-    ]
-    table = tmp_path / "t.parquet"
-    page = tmp_path / "p.html"
-    code, out, _ = command(
-        *words,
-        "--steps",
-        6,
-        "--png",
-        tmp_path / "p.png",
-        "--table",
-        table,
-        "--html",
-        page,
-    )
-    assert code == 0
-    assert "2 policies on 2 machines with 2 memory sizes" in out
-    assert "fastest over the whole trace: " in out
-    found = pd.read_parquet(table)
-    assert found[[*CELL, "policy"]].drop_duplicates().shape == (8, 3)
-    assert found["fastest"].sum() == 4
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    text = page.read_text(encoding="utf-8")
-    assert text.count("<svg") == 1
-    assert all(
-        words in text for words in ("rtx3080ti", "50 %", "fastest over the whole trace")
-    )
-    told = json.loads(command(*words, "--steps", 6, "--json")[1])
-    assert told["fastest"] == found.loc[found["fastest"], [*CELL, "policy"]].to_dict(
-        "records"
-    )
-    assert {(run["hw"], run["memory"], run["policy"]) for run in told["runs"]} == set(
-        found[[*CELL, "policy"]].itertuples(index=False, name=None)
-    )
+def test_a_killed_process_costs_its_tasks_only(tmp_path):
+    tasks = [tmp_path / str(number) for number in range(4)]
+    for task in tasks[1:]:
+        task.touch()
+    results = {}
+    run_tasks(once, tasks, results.__setitem__, jobs=2)
+    assert results == {number: str(number) for number in range(4)}

@@ -14,7 +14,7 @@ from learned_network import Artefacts, write
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import names, resolve
 from moesim.policies.systems import SYSTEMS, System, compose
-from moesim.runs.sweep import compare
+from moesim.sweeps.comparison import compare
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase

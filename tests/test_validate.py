@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from browser import browser, check_page
 from typer.testing import CliRunner
 
 from moesim import cli
@@ -378,6 +379,12 @@ def test_the_report_is_whole(grid, tmp_path):
         "validation.md",
         "validation.html",
     ]
+
+
+def test_axe_finds_nothing_on_the_page(grid, tmp_path):
+    save(grid, tmp_path)
+    with browser(tmp_path / "browser") as driver:
+        check_page(driver, tmp_path / "validation.html")
 
 
 def test_an_oracle_is_refused():

@@ -6,6 +6,7 @@ import csv
 import json
 
 import pytest
+from browser import browser, check_page
 from command_line import refused, runner
 
 from moesim.advice.errors import AdviceError
@@ -207,6 +208,8 @@ def test_the_command_prints_the_table_and_writes_the_page(command, tmp_path):
     assert printed["rows"] == 16
     assert (out / "predictions.csv").read_text().count("\n") > 100
     assert "<svg" in (out / "machines.html").read_text()
+    with browser(tmp_path / "browser") as driver:
+        check_page(driver, out / "machines.html")
 
 
 def test_without_traces_and_machines_validate_says_what_it_wants(command, tmp_path):

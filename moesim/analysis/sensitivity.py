@@ -19,7 +19,7 @@ from moesim.hwprofiles.schema import lower_bound
 from moesim.runs.cache_replay import replay_cache
 from moesim.runs.memory import MemoryOptions
 from moesim.runs.setup import profile_of
-from moesim.runs.sweep import compare
+from moesim.sweeps.comparison import compare
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import Trace, open_trace
 

@@ -4,6 +4,7 @@ Results go to standard output, everything else to standard error. Bad input is o
 and exit code 2; a bug of ours is a traceback.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, NoReturn
 
@@ -29,13 +30,17 @@ from moesim.cli.commands import (
     validate,
 )
 from moesim.cli.commands.advice import advise, model
+from moesim.cli.commands.sweeps import results, sweep
 from moesim.cli.errors import guarded
+from moesim.cli.output import COMMAND_WORDS
 from moesim.version import __version__
 
 # The first ones are what a newcomer needs; help shows them in this order.
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "replay": (replay.replay, "Replay a trace through a policy on a machine."),
     "compare": (compare.compare, "Replay one trace under several policies."),
+    "sweep": (sweep.sweep, "Replay every combination of any options."),
+    "results": (results.results, "Ask questions of the results of sweeps."),
     "advise": (advise.advise, "Say which llama.cpp flags are fastest here."),
     "model": (model.model, "Print what a model file holds, by layer."),
     "list": (listing.list_, "List policies, systems, machines, models."),
@@ -113,5 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         arguments: without the program's name; None takes those of the process.
     """
     given = None if arguments is None else list(arguments)
+    COMMAND_WORDS.set(sys.argv[1:] if given is None else given)
     # Alone, typer would print errors and exit itself.
     guarded(lambda: app(args=given, prog_name="moesim", standalone_mode=False), given)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from types import FrameType
 from typing import Any, NoReturn
@@ -78,7 +78,7 @@ def guarded(
             print(f"{prefix}{message}", file=sys.stderr)
             code = BAD_INPUT
     if signals:
-        code = _exit_code(signals[0])
+        _leave(_exit_code(signals[0]))
     sys.exit(code)  # type: ignore[arg-type]
 
 
@@ -131,8 +131,23 @@ def _give_up(number: int) -> None:
     import psutil
 
     for child in psutil.Process().children(recursive=True):
-        child.kill()
+        # It removes what its parent has shared with others, and then ends.
+        if not any("resource_tracker" in word for word in child.cmdline()):
+            child.kill()
     os._exit(_exit_code(number))
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process, which has cleared up, without waiting for libraries."""
+    for stream in (sys.stdout, sys.stderr):
+        # Whoever has read them may be gone.
+        with suppress(OSError, ValueError):
+            stream.flush()
+    # The part of its exit function that frees what processes share; the rest waits for
+    # processes, and may do so for ever.
+    if "multiprocessing.util" in sys.modules:
+        sys.modules["multiprocessing.util"]._run_finalizers(0)  # noqa: SLF001 - as said
+    os._exit(code)
 
 
 def _refuse_empty(arguments: Sequence[str]) -> None:
@@ -195,7 +210,14 @@ def _usage(error: Any) -> str:
 
 
 def _missing_extra(error: ImportError) -> str | None:
-    extras = {"torch": "runtime", "transformers": "runtime", "safetensors": "runtime"}
+    extras = {
+        "torch": "runtime",
+        "transformers": "runtime",
+        "safetensors": "runtime",
+        "distributed": "cluster",
+        "dask": "cluster",
+        "optuna": "search",
+    }
     extra = extras.get((error.name or "").partition(".")[0])
     if extra is None:
         return None

@@ -33,7 +33,7 @@ def declared(field: Field[Any], *, several: bool = False) -> Any:
         parser = parsers.sizes_bytes if option.is_size else _PARSERS[option.kind]
         plural = PLURALS.get(field.name)
         info = typer.Option(
-            _flag(field.name),
+            flag(field.name),
             *([] if plural is None else [plural]),
             metavar=f"{option.metavar},…",
             parser=parser,
@@ -67,10 +67,10 @@ def _option_info(field: Field[Any]) -> Any:
     else:
         details["min"] = option.minimum
         details["max"] = option.maximum
-    return typer.Option(_flag(field.name), **details)
+    return typer.Option(flag(field.name), **details)
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
     """``gpu_memory_bytes`` -> ``--gpu-memory``: people write the unit themselves."""
     return "--" + name.removesuffix("_bytes").replace("_", "-")
 

@@ -1,10 +1,20 @@
 """Lines that many commands print when they are done."""
 
+import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 
 from moesim.runs.config import RunConfig
+
+COMMAND_WORDS: ContextVar[Sequence[str]] = ContextVar("COMMAND_WORDS", default=())
+"""The command line of this process behind the program's name."""
+
+
+def command_line() -> str:
+    """The command line as one types it, for the heads of pages."""
+    return shlex.join(["moesim", *COMMAND_WORDS.get()])
 
 
 def print_written(places: Iterable[Path | None]) -> None:

@@ -8,7 +8,13 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from moesim.reporting.figures import comparison_figure, placement_figure, step_figure
-from moesim.reporting.pages import PageTable, page_figure, write_page
+from moesim.reporting.pages import (
+    PageTable,
+    page_figure,
+    page_origin,
+    trace_words,
+    write_page,
+)
 from moesim.reporting.text import (
     busy_shares,
     comparison_rows,
@@ -28,12 +34,18 @@ if TYPE_CHECKING:
 TITLE = "Policies compared"
 
 
-def write_comparison(table: pd.DataFrame, runs: Mapping[str, Run], path: Path) -> Path:
+def write_comparison(
+    table: pd.DataFrame,
+    runs: Mapping[str, Run],
+    path: Path,
+    command: str | None = None,
+) -> Path:
     """Write the page of a comparison.
 
     Args:
-        table, runs: as `moesim.runs.sweep.compare` returns them.
+        table, runs: as `moesim.sweeps.comparison.compare` returns them.
         path: of the page.
+        command: the command line that made it; None for a call from Python.
 
     Returns:
         The same path.
@@ -47,6 +59,7 @@ def write_comparison(table: pd.DataFrame, runs: Mapping[str, Run], path: Path) -
         path,
         "comparison.html",
         title=TITLE,
+        origin=origin_of(runs, command),
         setting=shared_setting(runs).split("\n"),
         answer=lines[0],
         notes=lines[1:],
@@ -60,6 +73,13 @@ def write_comparison(table: pd.DataFrame, runs: Mapping[str, Run], path: Path) -
         **_figures_of(runs[best]),
         **closing(runs),
     )
+
+
+def origin_of(runs: Mapping[Any, Run], command: str | None) -> list[tuple[str, str]]:
+    """The head of a page about runs of one trace."""
+    config = next(iter(runs.values())).config
+    trace = trace_words(config["trace"], config["trace_digest"])
+    return page_origin(command, trace=trace)
 
 
 def closing(runs: Mapping[str, Run]) -> dict[str, Any]:

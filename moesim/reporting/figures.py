@@ -8,7 +8,9 @@ matplotlib is touched.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,12 +32,12 @@ if TYPE_CHECKING:
 
     from moesim.runs.result import Run
 
-STRONG = "#2f6690"
+STRONG = "#3a7ca5"
 QUIET = "#9bb1bd"
 KINDS = {
     "dense": "#9bb1bd",
-    "plan": "#555555",
-    "compute": "#2f6690",
+    "plan": "#757575",
+    "compute": "#3a7ca5",
     "fetch": "#d1774c",
     "prefetch": "#e8b04a",
     "replace": "#b0567f",
@@ -71,18 +73,31 @@ def save(figure: Figure, path: str | Path) -> Path:
     return path
 
 
-def svg(figure: Figure) -> str:
-    """A figure as an SVG element, the same bytes every time."""
+def svg(figure: Figure, title: str) -> str:
+    """A figure as an SVG element of a page, the same bytes every time.
+
+    Words stay text, which can be searched and copied. Black becomes the colour of the
+    page's text, and the paper is the page's own, so that dark screens stay dark.
+
+    Args:
+        figure: what to draw.
+        title: what it shows, for readers who cannot see it.
+    """
     from matplotlib import rc_context  # noqa: PLC0415 - see `new_figure`
 
     out = io.StringIO()
     # Without a fixed salt and date two pages of one run would differ.
-    with rc_context({"svg.hashsalt": "moesim"}):
-        figure.savefig(out, format="svg", metadata={"Date": None})
+    with rc_context({"svg.hashsalt": "moesim", "svg.fonttype": "none"}):
+        metadata = {"Date": None, "Title": title}
+        figure.savefig(out, format="svg", metadata=metadata, transparent=True)
 
     # A page has no use for the XML declaration and document type.
     text = out.getvalue()
-    return text[text.index("<svg") :]
+    text = text[text.index("<svg") :].replace("#000000", "currentColor")
+    # Every figure numbers its parts from one; a page holds several figures.
+    prefix = hashlib.sha256(text.encode()).hexdigest()[:8]
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
+    return text.replace("<svg ", '<svg role="img" ', 1)
 
 
 def comparison_figure(table: pd.DataFrame, runs: Mapping[str, Run]) -> Figure:

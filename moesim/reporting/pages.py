@@ -1,16 +1,20 @@
 """HTML pages from templates, each one file that loads nothing from elsewhere.
 
 `templates/base.html` holds what all pages share: language, viewport, colours for light
-and dark screens. A page's own template extends it and lays out text, tables and figures
-that the modules beside this one prepare.
+and dark screens, a head that says where the figures come from, and tables that sort and
+filter. A page's own template extends it and lays out text, tables and figures that the
+modules beside this one prepare.
 """
 
 from __future__ import annotations
 
+import os
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesim.reporting.figures import svg
 from moesim.traces.files import written_beside
+from moesim.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +27,7 @@ class PageTable(NamedTuple):
     """A table on a page.
 
     Attributes:
-        heads: of the columns.
+        heads: of the columns; none is empty, for a click on it sorts.
         rows: a cell of plain text for each head; the first cell names the row.
     """
 
@@ -45,7 +49,33 @@ class PageFigure(NamedTuple):
 
 def page_figure(figure: Figure, label: str) -> PageFigure:
     """Prepare a matplotlib figure for a page."""
-    return PageFigure(svg(figure), label)
+    return PageFigure(svg(figure, label), label)
+
+
+def page_origin(command: str | None, **sources: str | None) -> list[tuple[str, str]]:
+    """Say in a page's head where its figures come from: name and text of each line.
+
+    Args:
+        command: the command line that made them; None for a call from Python.
+        sources: what they were made of, such as ``trace``; None is left out.
+    """
+    lines = [(name, text) for name, text in sources.items() if text is not None]
+    lines.append(("command", command or "a call from Python"))
+    lines.append(("made", f"{_now():%Y-%m-%d %H:%M} UTC by moesim {__version__}"))
+    return lines
+
+
+def trace_words(name: str, digest: str | None) -> str:
+    """A trace with the beginning of its SHA-256, which tells equal names apart."""
+    return name if digest is None else f"{name}, SHA-256 {digest:.12}…"
+
+
+def _now() -> datetime:
+    # The convention of reproducible builds: same input, same bytes.
+    stated = os.environ.get("SOURCE_DATE_EPOCH", "")
+    if stated.isdecimal():
+        return datetime.fromtimestamp(int(stated), UTC)
+    return datetime.now(UTC)
 
 
 def render(template: str, **content: Any) -> str:
@@ -53,7 +83,8 @@ def render(template: str, **content: Any) -> str:
 
     Args:
         template: file name within ``templates/``.
-        content: what the template names. Text is escaped; figures are not.
+        content: what the template names; ``title`` and ``origin`` (see `page_origin`)
+            in every case. Text is escaped; figures are not.
 
     Raises:
         jinja2.UndefinedError: the template names something that is missing.

@@ -119,7 +119,7 @@ def comparison_text(table: pd.DataFrame, runs: Mapping[str, Run]) -> str:
     """Lay out a comparison: what all runs share, one row per policy, the fastest.
 
     Args:
-        table, runs: as `moesim.runs.sweep.compare` returns them.
+        table, runs: as `moesim.sweeps.comparison.compare` returns them.
     """
     heads, rows = comparison_rows(table)
     lines = [

@@ -6,7 +6,14 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesim.reporting.figures import new_figure, save
-from moesim.reporting.pages import PageFigure, PageTable, page_figure, write_page
+from moesim.reporting.pages import (
+    PageFigure,
+    PageTable,
+    page_figure,
+    page_origin,
+    trace_words,
+    write_page,
+)
 from moesim.reporting.tables import aligned
 from moesim.reporting.trace_figures import PANELS, draw_curves
 from moesim.traces.sizes import format_bytes
@@ -53,8 +60,17 @@ def verdict_text(judgement: dict[str, Any]) -> list[str]:
     return lines
 
 
-def write_html(trace: Trace, summary: TraceSummary, path: Path) -> Path:
-    """Write the page of a trace, and return its path."""
+def write_html(
+    trace: Trace, summary: TraceSummary, path: Path, command: str | None = None
+) -> Path:
+    """Write the page of a trace, and return its path.
+
+    Args:
+        trace: opened.
+        summary: its statistics.
+        path: of the page.
+        command: the command line that made it; None for a call from Python.
+    """
     judgement = summary.figures["verdict"]
     # A trace without generated tokens has no curve, and so no sizes.
     sizes = PageTable(_SIZE_HEADS, _size_rows(judgement))
@@ -62,6 +78,7 @@ def write_html(trace: Trace, summary: TraceSummary, path: Path) -> Path:
         path,
         "trace.html",
         title=trace.path.name,
+        origin=page_origin(command, trace=trace_words(trace.path.name, trace.digest())),
         summary=_summary_line(summary),
         answer=_ANSWERS[judgement["answer"]],
         reasons=judgement["why"],

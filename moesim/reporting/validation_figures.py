@@ -46,7 +46,7 @@ def parity(result: dict[str, Any]) -> Figure:
         xlabel="measured TPOT [ms]",
         ylabel="predicted TPOT [ms]",
     )
-    axes.legend(fontsize=7)
+    axes.legend(frameon=False, fontsize=7)
     return figure
 
 
@@ -76,7 +76,7 @@ def cell_errors(result: dict[str, Any]) -> Figure:
         label="noise of the measurement",
     )
     axes.set(xlabel="cells, sorted", ylabel="TPOT error [%]")
-    axes.legend(fontsize=8)
+    axes.legend(frameon=False, fontsize=8)
     return figure
 
 
@@ -125,7 +125,7 @@ def term_errors(result: dict[str, Any]) -> Figure:
     axes.set_xticks(left_edges + 0.4, policies, fontsize=7, rotation=15)
     axes.axhline(0.0, color="k", lw=0.8)
     axes.set_ylabel("predicted - measured [% of run]")
-    axes.legend(fontsize=7, ncols=5)
+    axes.legend(frameon=False, fontsize=7, ncols=5)
     return figure
 
 

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from moesim.hwprofiles.errors import ProfileError
-from moesim.reporting.pages import PageTable, page_figure, render
+from moesim.reporting.pages import (
+    PageTable,
+    page_figure,
+    page_origin,
+    render,
+    trace_words,
+)
 from moesim.reporting.validation_figures import FIGURES
 from moesim.reporting.validation_text import (
     CELL_HEADS,
@@ -22,13 +28,17 @@ from moesim.reporting.validation_text import (
 from moesim.traces.files import written_beside
 
 
-def page(result: dict[str, Any]) -> str:
+def page(result: dict[str, Any], command: str | None = None) -> str:
     """The whole report as HTML; nothing is loaded from elsewhere."""
+    traces = [
+        trace_words(name, digest) for name, digest in result["config"]["traces"].items()
+    ]
     return render(
         "validation.html",
         title=TITLE,
+        origin=page_origin(command, traces="; ".join(traces)),
         setting=setting(result),
-        facts=PageTable(["", "value"], facts(result)),
+        facts=PageTable(["figure", "value"], facts(result)),
         figures=[
             page_figure(draw(result), caption) for caption, draw in FIGURES.items()
         ],
@@ -56,7 +66,9 @@ def load(path: str | Path) -> dict[str, Any]:
     return result
 
 
-def save(result: dict[str, Any], folder: str | Path) -> list[Path]:
+def save(
+    result: dict[str, Any], folder: str | Path, command: str | None = None
+) -> list[Path]:
     """Write ``validation.json``, ``validation.md`` and ``validation.html``; return
     their paths.
     """
@@ -64,7 +76,7 @@ def save(result: dict[str, Any], folder: str | Path) -> list[Path]:
     texts = {
         "json": json.dumps(result, indent=1),
         "md": markdown(result),
-        "html": page(result),
+        "html": page(result, command),
     }
     paths = []
     for suffix, text in texts.items():

@@ -124,14 +124,21 @@ def load_config(
     return read_config(path).build(config)
 
 
-def read_config(path: str | Path) -> ConfigFile:
+def read_config(
+    path: str | Path, content: Mapping[str, Any] | None = None
+) -> ConfigFile:
     """Read a configuration file without checking values against each other.
+
+    Args:
+        path: the file.
+        content: its keys and values; None reads them.
 
     Raises:
         ConfigError: as `load_config`.
     """
     file = Path(path)
-    content = _content(file)
+    if content is None:
+        content = read_content(file)
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: expected keys and values, found a {content!r:.40}")
 
@@ -152,7 +159,12 @@ def read_config(path: str | Path) -> ConfigFile:
     return ConfigFile(file, values, version, commit)
 
 
-def _content(file: Path) -> Any:
+def read_content(file: Path) -> Any:
+    """Parse a file: JSON if its name ends so, else TOML.
+
+    Raises:
+        ConfigError: unreadable.
+    """
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

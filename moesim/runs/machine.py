@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import HardwareProfile, default_profile, load_profile
-from moesim.runs.parallel import cores
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    # macOS and Windows have no affinity masks.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def this_machine() -> tuple[str, int]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
+    from moesim.traces.timeline.spans import Chunk
 
 __all__ = [
     "MemoryOptions",
@@ -59,6 +60,7 @@ def replay(
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
     keep: bool = True,
+    watch: Callable[[str, Chunk], None] | None = None,
     progress: Callable[[RoutedStep], None] | None = None,
     **options: Any,
 ) -> Run:
@@ -76,6 +78,8 @@ def replay(
         keep: keep the timeline in memory where it is not written to `out`; else it is
             empty, and memory does not grow with the length of the trace (unless
             `perfetto` needs it).
+        watch: called with the name and each chunk of the three tables as they come,
+            where the timeline is not kept.
         progress: called after each forward pass.
         options: fields of `moesim.runs.config.RunConfig`.
 
@@ -97,9 +101,7 @@ def replay(
     summary = None
     if not keep and out is None and perfetto is None:
         summary = Summary(profile.lanes)
-    timeline = Timeline(
-        profile.lanes, out, sink=None if summary is None else summary.add
-    )
+    timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
 
     walk = compose_steps(
         opened,
@@ -142,6 +144,38 @@ def replay(
     if out is not None:
         save_run(run, Path(out))
     return run
+
+
+def share_of(
+    config: RunConfig, progress: Callable[[float], None]
+) -> Callable[[RoutedStep], None]:
+    """What a replay calls after each step to report the share of it that is done."""
+    trace = trace_of(config)
+    layers = trace.shape.layers
+    total = config.steps or max(1, trace.rows)
+    done = 0
+
+    def after(step: RoutedStep) -> None:
+        nonlocal done
+        # How many steps a trace has is known only after composing it.
+        done += 1 if config.steps else step.tokens * layers
+        progress(min(1.0, done / total))
+
+    return after
+
+
+def _sink(
+    summary: Summary | None, watch: Callable[[str, Chunk], None] | None
+) -> Callable[[str, Chunk], None] | None:
+    """What takes the chunks of a timeline in place of memory; None keeps them."""
+    if summary is None or watch is None:
+        return None if summary is None else summary.add
+
+    def both(table: str, chunk: Chunk) -> None:
+        summary.add(table, chunk)
+        watch(table, chunk)
+
+    return both
 
 
 def _warnings(

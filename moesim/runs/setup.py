@@ -80,7 +80,7 @@ class Setup:
             ConfigError: trace or profile are not those that the configuration names.
         """
         profile = profile or profile_of(config.hw)
-        _check_digests(config, trace, profile)
+        check_digests(config, trace, profile)
         # Routing may be given the experts of another model.
         setup = cls(config, shape or trace.shape, profile, config.system)
 
@@ -233,7 +233,12 @@ class Setup:
         return named.to_json()
 
 
-def _check_digests(config: RunConfig, trace: Trace, profile: HardwareProfile) -> None:
+def check_digests(config: RunConfig, trace: Trace, profile: HardwareProfile) -> None:
+    """Refuse another trace or machine than those that a configuration names.
+
+    Raises:
+        ConfigError: naming the file and both digests.
+    """
     expected = config.trace_digest
     if expected is not None and trace.digest() != expected:
         raise ConfigError(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.runs.parallel import cores
+from moesim.runs.machine import cores
 
 if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile

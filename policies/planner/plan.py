@@ -37,6 +37,20 @@ all.
 """
 
 
+class Launch(NamedTuple):
+    """Where the active experts of a layer step are computed, checked.
+
+    Attributes:
+        lanes: int8 [A], CPU (0) or 1 + GPU index.
+        order: int [A], positions in launch order.
+        serial: the CPU waits for the GPUs' fetched experts.
+    """
+
+    lanes: np.ndarray
+    order: np.ndarray
+    serial: bool
+
+
 class Copies(NamedTuple):
     """Copies of one kind to one memory, in queue order. None of them has started.
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from moesim.reporting.pages import PageTable, page_figure, write_page
+from moesim.reporting.pages import PageTable, page_figure, page_origin, write_page
 from moesim.traces.files import written_beside
 
 if TYPE_CHECKING:
@@ -319,7 +319,9 @@ def predictions_csv(comparison: Comparison) -> str:
     return text.getvalue()
 
 
-def save(comparison: Comparison, folder: Path) -> list[Path]:
+def save(
+    comparison: Comparison, folder: Path, command: str | None = None
+) -> list[Path]:
     """Write ``machines.md``, ``.html``, ``.json`` and all predictions; return paths."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
@@ -333,11 +335,11 @@ def save(comparison: Comparison, folder: Path) -> list[Path]:
         with written_beside(place) as part:
             part.write_text(text, encoding="utf-8")
         places.append(place)
-    places.append(write_html(comparison, folder / "machines.html"))
+    places.append(write_html(comparison, folder / "machines.html", command))
     return places
 
 
-def write_html(comparison: Comparison, path: Path) -> Path:
+def write_html(comparison: Comparison, path: Path, command: str | None = None) -> Path:
     """Write one page with the table and a figure per case."""
     # matplotlib takes a second to import, which only pages should.
     from moesim.advice.report.charts import scatter  # noqa: PLC0415 - as said above
@@ -358,6 +360,7 @@ def write_html(comparison: Comparison, path: Path) -> Path:
         path,
         "machines.html",
         title="Predicted against measured on other machines",
+        origin=page_origin(command, rows=comparison.folder),
         method=METHOD,
         summary=PageTable(COLUMNS, table_rows(comparison)),
         cases=cases,

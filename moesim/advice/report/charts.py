@@ -21,7 +21,6 @@ MOST_POINTS = 400
 BAND = "#9ecae1"
 LINE = "#2171b5"
 POINT = "#cb181d"
-CLIFF = "#fee0d2"
 GIB = 1024**3
 
 
@@ -67,7 +66,9 @@ def _shade_cliff(axes: Axes, advice: Advice) -> None:
     """Shade settings that do not fit: beyond the cliff no speed holds."""
     beyond = [point.cpu_layers for point in advice.curve if not point.fits]
     if beyond:
-        axes.axvspan(min(beyond) - 0.5, max(beyond) + 0.5, color=CLIFF, zorder=0)
+        left, right = min(beyond) - 0.5, max(beyond) + 0.5
+        # See-through, so that words on it can be read on any paper.
+        axes.axvspan(left, right, color=POINT, alpha=0.12, lw=0, zorder=0)
         axes.text(
             min(beyond), 0.03, "does not fit", transform=axes.get_xaxis_transform()
         )
@@ -97,7 +98,12 @@ def memory_chart(advice: Advice) -> Figure:
         axes.barh(0, 0, color=f"C{items.index(name)}", label=name)
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.set_xlabel("GiB; the red line is what programs may use")
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    axes.legend(
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+        fontsize="small",
+        frameon=False,
+    )
     return figure
 
 

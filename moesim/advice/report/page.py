@@ -16,7 +16,7 @@ from moesim.advice.report.text import (
     what_if_rows,
 )
 from moesim.advice.report.words import interval_words, memory_words, speed_words
-from moesim.reporting.pages import PageTable, page_figure, write_page
+from moesim.reporting.pages import PageTable, page_figure, page_origin, write_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,8 +25,14 @@ if TYPE_CHECKING:
     from moesim.advice.advise import Advice
 
 
-def write_advice(advice: Advice, path: Path) -> Path:
-    """Write the page; return its path."""
+def write_advice(advice: Advice, path: Path, command: str | None = None) -> Path:
+    """Write the page; return its path.
+
+    Args:
+        advice: what it shows.
+        path: of the page.
+        command: the command line that made it; None for a call from Python.
+    """
     # matplotlib takes a second to import, which only pages should.
     from moesim.advice.report.charts import (  # noqa: PLC0415 - as said above
         memory_chart,
@@ -44,6 +50,7 @@ def write_advice(advice: Advice, path: Path) -> Path:
         path,
         "advice.html",
         title=f"{advice.model.name} on {advice.machine.name}",
+        origin=page_origin(command),
         model=model_words(advice.model),
         machine=advice.machine.name + memory_words(advice.machine),
         grade=grade_words(advice),

@@ -14,7 +14,7 @@ from moesim.cli.run_options import with_config
 from moesim.runs.config import RunConfig
 
 if TYPE_CHECKING:
-    from moesim.runs.sweep import Sweep
+    from moesim.sweeps.comparison import Comparison
     from moesim.traces.format.reader import Trace
 
 
@@ -91,7 +91,7 @@ def compare(
     """
     from moesim.cli.progress import bar
     from moesim.runs.setup import opened
-    from moesim.runs.sweep import sweep
+    from moesim.sweeps.comparison import compare_cells
 
     # A folder gets everything; single results can still go elsewhere.
     if out is not None:
@@ -107,12 +107,12 @@ def compare(
 
     config, trace = opened(config)
     names, left_out = _expand(trace, split_policies(policies, "--policies"), configs)
-    # Options of one name were multiplied out; the sweep wants its two axes.
+    # Options of one name were multiplied out; the comparison wants its two axes.
     machines = list(dict.fromkeys(each.hw for each in configs))
     memories = list(dict.fromkeys(each.memory for each in configs))
     is_single = len(configs) == 1
     with bar("replaying", 1.0) as show:
-        swept = sweep(
+        compared = compare_cells(
             config,
             names,
             # A single one is in the configuration, perhaps with its digest.
@@ -125,20 +125,20 @@ def compare(
             progress=show,
         )
 
-    _write(swept, is_single=is_single, png=png, html=html, table=table)
+    _write(compared, is_single=is_single, png=png, html=html, table=table)
     if perfetto is not None:
-        _write_perfetto(swept, perfetto, is_single=is_single)
+        _write_perfetto(compared, perfetto, is_single=is_single)
     if as_json:
-        print(json.dumps(swept.to_json(), indent=2))
+        print(json.dumps(compared.to_json(), indent=2))
         return
-    _print(swept, is_single=is_single)
+    _print(compared, is_single=is_single)
     if is_single:
-        runs = swept.by_policy()
+        runs = compared.by_policy()
         best = min(runs, key=lambda name: runs[name].metrics["makespan_s"])
         seconds = runs[best].metrics["makespan_s"]
         output.print_bound(config.replaced(policy=best), seconds, f"{best} is ")
     output.print_written([out, png, html, table, perfetto])
-    warnings = [warning for run in swept.runs.values() for warning in run.warnings]
+    warnings = [warning for run in compared.runs.values() for warning in run.warnings]
     # Runs share most of their warnings; each is worth one line.
     output.print_notes([*left_out, *dict.fromkeys(warnings)])
 
@@ -152,7 +152,7 @@ def _expand(
         Policies, and a note about each system that was left out.
     """
     from moesim.policies.systems import SYSTEMS
-    from moesim.runs.sweep import check_each
+    from moesim.sweeps.comparison import check_each
 
     policies: list[str] = []
     left_out: list[str] = []
@@ -173,7 +173,7 @@ def _expand(
 
 
 def _write(
-    swept: "Sweep",
+    compared: "Comparison",
     *,
     is_single: bool,
     png: Path | None,
@@ -181,38 +181,38 @@ def _write(
     table: Path | None,
 ) -> None:
     from moesim.reporting import text as report
+    from moesim.reporting.cells_figure import cells_figure
+    from moesim.reporting.cells_page import write_cells
     from moesim.reporting.comparison_page import write_comparison
     from moesim.reporting.figures import comparison_figure, save
-    from moesim.reporting.sweep_figure import sweep_figure
-    from moesim.reporting.sweep_page import write_sweep
 
-    comparison = (swept.table, swept.by_policy())
+    comparison = (compared.table, compared.by_policy())
     if png is not None:
-        figure = comparison_figure(*comparison) if is_single else sweep_figure(swept)
+        figure = comparison_figure(*comparison) if is_single else cells_figure(compared)
         save(figure, png)
     if html is not None and is_single:
-        write_comparison(*comparison, html)
+        write_comparison(*comparison, html, output.command_line())
     elif html is not None:
-        write_sweep(swept, html)
+        write_cells(compared, html, output.command_line())
     if table is not None:
-        report.save_table(swept.table, table)
+        report.save_table(compared.table, table)
 
 
-def _write_perfetto(swept: "Sweep", place: Path, *, is_single: bool) -> None:
+def _write_perfetto(compared: "Comparison", place: Path, *, is_single: bool) -> None:
     from moesim.traces.timeline.perfetto import write_perfetto
 
     timelines = {
         policy if is_single else f"{machine} | {memory} | {policy}": run.timeline
-        for (machine, memory, policy), run in swept.runs.items()
+        for (machine, memory, policy), run in compared.runs.items()
     }
     write_perfetto(place, timelines)
 
 
-def _print(swept: "Sweep", *, is_single: bool) -> None:
+def _print(compared: "Comparison", *, is_single: bool) -> None:
     from moesim.reporting import text as report
-    from moesim.reporting.sweep_text import sweep_text
+    from moesim.reporting.cells_text import cells_text
 
     if is_single:
-        print(report.comparison_text(swept.table, swept.by_policy()))
+        print(report.comparison_text(compared.table, compared.by_policy()))
     else:
-        print(sweep_text(swept))
+        print(cells_text(compared))

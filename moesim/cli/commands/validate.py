@@ -132,7 +132,9 @@ def validate(
     result = validation.to_json()
     if before is not None:
         result = joined(result, before)
-    places = report.save(result, out) if out is not None else []
+    places = []
+    if out is not None:
+        places = report.save(result, out, output.command_line())
     if as_json:
         print(json.dumps(result, indent=2))
         return
@@ -185,7 +187,9 @@ def _machines(folder: Path, out: Path | None, *, as_json: bool) -> None:
     rows = read_folder(folder)
     with bar("predicting", 1.0) as show:
         comparison = compare(rows, lambda _name, share: show(share))
-    written = save(comparison, out) if out is not None else []
+    written = []
+    if out is not None:
+        written = save(comparison, out, output.command_line())
     if as_json:
         print(json.dumps(to_json(comparison), indent=2))
         return

@@ -178,7 +178,7 @@ def advise(
     if html is not None:
         from moesim.advice.report.page import write_advice
 
-        write_advice(advice, html)
+        write_advice(advice, html, output.command_line())
     if expert_counts is not None:
         _write_counts(advice, expert_counts)
     replay_line = ""

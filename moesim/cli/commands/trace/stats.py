@@ -59,7 +59,7 @@ def stats(
         summary = summarise_trace(opened, batch=batch, progress=show)
     written = []
     if html is not None:
-        written.append(write_html(opened, summary, html))
+        written.append(write_html(opened, summary, html, output.command_line()))
     if out is not None:
         written += write_tables(opened, summary, out)
     figures = summary.figures

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from moesim.reporting.tables import aligned
 from moesim.reporting.text import caveat_lines
 from moesim.reporting.units import ms, number, percent
-from moesim.runs.sweep import CELL
+from moesim.sweeps.comparison import CELL
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from moesim.runs.sweep import Sweep
+    from moesim.sweeps.comparison import Comparison
 
 MEMORY_HEADS = {
     "gpu_memory_bytes": "GPU memory",
@@ -24,66 +24,66 @@ MEMORY_HEADS = {
 """By the way in which sizes were stated: head of the column that holds them."""
 
 
-def sweep_text(sweep: Sweep) -> str:
-    """Lay out a sweep: who wins where, the time of every policy there, who wins how
-    often.
+def cells_text(compared: Comparison) -> str:
+    """Lay out a comparison: who wins where, the time of every policy there, who wins
+    how often.
     """
-    winner_heads, winners = winner_rows(sweep)
-    time_heads, times = time_rows(sweep)
+    winner_heads, winners = winner_rows(compared)
+    time_heads, times = time_rows(compared)
     lines = [
-        sweep_setting(sweep),
+        cells_setting(compared),
         "",
         # Machine and memory together name a row, so both lead every block.
         *aligned([winner_heads, *winners], lead=len(CELL)),
         "",
         *aligned([time_heads, *times], lead=len(CELL)),
         "",
-        *answer_lines(sweep),
+        *answer_lines(compared),
     ]
     return "\n".join(lines)
 
 
-def sweep_setting(sweep: Sweep) -> str:
+def cells_setting(compared: Comparison) -> str:
     """The model, and how many policies were replayed on how many machines and
     memories.
     """
-    config = next(iter(sweep.runs.values())).config
-    machines = sweep.table["hw"].nunique()
-    memories = sweep.table["memory"].nunique()
+    config = next(iter(compared.runs.values())).config
+    machines = compared.table["hw"].nunique()
+    memories = compared.table["memory"].nunique()
     machine = f"{machines} machines"
     if machines == 1:
         machine = f"{config['hw']} ({config['hw_kind']} profile)"
     memory = f"{memories} memory sizes"
     if memories == 1:
-        memory = f"{memory_head(sweep)} {sweep.table['memory'].iloc[0]}"
-    policies = len(sweep.by_policy())
+        memory = f"{memory_head(compared)} {compared.table['memory'].iloc[0]}"
+    policies = len(compared.by_policy())
     return (
         f"{config['model']}, batch {config['batch']}, {policies} policies on {machine}"
         f" with {memory}"
     )
 
 
-def answer_lines(sweep: Sweep) -> list[str]:
+def answer_lines(compared: Comparison) -> list[str]:
     """Who is fastest in how many cells; then what a reader must know before believing
     it.
     """
-    wins = sweep.fastest()["policy"].value_counts()
+    wins = compared.fastest()["policy"].value_counts()
     winners = ", ".join(
-        f"{policy} in {count} of {sweep.cells}" for policy, count in wins.items()
+        f"{policy} in {count} of {compared.cells}" for policy, count in wins.items()
     )
     answer = (
         f"fastest over the whole trace: {winners or 'none that sees the past only'}"
     )
-    return [answer, *caveat_lines(sweep.by_policy())]
+    return [answer, *caveat_lines(compared.by_policy())]
 
 
-def winner_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+def winner_rows(compared: Comparison) -> tuple[list[str], list[list[str]]]:
     """Heads of columns, and a row for every machine with every memory: the fastest
     policy there.
     """
     heads = [
         "machine",
-        memory_head(sweep),
+        memory_head(compared),
         "fastest",
         "first token",
         "per token",
@@ -93,7 +93,7 @@ def winner_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
         "of",
     ]
     # Policies that see the future are bounds, and win nothing.
-    causal = sweep.table[~sweep.table["oracle"]]
+    causal = compared.table[~compared.table["oracle"]]
     rows = []
     for _, cell in causal.groupby(CELL, sort=False):
         # The table holds the shortest run of each cell first.
@@ -118,24 +118,24 @@ def winner_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
-def time_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+def time_rows(compared: Comparison) -> tuple[list[str], list[list[str]]]:
     """Heads of columns, and a row for every machine with every memory: the time of each
     policy there.
     """
-    column, meaning = time_column(sweep.table)
+    column, meaning = time_column(compared.table)
     # One order of policies for all cells, whoever is fastest in each.
-    policies = list(sweep.by_policy())
+    policies = list(compared.by_policy())
     rows = []
-    for (machine, memory), cell in sweep.table.groupby(CELL, sort=False):
+    for (machine, memory), cell in compared.table.groupby(CELL, sort=False):
         times = cell.set_index("policy")[column]
         rows.append(
             [str(machine), str(memory), *(ms(times[policy]) for policy in policies)]
         )
-    return [meaning, memory_head(sweep), *policies], rows
+    return [meaning, memory_head(compared), *policies], rows
 
 
 def time_column(table: pd.DataFrame) -> tuple[str, str]:
-    """The column that a sweep compares, and its meaning in words: time per token, or
+    """The column that is compared, and its meaning in words: time per token, or
     the whole run where no token is generated.
     """
     if table["tpot_s"].notna().any():
@@ -143,6 +143,6 @@ def time_column(table: pd.DataFrame) -> tuple[str, str]:
     return "makespan_s", "whole trace"
 
 
-def memory_head(sweep: Sweep) -> str:
+def memory_head(compared: Comparison) -> str:
     """Head of the column of memory sizes."""
-    return MEMORY_HEADS[sweep.axis]
+    return MEMORY_HEADS[compared.axis]

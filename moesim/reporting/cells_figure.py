@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moesim.reporting.cells_text import time_column
 from moesim.reporting.figures import new_figure
-from moesim.reporting.sweep_text import time_column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from moesim.runs.sweep import Sweep
+    from moesim.sweeps.comparison import Comparison
 
 MEMORY_LABELS = {
     "gpu_memory_bytes": "GPU memory",
@@ -22,28 +22,28 @@ MEMORY_LABELS = {
 MOST_PANELS_ABREAST = 3
 
 
-def sweep_figure(sweep: Sweep) -> Figure:
+def cells_figure(compared: Comparison) -> Figure:
     """Draw time per token over memory: a line per policy, a panel per machine.
 
     Policies that see the future are dashed. With one memory size only, machines stand
     on the axis.
     """
-    column, meaning = time_column(sweep.table)
-    machines = list(sweep.table["hw"].unique())
-    memories = list(sweep.table["memory"].unique())
+    column, meaning = time_column(compared.table)
+    machines = list(compared.table["hw"].unique())
+    memories = list(compared.table["memory"].unique())
     over_machines = len(memories) == 1
     axis_column = "hw" if over_machines else "memory"
     panel_column = "memory" if over_machines else "hw"
     ticks = machines if over_machines else memories
-    positions = list(range(len(machines))) if over_machines else _sizes(sweep)
+    positions = list(range(len(machines))) if over_machines else _sizes(compared)
 
-    panels = [panel for _, panel in sweep.table.groupby(panel_column, sort=False)]
+    panels = [panel for _, panel in compared.table.groupby(panel_column, sort=False)]
     columns = min(MOST_PANELS_ABREAST, len(panels))
     rows = -(-len(panels) // columns)  # rounded up
     figure = new_figure(2.2 + 3.6 * columns, 0.6 + 3.0 * rows)
     axes = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
     for axis, panel in zip(axes, panels, strict=False):
-        for policy in sweep.by_policy():
+        for policy in compared.by_policy():
             of_policy = panel[panel["policy"] == policy].set_index(axis_column)
             times_ms = of_policy[column].reindex(ticks) * 1e3
             axis.plot(
@@ -59,7 +59,7 @@ def sweep_figure(sweep: Sweep) -> Figure:
             axis.set_xticks(positions, ticks, rotation=20, ha="right")
         else:
             axis.set_xticks(positions, ticks, fontsize=8)
-            axis.set_xlabel(MEMORY_LABELS[sweep.axis])
+            axis.set_xlabel(MEMORY_LABELS[compared.axis])
 
     # The last row of the grid may have places without a panel.
     for axis in axes[len(panels) :]:
@@ -81,6 +81,6 @@ def _finish_axis(axis: Axes, title: str) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _sizes(sweep: Sweep) -> list[float]:
+def _sizes(compared: Comparison) -> list[float]:
     """Memory sizes as numbers, in the unit in which they were stated."""
-    return [options.size[1] for options in sweep.memories.values()]
+    return [options.size[1] for options in compared.memories.values()]

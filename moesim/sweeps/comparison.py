@@ -1,8 +1,8 @@
 """Which policy is fastest: on one machine with one memory, or on each of several.
 
-Every policy is replayed on every machine with every memory. A comparison on one machine
-with one memory is such a sweep of one cell. Replays are independent of each other, so
-several processes may share them.
+Every policy is replayed on every machine with every memory: a small sweep whose runs
+are kept whole, for reports on what each of them did. `moesim.sweep` takes more axes and
+keeps a row of each run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import numpy as np
 from moesim.policies.base import PolicyError
 from moesim.reporting import text as report
 from moesim.runs.config import RunConfig, takes_options
-from moesim.runs.parallel import map_tasks
-from moesim.runs.replay import replay
+from moesim.runs.replay import replay, share_of
 from moesim.runs.result import remove_parts
-from moesim.runs.setup import Setup, opened, profile_of, trace_of
+from moesim.runs.setup import Setup, opened, profile_of
+from moesim.sweeps.execution import run_tasks
+from moesim.sweeps.rows import bytes_per_s, moved_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.runs.memory import MemoryOptions
     from moesim.runs.result import Run
-    from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
 
 FIGURES = (
@@ -43,11 +43,11 @@ FIGURES = (
     "makespan_s",
 )
 CELL = ["hw", "memory"]
-"""Columns of a sweep's table that say where a policy ran."""
+"""Columns of a comparison's table that say where a policy ran."""
 
 
 @dataclass(slots=True)
-class Sweep:
+class Comparison:
     """The runs of every policy on every machine with every memory.
 
     Attributes:
@@ -105,16 +105,16 @@ def compare(
     memory: MemoryOptions | None = None,
     **options: Any,
 ) -> tuple[pd.DataFrame, dict[str, Run]]:
-    """Replay one trace under several policies on one machine with one memory: a `sweep`
-    of one cell.
+    """Replay one trace under several policies on one machine with one memory.
 
     Returns:
         A table with one row per policy (shortest run first), and the runs by policy.
 
     Raises:
-        TypeError, ConfigError, TraceError, ProfileError, PolicyError: as `sweep`.
+        TypeError, ConfigError, TraceError, ProfileError, PolicyError: as
+            `compare_cells`.
     """
-    swept = sweep(
+    compared = compare_cells(
         trace,
         policies,
         hw=None if hw is None else [hw],
@@ -122,11 +122,11 @@ def compare(
         keep=True,
         **options,
     )
-    return swept.table, swept.by_policy()
+    return compared.table, compared.by_policy()
 
 
 @takes_options(RunConfig, without=["policy"])
-def sweep(
+def compare_cells(
     trace: RunConfig | str | Path | Trace,
     policies: Sequence[str],
     *,
@@ -137,7 +137,7 @@ def sweep(
     jobs: int | None = 1,
     progress: Callable[[float], None] | None = None,
     **options: Any,
-) -> Sweep:
+) -> Comparison:
     """Replay one trace under several policies on several machines with several
     memories.
 
@@ -157,8 +157,7 @@ def sweep(
         keep: keep the timelines of all runs in memory; without it and without `out`
             they are empty.
         jobs: replays at the same time, in processes of their own where it is more than
-            1; None takes as many as pay. Those processes do not know policies that were
-            registered here by hand.
+            1; None takes as many as pay.
         progress: called with the share that is done.
         options: fields of `moesim.runs.config.RunConfig`.
 
@@ -166,7 +165,7 @@ def sweep(
         TypeError, ConfigError, TraceError, ProfileError, PolicyError: as `replay`, and
             before anything runs; also for nothing to compare, and for memories that the
             table could not tell apart.
-        ChildProcessError: one of several processes was killed.
+        ChildProcessError: processes were killed time and again.
     """
     config, open_trace = opened(RunConfig.of(trace, **options))
     # Twice the same policy would make two equal rows.
@@ -179,7 +178,7 @@ def sweep(
         ("memory", memories),
     ):
         if not values:
-            raise PolicyError(f"sweep: expected at least one {axis}, got none")
+            raise PolicyError(f"compare: expected at least one {axis}, got none")
 
     # The digest of a profile belongs to the machine of the configuration only.
     digest = config.hw_digest if hw is None else None
@@ -215,15 +214,15 @@ def sweep(
             keep,
         )
 
-    by_step = config.steps is not None
-    total = len(tasks) * (config.steps or max(1, open_trace.rows))
+    results: dict[int, Run] = {}
     try:
-        results = map_tasks(
-            _Replay(by_step),
+        run_tasks(
+            _carry_out,
             list(tasks.values()),
+            results.__setitem__,
             jobs=jobs,
             rows=open_trace.rows * len(tasks),
-            progress=None if progress is None else lambda done: progress(done / total),
+            progress=progress,
         )
     except BaseException:
         # Processes that were killed could not clear up after themselves.
@@ -231,32 +230,27 @@ def sweep(
             if task.out is not None:
                 remove_parts(task.out)
         raise
-    runs = dict(zip(tasks, results, strict=True))
-    return Sweep(_table(runs), runs, memories)
+    runs = {key: results[place] for place, key in enumerate(tasks)}
+    return Comparison(_table(runs), runs, memories)
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One replay of a sweep."""
+    """One replay of a comparison."""
 
     config: RunConfig
     out: Path | None
     keep: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Replay:
-    """Replays one task; counts forward passes or rows of the trace."""
-
-    by_step: bool
-
-    def __call__(self, task: _Task, count: Callable[[int], None]) -> Run:
-        layers = trace_of(task.config).shape.layers
-
-        def after(step: RoutedStep) -> None:
-            count(1 if self.by_step else step.tokens * layers)
-
-        return replay(task.config, out=task.out, keep=task.keep, progress=after)
+def _carry_out(task: _Task, progress: Callable[[float], None]) -> Run:
+    """Replay one task."""
+    return replay(
+        task.config,
+        out=task.out,
+        keep=task.keep,
+        progress=share_of(task.config, progress),
+    )
 
 
 def _machines(
@@ -323,32 +317,14 @@ def _row(key: tuple[str, str, str], run: Run) -> dict[str, Any]:
         "memory": size,
         "policy": policy,
         **{name: run.metrics[name] for name in FIGURES},
-        "h2d_bytes": _moved_bytes(run, "h2d"),
-        "ssd_bytes": _moved_bytes(run, "ssd"),
-        "h2d_bytes_per_s": _bytes_per_s(run, "h2d"),
+        "h2d_bytes": moved_bytes(run.metrics, "h2d"),
+        "ssd_bytes": moved_bytes(run.metrics, "ssd"),
+        "h2d_bytes_per_s": bytes_per_s(run.metrics, "h2d"),
         "gpu_bytes": run.config["gpu_bytes"],
         "busiest": busiest,
         "busiest_share": share,
         "oracle": run.config["oracle"],
     }
-
-
-def _moved_bytes(run: Run, link: str) -> int:
-    """Bytes over all links of a kind."""
-    return sum(
-        count for lane, count in run.metrics["bytes"].items() if lane.startswith(link)
-    )
-
-
-def _bytes_per_s(run: Run, link: str) -> float | None:
-    """Bandwidth of all links of a kind while they were busy."""
-    lanes = [
-        lane
-        for lane, count in run.metrics["bytes"].items()
-        if lane.startswith(link) and count
-    ]
-    busy_s = sum(run.metrics["busy_s"][lane] for lane in lanes)
-    return _moved_bytes(run, link) / busy_s if busy_s else None
 
 
 def check_each(config: RunConfig, trace: Trace, policies: Sequence[str]) -> None:

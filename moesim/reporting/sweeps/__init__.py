@@ -1,0 +1,1 @@
+"""Reports of sweeps: text, pictures, and a page to explore."""

@@ -1,0 +1,1 @@
+"""Many runs: compared, swept over any option, kept, searched."""

@@ -1,0 +1,167 @@
+"""A Dask cluster as the place where tasks run.
+
+Dask is imported here only, and only when a cluster is asked for.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesim.runs.config import ConfigError
+from moesim.sweeps.digests import code_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+WAIT_FOR_SCHEDULER_S = 10
+"""Seconds after which a scheduler that does not answer, or has no workers, counts as
+missing.
+"""
+
+_LOCAL = re.compile(r"local:([1-9]\d*)")
+_ADDRESS = re.compile(r"(tcp|tls|ws|wss|ucx)://.+")
+
+
+class DaskExecutor:
+    """The workers of a Dask cluster, as an `Executor` of `moesim.sweeps.execution`.
+
+    Dask itself runs the tasks of a lost worker again on another one.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._executor = client.get_executor()
+
+    @property
+    def workers(self) -> int:
+        """Tasks at the same time, on the workers that are there now."""
+        return max(1, sum(self._client.nthreads().values()))
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
+        """Carry out a call on some worker."""
+        sent = self._executor.submit(function, *arguments)
+        answer: Future[Any] = Future()
+
+        def answered(done: Future[Any]) -> None:
+            try:
+                answer.set_result(done.result())
+            except CancelledError:
+                answer.set_exception(
+                    ConnectionResetError(errno.ECONNRESET, "the Dask cluster is gone")
+                )
+            except Exception as error:  # noqa: BLE001 - handed on to who waits
+                answer.set_exception(_for_users(error))
+
+        sent.add_done_callback(answered)
+        return answer
+
+    def restart(self) -> None:
+        """Do nothing: the cluster replaces its workers itself."""
+
+
+def _for_users(error: Exception) -> Exception:
+    # A class of Dask, which is not imported without need.
+    if type(error).__name__ == "KilledWorker":
+        return ChildProcessError(
+            errno.ECHILD,
+            "a task was tried on several workers of the cluster, and each was killed,"
+            " perhaps for want of memory",
+        )
+    return error
+
+
+@contextmanager
+def connected(address: str) -> Iterator[DaskExecutor]:
+    """Connect to a cluster while the block runs.
+
+    Args:
+        address: of a scheduler, such as ``tcp://192.168.0.5:8786``, or ``local:N``,
+            which starts N worker processes on this machine.
+
+    Raises:
+        ConfigError: it is no address, nobody answers, nobody works there, or workers
+            have another moesim.
+        ImportError: without Dask.
+    """
+    local = _LOCAL.fullmatch(address)
+    if local is None and not _ADDRESS.fullmatch(address):
+        raise ConfigError(
+            "--cluster: expected the address of a Dask scheduler such as"
+            f" tcp://192.168.0.5:8786, or local:N, got {address!r}"
+        )
+    # Seconds that only users of clusters pay.
+    from distributed import Client, LocalCluster  # noqa: PLC0415
+
+    if local is not None:
+        with (
+            LocalCluster(
+                n_workers=int(local[1]),
+                threads_per_worker=1,
+                dashboard_address=None,
+                # Results are small, and a full disk is none of their business.
+                memory_limit=0,
+            ) as cluster,
+            Client(cluster) as client,
+        ):
+            yield DaskExecutor(client)
+        return
+
+    try:
+        client = Client(address, timeout=WAIT_FOR_SCHEDULER_S)
+    except OSError:
+        raise ConfigError(
+            f"--cluster: no Dask scheduler answers at {address}; start one with `dask"
+            " scheduler`"
+        ) from None
+    with client:
+        _check_workers(client, address)
+        yield DaskExecutor(client)
+
+
+def _check_workers(client: Any, address: str) -> None:
+    """Refuse a cluster whose workers could not do the work, or would do other work.
+
+    Raises:
+        ConfigError: no workers, or other code.
+    """
+    try:
+        client.wait_for_workers(1, timeout=WAIT_FOR_SCHEDULER_S)
+    except TimeoutError:
+        raise ConfigError(
+            f"--cluster: nobody works for {address}; start `dask worker {address}"
+            " --nthreads 1`, once for each core"
+        ) from None
+    for worker, digest in client.run(code_digest).items():
+        if digest != code_digest():
+            raise ConfigError(
+                f"--cluster: worker {worker} has another moesim than this machine;"
+                " install the same one on both"
+            )
+
+
+def copies_of(files: dict[str, Path]) -> Any:
+    """A plugin that writes files into the folder of each worker, also of those that
+    come later.
+
+    Args:
+        files: by the digests that become their names.
+    """
+    from distributed import WorkerPlugin  # noqa: PLC0415 - as above
+
+    class Copies(WorkerPlugin):  # type: ignore[misc]
+        """Files of the machine that started the sweep."""
+
+        def __init__(self) -> None:
+            self.content = {name: file.read_bytes() for name, file in files.items()}
+
+        def setup(self, worker: Any) -> None:
+            """Write them."""
+            for name, content in self.content.items():
+                Path(worker.local_directory, name).write_bytes(content)
+
+    return Copies()

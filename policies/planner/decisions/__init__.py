@@ -1,0 +1,1 @@
+"""The parts of planning one layer step, one file each."""

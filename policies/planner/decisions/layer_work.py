@@ -1,0 +1,76 @@
+"""What a layer step asks for: states, costs and arrivals of its active experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moesim.policies.base import ABSENT, LayerWork
+from moesim.policies.planner.residency_kernels import look_up
+
+if TYPE_CHECKING:
+    from moesim.policies.planner.machine_state import MachineState
+    from moesim.traces.format.batch import RoutedLayer
+    from moesim.traces.format.schema import Phase
+
+
+def look(
+    machine: MachineState, routed: RoutedLayer, step: int, phase: Phase, batch: int
+) -> LayerWork:
+    """Look the active experts up: states, costs and expected arrivals."""
+    layer = routed.layer
+    experts = routed.experts
+    tokens = routed.tokens
+    gpus = machine.serving[layer]
+    host_s = machine.no_wait_s[: len(experts)]
+    if machine.host is not None:
+        host_s = machine.host.wait_s(layer, experts, machine.now_s)
+
+    states = np.empty((len(gpus), len(experts)), np.int8)
+    arrive_s = np.empty((len(gpus), len(experts)))
+    # Links are idle in most layer steps, so this stays a list until the end.
+    link_s = [machine.links[gpu].left_s(machine.now_s) for gpu in gpus]
+    for row, gpu in enumerate(gpus):
+        memory = machine.gpu[gpu].memory
+        copy_s = machine.links[gpu].copy_s[layer]
+        left_s = link_s[row]
+        look_up(
+            memory.state,
+            memory.landing_s,
+            layer,
+            experts,
+            machine.now_s,
+            left_s + copy_s,
+            states[row],
+            arrive_s[row],
+        )
+        if machine.host is not None:
+            # A copy starts when link and expert are there, whichever is later.
+            absent = states[row] == ABSENT
+            arrive_s[row, absent] = np.maximum(left_s, host_s[absent]) + copy_s
+
+    if len(gpus) == 1:
+        state = states[0]
+        gpu_s = machine.costs.gpu_s(layer, tokens, gpus[0])[None]
+    else:
+        state = states.max(axis=0)
+        gpu_s = np.stack([machine.costs.gpu_s(layer, tokens, gpu) for gpu in gpus])
+    return LayerWork(
+        step=step,
+        layer=layer,
+        phase=phase,
+        experts=experts,
+        tokens=tokens,
+        state=state,
+        cpu_s=machine.costs.cpu_s(layer, tokens),
+        host_s=host_s,
+        gpu_s=gpu_s,
+        arrive_s=arrive_s,
+        routing=routed.routing,
+        weights=routed.weights,
+        scores=routed.scores,
+        predicted=routed.predicted,
+        batch=batch,
+        link_s=np.array(link_s) if any(link_s) else None,
+    )

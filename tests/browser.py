@@ -1,0 +1,95 @@
+"""A real browser for tests of pages, where this machine has one."""
+
+import importlib.util
+import json
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+SWITCHES = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+def _program(*names):
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def missing():
+    """Why no browser can be driven here; None where one can."""
+    for package in ("selenium", "axe_core_python"):
+        if importlib.util.find_spec(package) is None:
+            return f"needs {package} (pip install 'moesim[dev]')"
+    if _program(*BROWSERS) is None:
+        return "needs a browser such as Debian's chromium"
+    if _program("chromedriver") is None:
+        return "needs a driver such as Debian's chromium-driver"
+    return None
+
+
+@contextmanager
+def browser(user_folder):
+    """A browser without a window, with an empty profile in `user_folder`."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = _program(*BROWSERS)
+    for switch in (*SWITCHES, f"--user-data-dir={user_folder}"):
+        options.add_argument(switch)
+    service = webdriver.ChromeService(_program("chromedriver"))
+    driver = webdriver.Chrome(options=options, service=service)
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def show(driver, page, *, width=1200, scheme="light"):
+    """Open a page on a screen of this width, in a light or dark colour scheme."""
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+    )
+    driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia",
+        {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+    )
+    driver.get(Path(page).absolute().as_uri())
+
+
+def violations(driver):
+    """What axe finds wrong with the page that is open, one line for each rule."""
+    import axe_core_python
+
+    script = Path(axe_core_python.__file__).with_name("axe.min.js")
+    driver.execute_script(script.read_text(encoding="utf-8"))
+    found = driver.execute_async_script(
+        "const done = arguments[0]; axe.run().then(r => done(r.violations));"
+    )
+    return [
+        f"{each['id']} ({each['impact']}): {json.dumps(each['nodes'][0]['html'])[:200]}"
+        for each in found
+    ]
+
+
+def check_page(driver, page):
+    """Anybody can read a page: on a wide light screen, and on a dark one of 400 px."""
+    for scheme, width in (("light", 1200), ("dark", 400)):
+        show(driver, page, width=width, scheme=scheme)
+        assert violations(driver) == []
+        # What is wider than the screen scrolls by itself, never the page.
+        assert driver.execute_script(
+            "return document.documentElement.scrollWidth <= window.innerWidth"
+        )
