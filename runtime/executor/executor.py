@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from moesim.policies.planner.planner import Planner
     from moesim.runtime.executor.device import Device
     from moesim.runtime.executor.lanes import Worker
+    from moesim.runtime.measure.thread_evidence import Counters
     from moesim.runtime.models.expert_math import Groups
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.batch import RoutedLayer
@@ -158,6 +159,7 @@ class Executor:
         self._batch = 0
         self._step_start_s = 0.0
         self._resumed_s = 0.0
+        self._resumed: Counters | None = None
         # Instant from which the device's thread may go on with the model.
         self._goes_on_s = 0.0
         self._steps = 0
@@ -278,6 +280,7 @@ class Executor:
         self._step = step
         self._phase = phase
         self._batch = batch
+        self._resumed = self._counters()
         self._step_start_s = self._resumed_s = self.lanes.clock_s()
         self.device.mark()
 
@@ -311,6 +314,7 @@ class Executor:
         else:
             self._device_worker.serve(job.is_answered)
         self._goes_on_s = job.answered_s
+        self._resumed = self._counters()
         self._resumed_s = self.lanes.clock_s()
         self.device.mark()
         return job.answer
@@ -346,7 +350,17 @@ class Executor:
         operation.start_s = self._resumed_s
         operation.end_s = self.lanes.clock_s()
         self.device.marked(operation)
+        counters = self._counters()
+        if counters is not None and self._resumed is not None:
+            operation.counters = counters.since(self._resumed)
+        # The next part begins here, unless experts come between.
+        self._resumed = counters
         return operation
+
+    def _counters(self) -> Counters | None:
+        """What the system has counted of the device's thread."""
+        evidence = self._device_worker.evidence
+        return None if evidence is None else evidence.read()
 
     def _note_dense(self, operation: Operation) -> float:
         """Note a dense part that ends at this instant; with the lock held."""

@@ -25,12 +25,14 @@ from moesim.engine.lanes import Admission, WorkerQueues, takes_places
 from moesim.engine.operations import DEMAND
 from moesim.hwprofiles.lanes import CONTROL, CPU
 from moesim.runtime.errors import RuntimeFault
+from moesim.runtime.measure.thread_evidence import ThreadEvidence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
     from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.runtime.measure.thread_evidence import Counters
 
 _JOIN_S: Final = 20.0
 """How long `Lanes.close` waits for a thread that is inside an operation: a read of a
@@ -98,10 +100,12 @@ class Operation:
         start_s: when it started, seconds since the run began; negative before.
         end_s: when it ended; negative before.
         ended_s: instant at which its consequences queued; negative before.
+        counters: what the system counted of its thread meanwhile; None if nobody asked.
         on_end: called with it when it has ended, with the lock held.
     """
 
     __slots__ = (
+        "counters",
         "end_s",
         "ended_s",
         "expert",
@@ -134,6 +138,7 @@ class Operation:
         self.start_s = -1.0
         self.end_s = -1.0
         self.ended_s = -1.0
+        self.counters: Counters | None = None
         self.on_end: Callable[..., object] | None = None
 
     def run(self) -> tuple[float, float] | None:
@@ -164,6 +169,8 @@ class Worker(WorkerQueues[Operation]):
         idle: it sleeps, and may be handed work.
         freed_s: instant at which it was last free to serve.
         on_serving: called with the lock held when its thread begins to serve.
+        evidence: reads what the system counts of its thread; None in runs that note no
+            operations.
     """
 
     __slots__ = (
@@ -172,6 +179,7 @@ class Worker(WorkerQueues[Operation]):
         "_next",
         "_sleeping",
         "cores",
+        "evidence",
         "freed_s",
         "idle",
         "name",
@@ -193,6 +201,7 @@ class Worker(WorkerQueues[Operation]):
         self.idle = False
         self.freed_s = 0.0
         self.on_serving: Callable[[], object] | None = None
+        self.evidence: ThreadEvidence | None = None
         self.cores: set[int] = set()
         self._lanes = owner
         self._sleeping = threading.Lock()
@@ -304,12 +313,16 @@ class Worker(WorkerQueues[Operation]):
     def _run(self, operation: Operation) -> None:
         """Do an operation, and note when."""
         began_s = self._lanes.began_s
+        evidence = self.evidence
+        before = None if evidence is None else evidence.read()
         operation.start_s = time.perf_counter() - began_s
         times = operation.run()
         if times is None:
             operation.end_s = time.perf_counter() - began_s
         else:
             operation.start_s, operation.end_s = times
+        if evidence is not None and before is not None:
+            operation.counters = evidence.read().since(before)
 
     def work(self) -> None:
         """Serve on a thread of its own until the run is over; a failure ends it."""
@@ -317,12 +330,17 @@ class Worker(WorkerQueues[Operation]):
             if self.cores:
                 os.sched_setaffinity(0, self.cores)
             torch.set_num_threads(self.threads)
+            if self._lanes.counts:
+                self.evidence = ThreadEvidence()
             with torch.inference_mode():
                 self.serve(lambda: False)
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001 - the control thread raises it
             self._lanes.fail(error)
+        finally:
+            if self.evidence is not None:
+                self.evidence.close()
 
 
 class Lanes:
@@ -342,6 +360,7 @@ class Lanes:
         control: the worker of the caller's thread.
         stopping: no more work; set by a failure or by `close`.
         failure: what a worker died of.
+        counts: whether workers read what the system counts of their threads.
     """
 
     def __init__(
@@ -354,6 +373,7 @@ class Lanes:
         self.finished: deque[Operation] = deque()
         self.began_s = time.perf_counter()
         self.stopping = False
+        self.counts = False
         self.failure: BaseException | None = None
         self.names = profile.lanes
         self._worker_of: dict[int, Worker] = {}
@@ -381,6 +401,8 @@ class Lanes:
     def open(self) -> None:
         """Start the threads and the clock."""
         self.began_s = self.lock.began_s = time.perf_counter()
+        if self.counts:
+            self.control.evidence = ThreadEvidence()
         for worker in self._workers:
             if worker is not self.control:
                 # Idle from the first instant on, however late its thread begins.
@@ -432,6 +454,8 @@ class Lanes:
         """
         with self.lock:
             self._stop()
+        if self.control.evidence is not None:
+            self.control.evidence.close()
         until_s = time.perf_counter() + _JOIN_S
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.perf_counter()))

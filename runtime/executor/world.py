@@ -48,6 +48,7 @@ NO_WAITS = ()
 
 def part_of(operation: Operation) -> Part:
     """When an operation kept its worker."""
+    counters = () if operation.counters is None else operation.counters
     return Part(
         operation.lane,
         operation.kind,
@@ -58,6 +59,7 @@ def part_of(operation: Operation) -> Part:
         operation.start_s,
         operation.end_s,
         operation.ended_s,
+        *counters,
     )
 
 
@@ -125,6 +127,7 @@ class RealWorld:
         self._inline = self._device_worker is lanes.control
         if timeline.operations is not None:
             lanes.control.on_serving = self._serving
+            lanes.counts = True
 
         # What is made ready outside the lock and queued inside it.
         self._products: list[Compute] = []

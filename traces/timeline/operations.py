@@ -47,9 +47,12 @@ _COLUMNS: Final[dict[str, Any]] = {
     "start_s": np.float64,
     "end_s": np.float64,
     "ended_s": np.float64,
+    "cpu_s": np.float64,
+    "waited_s": np.float64,
+    "switches": np.int32,
 }
 _ROW: Final = np.dtype(list(_COLUMNS.items()))
-_pack = struct.Struct("=bbihidddd").pack
+_pack = struct.Struct("=bbihiddddddi").pack
 
 
 class Part(NamedTuple):
@@ -65,6 +68,10 @@ class Part(NamedTuple):
         start_s: when its work began.
         end_s: when its work ended.
         ended_s: instant at which its consequences queued and its worker was free.
+        cpu_s: seconds of its work that its thread had a core; NaN if not counted.
+        waited_s: seconds of its work in which its thread could have run and others did;
+            NaN if not counted.
+        switches: how often its thread was made to stop; -1 if not counted.
     """
 
     lane: int
@@ -76,6 +83,9 @@ class Part(NamedTuple):
     start_s: float
     end_s: float
     ended_s: float
+    cpu_s: float = float("nan")
+    waited_s: float = float("nan")
+    switches: int = -1
 
 
 class OperationTable:

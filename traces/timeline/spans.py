@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from moesim.traces.timeline.operations import OperationTable
-
 # Kinds of spans; the numbers are the places of their names.
 DENSE = 0
 PLAN = 1
@@ -137,7 +135,8 @@ class Timeline:
         self.lanes = tuple(lanes)
         self.out_dir = None if out_dir is None else Path(out_dir)
         self.spans = bytearray()
-        self.operations: OperationTable | None = None
+        # An `OperationTable`; its module builds on this one.
+        self.operations: Any = None
         # Step, layer, and the four arrays of each layer step.
         self._accesses: list[
             tuple[int, int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
