@@ -155,7 +155,7 @@ def _structure(folders: list[Path], *, as_json: bool) -> None:
     """
     if not folders:
         raise typer.BadParameter("expected folders of real runs (moesim run --out)")
-    from moesim.reporting.structure_text import structure_text
+    from moesim.validation.structure_text import structure_text
     from moesim.validation.finished_runs import load_run
     from moesim.validation.structure import compare_structure
 
