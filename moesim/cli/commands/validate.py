@@ -155,9 +155,9 @@ def _structure(folders: list[Path], *, as_json: bool) -> None:
     """
     if not folders:
         raise typer.BadParameter("expected folders of real runs (moesim run --out)")
-    from moesim.validation.structure_text import structure_text
     from moesim.validation.finished_runs import load_run
     from moesim.validation.structure import compare_structure
+    from moesim.validation.structure_text import structure_text
 
     results = []
     for folder in folders:
