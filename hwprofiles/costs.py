@@ -45,6 +45,15 @@ class _ControlCost(NamedTuple):
         return seconds + self.with_ssd_s if tiered else seconds
 
 
+class Overlap(NamedTuple):
+    """How many times longer a copy to a GPU and an expert on the CPU take while the
+    other runs.
+    """
+
+    link: float
+    cpu: float
+
+
 class Costs:
     """Seconds of every operation of one model on one machine.
 
@@ -55,11 +64,16 @@ class Costs:
     Args:
         profile: the machine.
         shape: the model.
+        pageable: host memory is not page-locked, so copies to a GPU take longer: by the
+            profile's probes of both, else twice as long.
     """
 
-    def __init__(self, profile: HardwareProfile, shape: ModelShape) -> None:
+    def __init__(
+        self, profile: HardwareProfile, shape: ModelShape, *, pageable: bool = False
+    ) -> None:
         self.profile = profile
         self.shape = shape
+        self._copy_factor = _pageable_factor(profile) if pageable else 1.0
         # Empty tables: the first look-up lies beyond their end and builds them.
         self._cpu: list[np.ndarray] = [np.empty(0)] * shape.layers
         self._gpu: list[np.ndarray] = [np.empty(0)] * shape.layers
@@ -172,7 +186,15 @@ class Costs:
         """Seconds to copy one expert of `layer` from host memory to a GPU."""
         del gpu
         expert_bytes = self.shape.expert_bytes[layer]
-        return self._link_s(H2D.name, expert_bytes)
+        return self._copy_factor * self._link_s(H2D.name, expert_bytes)
+
+    @property
+    def overlap(self) -> Overlap:
+        """What copies to a GPU and experts on the CPU cost each other."""
+        slowdown = self.profile.contention.slowdown
+        return Overlap(
+            link=slowdown(H2D.name, CPU.name), cpu=slowdown(CPU.name, H2D.name)
+        )
 
     def writeback_s(self, layer: int, gpu: int = 0) -> float:
         """Seconds to copy one expert of `layer` from a GPU to host memory."""
@@ -355,3 +377,15 @@ class Costs:
     def _optional(self, path: str) -> float:
         quantity = self.profile.numbers.get(path)
         return 0.0 if quantity is None else quantity.value
+
+
+def _pageable_factor(profile: HardwareProfile) -> float:
+    """How many times longer a copy from pageable memory takes.
+
+    Source, where no probe tells: half the rate, by threads of llama.cpp (15346).
+    """
+    locked = profile.numbers.get(paths.LINK_PAGE_LOCKED)
+    pageable = profile.numbers.get(paths.LINK_PAGEABLE)
+    if locked is None or pageable is None:
+        return 2.0
+    return locked.value / pageable.value

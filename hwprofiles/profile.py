@@ -61,6 +61,7 @@ DEFAULT_NAME = "rtx3090-epyc7532"
 _DATA = Path(__file__).parent / "data"
 _TEXT_KEYS = ("name", "kind", "description", "date", "accelerator")
 _TOP_KEYS = (*_TEXT_KEYS, "versions", "workers", "fit", *paths.SECTIONS)
+_BASE = "base"
 
 
 class Memory(NamedTuple):
@@ -425,8 +426,17 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
         )
 
     where = text if text.endswith(".toml") else path.name
+    return parse_profile(_with_base(_read(path, where), where), where=where)
+
+
+def _read(path: Path, where: str) -> dict[str, Any]:
+    """Return the tables of a TOML file.
+
+    Raises:
+        ProfileError: it cannot be read, or is not TOML.
+    """
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ProfileError(
@@ -438,7 +448,39 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
             f"{where}: not TOML: {error}; see docs/reference/hardware.md"
         ) from None
 
-    return parse_profile(raw, where=where)
+
+def _with_base(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the tables of a profile with what its base states beneath them.
+
+    Raises:
+        ProfileError: no profile of that name ships.
+    """
+    if _BASE not in raw:
+        return raw
+    stated = dict(raw)
+    name = stated.pop(_BASE)
+    known = [other for other in list_profiles() if f"{other}.toml" != where]
+    if name not in known:
+        raise ProfileError(
+            f"{where}: base: expected a shipped profile, found {name!r}; known:"
+            f" {', '.join(known)}"
+        )
+    base = _with_base(_read(_DATA / f"{name}.toml", name), f"{name}.toml")
+    return _overlaid(base, stated)
+
+
+def _overlaid(base: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
+    """Return nested tables in which those of `own` replace those of `base`."""
+    merged = dict(base)
+    for key, entry in stated.items():
+        below = merged.get(key)
+        # A number is replaced whole: its value never keeps another one's source.
+        is_table = isinstance(entry, dict) and not {"value", "seconds"} & entry.keys()
+        if is_table and isinstance(below, dict):
+            merged[key] = _overlaid(below, entry)
+        else:
+            merged[key] = entry
+    return merged
 
 
 def default_profile() -> HardwareProfile:

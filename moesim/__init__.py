@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from moesim.runs.result import Run
     from moesim.sweeps.comparison import compare, compare_cells
     from moesim.sweeps.ranking import ranking
+    from moesim.sweeps.search import search
     from moesim.sweeps.store import results
     from moesim.sweeps.sweep import sweep
     from moesim.traces.exporters import export_trace
@@ -96,6 +97,7 @@ __all__ = [
     "results",
     "run_text",
     "save_profile",
+    "search",
     "sensitivity",
     "step_figure",
     "sweep",
@@ -138,6 +140,7 @@ _MODULES = {
     "moesim.runs.result": ("Run",),
     "moesim.sweeps.comparison": ("compare", "compare_cells"),
     "moesim.sweeps.ranking": ("ranking",),
+    "moesim.sweeps.search": ("search",),
     "moesim.sweeps.store": ("results",),
     "moesim.sweeps.sweep": ("sweep",),
     "moesim.traces.exporters": ("export_trace",),

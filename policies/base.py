@@ -130,11 +130,14 @@ class Assignment(NamedTuple):
             resident experts before arrivals.
         serial: True if the CPU begins only when every fetched expert has been computed
             on its GPU.
+        waits: True if no product of the layer step begins on a GPU before every copy of
+            the layer has landed; staging must be able to hold them all.
     """
 
     lanes: np.ndarray
     order: np.ndarray | None = None
     serial: bool = False
+    waits: bool = False
 
 
 class Precompute(NamedTuple):

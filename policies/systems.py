@@ -36,6 +36,8 @@ class System:
             how (`moesim.policies.cache._slot_shares`).
         writes_back: whether what leaves a GPU's cache is copied back to host memory,
             though weights never change; the link to the host is charged for it.
+        pageable: whether experts lie in pageable host memory, from which copies take
+            longer; real runs have page-locked memory all the same.
         note: where the composition departs from its source, and what it needs.
     """
 
@@ -48,6 +50,7 @@ class System:
     scope: str | None = None
     divides_slots: bool = False
     writes_back: bool = False
+    pageable: bool = False
     note: str = ""
 
     def staging_slots(self, shape: ModelShape) -> int | None:
@@ -246,10 +249,10 @@ SYSTEMS = {
     "edgemoe": System(
         assignment="on-demand",
         cache="lfu",
-        prefetch="statistical",
+        prefetch="statistical:preceding=2",
         note=(
-            "one preceding layer predicts instead of two; eviction by frequency alone,"
-            " not also by layer; no bit-widths by expert"
+            "the two preceding layers predict; eviction by frequency alone, not also by"
+            " layer; no bit-widths by expert"
         ),
     ),
     "moe-lightning": System(
@@ -262,12 +265,54 @@ SYSTEMS = {
     ),
     # Programs in use.
     "llama.cpp": System(
-        assignment="layer-wise",
+        assignment="layer-wise:upload_tokens=32",
         cache="static:fill=last",
         scope="global",
+        # The used experts of one uploaded layer.
+        staging_layers=1,
+        pageable=True,
         note=(
-            "the last layers that fit, whole and from the start, as -ngl; CPU and GPU"
-            " layers never overlap; prefill does not stream the other layers"
+            "the last layers that fit, whole and from the start, as -ngl; from 32"
+            " tokens on the other layers' used experts are uploaded, from pageable"
+            " memory, once per step: the whole prompt is one micro-batch"
+        ),
+    ),
+    "llama.cpp-no-mmap": System(
+        assignment="layer-wise:upload_tokens=32",
+        cache="static:fill=last",
+        scope="global",
+        staging_layers=1,
+        note="as llama.cpp, with --no-mmap and page-locked buffers",
+    ),
+    "ik_llama.cpp": System(
+        assignment="layer-wise:upload_tokens=32,counted=expert",
+        cache="static:fill=last",
+        scope="global",
+        staging_layers=1,
+        pageable=True,
+        note=(
+            "as llama.cpp, but uploads from 32 tokens per expert in the mean, 32 E / K"
+            " of a step"
+        ),
+    ),
+    "freetoken": System(
+        assignment="fetch-split",
+        cache="lru",
+        note=(
+            "its hybrid mode: each step's misses are split between link and CPU by"
+            " their speeds beside each other, which the profile's contention tells"
+        ),
+    ),
+    "krasis": System(
+        assignment="fixed-mapping:prefill=gpu",
+        cache="static",
+        prefetch="whole-layer:phase=prefill",
+        # One layer is computed while the next arrives.
+        staging_layers=2,
+        note=(
+            "prefill streams every layer whole through the GPU, whatever the prompt's"
+            " length; decode computes the popular experts there (--warm) and the others"
+            " on the CPU"
         ),
     ),
     "ktransformers": System(
@@ -286,8 +331,8 @@ SYSTEMS = {
         scope="layer",
         note=(
             "moe-speed-of-light's cache for llama.cpp: misses on the CPU beside the"
-            " GPU's hits, frequent ones copied later; without its table by machine of"
-            " how many misses to copy at once"
+            " GPU's hits, frequent ones copied later. Its table by machine of how many"
+            " misses to copy at once: fetch-split:table=0/1/1/2/3+decayed-frequency"
         ),
     ),
     "deepspeed": System(
@@ -297,8 +342,8 @@ SYSTEMS = {
         # One layer is computed while the next arrives.
         staging_layers=2,
         note=(
-            "every layer is moved complete while the one before computes, but waits for"
-            " its active experts only; of a step's first layer only these are moved"
+            "every layer is moved complete while the one before computes, and its"
+            " products wait for all of it; dense parts stay on the GPU"
         ),
     ),
 }

@@ -12,6 +12,7 @@ from moesim.hwprofiles.lanes import GPU
 from moesim.sim.machine import Machine
 from moesim.sim.noise import Noise
 from moesim.sim.world import VirtualWorld
+from moesim.traces.format.arrivals import Idle
 from moesim.traces.timeline.spans import DENSE
 
 if TYPE_CHECKING:
@@ -87,10 +88,13 @@ class Replay:
 
     def run(
         self,
-        steps: Iterable[RoutedStep],
+        steps: Iterable[RoutedStep | Idle],
         progress: Callable[[RoutedStep], None] | None = None,
     ) -> ReplayResult:
         """Replay all steps and return when the last layer step has joined.
+
+        A step is asked for when the one before has ended, so that steps may depend on
+        the time; between them nothing may be to do.
 
         Raises:
             PolicyError: a policy answered something illegal.
@@ -110,7 +114,7 @@ class Replay:
 
     def _run(
         self,
-        steps: Iterable[RoutedStep],
+        steps: Iterable[RoutedStep | Idle],
         progress: Callable[[RoutedStep], None] | None,
     ) -> Generator[Event, None, None]:
         """Walk forward passes: the dense part of each layer, its experts, the head."""
@@ -119,6 +123,9 @@ class Replay:
         world = self._world
         planner = self._planner
         for step in steps:
+            if isinstance(step, Idle):
+                yield env.timeout(step.until_s - env.now)
+                continue
             start_s = env.now
             # Nothing was read since the last pass's head: caches are as without reads.
             world.has_read = False

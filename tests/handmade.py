@@ -91,6 +91,7 @@ class HandCosts:
     ssd_first_s: float = 0.0
     per_token: float = 0.0
     factors_after_read: tuple[tuple[str, float], ...] = ()
+    overlap: tuple[float, float] = (1.0, 1.0)
 
     def after_read(self, part):
         return dict(self.factors_after_read).get(part, 1.0)

@@ -645,7 +645,7 @@ def test_parameters_out_of_range_are_named():
         ),
         (
             lambda: FetchSplit(cpu_slowdown=0),
-            "cpu_slowdown: expected a number > 0, got 0",
+            "cpu_slowdown: expected a number > 0 or none, got 0",
         ),
         (
             lambda: MoELightning(tokens=0),

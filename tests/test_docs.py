@@ -29,7 +29,7 @@ MARKED = Counter(
     {
         "needs a model": 4,
         "takes minutes": 5,
-        "needs a network": 2,
+        "needs a network": 4,
         "needs an interruption": 1,
         "needs your trace": 1,
     }

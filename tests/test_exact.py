@@ -45,7 +45,7 @@ ONE = st.just(1)
 @st.composite
 def steps(draw, most=6, gpus=ONE):
     """A layer step and its machine: residents, copies under way and absent experts, all
-    copies of a link alike.
+    copies of a link alike, perhaps behind one that is under way.
     """
     g = draw(gpus)
     a = draw(st.integers(1, most))
@@ -56,12 +56,17 @@ def steps(draw, most=6, gpus=ONE):
             st.lists(st.integers(0, 2), min_size=a, max_size=a), min_size=g, max_size=g
         )
     )
+    wait_s = draw(st.lists(st.just(0.0) | SECONDS, min_size=g, max_size=g))
     arrive_s = [
         [
-            0.0 if s == RESIDENT else draw(SECONDS) if s == IN_FLIGHT else copy_s
+            0.0
+            if s == RESIDENT
+            else min(draw(SECONDS), wait or np.inf)
+            if s == IN_FLIGHT
+            else wait + copy_s
             for s in row
         ]
-        for row in states
+        for row, wait in zip(states, wait_s, strict=True)
     ]
     flying = [
         (gpu, 0, i) for gpu in range(g) for i in range(a) if states[gpu][i] == IN_FLIGHT
@@ -73,6 +78,7 @@ def steps(draw, most=6, gpus=ONE):
         host_s=draw(st.one_of(st.just([0.0] * a), times)),
         state=np.max(states, axis=0),
     )
+    now.link_s = np.array(wait_s) if any(wait_s) else None
     return now, Machine(g, draw(st.sampled_from([0.0, 5e-4])), flying)
 
 
@@ -240,6 +246,19 @@ def test_nobody_beats_it(step):
             assert scheduled_s(now, view, answer.lanes, answer.order) >= soonest_s * (
                 1 - 1e-9
             ), name
+
+
+@pytest.mark.parametrize("name", ["greedy", "beam", "ilp", "exact"])
+def test_only_the_first_copy_waits_for_the_one_under_way(name):
+    """Two absent experts: the link is free at 10 s, copies take 4, products 1, the CPU
+    20 for each. Both on the GPU end at 10 + 4 + 4 = 18, one on each lane at 20; charged
+    the wait twice, both on the GPU would seem to end at 28.
+    """
+    now = work(cpu_s=[20.0, 20.0], gpu_s=[1.0, 1.0], arrive_s=[14.0, 14.0])
+    now.link_s = np.array([10.0])
+    answer = started(name, 1).assign(now, Machine())
+    assert answer.lanes.tolist() == [1, 1]
+    assert modelled_s(now, answer.lanes) == 18.0
 
 
 def layer(rng, active, gpus=1, resident=0.3):

@@ -9,6 +9,7 @@ import tomllib
 import pytest
 import tomli_w
 
+from moesim.hwprofiles import profile as profile_module
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import (
     default_profile,
@@ -19,6 +20,18 @@ from moesim.hwprofiles.profile import (
 )
 
 SHIPPED = list_profiles()
+
+
+def _file(name):
+    return profile_module._DATA / f"{name}.toml"
+
+
+def _raw(name):
+    return tomllib.loads(_file(name).read_text(encoding="utf-8"))
+
+
+# Files that state everything themselves; the others only what differs from one.
+WHOLE = [name for name in SHIPPED if "base" not in _raw(name)]
 SEED_MACHINES = {
     "rtx3090-epyc7532",
     "a6000-i9-10980xe",
@@ -91,11 +104,11 @@ def test_all_machines_of_the_seed_papers_ship():
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_number_that_ships_says_where_it_came_from(name):
-    raw = tomllib.loads(_file(name).read_text(encoding="utf-8"))
+    raw = _raw(name)
     entries = dict(
         numbers_of({key: entry for key, entry in raw.items() if key != "fit"})
     )
-    assert len(entries) > 25
+    assert len(entries) > (25 if name in WHOLE else 1)
     for path, entry in entries.items():
         assert entry is not None, f"{path} is a bare number"
         assert len(entry["source"]) > 8, path
@@ -105,13 +118,7 @@ def test_every_number_that_ships_says_where_it_came_from(name):
         assert "/" + "work" not in entry["source"]
 
 
-def _file(name):
-    from moesim.hwprofiles import profile as module
-
-    return module._DATA / f"{name}.toml"
-
-
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", WHOLE)
 def test_what_ships_is_what_saving_writes(name, tmp_path):
     loaded = load_profile(name)
     saved = save_profile(loaded, tmp_path / "copy.toml")
@@ -119,6 +126,32 @@ def test_what_ships_is_what_saving_writes(name, tmp_path):
     assert load_profile(saved) == loaded
     assert load_profile(saved).digest == loaded.digest
     assert [path.name for path in tmp_path.iterdir()] == ["copy.toml"]
+
+
+def test_a_profile_with_a_base_states_only_what_differs(tmp_path):
+    """Its own numbers replace the base's whole; everything else is the base's."""
+    own = tmp_path / "own.toml"
+    own.write_text(
+        'base = "rtx3090-epyc7532"\nname = "own"\n[costs.h2d.latency_s]\n'
+        'value = 0.5\nkind = "assumed"\nsource = "a test"\n'
+    )
+    base = load_profile("rtx3090-epyc7532")
+    made = load_profile(own)
+    assert made.numbers["costs.h2d.latency_s"].source == "a test"
+    changed = {
+        path for path in base.numbers if made.numbers[path] != base.numbers[path]
+    }
+    assert changed == {"costs.h2d.latency_s"}
+    assert made.description == base.description
+    # Written out again it needs no base.
+    assert load_profile(save_profile(made, tmp_path / "whole.toml")) == made
+
+
+def test_an_unknown_base_is_refused_and_a_profile_is_not_its_own(tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text('base = "rtx3091"\n')
+    with pytest.raises(ProfileError, match=r"own\.toml: base: .*'rtx3091'; known: "):
+        load_profile(own)
 
 
 def test_calibrated_fields_survive_a_round_trip(tmp_path):

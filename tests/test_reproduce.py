@@ -61,20 +61,15 @@ def test_every_quoted_record_stands_in_the_reference(whole):
     assert all(record in whole for record in quoted)
 
 
-def test_no_record_of_an_experiment_was_left_behind(whole):
-    wanted = {
-        key for experiment in EXPERIMENTS.values() for key in experiment.published
-    }
-    assert len(reproduce.records()) == sum(
-        (r["source"], r["ref"], r["metric"]) in wanted for r in whole
-    )
+def test_no_record_was_left_behind(whole):
+    assert len(reproduce.records()) == len(whole)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_stands_beside_a_published_figure(name):
     figures = reproduce.published(EXPERIMENTS[name])
     assert figures
-    values = {record.value for record in reproduce.records()}
+    values = [record.value for record in reproduce.records()]
     assert all(
         value in values for column in figures.values() for value in column.values()
     )

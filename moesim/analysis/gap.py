@@ -24,12 +24,17 @@ from moesim.analysis.assignment_grades import Grades
 from moesim.analysis.gap_eviction import FORCED, EvictionSplit, split_eviction
 from moesim.analysis.gap_mixes import BOUND, EVICTION, MixReplays, Substitute
 from moesim.analysis.shapley import shapley
-from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import references, resolve
 from moesim.runs.artefacts import load_artefacts
 from moesim.runs.config import RunConfig, takes_options
-from moesim.runs.setup import Setup, check_needs, needed_columns, trace_of
+from moesim.runs.setup import (
+    Setup,
+    check_needs,
+    needed_columns,
+    refuse_arrivals,
+    trace_of,
+)
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.future import RecordedFuture
 
@@ -256,6 +261,7 @@ def gap(
             policy that alters the routing, because then the future depends on the mix.
     """
     config = RunConfig.of(trace, policy, **options)
+    refuse_arrivals(config, "the gap")
     opened = trace_of(config)
     setup = Setup.of(config, opened)
     # A trace without scores cannot drive caches that go by scores; the rest can be
@@ -281,7 +287,7 @@ def gap(
     replays = MixReplays(
         shape=setup.shape,
         profile=setup.profile,
-        costs=Costs(setup.profile, setup.shape),
+        costs=setup.costs(),
         memory=setup.memory,
         system=setup.system,
         passes=passes,

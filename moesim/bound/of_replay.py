@@ -59,6 +59,8 @@ def bound_of(config: RunConfig) -> Bound | None:
         tokens = min(tokens, config.steps * config.batch)
     accesses = tokens * shape.layers * shape.top_k
     too_long = accesses > MOST_ACCESSES
-    if too_long or config.noise_seed is not None:
+    # It holds for a batch that is there from the beginning.
+    is_other = config.noise_seed is not None or config.arrivals is not None
+    if too_long or is_other:
         return None
     return replay_bound(Setup.of(config, trace), trace)

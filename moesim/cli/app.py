@@ -30,7 +30,7 @@ from moesim.cli.commands import (
     validate,
 )
 from moesim.cli.commands.advice import advise, model
-from moesim.cli.commands.sweeps import results, sweep
+from moesim.cli.commands.sweeps import results, search, sweep
 from moesim.cli.errors import guarded
 from moesim.cli.output import COMMAND_WORDS
 from moesim.version import __version__
@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "compare": (compare.compare, "Replay one trace under several policies."),
     "sweep": (sweep.sweep, "Replay every combination of any options."),
     "results": (results.results, "Ask questions of the results of sweeps."),
+    "search": (search.search, "Search for the best policy, memory and machine."),
     "advise": (advise.advise, "Say which llama.cpp flags are fastest here."),
     "model": (model.model, "Print what a model file holds, by layer."),
     "list": (listing.list_, "List policies, systems, machines, models."),

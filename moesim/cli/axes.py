@@ -39,7 +39,7 @@ def with_axes(*, without: Collection[str] = ()) -> Callable[[Command], Command]:
     axes = {
         field.name: field
         for field in fields(RunConfig)
-        if field.name not in without and option_of(field).on_command_line
+        if field.name not in without and not field.name.endswith("_digest")
     }
 
     def decorate(command: Command) -> Command:
@@ -71,11 +71,14 @@ def with_axes(*, without: Collection[str] = ()) -> Callable[[Command], Command]:
 def _parameter(field: Field[Any]) -> inspect.Parameter:
     option = option_of(field)
     plural = PLURALS.get(field.name)
+    parser = _parser(option.kind, is_size=option.is_size, kind=option.policy_kind)
+    # Limits are one value, although a comma stands between them.
+    is_single = field.name == "slo"
     info = typer.Option(
         flag(field.name),
         *([] if plural is None else [plural]),
-        metavar=f"{option.metavar or 'NAME'},…",
-        parser=_parser(option.kind, is_size=option.is_size, kind=option.policy_kind),
+        metavar=f"{option.metavar or 'NAME'}{'' if is_single else ',…'}",
+        parser=(lambda text: (text,)) if is_single else parser,
         help=option.several or option.help,
     )
     return inspect.Parameter(

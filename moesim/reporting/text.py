@@ -79,6 +79,9 @@ def _result_facts(
         facts.append(
             ("prefetch", f"{metrics['prefetched']:,} copies, {accuracy} of them used")
         )
+    # Measured runs have no arrivals.
+    if metrics.get("requests"):
+        facts += _request_facts(metrics["requests"])
     if metrics["energy_j"] is not None:
         efficiency = number(metrics["tokens_per_kj"])
         facts.append(
@@ -99,6 +102,22 @@ def _result_facts(
                 "approximate: experts started ahead see the layer before's input",
             )
         )
+    return facts
+
+
+def _request_facts(served: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What users of a server see."""
+    facts = [("requests", f"{served['requests']:,} served")]
+    for name, words in (("ttft", "first token"), ("tpot", "per token")):
+        shares = ", ".join(
+            f"{percent} % within {ms(served[f'{name}_p{percent}_s'])}"
+            for percent in (50, 95, 99)
+        )
+        facts.append((words, shares))
+    if served["slo_attainment"] is not None:
+        goodput = number(served["goodput_per_s"])
+        within = percent(served["slo_attainment"])
+        facts.append(("limits", f"{within} within them, {goodput} such requests/s"))
     return facts
 
 

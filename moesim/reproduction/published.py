@@ -11,16 +11,13 @@ import difflib
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from moesim.policies.base import PolicyError
 from moesim.reproduction.experiments import EXPERIMENTS, Experiment
 from moesim.reproduction.experiments.base import Excerpt
+from moesim.reproduction.records import records
 from moesim.traces.errors import TraceError
 from moesim.traces.format.reader import open_trace
 from moesim.traces.importers import import_trace
@@ -47,21 +44,6 @@ FOREIGN = {
 """Other people's traces by file name: the model and weight format that their files do
 not tell in our terms.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One published figure, as in ``data/published.yaml``. `value` is a number, or
-    words such as ``4-5``.
-    """
-
-    source: str
-    ref: str
-    metric: str
-    setting: dict[str, Any]
-    value: float | str
-    unit: str
-    note: str = ""
 
 
 @dataclass(slots=True)
@@ -107,15 +89,6 @@ class Reproduction:
             "computes": experiment.computes,
             "caveats": list(experiment.caveats),
         }
-
-
-@cache
-def records() -> tuple[Record, ...]:
-    """The published figures that need only routing, in the order of their sources."""
-    text = (resources.files("moesim") / "data" / "published.yaml").read_text(
-        encoding="utf-8"
-    )
-    return tuple(Record(**entry) for entry in yaml.safe_load(text)["records"])
 
 
 def published(experiment: Experiment) -> dict[str, dict[str, float | str]]:

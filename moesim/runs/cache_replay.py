@@ -9,7 +9,7 @@ from moesim.policies import cache_replay
 from moesim.policies.systems import compose
 from moesim.runs.artefacts import load_artefacts
 from moesim.runs.config import RunConfig, takes_options
-from moesim.runs.setup import profile_of, trace_of, warm_counts
+from moesim.runs.setup import profile_of, refuse_arrivals, trace_of, warm_counts
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import layer_steps
@@ -49,6 +49,7 @@ def replay_cache(
     """
     begin_s = time.perf_counter()
     config = RunConfig.of(trace, memory=memory, **options)
+    refuse_arrivals(config, "a cache alone")
     # A system names its cache; an assignment policy has that of every system, LRU.
     cache = cache or config.system.cache
     opened = trace_of(config)

@@ -226,6 +226,20 @@ class RunConfig:
         metavar="N",
         minimum=0,
     )
+    # When sequences arrive, as requests of users; without it they all wait in line.
+    arrivals: str | None = _option(
+        None,
+        "When requests arrive: poisson:RATE (per second), or a file of seconds; the"
+        " batch is formed as they come.",
+        metavar="poisson:RATE|FILE",
+        on_command_line=False,
+    )
+    slo: str | None = _option(
+        None,
+        "Limits in seconds that a request should meet, such as ttft=0.5,tpot=0.1.",
+        metavar="LIMITS",
+        on_command_line=False,
+    )
     # What files must be, where a run is to be repeated exactly.
     trace_digest: str | None = _option(
         None,

@@ -19,7 +19,14 @@ from moesim.policies.planner.observers import observed
 from moesim.runs.config import MeasuredConfig, takes_options
 from moesim.runs.machine import device_of, machine_profile
 from moesim.runs.result import Run
-from moesim.runs.setup import Setup, figures_of, needed_columns, trace_of, watts
+from moesim.runs.setup import (
+    Setup,
+    figures_of,
+    needed_columns,
+    refuse_arrivals,
+    trace_of,
+    watts,
+)
 from moesim.runs.stores import open_random_store
 from moesim.runtime.errors import RuntimeFault
 from moesim.sim.replay import Replay
@@ -136,6 +143,7 @@ def run_trace(
     from moesim.runtime.store.footprint import Meter  # noqa: PLC0415 - torch
 
     config = MeasuredConfig.of(trace, policy, memory=memory, **options)
+    refuse_arrivals(config, "a measured run")
     opened = trace_of(config)
     profile = machine_profile(config.hw)
     dtype = config.dtype or ("bfloat16" if profile.accelerator == "cuda" else "float32")

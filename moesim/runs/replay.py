@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moesim.policies.base import PolicyError
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.memory import MemoryOptions
 from moesim.runs.result import Run, save_run
@@ -25,6 +26,12 @@ from moesim.runs.setup import (
     watts,
 )
 from moesim.sim.replay import Replay
+from moesim.traces.format.arrivals import (
+    RequestSteps,
+    arrival_times,
+    parse_slo,
+    request_figures,
+)
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.traces.timeline.metrics import Summary, summarise
@@ -32,8 +39,9 @@ from moesim.traces.timeline.perfetto import write_perfetto
 from moesim.traces.timeline.spans import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from moesim.traces.format.arrivals import Idle
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
     from moesim.traces.timeline.spans import Chunk
@@ -103,15 +111,19 @@ def replay(
         summary = Summary(profile.lanes)
     timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
 
-    walk = compose_steps(
-        opened,
-        batch=config.batch,
-        steps=config.steps,
-        columns=needed_columns(planner.policies),
-    )
     simulation = Replay(
         profile, planner.costs, planner, timeline, noise_seed=config.noise_seed
     )
+    columns = needed_columns(planner.policies)
+    requests = None
+    walk: Iterable[RoutedStep | Idle]
+    if config.arrivals is None:
+        walk = compose_steps(
+            opened, batch=config.batch, steps=config.steps, columns=columns
+        )
+    else:
+        requests = _requests(config, opened, setup, columns, simulation)
+        walk = requests.steps(config.steps)
     try:
         result = simulation.run(walk, progress)
         timeline.close()
@@ -132,6 +144,14 @@ def replay(
         "wall_s": time.perf_counter() - begin_s,
     }
 
+    metrics["requests"] = None
+    if requests is not None:
+        limits = parse_slo(config.slo)
+        served = request_figures(requests.requests, limits, metrics["makespan_s"])
+        # What a user waits for begins when the request arrives.
+        metrics |= {name: served[name] for name in metrics.keys() & served.keys()}
+        metrics["requests"] = served
+
     # It needs the spans, so it comes before they are dropped.
     if perfetto is not None:
         write_perfetto(perfetto, {"simulated": timeline})
@@ -144,6 +164,34 @@ def replay(
     if out is not None:
         save_run(run, Path(out))
     return run
+
+
+def _requests(
+    config: RunConfig,
+    trace: Trace,
+    setup: Setup,
+    columns: tuple[str, ...],
+    simulation: Replay,
+) -> RequestSteps:
+    """Steps of a batch that is formed as requests come.
+
+    Raises:
+        PolicyError: a policy that sees the future, which depends on who comes when.
+        TraceError: no such arrivals, or limits.
+    """
+    if setup.future is not None:
+        raise PolicyError(
+            "arrivals: expected policies that see the past only, since steps depend on"
+            f" who comes when; {config.policy} sees the future"
+        )
+    parse_slo(config.slo)
+    return RequestSteps(
+        trace,
+        arrival_times(str(config.arrivals), config.seed),
+        batch=config.batch,
+        columns=columns,
+        clock=lambda: simulation.env.now,
+    )
 
 
 def share_of(

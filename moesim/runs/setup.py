@@ -124,6 +124,10 @@ class Setup:
             artefacts = load_artefacts(self.config.artefacts)
         return self.config.memory.plan(self.shape, self.profile, self.system, artefacts)
 
+    def costs(self) -> Costs:
+        """Seconds of this model's operations on this machine, as the system uses it."""
+        return Costs(self.profile, self.shape, pageable=self.system.pageable)
+
     def planner(self) -> Planner:
         """A fresh planner.
 
@@ -132,7 +136,7 @@ class Setup:
         """
         return Planner(
             self.shape,
-            Costs(self.profile, self.shape),
+            self.costs(),
             self.policies(),
             self.memory,
             seed=self.config.seed,
@@ -233,6 +237,19 @@ class Setup:
             warm=warm.path if isinstance(warm, Trace) else warm,
         )
         return named.to_json()
+
+
+def refuse_arrivals(config: RunConfig, caller: str) -> None:
+    """Refuse a configuration with arrivals where a batch is there from the beginning.
+
+    Raises:
+        ConfigError: it has some.
+    """
+    if config.arrivals is not None:
+        raise ConfigError(
+            f"arrivals: {caller} knows no requests that come later, found"
+            f" {config.arrivals!r}; remove it, or use `moesim replay`"
+        )
 
 
 def check_digests(config: RunConfig, trace: Trace, profile: HardwareProfile) -> None:

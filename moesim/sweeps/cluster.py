@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.runs.config import ConfigError
 from moesim.sweeps.digests import code_digest
+from moesim.sweeps.shared_files import has_file, keep_files_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 WAIT_FOR_SCHEDULER_S = 10
 """Seconds after which a scheduler that does not answer, or has no workers, counts as
@@ -76,12 +77,13 @@ def _for_users(error: Exception) -> Exception:
 
 
 @contextmanager
-def connected(address: str) -> Iterator[DaskExecutor]:
+def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]:
     """Connect to a cluster while the block runs.
 
     Args:
         address: of a scheduler, such as ``tcp://192.168.0.5:8786``, or ``local:N``,
             which starts N worker processes on this machine.
+        files: by digest, those that workers read; copied to those that lack them.
 
     Raises:
         ConfigError: it is no address, nobody answers, nobody works there, or workers
@@ -120,6 +122,7 @@ def connected(address: str) -> Iterator[DaskExecutor]:
         ) from None
     with client:
         _check_workers(client, address)
+        _send_missing(client, files)
         yield DaskExecutor(client)
 
 
@@ -144,12 +147,24 @@ def _check_workers(client: Any, address: str) -> None:
             )
 
 
-def copies_of(files: dict[str, Path]) -> Any:
-    """A plugin that writes files into the folder of each worker, also of those that
-    come later.
+def _send_missing(client: Any, files: Mapping[str, Path]) -> None:
+    """Copy files to workers if any of them does not have them, and to those that come
+    later.
+    """
+    missing = {
+        digest: path
+        for digest, path in files.items()
+        if not all(client.run(has_file, str(path), digest).values())
+    }
+    if missing:
+        client.register_plugin(copies_of(missing))
+
+
+def copies_of(files: Mapping[str, Path]) -> Any:
+    """A plugin that writes files into the folder of each worker.
 
     Args:
-        files: by the digests that become their names.
+        files: by digest, which is the name of the copy.
     """
     from distributed import WorkerPlugin  # noqa: PLC0415 - as above
 
@@ -160,8 +175,9 @@ def copies_of(files: dict[str, Path]) -> Any:
             self.content = {name: file.read_bytes() for name, file in files.items()}
 
         def setup(self, worker: Any) -> None:
-            """Write them."""
+            """Write them, and look for them there from now on."""
             for name, content in self.content.items():
                 Path(worker.local_directory, name).write_bytes(content)
+            keep_files_in(worker.local_directory)
 
     return Copies()

@@ -27,6 +27,7 @@ from moesim.sweeps.cluster import connected
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from moesim.policies.base import Policy
 
@@ -79,6 +80,7 @@ def run_tasks(
     *,
     jobs: int | None = 1,
     cluster: str | None = None,
+    files: Mapping[str, Path] | None = None,
     rows: int = 0,
     progress: Callable[[float], None] | None = None,
 ) -> None:
@@ -95,6 +97,7 @@ def run_tasks(
         jobs: tasks at the same time on this machine; None takes one per core, but only
             as many as the work is worth.
         cluster: address of a Dask scheduler, or ``local:N``; then `jobs` is ignored.
+        files: by digest, those that tasks read; a cluster gets what it lacks.
         rows: rows of traces that all tasks together replay.
         progress: called with the share of all tasks that is done.
 
@@ -111,7 +114,7 @@ def run_tasks(
     jobs = min(jobs, len(tasks))
 
     if cluster is not None:
-        with connected(cluster) as remote:
+        with connected(cluster, files or {}) as remote:
             _run_elsewhere(remote, work, tasks, collect, report)
     elif jobs > 1:
         with _local_processes(jobs) as processes:
@@ -181,7 +184,8 @@ def _results(
     indices = iter(list(todo))
     pending: dict[Future[Result], int] = {}
     while True:
-        room = executor.workers * TASKS_PER_WORKER - len(pending)
+        # Workers of a cluster come and go.
+        room = max(0, executor.workers * TASKS_PER_WORKER - len(pending))
         for index in islice(indices, room):
             pending[executor.submit(call, tasks[index])] = index
         if not pending:

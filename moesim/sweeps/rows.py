@@ -90,6 +90,17 @@ _OF_RUN: dict[str, Any] = {
     "busiest_share": pa.float64(),
 }
 
+_OF_REQUESTS: dict[str, Any] = {
+    "requests": pa.int64(),
+    "ttft_p50_s": pa.float64(),
+    "ttft_p95_s": pa.float64(),
+    "ttft_p99_s": pa.float64(),
+    "tpot_p99_s": pa.float64(),
+    "slo_attainment": pa.float64(),
+    "goodput_per_s": pa.float64(),
+}
+"""What a run with arrivals adds."""
+
 
 def options_schema() -> dict[str, Any]:
     """Columns of the options, by name, with their Arrow types."""
@@ -113,6 +124,7 @@ def row_schema() -> pa.Schema:
         **_OF_CONFIG,
         **metrics,
         **_OF_RUN,
+        **_OF_REQUESTS,
         **dict.fromkeys(DIGESTS, pa.string()),
         **DETAILS,
     }
@@ -178,6 +190,7 @@ def carry_out(
 
 def _row(point: Point, run: Run, observer: RunObserver) -> dict[str, Any]:
     metrics = run.metrics
+    served = metrics["requests"] or {}
     lane, share = busiest(run)
     options = {name: getattr(point.config, name) for name in options_schema()}
     options |= {"trace": point.trace_name, "hw": point.profile.name}
@@ -193,6 +206,7 @@ def _row(point: Point, run: Run, observer: RunObserver) -> dict[str, Any]:
         "h2d_bytes": moved_bytes(metrics, "h2d"),
         "ssd_bytes": moved_bytes(metrics, "ssd"),
         "h2d_bytes_per_s": bytes_per_s(metrics, "h2d"),
+        **{name: served.get(name) for name in _OF_REQUESTS},
         "busiest": lane,
         "busiest_share": share,
         "digest": point.digest,

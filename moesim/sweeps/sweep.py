@@ -131,6 +131,20 @@ def configs_of(
 ) -> list[RunConfig]:
     """Every configuration that the arguments of `sweep` describe."""
     single, axes = split_options(_without_groups(options))
+    return [
+        config
+        for base in bases_of(trace, options)
+        for config in combined(RunConfig.of(base, **single), axes)
+    ]
+
+
+def bases_of(
+    trace: RunConfig | str | Path | Trace | Sequence[Any] | None,
+    options: Mapping[str, Any],
+) -> list[RunConfig]:
+    """The configurations that the first argument of `sweep` describes, before options
+    replace values of theirs.
+    """
     bases: list[RunConfig] = []
     sources: Sequence[Any] = trace if isinstance(trace, list | tuple) else [trace]
     for source in sources:
@@ -138,11 +152,7 @@ def configs_of(
             bases += configs_of_file(source, given=options)
         else:
             bases.append(RunConfig.of(source))
-    return [
-        config
-        for base in bases
-        for config in combined(RunConfig.of(base, **single), axes)
-    ]
+    return bases
 
 
 def _without_groups(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,6 +206,7 @@ def run_sweep(
             collect,
             jobs=jobs,
             cluster=cluster,
+            files={point.trace_digest: Path(point.trace) for point in todo},
             rows=plan.rows * len(todo) // max(1, len(plan.points)),
             progress=progress,
         )

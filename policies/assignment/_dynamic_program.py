@@ -294,6 +294,7 @@ def dynamic_program(
     active = len(layer.cpu_s)
     start = np.zeros(1 + 3 * gpus)
     for g in range(gpus):
+        start[1 + 3 * g] = layer.busy_s[g]
         start[2 + 3 * g] = layer.link_s[g]
 
     lanes = np.zeros(active, np.int8)

@@ -178,6 +178,7 @@ def _rank(
         SECONDS,
         SECONDS_BY_GPU,
         SECONDS_BY_GPU,
+        SECONDS,
         nb.int64,
     )
 )
@@ -186,12 +187,14 @@ def beam(
     host_s: np.ndarray,
     gpu_s: np.ndarray,
     arrive_s: np.ndarray,
+    link_s: np.ndarray,
     width: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Take experts in greedy's order and keep the `width` best partial assignments.
 
     A child beats another by smaller makespan, then smaller sum of lane loads, then
-    earlier generation (parents in rank order, GPUs before the CPU).
+    earlier generation (parents in rank order, GPUs before the CPU). The first absent
+    expert on a GPU waits for the copy under way on its link, `link_s` [G].
 
     Returns:
         lanes int8 [A] of the best complete assignment, and the order int64 [A].
@@ -207,8 +210,12 @@ def beam(
     load_s = np.zeros((2, width, lanes_total), np.float64)
     end_s = np.empty(width, np.float64)
     sum_s = np.empty(width, np.float64)
+    added = np.empty(width, np.float64)
     parent = np.empty((active, width), np.int64)
     chosen = np.empty((active, width), np.int8)
+
+    # Whether an assignment's lane has waited for its link, beside its loads.
+    waited = np.zeros((2, width, lanes_total), np.bool_)
 
     beams = 1
     for n in range(active):
@@ -220,7 +227,13 @@ def beam(
             p = child // lanes_total
             # Lanes 1, 2, …, 0: the CPU's child is generated last, so GPUs win ties.
             lane = (child + 1) % lanes_total
-            lane_s = before[p, lane] + cost_s(lane, i, cpu_s, host_s, gpu_s, arrive_s)
+            added_s = cost_s(lane, i, cpu_s, host_s, gpu_s, arrive_s)
+            if lane > 0 and arrive_s[lane - 1, i] > link_s[lane - 1]:
+                transfer_s = arrive_s[lane - 1, i] - link_s[lane - 1]
+                added_s = max(transfer_s, gpu_s[lane - 1, i])
+                if not waited[n % 2, p, lane]:
+                    added_s += link_s[lane - 1]
+            lane_s = before[p, lane] + added_s
             makespan_s = max(before[p].max(), lane_s)
             total_s = before[p].sum() - before[p, lane] + lane_s
 
@@ -230,10 +243,12 @@ def beam(
             kept = min(kept + 1, width)
             for j in range(kept - 1, rank, -1):
                 end_s[j] = end_s[j - 1]
+                added[j] = added[j - 1]
                 sum_s[j] = sum_s[j - 1]
                 parent[n, j] = parent[n, j - 1]
                 chosen[n, j] = chosen[n, j - 1]
             end_s[rank] = makespan_s
+            added[rank] = added_s
             sum_s[rank] = total_s
             parent[n, rank] = p
             chosen[n, rank] = lane
@@ -242,7 +257,10 @@ def beam(
         for j in range(beams):
             lane = chosen[n, j]
             after[j] = before[parent[n, j]]
-            after[j, lane] += cost_s(lane, i, cpu_s, host_s, gpu_s, arrive_s)
+            after[j, lane] += added[j]
+            waited[1 - n % 2, j] = waited[n % 2, parent[n, j]]
+            if lane > 0 and arrive_s[lane - 1, i] > link_s[lane - 1]:
+                waited[1 - n % 2, j, lane] = True
 
     # Rank 0 of the last expert is the best; its lanes are read back parent by parent.
     lanes = np.empty(active, np.int8)

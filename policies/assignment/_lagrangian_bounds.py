@@ -36,6 +36,7 @@ class Layer(NamedTuple):
         copy_s: float64 [G, A] on the link; 0 if no copy is needed.
         landing_s: float64 [G, A] landing of a copy in flight; 0 if there is none.
         link_s: float64 [G] from when each link is free.
+        busy_s: float64 [G] until when each GPU is taken before any expert.
         first_s: extra seconds of the first CPU expert.
         order: int64 [A].
     """
@@ -45,6 +46,7 @@ class Layer(NamedTuple):
     copy_s: np.ndarray
     landing_s: np.ndarray
     link_s: np.ndarray
+    busy_s: np.ndarray
     first_s: float
     order: np.ndarray
 
@@ -56,6 +58,7 @@ LAYER = nb.NamedTuple(
         nb.float64[:, ::1],
         nb.float64[:, ::1],
         nb.float64[:, ::1],
+        nb.float64[::1],
         nb.float64[::1],
         nb.float64,
         nb.int64[::1],

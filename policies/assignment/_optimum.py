@@ -11,7 +11,8 @@ A active experts, G GPUs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import product
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,8 @@ from moesim.policies.ranking import highest_first
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, MachineView
+
+_NO_GPU: Final = np.empty(0, np.int64)
 
 
 class Optimum(NamedTuple):
@@ -54,13 +57,28 @@ class Optimum(NamedTuple):
 
 def optimal(work: LayerWork) -> Optimum:
     """Minimise the modelled makespan, ``max(sum of max(host_s, cpu_s), sum of
-    max(arrive_s, gpu_s))``, over lanes.
+    max(arrive_s, gpu_s))``, over lanes; see `modelled_s`.
 
     Experts whose lane matters most are launched first.
 
     Source: DALI, equations 3-9 without the staging limit.
     """
-    return _solve(_modelled(work), free=len(work.experts))
+    waiting = np.flatnonzero(link_s(work))
+    if not len(waiting):
+        return _solve(_modelled(work), free=len(work.experts))
+
+    # Whether a GPU waits for the copy under way on its link is decided first: only
+    # then may it take absent experts.
+    best: Optimum | None = None
+    bound_s = np.inf
+    for choice in product((False, True), repeat=len(waiting)):
+        layer = _modelled(work, refused=waiting[np.logical_not(choice)])
+        candidate = _solve(layer, free=len(work.experts))
+        bound_s = min(bound_s, candidate.bound_s)
+        if best is None or candidate.makespan_s < best.makespan_s:
+            best = candidate
+    assert best is not None
+    return best._replace(bound_s=bound_s)
 
 
 def optimal_scheduled(
@@ -77,10 +95,16 @@ def modelled_s(
     work: LayerWork,
     lanes: np.ndarray,
 ) -> float:
-    """Modelled makespan of an assignment: the largest sum of costs."""
+    """Modelled makespan of an assignment: the largest sum of costs.
+
+    A GPU waits once for the copy under way on its link, if it is given absent experts.
+    """
     loads = [_cpu_cost_s(work)[lanes == CPU].sum()]
+    absent = _absent(work)
     for g, cost_s in enumerate(_gpu_cost_s(work)):
-        loads.append(cost_s[lanes == 1 + g].sum())
+        there = lanes == 1 + g
+        wait_s = link_s(work)[g] if (there & absent[g]).any() else 0.0
+        loads.append(cost_s[there].sum() + wait_s)
     return float(max(loads))
 
 
@@ -137,20 +161,39 @@ def _cpu_cost_s(work: LayerWork) -> np.ndarray:
 
 
 def _gpu_cost_s(work: LayerWork) -> np.ndarray:
-    """Modelled cost of each expert on each GPU: [G, A]."""
-    return np.maximum(work.arrive_s, work.gpu_s)
+    """Modelled cost of each expert on each GPU, without the wait for the copy under
+    way: [G, A].
+    """
+    return np.maximum(transfer_s(work), work.gpu_s)
 
 
-def _modelled(work: LayerWork) -> Layer:
-    """The layer step without copies: arrival is part of an expert's GPU cost."""
+def _absent(work: LayerWork) -> np.ndarray:
+    """Experts that come behind the copy under way: bool [G, A]."""
+    return work.arrive_s > link_s(work)[:, None]
+
+
+def _modelled(work: LayerWork, refused: np.ndarray = _NO_GPU) -> Layer:
+    """The layer step without copies: arrival is part of an expert's GPU cost.
+
+    Args:
+        work: the layer step.
+        refused: GPUs that take no absent expert; the others wait for their links.
+    """
     gpu_s = _gpu_cost_s(work)
     zeros = np.zeros_like(gpu_s)
+    busy_s = link_s(work).copy()
+    busy_s[refused] = 0.0
+    if len(refused):
+        # More than any other assignment costs: the CPU takes every expert.
+        forbidden_s = 1e3 * (1.0 + _cpu_cost_s(work).sum() + gpu_s.sum())
+        gpu_s[refused] = np.where(_absent(work)[refused], forbidden_s, gpu_s[refused])
     return Layer(
         cpu_s=_cpu_cost_s(work),
         gpu_s=gpu_s,
         copy_s=zeros,
         landing_s=zeros,
         link_s=zeros[:, 0].copy(),
+        busy_s=busy_s,
         first_s=0.0,
         order=np.arange(len(work.experts)),
     )
@@ -176,6 +219,7 @@ def _scheduled(
         copy_s=copy_s,
         landing_s=landing_s,
         link_s=np.maximum(landing_s.max(axis=1), link_s(work)),
+        busy_s=np.zeros(len(work.gpu_s)),
         first_s=first_cpu_s(view),
         order=order,
     )

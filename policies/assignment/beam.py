@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from moesim.policies.assignment._gpu_choice import link_s
 from moesim.policies.assignment._kernels import beam
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
 from moesim.policies.parameters import expect
@@ -42,6 +43,7 @@ class Beam(AssignmentPolicy):
             work.host_s,
             work.gpu_s,
             work.arrive_s,
+            link_s(work),
             self.width,
         )
         return Assignment(*lanes_and_order)

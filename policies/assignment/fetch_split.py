@@ -7,7 +7,13 @@ import math
 import numpy as np
 
 from moesim.policies.assignment._gpu_choice import gpu_lanes, in_flight, transfer_s
-from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.base import (
+    Assignment,
+    AssignmentPolicy,
+    LayerWork,
+    MachineView,
+    RunContext,
+)
 from moesim.policies.parameters import expect
 from moesim.policies.ranking import highest_first
 
@@ -28,25 +34,31 @@ class FetchSplit(AssignmentPolicy):
 
     The view knows the rates of a link and a CPU that have the machine for themselves.
     Host memory feeds both: a measured pair of 65.9 and 25.2 GB/s was 71.5 and 14.8
-    together, which is 17 % instead of 28 %. So give `fraction` as measured, or the
-    slowdowns.
+    together, which is 17 % instead of 28 %. So both are slowed down as the machine's
+    profile says, and where it does not know, give `fraction` as measured.
 
     Args:
         fraction: q* itself; none computes it for each layer step from copy and CPU
             times.
-        link_slowdown: how many times longer a copy takes while the CPU computes.
-        cpu_slowdown: how many times longer CPU experts take while the link copies.
+        table: how many of 0, 1, 2, ... misses to fetch, as ``0/1/1/2/3``, in the place
+            of a share; of more misses, all beyond the table are fetched. For machines
+            where whole layer steps were measured.
+        link_slowdown: how many times longer a copy takes while the CPU computes; none
+            for the profile's contention.
+        cpu_slowdown: how many times longer CPU experts take while the link copies; none
+            likewise.
 
     Source: FreeToken, `moe/benchbw.py` (its pull request 38 for the figures); several
-    links count together.
+    links count together. The table is moe-speed-of-light's (harshithkantamneni).
     """
 
     def __init__(
         self,
         *,
         fraction: float | None = None,
-        link_slowdown: float = 1.0,
-        cpu_slowdown: float = 1.0,
+        table: str | None = None,
+        link_slowdown: float | None = None,
+        cpu_slowdown: float | None = None,
     ) -> None:
         expect(
             fraction is None or 0.0 <= fraction <= 1.0,
@@ -54,11 +66,23 @@ class FetchSplit(AssignmentPolicy):
             "0 <= fraction <= 1 or none",
             fraction,
         )
-        expect(link_slowdown > 0.0, "link_slowdown", "a number > 0", link_slowdown)
-        expect(cpu_slowdown > 0.0, "cpu_slowdown", "a number > 0", cpu_slowdown)
+        holds = link_slowdown is None or link_slowdown > 0.0
+        expect(holds, "link_slowdown", "a number > 0 or none", link_slowdown)
+        holds = cpu_slowdown is None or cpu_slowdown > 0.0
+        expect(holds, "cpu_slowdown", "a number > 0 or none", cpu_slowdown)
         self.fraction = fraction
+        self.table = table
         self.link_slowdown = link_slowdown
         self.cpu_slowdown = cpu_slowdown
+        self._fetches_of = None if table is None else _read_table(table)
+        self._overlap = (link_slowdown or 1.0, cpu_slowdown or 1.0)
+
+    def start(self, context: RunContext) -> None:
+        """Take what the machine knows of link and CPU beside each other."""
+        if context.costs is None:
+            return
+        link, cpu = context.costs.overlap
+        self._overlap = (self.link_slowdown or link, self.cpu_slowdown or cpu)
 
     def assign(
         self,
@@ -89,12 +113,17 @@ class FetchSplit(AssignmentPolicy):
         if not count:
             return 0
 
+        if self._fetches_of is not None:
+            last = len(self._fetches_of) - 1
+            return self._fetches_of[min(count, last)] + max(0, count - last)
+
         if self.fraction is None:
+            link_slowdown, cpu_slowdown = self._overlap
             gpus = len(work.arrive_s)
             cpu_s = np.maximum(work.host_s, work.cpu_s)
             arrive_s = float(transfer_s(work)[:, misses].mean())
-            fetch_s = arrive_s * self.link_slowdown / gpus
-            compute_s = float(cpu_s[misses].mean()) * self.cpu_slowdown
+            fetch_s = arrive_s * link_slowdown / gpus
+            compute_s = float(cpu_s[misses].mean()) * cpu_slowdown
         else:
             # Any pair of times with this ratio gives the fraction back.
             fetch_s = 1.0 - self.fraction
@@ -107,3 +136,13 @@ class FetchSplit(AssignmentPolicy):
         # One more fetch: above q* the link is the longer of the two.
         more_s = (fewer + 1) * fetch_s
         return fewer if fewer_s <= more_s * (1.0 + _TOLERANCE) else fewer + 1
+
+
+def _read_table(text: str) -> list[int]:
+    """Numbers of fetches by number of misses, from 0 misses on."""
+    parts = text.split("/")
+    fetches = [int(part) for part in parts if part.isdecimal()]
+    is_complete = len(fetches) == len(parts)
+    fits = all(count <= misses for misses, count in enumerate(fetches))
+    expect(is_complete and fits, "table", "numbers n of m, such as 0/1/1/2", text)
+    return fetches

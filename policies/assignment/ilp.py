@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pulp
 
+from moesim.policies.assignment._gpu_choice import link_s, transfer_s
 from moesim.policies.assignment._kernels import gap_order
 from moesim.policies.base import (
     Assignment,
@@ -29,7 +30,8 @@ class ILP(AssignmentPolicy):
     ``min z`` subject to ``z >= load`` of the CPU and of each GPU, one lane per active
     expert. The printed equations 7 and 8 fix only how many variables are set; equality
     per active expert is the reading that makes sense. Costs and launch order are
-    greedy's. Optima are often not unique: which one comes back is the solver's choice,
+    greedy's; a GPU that is given absent experts waits once for the copy under way on
+    its link. Optima are often not unique: which one comes back is the solver's choice,
     the same for the same solver version (one thread, no time limit, zero gap), and only
     the objective is comparable. Times are scaled by their largest before solving,
     because solvers' tolerances are absolute.
@@ -60,11 +62,13 @@ class ILP(AssignmentPolicy):
         costs = np.vstack(
             [
                 np.maximum(work.host_s, work.cpu_s),
-                np.maximum(work.arrive_s, work.gpu_s),
+                np.maximum(transfer_s(work), work.gpu_s),
             ]
         )
         # [1 + G, A]; a layer step in which everything is free needs no scale.
-        costs = costs / (costs.max() or 1.0)
+        scale_s = max(costs.max(), link_s(work).max()) or 1.0
+        costs = costs / scale_s
+        wait = link_s(work) / scale_s
         lanes, active = costs.shape
 
         problem = pulp.LpProblem("assignment", pulp.LpMinimize)
@@ -79,7 +83,14 @@ class ILP(AssignmentPolicy):
         # The order of variables and rows decides which of several optima comes back.
         problem += makespan
         for lane in range(lanes):
-            terms = zip(on_lane[lane], costs[lane].tolist(), strict=True)
+            terms = list(zip(on_lane[lane], costs[lane].tolist(), strict=True))
+            if lane and wait[lane - 1]:
+                # An absent expert waits for the copy under way; the next ones, no more.
+                waits = problem.add_variable(f"w_{lane}", lowBound=0.0)
+                terms.append((waits, float(wait[lane - 1])))
+                behind = work.arrive_s[lane - 1] > link_s(work)[lane - 1]
+                for absent_expert in np.flatnonzero(behind).tolist():
+                    problem += waits >= on_lane[lane][absent_expert]
             problem += makespan >= pulp.LpAffineExpression(terms)
         for i in range(active):
             problem += pulp.lpSum(row[i] for row in on_lane) == 1

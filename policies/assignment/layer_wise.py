@@ -19,6 +19,7 @@ from moesim.policies.base import (
 from moesim.policies.parameters import expect, expect_choice
 
 Side = Literal["last", "first"]
+Counted = Literal["step", "expert"]
 
 
 class LayerWise(AssignmentPolicy):
@@ -34,23 +35,45 @@ class LayerWise(AssignmentPolicy):
     With several GPUs that split the layers, each GPU takes the last (first) of its own;
     where they split the experts, their memories count together.
 
+    In llama.cpp a large batch is another matter: from some tokens on, the experts that
+    it uses of a CPU layer are uploaded and computed on the GPU, one layer after the
+    other, and no product begins before the whole layer has come. So a micro-batch of a
+    prompt costs one upload of all that it uses.
+
     Args:
         side: ``last`` layers go to the GPU (llama.cpp's ``-ngl``; the mirror of
             ``--n-cpu-moe`` for the first ones, and DALI's assumption), or the
             ``first``.
         gpu_layers: how many layers of the model; none for as many as fit.
+        upload_tokens: tokens of a step from which CPU layers are uploaded; none for
+            never, as DALI reads it. 32 in llama.cpp.
+        counted: the tokens are those of the ``step``, or the mean of each ``expert``,
+            ``tokens * top_k / experts`` (ik_llama.cpp: 32 of them).
 
-    Source: llama.cpp; DALI, section 6.1 (count and side).
+    Source: llama.cpp (its threads 15346 and 25859 for uploads), ik_llama.cpp's pull
+    request 520; DALI, section 6.1 (count and side).
     """
 
     calibrates_planning: ClassVar[bool] = True
 
-    def __init__(self, *, side: Side = "last", gpu_layers: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        side: Side = "last",
+        gpu_layers: int | None = None,
+        upload_tokens: int | None = None,
+        counted: Counted = "step",
+    ) -> None:
         expect_choice("side", side, Side)
         holds = gpu_layers is None or gpu_layers >= 0
         expect(holds, "gpu_layers", "a number >= 0 or none", gpu_layers)
+        holds = upload_tokens is None or upload_tokens >= 1
+        expect(holds, "upload_tokens", "a number >= 1 or none", upload_tokens)
+        expect_choice("counted", counted, Counted)
         self.side = side
         self.gpu_layers = gpu_layers
+        self.upload_tokens = upload_tokens
+        self.counted = counted
         self._on_gpu: np.ndarray | None = None
 
     def start(self, context: RunContext) -> None:
@@ -63,12 +86,23 @@ class LayerWise(AssignmentPolicy):
         view: MachineView,
     ) -> Assignment:
         """Place the whole layer, in ascending expert id."""
-        del view
         # Only a layer step shows whether an expert may run on any of several GPUs.
         if self._on_gpu is None:
             self._on_gpu = self._choose(split_experts=len(work.gpu_s) > 1)
-        on_gpu = np.full(len(work.experts), self._on_gpu[work.layer])
-        return Assignment(gpu_lanes(work, on_gpu))
+        uploads = not self._on_gpu[work.layer] and self._is_large(work, view)
+        on_gpu = np.full(len(work.experts), self._on_gpu[work.layer] or uploads)
+        return Assignment(gpu_lanes(work, on_gpu), waits=uploads)
+
+    def _is_large(self, work: LayerWork, view: MachineView) -> bool:
+        """Whether a step has so many tokens that CPU layers are uploaded for it."""
+        if self.upload_tokens is None:
+            return False
+        tokens = len(work.routing)
+        if self.counted == "step":
+            return tokens >= self.upload_tokens
+        # Multiplied out, so that integers are compared.
+        choices = tokens * view.shape.top_k
+        return choices >= self.upload_tokens * view.shape.experts
 
     def _choose(self, *, split_experts: bool) -> np.ndarray:
         """Bool [L]: layers on a GPU."""

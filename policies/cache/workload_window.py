@@ -47,8 +47,10 @@ class WorkloadWindow(OwnReplacementsCache):
         prefill: whether a prefill step counts as one step with all its tokens (our
             reading); if not it is skipped.
         deadline: ``visit`` lets swaps go first when their layer comes again (algorithms
-            §1.7 f); with ``none`` they are background work, which a busy link may put
-            off for many windows.
+            §1.7 f), which copies issued in stream order do at the latest; with ``none``
+            they are background work, which a busy link may put off for many windows.
+            The batches of the paper hardly tell them apart; small ones pay for the
+            deadline (docs/measurements/systems.md).
         fill: the start: ``random`` as published, ``calibrated``, or ``lowest`` ids.
 
     Source: DALI Alg. 2, with line 11 read as the text says (lowest leaves); algorithms

@@ -44,11 +44,13 @@ class Launch(NamedTuple):
         lanes: int8 [A], CPU (0) or 1 + GPU index.
         order: int [A], positions in launch order.
         serial: the CPU waits for the GPUs' fetched experts.
+        waits: GPU products wait for every copy of the layer.
     """
 
     lanes: np.ndarray
     order: np.ndarray
     serial: bool
+    waits: bool
 
 
 class Copies(NamedTuple):

@@ -134,14 +134,14 @@ class Planner(MachineState):
         work.precomputed = self._work_ahead.take(work.layer, work.experts)
         first = replacements.replace_first(self, work)
         launch = self._assign(work)
-        lanes, order, serial = launch
+        lanes = launch.lanes
         self._note_accesses(work, lanes)
 
         copies: list[Copies] = []
         promoted: list[tuple[int, int]] = []
-        waits = self.policies.prefetch.late == "wait"
+        follows_all = self.policies.prefetch.late == "wait"
         # Only what earlier plans have queued can be promoted, so this comes first.
-        demand.promote_due(self, work.layer, promoted, everything=waits)
+        demand.promote_due(self, work.layer, promoted, everything=follows_all)
         released, postponed = replacements.wish_first(self, work, lanes, first, copies)
         exposed_s = 0.0
         for gpu in self.serving[work.layer]:
@@ -156,18 +156,19 @@ class Planner(MachineState):
         if self._prefetches:
             prefetches.wish_for_named(self, work, copies)
         # Products that wait free no slot: staging must hold all that they wait for.
+        waits = launch.waits or follows_all
         waits = waits and demand.can_stage_all(self, work.layer, copies, promoted)
 
         copied = len(promoted) + sum(len(part.experts) for part in copies)
         plan = Plan(
             work=work,
             lanes=lanes,
-            order=order.tolist(),
+            order=launch.order.tolist(),
             copies=copies,
             promoted=promoted,
             copied=copied,
             planning_s=exposed_s + self._planning_s(len(lanes), copied),
-            serial=serial,
+            serial=launch.serial,
             waits=waits,
             dense_parts=self.evaluations(work.layer, phase).dense_parts,
             released=released,
@@ -214,7 +215,7 @@ class Planner(MachineState):
 
     def _assign(self, work: LayerWork) -> Launch:
         """Ask for lanes and launch order, and check them."""
-        lanes, order, serial = self.policies.assignment.assign(work, self)
+        lanes, order, serial, waits = self.policies.assignment.assign(work, self)
         gpus = 1 if self.splits_layers else self.gpus
         if order is None:
             order = self._ascending[: len(work.experts)]
@@ -230,7 +231,7 @@ class Planner(MachineState):
             lanes = np.where(lanes > 0, lanes + home, lanes).astype(np.int8)
         if work.precomputed is not None:
             lanes = np.where(work.precomputed, CPU, lanes).astype(np.int8)
-        return Launch(lanes, order, serial)
+        return Launch(lanes, order, serial, waits)
 
     def _note_accesses(self, work: LayerWork, lanes: np.ndarray) -> None:
         """Hold every active expert before any victim is named, then tell the caches.

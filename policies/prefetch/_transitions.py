@@ -8,6 +8,8 @@ chooses `e` in layer `l + 1`. Rows sum to the number of experts per token, or to
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 
 
@@ -61,3 +63,68 @@ class Transitions:
         # At least 1, so that rows that were never seen stay 0.
         seen = np.maximum(self._seen, 1.0)
         return self._pairs / seen[:, :, None]
+
+
+class PairTransitions:
+    """Counts what followed a token's expert in one layer and another in the next. E
+    experts of a layer.
+
+    Few of the E² pairs ever occur, so rows are made when they are first seen.
+    """
+
+    def __init__(self, experts: int) -> None:
+        self.experts = experts
+        # (layer of the second, first * E + second) -> counts [E], and how often seen.
+        self._followers: dict[tuple[int, int], np.ndarray] = {}
+        self._seen: dict[tuple[int, int], int] = defaultdict(int)
+
+    def observe(
+        self, layer: int, first: np.ndarray, second: np.ndarray, after: np.ndarray
+    ) -> None:
+        """Note the same tokens' experts in three layers.
+
+        Args:
+            layer: the second one.
+            first, second, after: ids [T, K]; unused columns hold ids >= E.
+        """
+        for pairs, chosen in zip(self._pairs(first, second), after, strict=True):
+            used = chosen[chosen < self.experts]
+            for pair in pairs:
+                key = layer, pair
+                if key not in self._followers:
+                    self._followers[key] = np.zeros(self.experts)
+                self._followers[key][used] += 1.0
+                self._seen[key] += 1
+
+    def workload(
+        self, layer: int, first: np.ndarray, second: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Predict the workload of the layer behind `layer`: float64 [E].
+
+        A token's estimate is the mean over its pairs that were seen before.
+
+        Returns:
+            The workload, and which tokens have no such pair: bool [T].
+        """
+        workload = np.zeros(self.experts)
+        unseen = np.ones(len(second), np.bool_)
+        for token, pairs in enumerate(self._pairs(first, second)):
+            keys = [(layer, pair) for pair in pairs if (layer, pair) in self._followers]
+            for key in keys:
+                workload += self._followers[key] / self._seen[key] / len(keys)
+            unseen[token] = not keys
+        return workload, unseen
+
+    def _pairs(self, first: np.ndarray, second: np.ndarray) -> list[list[int]]:
+        """Numbers of each token's pairs, those of unused columns left out."""
+        # Wider integers, as pairs are numbered `first * E + second`.
+        first = first.astype(np.int64)
+        second = second.astype(np.int64)
+        return [
+            [a * self.experts + b for a in earlier for b in later]
+            for earlier, later in zip(
+                [row[row < self.experts].tolist() for row in first],
+                [row[row < self.experts].tolist() for row in second],
+                strict=True,
+            )
+        ]

@@ -9,7 +9,7 @@ import numpy as np
 from moesim.policies.base import PolicyError, PrefetchPolicy
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.prefetch._absent_experts import absent_experts
-from moesim.policies.prefetch._transitions import Transitions
+from moesim.policies.prefetch._transitions import PairTransitions, Transitions
 from moesim.policies.ranking import ranked
 
 if TYPE_CHECKING:
@@ -24,8 +24,10 @@ class Statistical(PrefetchPolicy):
     """Prefetch the experts that most often follow this layer's active experts.
 
     The predicted workload of expert e is the sum over tokens, and over each token's
-    experts a, of P(e | a). EdgeMoE itself looks at the experts of the two preceding
-    layers; here one layer predicts, as in our reference.
+    experts a, of P(e | a). EdgeMoE looks at the two preceding layers: there it is the
+    mean of P(e | a, b) over the token's experts a of the layer before and b of this
+    one. A token whose pairs were all never seen counts as with one layer, and so does
+    the first layer.
 
     Args:
         size: experts of the next layer, ranked by predicted workload, ties to the lower
@@ -34,6 +36,7 @@ class Statistical(PrefetchPolicy):
             `moesim.policies.prefetch._transitions`); ``online`` counts what this run
             has seen so far, and so needs no calibration; ``auto`` is the first where it
             exists.
+        preceding: layers that predict, 1 or 2. Pairs are always counted in this run.
         refill: False lets experts that are present use up their rank, True takes the
             next in rank instead.
 
@@ -45,11 +48,14 @@ class Statistical(PrefetchPolicy):
         *,
         size: int = 4,
         table: Table = "auto",
+        preceding: int = 1,
         refill: bool = False,
     ) -> None:
         expect(size >= 0, "size", "a number >= 0", size)
         expect_choice("table", table, Table)
+        expect(preceding in {1, 2}, "preceding", "1 or 2", preceding)
         self.size = size
+        self.preceding = preceding
         self.table = table
         self.refill = refill
 
@@ -78,7 +84,9 @@ class Statistical(PrefetchPolicy):
         if table is not None:
             self._calibrated = np.asarray(table, np.float64)
         self._learned = Transitions(layers, experts)
-        self._before: LayerWork | None = None
+        self._pairs = PairTransitions(experts)
+        # What was routed in this pass so far, the last two layers.
+        self._before: list[LayerWork] = []
 
     def prefetch(
         self,
@@ -87,17 +95,17 @@ class Statistical(PrefetchPolicy):
     ) -> Sequence[ExpertKey]:
         """Predict the next layer; on the way learn how this one followed the last."""
         # The last layer predicts nothing, but how it was reached is learned.
-        if self._calibrated is None:
-            self._learn(work)
+        before = self._preceding(work)
+        self._learn(work, before)
+        self._before = [*before, work][-2:]
         layer = work.layer + 1
         if layer >= view.layers:
             return ()
 
-        if self._calibrated is None:
-            follows = self._learned.rows(work.layer, work.experts)
+        if self.preceding == 2 and before:
+            workload = self._by_pairs(work, before[-1])
         else:
-            follows = self._calibrated[work.layer, work.experts]
-        workload = work.tokens @ follows
+            workload = work.tokens @ self._follows(work.layer, work.experts)
         # Experts that never followed are not wanted.
         followed = np.count_nonzero(workload)
         return absent_experts(
@@ -108,15 +116,44 @@ class Statistical(PrefetchPolicy):
             refill=self.refill,
         )
 
-    def _learn(self, work: LayerWork) -> None:
-        """Count how this layer's experts followed those of the layer before."""
-        before = self._before
-        self._before = work
-        if before is None:
+    def _follows(self, layer: int, experts: np.ndarray) -> np.ndarray:
+        """Probabilities of what follows some experts: float64 [A, E]."""
+        if self._calibrated is None:
+            return self._learned.rows(layer, experts)
+        return self._calibrated[layer, experts]
+
+    def _by_pairs(self, work: LayerWork, before: LayerWork) -> np.ndarray:
+        """Workload predicted by two layers, and by one for tokens of unseen pairs."""
+        workload, unseen = self._pairs.workload(
+            work.layer, before.routing, work.routing
+        )
+        experts = work.routing[unseen].astype(np.int64).reshape(-1)
+        experts = experts[experts < self._pairs.experts]
+        return workload + self._follows(work.layer, experts).sum(axis=0)
+
+    def _preceding(self, work: LayerWork) -> list[LayerWork]:
+        """The layers of this pass right before, as far as they hold the same tokens."""
+        same: list[LayerWork] = []
+        follower = work
+        for before in reversed(self._before):
+            # Transitions do not cross from the last layer to the next step's first.
+            if before.step != follower.step or before.layer + 1 != follower.layer:
+                break
+            # Layers of a ragged prefill hold different tokens.
+            if len(before.routing) != len(work.routing):
+                break
+            same.insert(0, before)
+            follower = before
+        return same
+
+    def _learn(self, work: LayerWork, before: list[LayerWork]) -> None:
+        """Count how this layer's experts followed those of the layers before."""
+        if not before:
             return
-        # Transitions do not cross from the last layer to the next step's first.
-        if before.step != work.step or before.layer + 1 != work.layer:
-            return
-        # Layers of a ragged prefill hold different tokens.
-        if len(before.routing) == len(work.routing):
-            self._learned.observe(before.layer, before.routing, work.routing)
+        last = before[-1]
+        if self._calibrated is None:
+            self._learned.observe(last.layer, last.routing, work.routing)
+        if self.preceding == 2 and len(before) == 2:
+            self._pairs.observe(
+                last.layer, before[0].routing, last.routing, work.routing
+            )

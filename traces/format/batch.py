@@ -18,7 +18,7 @@ from moesim.traces.errors import TraceError
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from moesim.traces.format.reader import SequenceRows, Trace
 
@@ -125,7 +125,7 @@ def _compose(
     index = 0
 
     while group := list(islice(sequences, batch)):
-        for routed in _SequenceGroup(group, trace, index).steps():
+        for routed in SequenceGroup(group, trace, index).steps():
             routed.step = step
             yield routed
             step += 1
@@ -134,9 +134,14 @@ def _compose(
         group.clear()
 
 
-class _SequenceGroup:
+class SequenceGroup:
     """The rows of one batch, cut into steps a bounded number of rows at a time. B
     sequences.
+
+    Args:
+        group: the sequences.
+        trace: that they are of.
+        index: number of the batch.
     """
 
     def __init__(
@@ -162,8 +167,9 @@ class _SequenceGroup:
         self._columns = [name for name in group[0].columns if name != "token"]
 
     def steps(self) -> Iterator[RoutedStep]:
-        if any(self._prompt_rows):
-            yield self._prefill()
+        """Its prefill, if there is one, and its decode steps."""
+        if self.has_prompt:
+            yield self.prefill()
 
         longest = int(self._generated.max())
         row_counts = self._layers * max(self._experts, len(self._group))
@@ -171,7 +177,44 @@ class _SequenceGroup:
         for start in range(0, longest, stride):
             yield from self._decode(start, min(start + stride, longest))
 
-    def _prefill(self) -> RoutedStep:
+    @property
+    def has_prompt(self) -> bool:
+        """Whether any sequence has prompt tokens."""
+        return any(self._prompt_rows)
+
+    @property
+    def generated(self) -> np.ndarray:
+        """Generated tokens of each sequence, int [B]."""
+        return self._generated
+
+    def decode_at(self, places: Sequence[int]) -> RoutedStep:
+        """The decode step in which each sequence makes a token of its own.
+
+        Args:
+            places: number of that token among the generated ones, for each sequence.
+        """
+        spans = []
+        for prompt, place in zip(self._prompt_rows, places, strict=True):
+            first = prompt + self._layers * place
+            spans.append(slice(first, first + self._layers))
+        rows = self._gather(spans)
+        count = len(spans)
+        if count == 1:
+            layers = self._of_one_sequence(rows)
+        else:
+            layers = self._of_sequences(rows, spans, np.array([count]))
+        return RoutedStep(
+            step=0,
+            phase=Phase.DECODE,
+            batch=self._index,
+            tokens=count,
+            context_tokens=self._context_tokens(spans, 1)[0],
+            sequences=count,
+            layers=layers,
+        )
+
+    def prefill(self) -> RoutedStep:
+        """The step that computes all prompts of the group."""
         rows = self._gather([slice(0, prompt) for prompt in self._prompt_rows])
         layer = rows["layer"]
         # Stable, so that the tokens of a layer stay in the order of their sequences.

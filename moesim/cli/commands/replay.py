@@ -17,6 +17,21 @@ from moesim.runs.config import RunConfig
 def replay(
     *,
     config: RunConfig,
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            metavar="poisson:RATE|FILE",
+            help="When requests arrive, per second or as a file of seconds; --batch is"
+            " the most that run together.",
+        ),
+    ] = None,
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIMITS",
+            help="Limits in seconds that requests should meet: ttft=0.5,tpot=0.1.",
+        ),
+    ] = None,
     cache_only: Annotated[
         bool,
         typer.Option(
@@ -44,6 +59,11 @@ def replay(
     from moesim.runs.result import run_files
     from moesim.runs.setup import opened
 
+    # A file may state them as well.
+    if arrivals is not None:
+        config = config.replaced(arrivals=arrivals)
+    if slo is not None:
+        config = config.replaced(slo=slo)
     check_places(
         folder=out,
         files=[*run_files(out), perfetto],

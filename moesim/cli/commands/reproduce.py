@@ -3,11 +3,13 @@
 import json
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moesim.cli.checks import check_places
 from moesim.cli.options import AsJson, Seed
+from moesim.cli.output import print_written
 
 if TYPE_CHECKING:
     from moesim.reproduction.published import Reproduction
@@ -41,23 +43,62 @@ def reproduce(
         ),
     ] = None,
     seed: Seed = 0,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help=(
+                "All published records beside ours, speeds included, on drawn traces;"
+                " with --out. About ten minutes on two cores."
+            ),
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --all: folder for the page."),
+    ] = None,
+    machines: Annotated[
+        str,
+        typer.Option(
+            metavar="anchored|datasheet",
+            help=(
+                "With --all: machines anchored on published single operations, or"
+                " datasheets alone."
+            ),
+        ),
+    ] = "anchored",
+    paper: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="With --all: only this paper; may be repeated."
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="With --all: processes. Default: at most 2."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute published figures that need only routing on real traces, and print both
-    side by side.
+    """Compute published figures on our side, and print both side by side.
 
     They need not agree: other models, other prompts. The output names the model and
-    trace of every column.
+    trace of every column. With --all, one page holds everything.
 
     \b
     Examples:
       moesim reproduce --list
+      moesim reproduce --all --out papers
       moesim reproduce hybrimoe-hit-rate
       moesim reproduce dali-prefetch-workload --trace q.parquet --steps 0
     """
     from moesim.cli.progress import messages
     from moesim.reproduction import published as library
 
+    if everything or out is not None:
+        _all_records(out, machines=machines, papers=paper, jobs=jobs, as_json=as_json)
+        return
     # Without a name the user cannot know one yet.
     if name is None or list_all:
         print(json.dumps(_entries(), indent=2) if as_json else _list_text())
@@ -77,6 +118,79 @@ def reproduce(
         print(json.dumps(reproduction.to_json(), indent=2))
         return
     print(reproduction_text(reproduction))
+
+
+def _all_records(
+    out: Path | None,
+    *,
+    machines: str,
+    papers: list[str] | None,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    if out is None:
+        raise typer.BadParameter(
+            "expected --out DIR beside it: everything is one page", param_hint="--all"
+        )
+    if machines not in ("anchored", "datasheet"):
+        raise typer.BadParameter(
+            f"expected anchored or datasheet, got {machines!r}", param_hint="--machines"
+        )
+    check_places(folder=out)
+    from moesim.cli.progress import bar
+    from moesim.reproduction.everything import reproduce_everything
+    from moesim.reproduction.papers.reproduce_all import PAPERS
+
+    for paper in papers or ():
+        if paper not in PAPERS:
+            raise typer.BadParameter(
+                f"expected one of {', '.join(PAPERS)}, got {paper!r}",
+                param_hint="--paper",
+            )
+    out.mkdir(parents=True, exist_ok=True)
+    with bar("reproducing", 1.0) as show:
+        page = reproduce_everything(
+            out, papers=papers or None, machines=machines, jobs=jobs, progress=show
+        )
+    if as_json:
+        print(json.dumps(page.counts, indent=2))
+        return
+    print(_summary_text(page.counts))
+    names = ("reproduction.html", "reproduction.md", "reproduction.json")
+    print_written([out / name for name in names])
+
+
+def _summary_text(counts: dict[str, dict[str, Any]]) -> str:
+    from moesim.reporting.tables import aligned
+
+    heads = [
+        "paper",
+        "records",
+        "compared",
+        "anchored",
+        "directions",
+        "orders",
+        "ratio",
+    ]
+    rows = [heads]
+    for paper, figures in counts.items():
+        ratio = figures["median_ratio"]
+        rows.append(
+            [
+                paper,
+                str(figures["records"]),
+                str(figures["simulated"] + figures["computed"]),
+                str(figures["anchored"]),
+                f"{figures['directions_held']} of {figures['directions']}",
+                f"{figures['orders_held']} of {figures['orders']}",
+                "-" if ratio is None else f"{ratio:.2f}",
+            ]
+        )
+    legend = (
+        "directions, orders: of those published, how many hold here; ratio: median of"
+        " ours over published"
+    )
+    return "\n".join([*aligned(rows), "", legend])
 
 
 def reproduction_text(reproduction: "Reproduction") -> str:

@@ -58,6 +58,10 @@ def sweep(
         Path | None,
         typer.Option(metavar="FILE", help="Draw it, as .png, .svg or .pdf."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a page to explore it."),
+    ] = None,
     table: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the table, .csv or .parquet."),
@@ -72,7 +76,7 @@ def sweep(
     \b
     Examples:
       moesim sweep q.parquet --policies greedy,fiddler --gpu-memory 4GiB,8GiB --hw rtx4060ti,rtx3080ti
-      moesim sweep q.parquet --policies systems --batches 1,4,16 --store results --png q.png
+      moesim sweep q.parquet --policies systems --batches 1,4,16 --store results --html q.html
       moesim sweep exp.toml --seeds 0,1,2,3 --store results
       moesim sweep exp.toml --cluster tcp://192.168.0.5:8786 --store results
     """
@@ -81,26 +85,26 @@ def sweep(
     from moesim.sweeps.plan import planned
     from moesim.sweeps.sweep import configs_of, run_sweep
 
-    check_places(folder=store, files=[png, table], inputs=[source])
-    plan = planned(configs_of(_sources(source, axes), axes))
+    check_places(folder=store, files=[png, html, table], inputs=[source])
+    plan = planned(configs_of(sources(source, axes), axes))
     with bar("replaying", 1.0) as show:
         swept = run_sweep(plan, store=store, jobs=jobs, cluster=cluster, progress=show)
 
     frame = swept.frame(details=True)
-    _write(frame, png=png, table=table)
+    _write(frame, png=png, html=html, table=table)
     if as_json:
         print(swept.frame().to_json(orient="records", indent=2))
         return
     print(sweep_text(frame))
     if swept.stored:
         print(f"{swept.stored} of {len(frame)} runs were in {store}")
-    output.print_written([store, png, table])
+    output.print_written([store, png, html, table])
     warnings = [line for text in frame["warnings"] for line in json.loads(text)]
     # Runs share most of their warnings; each is worth one line.
     output.print_notes([*swept.refusal_lines(), *dict.fromkeys(warnings)])
 
 
-def _sources(source: Path | None, axes: dict[str, Any]) -> Any:
+def sources(source: Path | None, axes: dict[str, Any]) -> Any:
     """The trace or file that is named first, else the traces of an option.
 
     Raises:
@@ -120,14 +124,19 @@ def _sources(source: Path | None, axes: dict[str, Any]) -> Any:
     return source
 
 
-def _write(frame: "pd.DataFrame", *, png: Path | None, table: Path | None) -> None:
+def _write(
+    frame: "pd.DataFrame", *, png: Path | None, html: Path | None, table: Path | None
+) -> None:
     from moesim.reporting.figures import save
     from moesim.reporting.sweeps.figure import sweep_figure
+    from moesim.reporting.sweeps.page import write_sweep
     from moesim.reporting.text import save_table
     from moesim.sweeps.rows import DETAILS
 
     if table is not None:
         names = [name for name in frame.columns if name not in DETAILS]
         save_table(frame[names], table)
+    if html is not None:
+        write_sweep(frame, html, output.command_line())
     if png is not None:
         save(sweep_figure(frame), png)

@@ -1,0 +1,122 @@
+"""Sweeps and comparisons that are stopped or killed: quickly, leaving nothing but what
+was finished, and going on from there.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+from small_trace import write_small_trace
+
+import moesim
+from moesim.sweeps.store import read_results
+
+ROOT = Path(__file__).parents[1]
+POLICIES = ["all-cpu", "on-demand", "greedy", "fiddler"]
+RUNS = 4 * 10
+
+
+def start(*words, cwd):
+    return subprocess.Popen(
+        [sys.executable, "-m", "moesim", *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition):
+    deadline_s = time.monotonic() + 120
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert condition()
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    return write_small_trace(
+        tmp_path_factory.mktemp("trace") / "small.parquet", sequences=4, new_tokens=30
+    )
+
+
+def test_a_killed_sweep_goes_on_where_it_was(trace, tmp_path, request):
+    store = tmp_path / "store"
+    seeds = ",".join(map(str, range(10)))
+    words = ("sweep", trace, "--policies", ",".join(POLICIES), "--seeds", seeds)
+    process = start(*words, "--jobs", 2, "--store", store, cwd=tmp_path)
+    request.addfinalizer(process.kill)
+    wait_for(lambda: len(list(store.glob("*.parquet"))) >= 1)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    # Workers see that nobody waits for them any more.
+    assert psutil.wait_procs(workers, timeout=30)[1] == []
+
+    there = set(read_results(store)["digest"].to_pylist())
+    assert 0 < len(there) < RUNS
+    options = {"seed": range(10), "jobs": 1, "details": True}
+    found = moesim.sweep(trace, POLICIES, store=store, **options)
+    pd.testing.assert_frame_equal(found, moesim.sweep(trace, POLICIES, **options))
+    # Each run is there once: what was finished was not run again.
+    rows = sum(
+        pd.read_parquet(file, columns=["digest"])["digest"].count()
+        for file in store.glob("*.parquet")
+    )
+    assert rows == RUNS
+
+
+def test_an_interrupted_sweep_keeps_what_was_finished(trace, tmp_path, request):
+    store = tmp_path / "store"
+    seeds = ",".join(map(str, range(200)))
+    process = start(
+        "sweep", trace, "--seeds", seeds, "--jobs", 1, "--store", store, cwd=tmp_path
+    )
+    request.addfinalizer(process.kill)
+    wait_for(lambda: list(store.glob("*.parquet")))
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == ""
+    assert read_results(store).num_rows > 0
+    assert {file.suffix for file in store.iterdir()} == {".parquet"}
+
+
+@pytest.mark.parametrize("gap_s", [0.02, 0.1])
+@pytest.mark.parametrize("moment", ["while it starts", "while it runs"])
+def test_two_interrupts_end_a_comparison_in_two_seconds(
+    tmp_path, request, gap_s, moment
+):
+    """As a terminal sends them, to all processes of the group; 20 ms apart the second
+    meets the clearing up of the first.
+    """
+    trace = write_small_trace(tmp_path / "long.parquet", sequences=2, new_tokens=2000)
+    words = ("compare", trace, "--policies", "ilp,beam", "--jobs", 2, "--out", "run")
+    process = start(*words, cwd=tmp_path)
+    request.addfinalizer(process.kill)
+    parent = psutil.Process(process.pid)
+    if moment == "while it starts":
+        wait_for(parent.children)
+    else:
+        wait_for(lambda: len(list(tmp_path.glob("run/**/*.part"))) == 6)
+    children = parent.children(recursive=True)
+
+    before_s = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(gap_s)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - before_s < 2
+    assert process.returncode == 130
+    assert err == ""
+    assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
+    assert psutil.wait_procs(children, timeout=30)[1] == []

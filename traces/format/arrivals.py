@@ -1,0 +1,299 @@
+"""Requests that arrive while others run: the steps of a batch that is formed as they
+come.
+
+A request waits until there is room in the batch. At the end of a step those that wait
+join: their prompts are computed in one step of their own, and afterwards they generate
+with the others. A request leaves with its last token.
+
+Source: Yu et al., *Orca* (iteration-level scheduling); prompts go first as in vLLM's
+default scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moesim.traces.errors import TraceError
+from moesim.traces.format.batch import SequenceGroup
+from moesim.traces.format.schema import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.reader import SequenceRows, Trace
+
+PERCENTILES = (50, 95, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing runs until the next request arrives.
+
+    Attributes:
+        until_s: when that is.
+    """
+
+    until_s: float
+
+
+@dataclass(slots=True)
+class Request:
+    """One sequence as a request.
+
+    Attributes:
+        arrival_s: when it came.
+        first_s: when its first token was there; NaN before.
+        last_s: when its last token was there; NaN before.
+        generated: tokens made in decode steps.
+    """
+
+    arrival_s: float
+    first_s: float = math.nan
+    last_s: float = math.nan
+    generated: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from arrival to first token, waiting included."""
+        return self.first_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per later token; NaN where there is none."""
+        later = self.generated
+        return (self.last_s - self.first_s) / later if later else math.nan
+
+
+def arrival_times(arrivals: str, seed: int) -> Iterator[float]:
+    """Seconds at which requests arrive.
+
+    Args:
+        arrivals: ``poisson:RATE`` with requests per second, or a file with one number
+            of seconds per line, ascending; then sequences beyond its end do not arrive.
+        seed: of the draws.
+
+    Raises:
+        TraceError: neither.
+    """
+    kind, _, rate = arrivals.partition(":")
+    if kind != "poisson":
+        return iter(_times_of(Path(arrivals)))
+    try:
+        per_s = float(rate)
+    except ValueError:
+        per_s = math.nan
+    if not 0 < per_s < math.inf:
+        raise TraceError(
+            f"arrivals: expected poisson:RATE with a rate > 0 such as poisson:2, got"
+            f" {arrivals!r}"
+        )
+    return _poisson(per_s, np.random.default_rng(seed))
+
+
+def _poisson(per_s: float, rng: np.random.Generator) -> Iterator[float]:
+    time_s = 0.0
+    while True:
+        time_s += float(rng.exponential(1 / per_s))
+        yield time_s
+
+
+def _times_of(file: Path) -> list[float]:
+    try:
+        lines = file.read_text(encoding="utf-8").split()
+        times_s = [float(line) for line in lines]
+    except (OSError, UnicodeDecodeError, ValueError):
+        times_s = []
+    is_ascending = all(a <= b for a, b in pairwise(times_s))
+    if (
+        not times_s
+        or times_s[0] < 0
+        or not is_ascending
+        or not math.isfinite(times_s[-1])
+    ):
+        raise TraceError(
+            f"arrivals: expected poisson:RATE, or a file with one number of seconds per"
+            f" line, ascending; got {str(file)!r}"
+        )
+    return times_s
+
+
+class RequestSteps:
+    """Steps of a batch that is formed as requests come.
+
+    Args:
+        trace: each sequence of it is a request.
+        times_s: when they arrive, in the order of the trace.
+        batch: most requests that run together.
+        columns: optional columns that policies need.
+        clock: tells the time at which the step before has ended.
+
+    Attributes:
+        requests: all that were admitted, in order.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        times_s: Iterator[float],
+        *,
+        batch: int,
+        columns: tuple[str, ...],
+        clock: Callable[[], float],
+    ) -> None:
+        self._trace = trace
+        self._batch = batch
+        self._clock = clock
+        self._coming = zip(times_s, trace.sequences(columns), strict=False)
+        self._next = next(self._coming, None)
+        # Requests that generate: each with its rows and the number of its next token.
+        self._running: list[tuple[Request, SequenceRows, int]] = []
+        self._totals: list[int] = []
+        self.requests: list[Request] = []
+
+    def steps(self, limit: int | None = None) -> Iterator[RoutedStep | Idle]:
+        """Steps, and waits between them; the next is asked for when one has ended.
+
+        Args:
+            limit: keep the first so many steps.
+        """
+        made = 0
+        while limit is None or made < limit:
+            joining = list(self._admitted())
+            if joining:
+                # Those without a prompt begin to generate at once.
+                for step in self._prefill(joining):
+                    step.step = made
+                    made += 1
+                    yield step
+                    self._note_first(joining)
+            elif self._running:
+                step = self._decode()
+                step.step = made
+                made += 1
+                yield step
+                self._note_tokens()
+            elif self._next is not None:
+                yield Idle(self._next[0])
+            else:
+                return
+
+    def _admitted(self) -> Iterator[tuple[Request, SequenceRows]]:
+        """Requests that have arrived and find room."""
+        room = self._batch - len(self._running)
+        while room > 0 and self._next is not None:
+            arrival_s, rows = self._next
+            if arrival_s > self._clock():
+                return
+            self._next = next(self._coming, None)
+            request = Request(arrival_s)
+            self.requests.append(request)
+            room -= 1
+            yield request, rows
+
+    def _prefill(
+        self, joining: list[tuple[Request, SequenceRows]]
+    ) -> Iterator[RoutedStep]:
+        self._running += [(request, rows, 0) for request, rows in joining]
+        group = SequenceGroup([rows for _, rows in joining], self._trace, 0)
+        # A prompt alone is a request, too, which leaves at once.
+        ended = {
+            id(request)
+            for (request, _), count in zip(joining, group.generated, strict=True)
+            if not count
+        }
+        if group.has_prompt:
+            yield group.prefill()
+        self._running = [each for each in self._running if id(each[0]) not in ended]
+
+    def _note_first(self, joining: list[tuple[Request, SequenceRows]]) -> None:
+        now_s = self._clock()
+        for request, rows in joining:
+            if len(rows.phase) and rows.phase[0] == Phase.PREFILL:
+                request.first_s = now_s
+                request.last_s = now_s
+
+    def _decode(self) -> RoutedStep:
+        group = SequenceGroup([rows for _, rows, _ in self._running], self._trace, 0)
+        self._totals = group.generated.tolist()
+        return group.decode_at([place for _, _, place in self._running])
+
+    def _note_tokens(self) -> None:
+        now_s = self._clock()
+        running = []
+        for (request, rows, place), total in zip(
+            self._running, self._totals, strict=True
+        ):
+            # Without a prompt in the trace the first token is that of a decode step.
+            if math.isnan(request.first_s):
+                request.first_s = now_s
+            else:
+                request.generated += 1
+            request.last_s = now_s
+            if place + 1 < total:
+                running.append((request, rows, place + 1))
+        self._running = running
+
+
+def request_figures(
+    requests: list[Request], slo: dict[str, float], makespan_s: float
+) -> dict[str, Any]:
+    """What users of a server see.
+
+    Args:
+        requests: those that were admitted; unfinished ones do not count.
+        slo: most ``ttft`` and ``tpot`` seconds that a request may take.
+        makespan_s: of the run.
+
+    Returns:
+        ``requests``, percentiles ``ttft_p50_s`` … and ``tpot_p50_s`` …, the share
+        ``slo_attainment`` of requests within both limits, and ``goodput_per_s``, such
+        requests per second; None without a limit.
+    """
+    ended = [each for each in requests if not math.isnan(each.first_s)]
+    ttft_s = np.array([each.ttft_s for each in ended])
+    tpot_s = np.array([each.tpot_s for each in ended])
+    figures: dict[str, Any] = {"requests": len(ended)}
+    for name, seconds in (("ttft", ttft_s), ("tpot", tpot_s)):
+        known = seconds[~np.isnan(seconds)]
+        figures[f"{name}_s"] = float(known.mean()) if len(known) else None
+        for percent in PERCENTILES:
+            value = float(np.percentile(known, percent)) if len(known) else None
+            figures[f"{name}_p{percent}_s"] = value
+
+    figures |= {"slo_attainment": None, "goodput_per_s": None}
+    if slo and ended:
+        # Who generates nothing cannot be too slow at it.
+        is_met = (ttft_s <= slo.get("ttft", math.inf)) & ~(
+            tpot_s > slo.get("tpot", math.inf)
+        )
+        figures["slo_attainment"] = float(is_met.mean())
+        figures["goodput_per_s"] = float(is_met.sum() / makespan_s)
+    return figures
+
+
+def parse_slo(text: str | None) -> dict[str, float]:
+    """Parse ``ttft=0.5,tpot=0.1``, in seconds.
+
+    Raises:
+        TraceError: naming what is expected.
+    """
+    limits: dict[str, float] = {}
+    for part in (text or "").split(",") if text else []:
+        name, _, value = part.strip().partition("=")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            limits[name] = math.nan
+        if name not in ("ttft", "tpot") or not limits[name] > 0:
+            raise TraceError(
+                "slo: expected limits in seconds such as ttft=0.5,tpot=0.1, got"
+                f" {text!r}"
+            )
+    return limits
