@@ -48,19 +48,20 @@ NO_WAITS = ()
 
 def part_of(operation: Operation) -> Part:
     """When an operation kept its worker."""
-    counters = () if operation.counters is None else operation.counters
-    return Part(
-        operation.lane,
-        operation.kind,
-        operation.step,
-        operation.layer,
-        operation.expert,
-        operation.picked_s,
-        operation.start_s,
-        operation.end_s,
-        operation.ended_s,
-        *counters,
+    part = Part(
+        lane=operation.lane,
+        kind=operation.kind,
+        step=operation.step,
+        layer=operation.layer,
+        expert=operation.expert,
+        picked_s=operation.picked_s,
+        start_s=operation.start_s,
+        end_s=operation.end_s,
+        ended_s=operation.ended_s,
     )
+    if operation.counters is None:
+        return part
+    return part._replace(**operation.counters._asdict())
 
 
 class RealWorld:
@@ -389,7 +390,15 @@ class RealWorld:
     def _part(self, kind: int, picked_s: float) -> Part:
         """A part of control's time from an instant on."""
         return Part(
-            self._control, kind, self._step, self._layer, -1, picked_s, -1.0, -1.0, -1.0
+            lane=self._control,
+            kind=kind,
+            step=self._step,
+            layer=self._layer,
+            expert=-1,
+            picked_s=picked_s,
+            start_s=-1.0,
+            end_s=-1.0,
+            ended_s=-1.0,
         )
 
     def _serving(self) -> None:
