@@ -59,7 +59,8 @@ class LayerStep(Generic[Op]):
         # Routing and planning. Nothing starts meanwhile: what the plan saw must hold.
         with world.exclusive():
             transfers.begin_decisions(routed.layer, routed.experts)
-        plan = planner.plan(routed, step, phase, world.now_s(), batch)
+            now_s = world.now_s()
+        plan = planner.plan(routed, step, phase, now_s, batch)
         yield from world.planned(plan)
 
         # Lanes work.

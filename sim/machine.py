@@ -9,32 +9,54 @@ first served. Nothing is preempted.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
 
 from moesim.engine.lanes import Admission, WorkerQueues, takes_places
 from moesim.engine.operations import DEMAND
 from moesim.hwprofiles.lanes import kind_of
 from moesim.sim.contention import Contention, Operation
-from moesim.traces.timeline.spans import pack_span
+from moesim.traces.timeline.spans import JOIN, pack_span
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from simpy.core import Environment
 
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.sim.noise import Noise
     from moesim.traces.timeline.spans import Timeline
 
 
-class Worker(WorkerQueues[Operation]):
-    """Serves the queues of its lanes in order; busy with at most one operation."""
+class Durations(Protocol):
+    """Changes how long operations take."""
 
-    __slots__ = ("busy",)
+    def scatter(self, operation: Operation) -> None:
+        """Set the work of an operation that starts now."""
+
+
+class Measurements(Durations, Protocol):
+    """Knows how long operations of a real run took."""
+
+    def has(self, operation: Operation) -> bool:
+        """Whether the run had this operation."""
+
+
+class Worker(WorkerQueues[Operation]):
+    """Serves the queues of its lanes in order; busy with at most one operation.
+
+    Attributes:
+        busy: with an operation, or taken by whoever needs its thread.
+        kept: stays taken after the operation that ends.
+        takers: called, one at a time, when the worker is free; they go first.
+    """
+
+    __slots__ = ("busy", "kept", "takers")
 
     def __init__(self, lanes: Sequence[tuple[int, str]], admission: Admission) -> None:
         super().__init__(lanes, admission)
         self.busy = False
+        self.kept = False
+        self.takers: deque[Callable[[], object]] = deque()
 
 
 class Machine:
@@ -47,7 +69,7 @@ class Machine:
         env: Environment,
         profile: HardwareProfile,
         timeline: Timeline,
-        noise: Noise | None = None,
+        noise: Durations | None = None,
     ) -> None:
         self.lanes = profile.lanes
         kinds = [kind_of(lane).name for lane in self.lanes]
@@ -67,6 +89,38 @@ class Machine:
         self._worker_of = [by_lane[index] for index in range(len(self.lanes))]
         gated = [worker for index, worker in by_lane.items() if self._gated[index]]
         self._gated_workers = list(dict.fromkeys(gated))
+
+    def take(self, lane: int, then: Callable[[], object]) -> None:
+        """Take a lane's worker as soon as it is free, and call `then`.
+
+        It serves nothing until it is given back.
+        """
+        worker = self._worker_of[lane]
+        if worker.busy:
+            worker.takers.append(then)
+        else:
+            worker.busy = True
+            then()
+
+    def is_free(self, lane: int) -> bool:
+        """Whether a lane's worker does nothing."""
+        return not self._worker_of[lane].busy
+
+    def give(self, lane: int) -> None:
+        """Give a lane's worker back, to who waits for it or to its lanes."""
+        self._go_on(self._worker_of[lane])
+
+    def start(self, operation: Operation) -> None:
+        """Start an operation on a worker that was taken; its end gives it back."""
+        self._start(operation)
+
+    def keep(self, operation: Operation) -> None:
+        """Keep the worker of an operation that ends at this moment."""
+        self._worker_of[operation.lane].kept = True
+
+    def shares_worker(self, lane: int, other: int) -> bool:
+        """Whether two lanes have the same worker."""
+        return self._worker_of[lane] is self._worker_of[other]
 
     def submit(self, operation: Operation, priority: int = DEMAND) -> None:
         """Queue an operation; it starts at once if its worker is idle."""
@@ -110,21 +164,34 @@ class Machine:
         go on.
         """
         lane = operation.lane
-        self._record(
-            pack_span(
-                lane,
-                operation.kind,
-                operation.step,
-                operation.layer,
-                operation.expert,
-                operation.start_s,
-                operation.end_s,
-                operation.nbytes,
+        # What control does between its spans is none.
+        if operation.kind <= JOIN:
+            self._record(
+                pack_span(
+                    lane,
+                    operation.kind,
+                    operation.step,
+                    operation.layer,
+                    operation.expert,
+                    operation.start_s,
+                    operation.end_s,
+                    operation.nbytes,
+                )
             )
-        )
         worker = self._worker_of[lane]
-        worker.busy = False
+        # Busy until all consequences are queued: it chooses among all of them.
         if operation.on_end is not None:
             operation.on_end(operation)
-        if worker.waiting and not worker.busy:
+        if worker.kept:
+            worker.kept = False
+        elif worker.waiting or worker.takers:
+            self._go_on(worker)
+        else:
+            worker.busy = False
+
+    def _go_on(self, worker: Worker) -> None:
+        """Let a worker that has ended something do what comes next."""
+        if worker.takers:
+            worker.takers.popleft()()
+        else:
             self._serve(worker)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.planner import Planner
     from moesim.sim.contention import Operation
+    from moesim.sim.machine import Durations, Measurements
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.timeline.spans import Timeline
 
@@ -32,7 +33,8 @@ class Replay:
     """One run: a planner, a machine, and the process that walks the layer steps.
 
     `noise_seed` draws every operation's time from the profile's measured distributions;
-    None takes the means.
+    None takes the means. `measured` knows how long every operation really took, parts
+    of control included; it needs a profile without contention.
     """
 
     def __init__(
@@ -43,12 +45,21 @@ class Replay:
         timeline: Timeline,
         *,
         noise_seed: int | None = None,
+        measured: Measurements | None = None,
     ) -> None:
         self.env = Environment()
-        noise = None if noise_seed is None else Noise(profile, noise_seed)
-        self.machine = Machine(self.env, profile, timeline, noise)
+        durations: Durations | None = measured
+        if noise_seed is not None:
+            durations = Noise(profile, noise_seed)
+        self.machine = Machine(self.env, profile, timeline, durations)
         self._world = VirtualWorld(
-            self.env, self.machine, profile, costs, planner, timeline
+            self.env,
+            self.machine,
+            profile,
+            costs,
+            planner,
+            timeline,
+            measured=measured,
         )
         self._layer_step: LayerStep[Operation] = LayerStep(self._world, planner)
         self._planner = planner
@@ -111,13 +122,16 @@ class Replay:
                 if gates:
                     work_s += gates * costs.gate_s(step.tokens)
                 yield world.alone(lane, DENSE, step.step, routed.layer, work_s)
+                yield from world.asked(step.step, routed.layer)
                 yield from self._layer_step.run(
                     routed, step.step, step.phase, step.batch
                 )
                 self._layer_steps += 1
             head_s = costs.head_s(step.tokens, step.sequences)
-            if head_s:
+            # A real run notes its head whatever a profile says of it.
+            if head_s or world.parts:
                 yield world.alone(self._gpu[0], DENSE, step.step, -1, head_s)
+            world.noted(step.step)
             self._timeline.step(
                 step.step,
                 step.phase,

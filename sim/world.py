@@ -6,7 +6,7 @@ gets its duration from the machine's costs.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,11 @@ from moesim.hwprofiles import lanes
 from moesim.policies.base import CPU
 from moesim.policies.planner.plan import FETCH, READ, REPLACE
 from moesim.sim.contention import Operation
+from moesim.traces.timeline.operations import LAUNCH, NOTE, REQUEST, RETURN
 from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from simpy.core import Environment
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.plan import Copies, Plan
     from moesim.policies.planner.planner import Planner
-    from moesim.sim.machine import Machine
+    from moesim.sim.machine import Machine, Measurements
     from moesim.traces.timeline.spans import Timeline
 
 
@@ -51,6 +52,17 @@ class VirtualWorld:
         turns: how often the replaying process was woken.
         has_read: whether the last layer step read from the SSD.
         dense_s: seconds of a layer's dense part in the forward pass under way.
+        parts: whether control's parts between its spans are operations too.
+
+    Args:
+        env: the clock.
+        machine: spends the operations.
+        profile: lanes and memories.
+        costs: how long operations take.
+        planner: decides.
+        timeline: takes accesses.
+        measured: of a real run: everything that control does between its spans is an
+            operation then. In predictions planning, first operation and join have it.
     """
 
     def __init__(
@@ -61,6 +73,8 @@ class VirtualWorld:
         costs: Costs,
         planner: Planner,
         timeline: Timeline,
+        *,
+        measured: Measurements | None = None,
     ) -> None:
         self.lanes = machine.lanes
         self.submit = machine.submit
@@ -75,6 +89,10 @@ class VirtualWorld:
         self._planner = planner
         self._costs = costs
         self._timeline = timeline
+        self.parts = measured is not None
+        self._measured = measured
+        self._holds_control = False
+        self._place = (-1, -1)  # step and layer under way
         self._turn = Turn(env)
         # Entering a lock that nobody contends is cheaper than a null context.
         self._uncontended = Lock()
@@ -91,6 +109,11 @@ class VirtualWorld:
             *(index[lanes.GPU.lane(gpu)] for gpu in gpus),
         ]
         self._lane_of = np.array(self._compute_lanes, np.int8)
+
+        # One thread may serve the first GPU's lane and control: then the model's.
+        self._inline = machine.shares_worker(self._control, self._compute_lanes[1])
+        if self._inline:
+            machine.take(self._control, _nothing)
 
         # Durations that depend on sizes or counts only.
         shape = planner.shape
@@ -244,6 +267,12 @@ class VirtualWorld:
         self.submit(copy)
 
     def computed(self, _: Operation | None) -> None:
+        """Give the replaying process its turn once control is free: it joins before it
+        serves its lanes again.
+        """
+        self._machine.take(self._control, self._wake)
+
+    def _wake(self) -> None:
         """Give the replaying process its turn, now."""
         self.turns += 1
         self._env.schedule(self._turn)
@@ -265,8 +294,7 @@ class VirtualWorld:
         self._timeline.access(
             work.step, work.layer, work.experts, work.tokens, lanes, work.state
         )
-        wait = self.alone(self._control, PLAN, work.step, work.layer, plan.planning_s)
-        return (wait,)
+        return (self._controls(PLAN, plan.planning_s),)
 
     def launching(self, plan: Plan) -> None:
         """Get the process's next turn ready, and note whether anything is read."""
@@ -277,7 +305,11 @@ class VirtualWorld:
         self._turn.callbacks = []
 
     def all_computed(self) -> Event:
-        """The process's turn after the last product of the layer step."""
+        """The process's turn after the last product of the layer step.
+
+        Control serves its lanes meanwhile.
+        """
+        self._serves_after(LAUNCH)
         return self._turn
 
     def joined(self, plan: Plan, *, cpu_used: bool) -> Iterator[Event]:
@@ -289,11 +321,46 @@ class VirtualWorld:
             lane = self._back_links[self._planner.home(layer)]
             seconds = self._activation_s(len(work.routing))
             yield self.alone(lane, ACTIVATION, step, layer, seconds)
-        seconds = self._join_s(len(work.experts), plan.copied)
-        yield self.alone(self._control, JOIN, step, layer, seconds)
+        yield self._controls(JOIN, self._join_s(len(work.experts), plan.copied))
 
     def end_layer(self) -> None:
-        """Nothing: the process goes on by itself."""
+        """Let control serve its lanes; the process goes on by itself."""
+        if not self._inline:
+            self._serves_after(RETURN)
+
+    def asked(self, step: int, layer: int) -> Iterator[Event]:
+        """The gate has spoken: wait for control, which plans."""
+        self._place = step, layer
+        machine = self._machine
+        if self.parts:
+            self._turn.callbacks = []
+            request = partial(machine.start, self._part(REQUEST, self._kept))
+            if self._inline or self._holds_control:
+                self._holds_control = False
+                request()
+            else:
+                machine.take(self._control, request)
+            yield self._turn
+        elif self._inline:
+            return
+        elif machine.is_free(self._control):
+            machine.take(self._control, _nothing)
+        else:
+            self._turn.callbacks = []
+            machine.take(self._control, self._wake)
+            yield self._turn
+
+    def noted(self, step: int) -> None:
+        """A forward pass has ended: control writes it down; nobody waits for that."""
+        if self._measured is None or self._inline:
+            return
+        self._place = step, -1
+        note = self._part(NOTE, None)
+        if not self._holds_control:
+            self._machine.take(self._control, partial(self._machine.start, note))
+        elif self._measured.has(note):
+            self._holds_control = False
+            self._machine.start(note)
 
     def alone(
         self, lane: int, kind: int, step: int, layer: int, work_s: float
@@ -302,6 +369,53 @@ class VirtualWorld:
         turn = self._turn
         turn.callbacks = []
         operation = Operation(lane, kind, step, layer, -1, work_s=work_s)
-        operation.on_end = self.computed
-        self.submit(operation)
+        if self._inline and self._machine.shares_worker(lane, self._control):
+            # The thread is the model's until it asks for experts.
+            operation.on_end = self._kept
+            self._machine.start(operation)
+        else:
+            operation.on_end = self._ended
+            self.submit(operation)
         return turn
+
+    # -- control ----------------------------------------------------------------------
+
+    def _controls(self, kind: int, work_s: float) -> Event:
+        """Let control, which was taken, work; return the process's turn after it."""
+        self._turn.callbacks = []
+        operation = self._part(kind, self._kept)
+        operation.work_s = work_s
+        self._machine.start(operation)
+        return self._turn
+
+    def _serves_after(self, kind: int) -> None:
+        """Let control serve its lanes, in a real run after some microseconds."""
+        if self._measured is None:
+            self._machine.give(self._control)
+            return
+        part = self._part(kind, None)
+        if kind == RETURN and not self._measured.has(part):
+            # Control was asked again before it served anything.
+            self._holds_control = True
+        else:
+            self._machine.start(part)
+
+    def _part(
+        self, kind: int, on_end: Callable[[Operation], object] | None
+    ) -> Operation:
+        step, layer = self._place
+        return Operation(
+            self._control, kind, step, layer, -1, work_s=0.0, on_end=on_end
+        )
+
+    def _ended(self, _: Operation) -> None:
+        self._wake()
+
+    def _kept(self, operation: Operation) -> None:
+        """Keep the operation's worker, and give the replaying process its turn."""
+        self._machine.keep(operation)
+        self._wake()
+
+
+def _nothing() -> None:
+    """Nothing follows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from moesim.hwprofiles.prediction_error import rate_interval
 from moesim.reporting.tables import aligned, facts_lines
 from moesim.reporting.units import bandwidth, is_missing, ms, number, percent
 from moesim.traces.files import write_bytes, write_text
@@ -28,7 +29,8 @@ NOTICEABLE = 1.01
 
 def run_text(run: Run) -> str:
     """Lay out one run: what was run, how fast, what was hit, what each lane did."""
-    facts = [*_setting_facts(run), ("", ""), *_result_facts(run.metrics)]
+    results = _result_facts(run.metrics, _error_of(run))
+    facts = [*_setting_facts(run), ("", ""), *results]
     return "\n".join([*facts_lines(facts), "", *aligned(_lane_rows(run))])
 
 
@@ -48,11 +50,20 @@ def _setting_facts(run: Run) -> list[tuple[str, str]]:
     return facts
 
 
-def _result_facts(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _error_of(run: Run) -> float | None:
+    """By how much a predicted run may be off; None for a measured one."""
+    if run.config.get("world") == "measured":
+        return None
+    return run.config.get("prediction_error")
+
+
+def _result_facts(
+    metrics: Mapping[str, Any], error: float | None
+) -> list[tuple[str, str]]:
     """How fast it was, and what was hit; energy and prefetches where there are any."""
     facts = [
-        ("first token", _speed(metrics, "ttft_s", "prefill")),
-        ("each further token", _speed(metrics, "tpot_s", "decode")),
+        ("first token", _speed(metrics, "ttft_s", "prefill", error)),
+        ("each further token", _speed(metrics, "tpot_s", "decode", error)),
         ("hit rate", _hit_rates(metrics)),
         ("accesses", _access_counts(metrics)),
         (
@@ -211,7 +222,20 @@ def ranking_lines(table: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
         lines.append(
             f"fastest once it generates: {generator['policy']}{_speed_of(generator)}"
         )
-    return [*lines, *caveat_lines(runs)]
+    return [*lines, *_tie_lines(causal, runs), *caveat_lines(runs)]
+
+
+def _tie_lines(causal: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
+    """Name policies that the profile's interval does not tell from the fastest."""
+    best = causal.iloc[0]
+    error = _error_of(runs[best["policy"]]) if best["policy"] in runs else None
+    if error is None:
+        return []
+    longest_s = best["makespan_s"] * (1.0 + error)
+    equals = causal[causal["makespan_s"] <= longest_s]["policy"].tolist()
+    if len(equals) < 2:
+        return []
+    return [f"a tie within the profile's ±{percent(error, 0)}: {', '.join(equals)}"]
 
 
 def caveat_lines(runs: Mapping[str, Run]) -> list[str]:
@@ -359,13 +383,20 @@ def _gpu_memory(config: Mapping[str, Any]) -> str:
     return f"{each}{format_bytes(sum(bill.values()))}: {', '.join(items)}"
 
 
-def _speed(metrics: Mapping[str, Any], time: str, phase: str) -> str:
-    """Time and tokens per second of a phase, also per sequence where that differs."""
+def _speed(
+    metrics: Mapping[str, Any], time: str, phase: str, error: float | None
+) -> str:
+    """Time and tokens per second of a phase, also per sequence where that differs; with
+    the profile's interval where it has one.
+    """
     total = metrics[f"{phase}_tokens_per_s"]
     if total is None:
         return f"the trace has no {phase}"
     unit = "prompt tokens/s" if phase == "prefill" else "tokens/s"
     speed = f"{ms(metrics[time])}, {number(total)} {unit}"
+    if error is not None:
+        low, high = rate_interval(total, error)
+        speed += f" ({number(low)}–{number(high)})"  # noqa: RUF001 - a range
 
     # With one sequence both rates are one; a batch serves each of its sequences slower.
     each = metrics[f"{phase}_tokens_per_s_seq"]

@@ -7,13 +7,14 @@ same policies, same figures.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moesim.bound.host_memory import MemoryBound, highest_read_rate, memory_bound
+from moesim.hwprofiles.profile import save_profile
 from moesim.policies.faults import policy_faults
 from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.decision_log import DecisionLog
@@ -35,6 +36,7 @@ from moesim.sim.replay import Replay
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.traces.timeline.metrics import summarise
+from moesim.traces.timeline.operations import OperationTable
 from moesim.traces.timeline.perfetto import write_perfetto
 from moesim.traces.timeline.spans import Timeline
 
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
     from moesim.traces.format.schema import ModelShape
 
+PROFILE_FILE = "hw.toml"
+"""The profile of a run's machine, in the folder of the run."""
 REHEARSED_STEPS = 3
 """Forward passes that are planned beforehand: a prefill and decode steps among them."""
 
@@ -157,7 +161,7 @@ def run_trace(
             opened,
             batch=config.batch,
             steps=config.steps,
-            columns=_columns(opened, setup.policies()),
+            columns=columns_of(opened, setup.policies()),
         )
     )
     rehearse(setup.planner(), walk[:REHEARSED_STEPS])
@@ -277,7 +281,7 @@ def rehearse(planner: Planner, steps: Sequence[RoutedStep]) -> None:
             carry_out(planner, plan, 0.0)
 
 
-def _columns(trace: Trace, policies: Policies) -> tuple[str, ...]:
+def columns_of(trace: Trace, policies: Policies) -> tuple[str, ...]:
     """What policies read, and the combine weights where the trace has them."""
     # Outputs are combined with them; a trace without takes equal ones.
     weights = ("weights",) if "weights" in trace.columns else ()
@@ -314,6 +318,7 @@ def execute(
     planner = setup.planner()
     decision_log = DecisionLog()
     timeline = Timeline(setup.profile.lanes, None if out is None else Path(out))
+    timeline.operations = OperationTable()
     executor = None
     begin_s = time.perf_counter()
     try:
@@ -334,6 +339,10 @@ def execute(
         if meter is not None:
             meter.read(executor)
         timeline.close()
+        if timeline.out_dir is not None:
+            # So that the folder tells all of its run, the machine included.
+            timeline.operations.save(timeline.out_dir)
+            save_profile(setup.profile, timeline.out_dir / PROFILE_FILE)
     except BaseException:
         # An interrupt too must not leave half-written tables behind.
         timeline.discard()
@@ -351,7 +360,7 @@ def execute(
     return MeasuredRun(
         metrics=metrics,
         timeline=timeline,
-        config={"direct_reads": store.direct},
+        config={"direct_reads": store.direct, "model_shape": asdict(planner.shape)},
         warnings=[] if store.direct else [f"store: {store.reason}"],
         shape=planner.shape,
         result=result,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.hwprofiles.costs import Costs
+from moesim.hwprofiles.prediction_error import prediction_error
 from moesim.hwprofiles.profile import (
     HardwareProfile,
     default_profile,
@@ -216,6 +217,7 @@ class Setup:
             "hw": profile.name,
             "hw_kind": profile.kind,
             "hw_digest": profile.digest,
+            "prediction_error": prediction_error(profile),
             "assignment": system.assignment,
             "cache": system.cache,
             "prefetch": system.prefetch,

@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from moesim.hwprofiles.calibration.disturbance import lost_shares, undisturbed_medians
 from moesim.hwprofiles.calibration.estimates import FitReport
 from moesim.hwprofiles.calibration.fit_runs import DesignedRun
 from moesim.hwprofiles.calibration.fit_runs import calibrate as fit
 from moesim.hwprofiles.calibration.unobserved import profile_entries
+from moesim.hwprofiles.errors import ProfileError
+from moesim.hwprofiles.prediction_error import PREDICTIONS
 from moesim.hwprofiles.profile import HardwareProfile, save_profile
 from moesim.policies.systems import compose
 from moesim.runs.machine import machine_profile
@@ -38,6 +41,7 @@ from moesim.validation.paired_runs import (
     simulate,
     step_lengths,
 )
+from moesim.validation.profile_checks import DISTURBED, MOST_LOST, doubts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +85,7 @@ def learn(
         seed: of the resampling behind intervals.
     """
     designed = []
-    chosen_steps = _median_steps(runs)
+    chosen_steps, lost = _chosen_steps(runs)
     for (shape, trial, timeline), kept in zip(runs, chosen_steps, strict=True):
         designed.append(
             DesignedRun(
@@ -107,19 +111,29 @@ def learn(
         date=date,
         numbers=profile_entries(calibration.numbers, base.numbers),
         curves={**base_curves, **calibration.curves},
-        fit={**base.fit, **calibration.fit},
+        fit={**base.fit, **calibration.fit, DISTURBED: _disturbed(lost)},
     )
 
 
-def _median_steps(
-    runs: Sequence[tuple[ModelShape, Trial, Timeline]],
-) -> list[np.ndarray]:
-    """Choose, for every step of a trial, the run whose step took the median of its
-    repetitions: bool [steps] by run.
+def _disturbed(lost: np.ndarray) -> dict[str, float]:
+    """Report what the chosen steps lost to other programs, as shares of their time."""
+    report = FitReport(
+        samples=len(lost),
+        held_out=int((lost > MOST_LOST).sum()),
+        residual_median=float(np.median(lost)),
+        residual_worst=float(np.max(lost)),
+    )
+    return report.as_table()
 
-    Other tenants of a machine come in bursts of half a second in which everything takes
-    up to 1.6 times as long; they are no property of it. Of two repetitions the shorter
-    counts.
+
+def _chosen_steps(
+    runs: Sequence[tuple[ModelShape, Trial, Timeline]],
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Choose, for every step of a trial, the repetition that counts.
+
+    Returns:
+        Bool [steps] by run, and the share of time that each chosen step lost to others,
+        float64 [all steps].
     """
     # By identity: two designs may be equal trials, and are repeated each for itself.
     repetitions: dict[tuple[str, int], list[int]] = {}
@@ -128,14 +142,21 @@ def _median_steps(
         repetitions.setdefault(key, []).append(number)
 
     chosen: list[np.ndarray] = [np.empty(0)] * len(runs)
+    lost_by_step = []
     for numbers in repetitions.values():
-        lengths = [step_lengths(runs[number][2]) for number in numbers]
-        seconds = np.array(lengths)
-        middle = (len(numbers) - 1) // 2
-        median_repetition = np.argsort(seconds, axis=0)[middle]
+        timelines = [runs[number][2] for number in numbers]
+        seconds = np.array([step_lengths(timeline) for timeline in timelines])
+        lost = np.array(
+            [
+                lost_shares(timeline.operations, lengths)
+                for timeline, lengths in zip(timelines, seconds, strict=True)
+            ]
+        )
+        best = undisturbed_medians(seconds, lost)
+        lost_by_step.append(lost[best, np.arange(len(best))])
         for repetition, number in enumerate(numbers):
-            chosen[number] = median_repetition == repetition
-    return chosen
+            chosen[number] = best == repetition
+    return chosen, np.concatenate(lost_by_step)
 
 
 def calibrate(
@@ -147,9 +168,10 @@ def calibrate(
     dtype: str | None = None,
     stores: Path | None = None,
     seed: int = 0,
+    force: bool = False,
     progress: Callable[[str, float], None] | None = None,
 ) -> HardwareProfile:
-    """Calibrate this machine and write its profile.
+    """Calibrate this machine and write its profile, if it can be trusted.
 
     Args:
         out: the TOML file to write.
@@ -162,10 +184,12 @@ def calibrate(
             None.
         stores: folder for the experts' stores; a temporary one when None.
         seed: of the drawn routing.
+        force: write a profile that cannot be trusted all the same.
         progress: called with what is done next and the share that is done.
 
     Raises:
-        ProfileError, TraceError, StoreError, RuntimeFault: in one line.
+        ProfileError: the profile cannot be trusted.
+        TraceError, StoreError, RuntimeFault: in one line.
     """
     from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415
     from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
@@ -225,9 +249,44 @@ def calibrate(
         fit={**profile.fit, **_stability(_tpot_by_pass(runs, passes))},
         where=target.name,
     )
+    profile = replace(
+        profile, fit={**profile.fit, PREDICTIONS: prediction_errors(runs, profile)}
+    )
+    doubts = doubts_of(profile)
+    if doubts and not force:
+        raise ProfileError(
+            f"{target}: not written, as its predictions cannot be trusted:"
+            f" {'; '.join(doubts)}; calibrate again while nothing else runs, or write"
+            " it all the same with --force"
+        )
     save_profile(profile, target)
     report_progress("done", 1.0)
     return profile
+
+
+def prediction_errors(
+    runs: Sequence[tuple[ModelShape, Trial, Timeline]], profile: HardwareProfile
+) -> dict[str, float]:
+    """Report by how much predictions of runs with a profile miss the runs.
+
+    Every design is predicted once, and compared with the median of its repetitions.
+    """
+    measured: dict[tuple[str, int], list[int]] = {}
+    for number, (shape, trial, _) in enumerate(runs):
+        measured.setdefault((shape.name, id(trial)), []).append(number)
+    errors = []
+    for numbers in measured.values():
+        shape, trial, _ = runs[numbers[0]]
+        seconds = [_tpot_s(runs[number][2]) for number in numbers]
+        predicted_s = _tpot_s(simulate(trial, shape, profile, noise_seed=0))
+        errors.append(abs(predicted_s / float(np.median(seconds)) - 1.0))
+    report = FitReport(
+        samples=len(runs),
+        held_out=len(errors),
+        residual_median=float(np.median(errors)),
+        residual_worst=float(np.max(errors)),
+    )
+    return report.as_table()
 
 
 def differences(

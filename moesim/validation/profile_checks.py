@@ -15,6 +15,12 @@ MOST_SPEED_CHANGE = 0.05
 """By how much the last of the identical runs of a calibration may differ from the
 first.
 """
+MOST_LOST = 0.03
+"""Share of a step's time that other programs may take of it."""
+MOST_NOISE = 0.15
+"""By how much two identical runs of a calibration may differ in the median."""
+DISTURBED = "disturbed"
+"""Name of the report of what steps lost."""
 _QUIET_LOAD = 0.5
 """Load average up to which other programs do not disturb a measurement."""
 _COMPARED_VERSIONS = ("cpu", "accelerator", "torch")
@@ -32,6 +38,34 @@ def speed_change(profile: HardwareProfile) -> str | None:
         f" {profile.name} was calibrated, so every time may be off by as much;"
         " calibrate again"
     )
+
+
+def doubts_of(profile: HardwareProfile) -> list[str]:
+    """Say why predictions made with a calibration cannot be trusted; empty if they can.
+
+    Each reason is evidence from the calibration itself, with its limit.
+    """
+    fit = profile.fit
+    doubts = []
+    lost = fit.get(DISTURBED, {}).get("residual_median", 0.0)
+    if lost > MOST_LOST:
+        doubts.append(
+            f"other programs took {100 * lost:.0f} % of half of the steps even where"
+            f" they took least (at most {100 * MOST_LOST:.0f} %)"
+        )
+    noise = fit.get("noise_floor", {}).get("residual_median", 0.0)
+    if noise > MOST_NOISE:
+        doubts.append(
+            f"identical runs differ by {100 * noise:.0f} % (at most"
+            f" {100 * MOST_NOISE:.0f} %)"
+        )
+    drift = fit.get("drift", {}).get("residual_median", 0.0)
+    if drift > MOST_NOISE:
+        doubts.append(
+            f"the machine changed its speed by {100 * drift:.0f} % meanwhile (at most"
+            f" {100 * MOST_NOISE:.0f} %)"
+        )
+    return doubts
 
 
 def machine_differences(profile: HardwareProfile) -> list[str]:

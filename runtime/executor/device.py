@@ -42,6 +42,9 @@ class Device(Protocol):
     ) -> tuple[float, float] | None:
         """Copy a record into a slot; return when it is there."""
 
+    def copy_back(self, record: torch.Tensor, slot: int, nbytes: int) -> None:
+        """Copy a slot into a record of host memory."""
+
     def begin_compute(self, operation: Operation, slot: int) -> None:
         """Note that an expert in this slot is about to compute."""
 

@@ -31,6 +31,7 @@ from moesim.runtime.executor.layer_job import LayerJob
 from moesim.runtime.executor.operations import Forward, Memories
 from moesim.runtime.executor.slot_map import HostSlotMap, SlotMap, cache_slots
 from moesim.runtime.executor.world import RealWorld
+from moesim.runtime.store.memory import HostSlots
 from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.spans import DENSE
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from moesim.policies.planner.planner import Planner
     from moesim.runtime.executor.device import Device
     from moesim.runtime.executor.lanes import Worker
+    from moesim.runtime.measure.thread_evidence import Counters
     from moesim.runtime.models.expert_math import Groups
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.batch import RoutedLayer
@@ -60,6 +62,20 @@ class StepInfo(NamedTuple):
     batch: int
     tokens: int
     sequences: int
+
+
+class FinishedStep(NamedTuple):
+    """A forward pass that the device has ended.
+
+    Attributes:
+        info: of the forward pass.
+        start_s: when it began.
+        end_s: instant at which it ended.
+    """
+
+    info: StepInfo
+    start_s: float
+    end_s: float
 
 
 class ExecutorResult(NamedTuple):
@@ -118,6 +134,7 @@ class Executor:
         own_cores: bool = False,
     ) -> None:
         self.device = device
+        self._planner = planner
         self._timeline = timeline
         self._store = store
         self.memories = _allocate(planner, store, device, gatings)
@@ -134,7 +151,7 @@ class Executor:
         self._world.is_computed = lambda: not dispatch.pending
 
         # What the device asks of control: experts of a layer, or to note a step's end.
-        self._requests: deque[LayerJob | tuple[StepInfo, float, float]] = deque()
+        self._requests: deque[LayerJob | FinishedStep] = deque()
         self._forward: Forward | None = None
         self._progress: Callable[[StepInfo], None] = lambda _info: None
         self._step = 0
@@ -142,6 +159,9 @@ class Executor:
         self._batch = 0
         self._step_start_s = 0.0
         self._resumed_s = 0.0
+        self._resumed: Counters | None = None
+        # Instant from which the device's thread may go on with the model.
+        self._goes_on_s = 0.0
         self._steps = 0
 
     def fill(self, progress: Callable[[int, int], None] | None = None) -> int:
@@ -238,14 +258,30 @@ class Executor:
         """Let go of host memory and slots."""
         self.memories.host.close()
         self.memories.slots.slots.close()
+        if self.memories.written_back is not None:
+            self.memories.written_back.close()
 
     # -- the device's side ------------------------------------------------------------
+
+    def predict_by(self, evaluate: Callable[[int, int], None]) -> None:
+        """Let predictions that need coming layers' dense parts compute them.
+
+        Args:
+            evaluate: computes dense parts on the device, given the layer before them
+                and their number.
+        """
+        self._world.evaluate_ahead = evaluate
+
+    def gates_ahead(self, layer: int) -> int:
+        """How many coming layers' gates a prediction evaluates on a layer's input."""
+        return self._planner.evaluations(layer, self._phase).gates
 
     def begin_step(self, step: int, phase: Phase, batch: int) -> None:
         """Note that a forward pass begins."""
         self._step = step
         self._phase = phase
         self._batch = batch
+        self._resumed = self._counters()
         self._step_start_s = self._resumed_s = self.lanes.clock_s()
         self.device.mark()
 
@@ -268,12 +304,18 @@ class Executor:
             [T, H].
         """
         job = LayerJob(routed, hidden, weights, groups)
-        self._dense_done(routed.layer)
+        dense = self._dense_part(routed.layer)
+        with self.lanes.lock:
+            job.asked_s = self._note_dense(dense)
+            if not self._inline:
+                self._ask(job)
+                self._device_worker.release(idle=True)
         if self._inline:
             self._run_layer(job)
         else:
-            self._ask(job)
             self._device_worker.serve(job.is_answered)
+        self._goes_on_s = job.answered_s
+        self._resumed = self._counters()
         self._resumed_s = self.lanes.clock_s()
         self.device.mark()
         return job.answer
@@ -281,27 +323,55 @@ class Executor:
     def end_step(self, tokens: int, sequences: int) -> None:
         """Note that a forward pass has ended.
 
-        What came after the last layer was its head.
+        What came after the last layer was its head. A copy that waits for the device's
+        worker has its turn before the next pass begins.
         """
-        self._dense_done(-1)
+        head = self._dense_part(-1)
         self.device.step_done(self._timeline)
         info = StepInfo(self._step, self._phase, self._batch, tokens, sequences)
-        self._ask((info, self._step_start_s, self.lanes.clock_s()))
+        waits = False
+        with self.lanes.lock:
+            end_s = self._goes_on_s = self._note_dense(head)
+            self._ask(FinishedStep(info, self._step_start_s, end_s))
+            if not self._inline:
+                waits = self._device_worker.release(idle=False)
         if self._inline:
             self._answer()
+        elif waits:
+            self._device_worker.serve(lambda: True)
 
-    def _ask(self, request: LayerJob | tuple[StepInfo, float, float]) -> None:
-        """Hand a request to control."""
-        with self.lanes.lock:
-            self._requests.append(request)
-            self.lanes.control.wake()
+    def _ask(self, request: LayerJob | FinishedStep) -> None:
+        """Hand a request to control; with the lock held."""
+        self._requests.append(request)
+        self.lanes.control.wake()
 
-    def _dense_done(self, layer: int) -> None:
+    def _dense_part(self, layer: int) -> Operation:
+        """What the model has computed since the device's thread went on with it."""
         operation = Operation(self._gpu, DENSE, self._step, layer)
         operation.start_s = self._resumed_s
         operation.end_s = self.lanes.clock_s()
         self.device.marked(operation)
+        counters = self._counters()
+        if counters is not None and self._resumed is not None:
+            operation.counters = counters.since(self._resumed)
+        # The next part begins here, unless experts come between.
+        self._resumed = counters
+        return operation
+
+    def _counters(self) -> Counters | None:
+        """What the system has counted of the device's thread."""
+        evidence = self._device_worker.evidence
+        return None if evidence is None else evidence.read()
+
+    def _note_dense(self, operation: Operation) -> float:
+        """Note a dense part that ends at this instant; with the lock held."""
+        instant_s = self.lanes.lock.instant_s
+        # Copies that the worker had begun came first.
+        freed_s = 0.0 if self._inline else self._device_worker.freed_s
+        operation.picked_s = max(self._goes_on_s, freed_s)
+        operation.ended_s = instant_s
         self.lanes.finished.append(operation)
+        return instant_s
 
     # -- the control side -------------------------------------------------------------
 
@@ -318,6 +388,8 @@ class Executor:
                 self._run_layer(request)
                 continue
             info, start_s, end_s = request
+            if not self._inline:
+                self._world.noting(info.step, end_s)
             self._world.take_in()
             self._timeline.step(
                 info.step,
@@ -334,7 +406,7 @@ class Executor:
     def _run_layer(self, job: LayerJob) -> None:
         """Walk one layer step; serve control's own lanes wherever it waits."""
         self.memories.job = job
-        self._world.asked()
+        self._world.asked(job.routed.layer, self._step)
         waits = self._layer_step.run(job.routed, self._step, self._phase, self._batch)
         for until in waits:
             self.lanes.control.serve(until)
@@ -363,8 +435,17 @@ def _allocate(
     except BaseException:
         host.close()
         raise
-    slot_map = SlotMap(slots, planner.gpu[0].memory, store)
-    return Memories(store, host, slot_map, device, gatings or [None] * store.layers)
+    written_back = None
+    if planner.policies.writes_back:
+        written_back = HostSlots(1, store.slot_bytes, page_lock=device.page_lock)
+    return Memories(
+        store,
+        host,
+        SlotMap(slots, planner.gpu[0].memory, store),
+        device,
+        gatings or [None] * store.layers,
+        written_back,
+    )
 
 
 def _raise_failure(failure: BaseException | None) -> None:

@@ -52,6 +52,10 @@ class HostDevice:
         """Copy a record into a slot, past the caches."""
         streamed(self._slots.record(slot), record, nbytes)
 
+    def copy_back(self, record: torch.Tensor, slot: int, nbytes: int) -> None:
+        """Copy a slot into a record of host memory, past the caches."""
+        streamed(record, self._slots.record(slot), nbytes)
+
     def begin_compute(self, operation: Operation, slot: int) -> None:
         """Note that an expert in this slot is about to compute."""
 

@@ -26,12 +26,14 @@ from moesim.engine.operations import DEMAND
 from moesim.hwprofiles.lanes import CONTROL, CPU
 from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.executor.interrupts import Interrupts
+from moesim.runtime.measure.thread_evidence import ThreadEvidence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
     from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.runtime.measure.thread_evidence import Counters
 
 _JOIN_S: Final = 20.0
 """How long `Lanes.close` waits for a thread that is inside an operation: a read of a
@@ -51,18 +53,33 @@ def _rouse(sleeper: threading.Lock) -> None:
         pass
 
 
-class WakingLock:
-    """A lock that wakes sleepers when it is left, not while it is held."""
+def _nothing() -> None:
+    """Do nothing."""
 
-    __slots__ = ("_lock", "_sleepers")
+
+class WakingLock:
+    """A lock that wakes sleepers when it is left, not while it is held.
+
+    Whatever happens while it is held happens at one instant. So the order of instants
+    is the order of events, and a run can be replayed from them.
+
+    Attributes:
+        began_s: the monotonic clock when the run began.
+        instant_s: when it was last taken, seconds since the run began.
+    """
+
+    __slots__ = ("_lock", "_sleepers", "began_s", "instant_s")
 
     def __init__(self) -> None:
+        self.began_s = time.perf_counter()
+        self.instant_s = 0.0
         self._lock = threading.Lock()
         self._sleepers: list[threading.Lock] = []
 
     def __enter__(self) -> None:
         """Wait for the lock."""
         self._lock.acquire()
+        self.instant_s = time.perf_counter() - self.began_s
 
     def __exit__(
         self,
@@ -92,19 +109,25 @@ class Operation:
         layer: MoE layer; -1 where there is none.
         expert: expert; -1 where there is none.
         nbytes: bytes moved.
+        picked_s: instant at which its worker was to do it; negative before.
         start_s: when it started, seconds since the run began; negative before.
         end_s: when it ended; negative before.
+        ended_s: instant at which its consequences queued; negative before.
+        counters: what the system counted of its thread meanwhile; None if nobody asked.
         on_end: called with it when it has ended, with the lock held.
     """
 
     __slots__ = (
+        "counters",
         "end_s",
+        "ended_s",
         "expert",
         "kind",
         "lane",
         "layer",
         "nbytes",
         "on_end",
+        "picked_s",
         "start_s",
         "step",
     )
@@ -124,8 +147,11 @@ class Operation:
         self.layer = layer
         self.expert = expert
         self.nbytes = nbytes
+        self.picked_s = -1.0
         self.start_s = -1.0
         self.end_s = -1.0
+        self.ended_s = -1.0
+        self.counters: Counters | None = None
         self.on_end: Callable[..., object] | None = None
 
     def run(self) -> tuple[float, float] | None:
@@ -146,7 +172,18 @@ class Worker(WorkerQueues[Operation]):
     """Serves the queues of its lanes in order; busy with at most one operation.
 
     An idle worker that is handed work has *started* it: it cannot be withdrawn any
-    more, and what comes later waits behind it, as in the simulator.
+    more, and what comes later waits behind it, as in the simulator. One that is woken
+    because what it waits for has come takes no more work before it has looked.
+
+    Attributes:
+        name: of the worker.
+        threads: that it computes with.
+        cores: that its thread is kept on; any where empty.
+        idle: it sleeps, and may be handed work.
+        freed_s: instant at which it was last free to serve.
+        on_serving: called with the lock held when its thread begins to serve.
+        evidence: reads what the system counts of its thread; None in runs that note no
+            operations.
     """
 
     __slots__ = (
@@ -155,8 +192,11 @@ class Worker(WorkerQueues[Operation]):
         "_next",
         "_sleeping",
         "cores",
+        "evidence",
+        "freed_s",
         "idle",
         "name",
+        "on_serving",
         "threads",
     )
 
@@ -172,6 +212,9 @@ class Worker(WorkerQueues[Operation]):
         self.name = name
         self.threads = threads
         self.idle = False
+        self.freed_s = 0.0
+        self.on_serving: Callable[[], object] | None = None
+        self.evidence: ThreadEvidence | None = None
         self.cores: set[int] = set()
         self._lanes = owner
         self._sleeping = threading.Lock()
@@ -186,12 +229,38 @@ class Worker(WorkerQueues[Operation]):
 
     def offer(self) -> None:
         """Give an idle worker the next operation that may start; with the lock held."""
-        if not self.idle or self._next is not None:
+        if not self.idle or self._called:
             return
-        operation = self.pick()
+        operation = self._picked()
         if operation is not None:
             self._next = operation
             self.wake()
+
+    def release(self, *, idle: bool) -> bool:
+        """Let go of what the thread did beside serving; with the lock held.
+
+        Args:
+            idle: the thread is about to serve, and may be handed work from now on.
+
+        Returns:
+            Whether an operation waits to be served.
+        """
+        self.freed_s = self._lanes.lock.instant_s
+        self._next = self._picked()
+        if self._next is None and idle:
+            self.idle = True
+            self._called = False
+        return self._next is not None
+
+    def _picked(self) -> Operation | None:
+        # A copy that takes its place may queue others here: one is picked at a time.
+        idle = self.idle
+        self.idle = False
+        operation = self.pick()
+        self.idle = idle
+        if operation is not None:
+            operation.picked_s = self._lanes.lock.instant_s
+        return operation
 
     def wake(self) -> None:
         """Let a waiting worker look again at what it waits for; with the lock held."""
@@ -213,21 +282,22 @@ class Worker(WorkerQueues[Operation]):
             Stopped: the run is over, because a worker failed or the caller closed it.
         """
         lanes = self._lanes
-        clock = time.perf_counter
-        began_s = lanes.began_s
-        lock = lanes.lock
-        finished = lanes.finished
-        interrupts = lanes.interrupts
-        in_control = self is lanes.control
+        # Signals are the control thread's; the others have nothing to check.
+        check = lanes.interrupts.check if self is lanes.control else _nothing
         done: Operation | None = None
+        begins = not self.idle
+        if self.idle:
+            # Released before: it may have been handed work already.
+            self._sleeping.acquire()
         while True:
-            if in_control:
-                interrupts.check()
-            with lock:
+            check()
+            with lanes.lock:
                 if done is not None:
-                    finished.append(done)
-                    done.ended()
-                    done = None
+                    self._end(done)
+                elif begins:
+                    self._begin()
+                begins = False
+                done = None
                 self.idle = False
                 if lanes.stopping:
                     raise Stopped
@@ -236,20 +306,43 @@ class Worker(WorkerQueues[Operation]):
                 if operation is None:
                     if until():
                         return
-                    operation = self.pick()
+                    operation = self._picked()
                 if operation is None:
                     self.idle = True
                     self._called = False
             if operation is None:
                 self._sleeping.acquire()
                 continue
-            operation.start_s = clock() - began_s
-            times = operation.run()
-            if times is None:
-                operation.end_s = clock() - began_s
-            else:
-                operation.start_s, operation.end_s = times
+            self._run(operation)
             done = operation
+
+    def _begin(self) -> None:
+        """Note that the thread serves from now on; with the lock held."""
+        if self._next is not None:
+            return
+        self.freed_s = self._lanes.lock.instant_s
+        if self.on_serving is not None:
+            self.on_serving()
+
+    def _end(self, operation: Operation) -> None:
+        """Let an operation's consequences queue; with the lock held."""
+        operation.ended_s = self.freed_s = self._lanes.lock.instant_s
+        self._lanes.finished.append(operation)
+        operation.ended()
+
+    def _run(self, operation: Operation) -> None:
+        """Do an operation, and note when."""
+        began_s = self._lanes.began_s
+        evidence = self.evidence
+        before = None if evidence is None else evidence.read()
+        operation.start_s = time.perf_counter() - began_s
+        times = operation.run()
+        if times is None:
+            operation.end_s = time.perf_counter() - began_s
+        else:
+            operation.start_s, operation.end_s = times
+        if evidence is not None and before is not None:
+            operation.counters = evidence.read().since(before)
 
     def work(self) -> None:
         """Serve on a thread of its own until the run is over; a failure ends it."""
@@ -257,12 +350,17 @@ class Worker(WorkerQueues[Operation]):
             if self.cores:
                 os.sched_setaffinity(0, self.cores)
             torch.set_num_threads(self.threads)
+            if self._lanes.counts:
+                self.evidence = ThreadEvidence()
             with torch.inference_mode():
                 self.serve(lambda: False)
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001 - the control thread raises it
             self._lanes.fail(error)
+        finally:
+            if self.evidence is not None:
+                self.evidence.close()
 
 
 class Lanes:
@@ -283,6 +381,7 @@ class Lanes:
         interrupts: signals that wait until nothing is half done.
         stopping: no more work; set by a failure or by `close`.
         failure: what a worker died of.
+        counts: whether workers read what the system counts of their threads.
     """
 
     def __init__(
@@ -295,6 +394,7 @@ class Lanes:
         self.finished: deque[Operation] = deque()
         self.began_s = time.perf_counter()
         self.stopping = False
+        self.counts = False
         self.failure: BaseException | None = None
         self.names = profile.lanes
         self._worker_of: dict[int, Worker] = {}
@@ -322,9 +422,14 @@ class Lanes:
 
     def open(self) -> None:
         """Start the threads and the clock."""
-        self.began_s = time.perf_counter()
+        self.began_s = self.lock.began_s = time.perf_counter()
+        if self.counts:
+            self.control.evidence = ThreadEvidence()
         for worker in self._workers:
             if worker is not self.control:
+                # Idle from the first instant on, however late its thread begins.
+                with self.lock:
+                    worker.release(idle=True)
                 thread = threading.Thread(
                     target=worker.work, name=f"moesim-{worker.name}", daemon=True
                 )
@@ -371,6 +476,8 @@ class Lanes:
         """
         with self.lock:
             self._stop()
+        if self.control.evidence is not None:
+            self.control.evidence.close()
         until_s = time.perf_counter() + _JOIN_S
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.perf_counter()))

@@ -66,12 +66,16 @@ class LayerJob:
         results: per active expert, [t, H]; after `gather` also for those computed
             ahead.
         answer: [T, H], once `answered`.
+        asked_s: instant at which the device has asked.
+        answered_s: instant at which it was answered.
     """
 
     __slots__ = (
         "_shares",
         "answer",
         "answered",
+        "answered_s",
+        "asked_s",
         "device_rows",
         "groups",
         "hidden",
@@ -96,6 +100,8 @@ class LayerJob:
         self.weights = weights
         self.results: list[Any] = []
         self.answered = False
+        self.asked_s = 0.0
+        self.answered_s = 0.0
         self._shares: list[Share] = []
         self._sort(groups)
 

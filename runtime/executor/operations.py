@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moesim.policies.planner.plan import READ
+from moesim.policies.planner.plan import READ, REPLACE
 from moesim.runtime.executor.lanes import Operation
 from moesim.runtime.executor.layer_job import LayerJob, PrecomputedRows
 from moesim.runtime.models.expert_math import expert_forward
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moesim.runtime.executor.lanes import Worker
     from moesim.runtime.executor.slot_map import HostSlotMap, SlotMap
     from moesim.runtime.models.expert_layout import ExpertLayout
+    from moesim.runtime.store.memory import Slots
     from moesim.runtime.store.store import ExpertStore
 
     Gating = Callable[[torch.Tensor], torch.Tensor]
@@ -35,6 +36,8 @@ class Memories:
         experts: routed experts per layer.
         layouts: how each layer's experts lie in a record.
         gatings: per layer, the model's own gating function or None.
+        written_back: a record that copies back to host memory go to; None where nothing
+            is written back.
         job: the layer step under way.
     """
 
@@ -45,6 +48,7 @@ class Memories:
         slots: SlotMap,
         device: Device,
         gatings: Sequence[Gating | None],
+        written_back: Slots | None = None,
     ) -> None:
         self.store = store
         self.host = host
@@ -55,6 +59,7 @@ class Memories:
             store.layout(layer) for layer in range(store.layers)
         ]
         self.gatings = list(gatings)
+        self.written_back = written_back
         self.job = LayerJob.nothing()
 
     def key(self, operation: Operation) -> int:
@@ -107,6 +112,70 @@ class Copy(Operation):
         slot = memories.slots.slot(self._key)
         record = memories.host.record(self._key)
         return memories.device.copy(slot, record, self.nbytes)
+
+
+class WriteBack(Operation):
+    """The copy of an expert from a device slot back to host memory.
+
+    Host memory has the same weights still, so where they go to does not matter; the
+    bytes are moved as their system moves them.
+    """
+
+    __slots__ = ("_memories", "_slot")
+
+    def __init__(
+        self, memories: Memories, lane: int, place: tuple[int, int, int], slot: int
+    ) -> None:
+        """Describe a copy back.
+
+        Args:
+            memories: where records are.
+            lane: index of its lane.
+            place: step, layer, expert.
+            slot: that the expert has left.
+        """
+        step, layer, expert = place
+        nbytes = memories.store.record_bytes(layer)
+        super().__init__(lane, REPLACE, step, layer, expert, nbytes)
+        self._memories = memories
+        self._slot = slot
+
+    def run(self) -> None:
+        """Copy."""
+        memories = self._memories
+        assert memories.written_back is not None
+        record = memories.written_back.record(0)
+        memories.device.copy_back(record, self._slot, self.nbytes)
+
+
+class Prediction(Operation):
+    """Dense parts of coming layers, computed to predict their experts."""
+
+    __slots__ = ("_evaluate", "_parts")
+
+    def __init__(
+        self,
+        lane: int,
+        place: tuple[int, int],
+        parts: int,
+        evaluate: Callable[[int, int], None],
+    ) -> None:
+        """Describe a prediction.
+
+        Args:
+            lane: the device's.
+            place: step, layer.
+            parts: how many layers are predicted.
+            evaluate: computes them, given the layer and how many follow.
+        """
+        step, layer = place
+        super().__init__(lane, DENSE, step, layer)
+        self._parts = parts
+        self._evaluate = evaluate
+
+    def run(self) -> None:
+        """Compute."""
+        self._evaluate(self.layer, self._parts)
 
 
 class Compute(Operation):

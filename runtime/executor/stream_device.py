@@ -113,6 +113,11 @@ class StreamDevice:
             return None
         return anchor.time_of(start), anchor.time_of(end)
 
+    def copy_back(self, record: torch.Tensor, slot: int, nbytes: int) -> None:
+        """Launch the copy of a slot into host memory, behind the copy into it."""
+        with torch.cuda.stream(self._copies):
+            record[:nbytes].copy_(self._slots.record(slot)[:nbytes], non_blocking=True)
+
     def begin_compute(self, operation: Operation, slot: int) -> None:
         """Note on the compute stream that a product from this slot begins."""
         self._open[id(operation)] = (self._recorded(), slot)

@@ -112,6 +112,9 @@ class ForcedRouting:
         # Cutting a trace into steps is no part of a run, nor is memory for keys and
         # values.
         self._steps = list(steps)
+        self._hidden = torch.empty(0)
+        self._extent = (1, 1)  # sequences and context of the step under way
+        executor.predict_by(self._dense_ahead)
         dense.allocate_cache(
             max((step.sequences for step in self._steps), default=1),
             max((step.context_tokens for step in self._steps), default=1),
@@ -124,14 +127,24 @@ class ForcedRouting:
         """Run it; pass this to `Executor.run`."""
         for step in self._steps:
             hidden = self._dense.embed(step.tokens)
+            self._extent = step.sequences, step.context_tokens
             self._executor.begin_step(step.step, step.phase, step.batch)
             for routed in step.layers:
-                hidden, normed = self._dense.layer(
-                    routed.layer, hidden, step.sequences, step.context_tokens
-                )
+                hidden, normed = self._dense.layer(routed.layer, hidden, *self._extent)
+                # What predicts coming layers is part of this one's dense part.
+                gates = self._executor.gates_ahead(routed.layer)
+                self._dense.gates(routed.layer, gates, normed)
+                self._hidden = hidden
                 hidden = self._experts(routed, hidden, normed)
             self._dense.head(hidden, step.sequences)
             self._executor.end_step(step.tokens, step.sequences)
+
+    def _dense_ahead(self, layer: int, parts: int) -> None:
+        """Compute coming layers' dense parts, one on the other's result."""
+        hidden = self._hidden
+        for coming in range(layer + 1, layer + 1 + parts):
+            # Keys and values that it writes are overwritten in the layer's own turn.
+            hidden, _ = self._dense.layer(coming, hidden, *self._extent)
 
     def _experts(
         self, routed: RoutedLayer, hidden: torch.Tensor, normed: torch.Tensor

@@ -17,7 +17,15 @@ import torch
 from moesim.hwprofiles import lanes as kinds
 from moesim.policies.base import CPU, RESIDENT
 from moesim.runtime.executor.layer_job import PrecomputedRows
-from moesim.runtime.executor.operations import Compute, Copy, Precompute, Read
+from moesim.runtime.executor.operations import (
+    Compute,
+    Copy,
+    Precompute,
+    Prediction,
+    Read,
+    WriteBack,
+)
+from moesim.traces.timeline.operations import LAUNCH, NOTE, REQUEST, RETURN, Part
 from moesim.traces.timeline.spans import (
     ACTIVATION,
     DENSE,
@@ -38,6 +46,24 @@ if TYPE_CHECKING:
 NO_WAITS = ()
 
 
+def part_of(operation: Operation) -> Part:
+    """When an operation kept its worker."""
+    part = Part(
+        lane=operation.lane,
+        kind=operation.kind,
+        step=operation.step,
+        layer=operation.layer,
+        expert=operation.expert,
+        picked_s=operation.picked_s,
+        start_s=operation.start_s,
+        end_s=operation.end_s,
+        ended_s=operation.ended_s,
+    )
+    if operation.counters is None:
+        return part
+    return part._replace(**operation.counters._asdict())
+
+
 class RealWorld:
     """Makes real operations and hands them to workers.
 
@@ -49,6 +75,8 @@ class RealWorld:
         lanes: names of the lanes, by index.
         fetched_left: fetched experts that a serial plan's CPU still waits for.
         is_computed: whether all products of the layer step have ended.
+        evaluate_ahead: computes dense parts of coming layers, given the layer before
+            and their number; None where the model's own work predicts.
         dispatch_s: per layer step, seconds from the end of planning until all work was
             handed out.
         hand_off_s: per layer step, seconds from the end of planning to the first start
@@ -63,9 +91,9 @@ class RealWorld:
         self.withdraw = lanes.withdraw
         self.offer = lanes.offer
         self.admission = lanes.admission
-        self.now_s = lanes.clock_s
         self.fetched_left: Callable[[], int] = lambda: 0
         self.is_computed: Callable[[], bool] = lambda: True
+        self.evaluate_ahead: Callable[[int, int], None] | None = None
         self.dispatch_s = array("d")
         self.hand_off_s = array("d")
         self._lanes = lanes
@@ -89,6 +117,19 @@ class RealWorld:
         self._planned_s = 0.0
         self._step = 0
 
+        # Instants of the layer step under way, and what control does beside lanes.
+        self._decided_s = 0.0
+        self._launched_s = 0.0
+        self._computed_s = 0.0
+        self._request_s = 0.0
+        self._layer = -1
+        self._join = self._part(JOIN, 0.0)
+        self._unserved: Part | None = None
+        self._inline = self._device_worker is lanes.control
+        if timeline.operations is not None:
+            lanes.control.on_serving = self._serving
+            lanes.counts = True
+
         # What is made ready outside the lock and queued inside it.
         self._products: list[Compute] = []
         self._new_precomputes: list[Precompute] = []
@@ -109,7 +150,8 @@ class RealWorld:
         return Copy(self._memories, self._link, copies.kind, step, layer, expert)
 
     def computes(self, plan: Plan) -> list[Compute]:
-        """The products that `launching` has made."""
+        """The products that `launching` has made; the lock is held."""
+        self._launched_s = self._lanes.lock.instant_s
         if plan.serial:
             on_gpu = self._planner.gpu[0].memory.state[plan.work.layer]
             for product in self._products:
@@ -122,9 +164,16 @@ class RealWorld:
         """The products ahead of the gate that `launching` has made."""
         return self._new_precomputes
 
-    def predictions(self, _: Plan) -> tuple[()]:
-        """Nothing: the model's hooks have evaluated coming gates by now."""
-        return ()
+    def predictions(self, plan: Plan) -> tuple[Prediction, ...]:
+        """Make the evaluation of coming layers' dense parts.
+
+        Nothing for a live model, whose hooks have evaluated coming gates by now.
+        """
+        evaluate = self.evaluate_ahead
+        if not plan.dense_parts or evaluate is None:
+            return ()
+        place = plan.work.step, plan.work.layer
+        return (Prediction(self._gpu, place, plan.dense_parts, evaluate),)
 
     # -- what the engine reports ------------------------------------------------------
 
@@ -137,13 +186,22 @@ class RealWorld:
             self._memories.slots.take(key)
 
     def write_back(self, operation: Operation, layer: int, expert: int) -> None:
-        """Nothing: host memory or the SSD has the same weights still."""
+        """Copy an expert back from the slot that it leaves to the copy."""
+        memories = self._memories
+        slot = memories.slots.slot(memories.key(operation))
+        place = operation.step, layer, expert
+        self.submit(WriteBack(memories, self._back_link, place, slot))
 
     def computed(self, _: Operation | None) -> None:
         """Wake the control thread, which joins the results."""
+        self._computed_s = self._lanes.lock.instant_s
         self._lanes.control.wake()
 
     # -- one layer step ---------------------------------------------------------------
+
+    def now_s(self) -> float:
+        """The instant at which the lock was taken."""
+        return self._lanes.lock.instant_s
 
     def exclusive(self) -> WakingLock:
         """The lanes' lock: nothing starts or ends while it is held."""
@@ -153,7 +211,8 @@ class RealWorld:
         """Note the plan and every access; planning has taken its time already."""
         work = plan.work
         self._planned_s = self._lanes.clock_s()
-        self._step = work.step
+        # Decisions have begun at the instant that the planner was told.
+        self._decided_s = self._planner.now_s
         self._note(PLAN, work.layer, self._asked_s, self._planned_s)
         lanes = self._lane_of[plan.lanes]
         self._timeline.access(
@@ -179,6 +238,7 @@ class RealWorld:
     def all_computed(self) -> Callable[[], bool]:
         """Wait for the last product."""
         self.dispatch_s.append(self._lanes.clock_s() - self._planned_s)
+        self._unserved = self._part(LAUNCH, self._launched_s)
         return self.is_computed
 
     def joined(self, plan: Plan, *, cpu_used: bool) -> tuple[()]:
@@ -189,17 +249,40 @@ class RealWorld:
         start_s = self._lanes.clock_s()
         memories.job.gather()
         memories.job.answer = memories.device.join(memories.job)
-        self._note(JOIN, plan.work.layer, start_s, self._lanes.clock_s())
+        end_s = self._lanes.clock_s()
+        self._note(JOIN, plan.work.layer, start_s, end_s)
+        # Control joins when the last product has ended, and its own last one.
+        picked_s = max(self._computed_s, self._lanes.control.freed_s)
+        self._join = self._part(JOIN, picked_s)._replace(start_s=start_s, end_s=end_s)
         return NO_WAITS
 
     def end_layer(self) -> None:
-        """Let the model go on."""
-        self._memories.job.answered = True
+        """Let the model go on; the lock is held."""
+        instant_s = self._lanes.lock.instant_s
+        job = self._memories.job
+        job.answered = True
+        job.answered_s = instant_s
         self._device_worker.wake()
+        self._note_parts(instant_s)
+        self._lanes.control.freed_s = instant_s
+        if not self._inline:
+            self._unserved = self._part(RETURN, instant_s)
 
-    def asked(self) -> None:
+    def asked(self, layer: int, step: int) -> None:
         """Note that the device asks for a layer: planning begins."""
+        self._layer = layer
+        self._step = step
+        self._unserved = None
+        asked_s = self._memories.job.asked_s
+        self._request_s = max(asked_s, self._lanes.control.freed_s)
         self._asked_s = self._lanes.clock_s()
+
+    def noting(self, step: int, ended_s: float) -> None:
+        """Note that control writes down a forward pass that ended at an instant."""
+        self._layer = -1
+        self._step = step
+        picked_s = max(ended_s, self._lanes.control.freed_s)
+        self._unserved = self._part(NOTE, picked_s)
 
     def take_in(self) -> None:
         """Write down the spans of what has ended."""
@@ -221,6 +304,8 @@ class RealWorld:
                 )
             )
             self._note_hand_off(operation)
+            if self._timeline.operations is not None:
+                self._timeline.operations.add(part_of(operation))
 
     # -- products ---------------------------------------------------------------------
 
@@ -299,6 +384,48 @@ class RealWorld:
                 end_s=end_s,
                 nbytes=nbytes,
             )
+
+    # -- instants ---------------------------------------------------------------------
+
+    def _part(self, kind: int, picked_s: float) -> Part:
+        """A part of control's time from an instant on."""
+        return Part(
+            lane=self._control,
+            kind=kind,
+            step=self._step,
+            layer=self._layer,
+            expert=-1,
+            picked_s=picked_s,
+            start_s=-1.0,
+            end_s=-1.0,
+            ended_s=-1.0,
+        )
+
+    def _serving(self) -> None:
+        """Note that control begins to serve its lanes; the lock is held."""
+        part = self._unserved
+        operations = self._timeline.operations
+        if part is not None and operations is not None:
+            instant_s = self._lanes.lock.instant_s
+            operations.add(part._replace(end_s=instant_s, ended_s=instant_s))
+        self._unserved = None
+
+    def _note_parts(self, instant_s: float) -> None:
+        """Write down control's parts of a layer step that ends at this instant."""
+        operations = self._timeline.operations
+        if operations is None:
+            return
+        request = self._part(REQUEST, self._request_s)
+        operations.add(request._replace(ended_s=self._decided_s))
+        plan = self._part(PLAN, self._decided_s)
+        operations.add(
+            plan._replace(
+                start_s=self._asked_s,
+                end_s=self._planned_s,
+                ended_s=self._launched_s,
+            )
+        )
+        operations.add(self._join._replace(ended_s=instant_s))
 
     # -- spans ------------------------------------------------------------------------
 

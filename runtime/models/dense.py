@@ -209,6 +209,11 @@ class DenseStack:
             hidden = hidden + _feed_forward(normed, weights.up, weights.down)
         return hidden, normed
 
+    def gates(self, index: int, count: int, normed: torch.Tensor) -> None:
+        """Ask the gates of `count` layers that follow one, on its own input [T, H]."""
+        for weights in self._layers[index + 1 : index + 1 + count]:
+            functional.linear(normed, weights.gate).float().softmax(-1)
+
     def head(self, hidden: torch.Tensor, sequences: int) -> None:
         """Compute what happens once per step: layers without experts, then logits of
         each sequence's last token.

@@ -125,6 +125,7 @@ class Timeline:
     Attributes:
         spans: bytes of the spans not yet in a chunk; a caller in a hurry may extend it
             by `pack_span` directly.
+        operations: what workers did between spans, in a real run; else None.
     """
 
     def __init__(
@@ -137,6 +138,8 @@ class Timeline:
         self.lanes = tuple(lanes)
         self.out_dir = None if out_dir is None else Path(out_dir)
         self.spans = bytearray()
+        # An `OperationTable`; its module builds on this one.
+        self.operations: Any = None
         # Step, layer, and the four arrays of each layer step.
         self._accesses: list[
             tuple[int, int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]

@@ -39,6 +39,12 @@ def calibrate(
             metavar="FILE", help="Say how far its predictions are from this profile's."
         ),
     ] = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Write a profile that cannot be trusted all the same."
+        ),
+    ] = False,
     stores: Stores = None,
     seed: Seed = 0,
     as_json: AsJson = False,
@@ -77,10 +83,11 @@ def calibrate(
             hw=hw,
             stores=stores,
             seed=seed,
+            force=force,
             progress=progress,
         )
 
-    # The profile is written all the same: a busy machine may be all that there is.
+    # Small changes are said; of large ones a profile is not written.
     if (warning := speed_change(profile)) is not None:
         print(f"note: {warning}", file=sys.stderr)
     difference: dict[str, Any] | None = None

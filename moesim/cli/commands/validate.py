@@ -12,12 +12,17 @@ from moesim.cli.options import AsJson, Seed, Stores, ThisMachine
 
 DEFAULT_POLICIES = "all-cpu+none,on-demand+lru,fixed-mapping+lru,static-threshold+lru,greedy+lru,greedy+lfu"
 
+DIFFERENT = 1
+"""Exit code of a structure that differs."""
+
 
 def validate(
     traces: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="TRACE…", help="moesim traces (Parquet).", show_default=False
+            metavar="TRACE…",
+            help="moesim traces (Parquet); with --structure folders of real runs.",
+            show_default=False,
         ),
     ] = None,
     policies: Annotated[
@@ -50,6 +55,16 @@ def validate(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the report there.")
     ] = None,
+    structure: Annotated[
+        bool,
+        typer.Option(
+            "--structure",
+            help=(
+                "Instead: replay finished real runs with their measured times. What"
+                " differs then is structure, no noise."
+            ),
+        ),
+    ] = False,
     machines: Annotated[
         Path | None,
         typer.Option(
@@ -74,14 +89,18 @@ def validate(
       moesim validate q.parquet --shapes olmoe-1b-7b/2 --hw hw.toml --out report
       moesim validate a.parquet b.parquet --policies greedy+lru,on-demand+lru --cache-ratios 0.2,0.5 --json
       moesim validate q.parquet --hw hw.toml --host-ratios 0.5 --with report/validation.json --out both
+      moesim validate --structure run1 run2
       moesim validate --machines measured --out report
     """
     check_places(folder=out)
+    if structure:
+        _structure(traces or [], as_json=as_json)
+        return
     if machines is not None:
         _machines(machines, out, as_json=as_json)
         return
     if not traces:
-        raise typer.BadParameter("expected traces, or --machines DIR")
+        raise typer.BadParameter("expected traces, --structure RUN…, or --machines DIR")
     from moesim.cli.progress import steps_of
     from moesim.reporting import validation_page as report
     from moesim.reporting.validation_text import validation_text
@@ -122,6 +141,34 @@ def validate(
     print(validation_text(result))
     output.print_written(places)
     output.print_notes(validation.warnings)
+
+
+def _structure(folders: list[Path], *, as_json: bool) -> None:
+    """Compare the structure of finished real runs with their replays'.
+
+    Args:
+        folders: of ``moesim run --out``.
+        as_json: print JSON instead of the table.
+
+    Raises:
+        typer.Exit: code 1 where a run differs by more than the aims.
+    """
+    if not folders:
+        raise typer.BadParameter("expected folders of real runs (moesim run --out)")
+    from moesim.validation.finished_runs import load_run
+    from moesim.validation.structure import compare_structure
+    from moesim.validation.structure_text import structure_text
+
+    results = []
+    for folder in folders:
+        run = load_run(folder)
+        results.append(compare_structure(*run))
+    if as_json:
+        print(json.dumps([result.to_json() for result in results], indent=2))
+    else:
+        print(structure_text(results))
+    if not all(result.is_equal for result in results):
+        raise typer.Exit(DIFFERENT)
 
 
 def _machines(folder: Path, out: Path | None, *, as_json: bool) -> None:

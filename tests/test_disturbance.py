@@ -1,0 +1,216 @@
+"""A calibration knows what disturbed it: by what the system counted, not by length."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from real_machine import host_profile
+
+from moesim.hwprofiles.calibration.disturbance import lost_shares, undisturbed_medians
+from moesim.hwprofiles.prediction_error import prediction_error, rate_interval
+from moesim.reporting.text import ranking_lines
+from moesim.runs.memory import MemoryOptions
+from moesim.runs.result import Run
+from moesim.runtime.executor.trace_driven import shape_for
+from moesim.runtime.measure.thread_evidence import ThreadEvidence
+from moesim.traces.timeline.metrics import summarise
+from moesim.traces.timeline.operations import OperationTable, Part
+from moesim.traces.timeline.spans import COMPUTE, Timeline
+from moesim.validation.calibrate import learn, prediction_errors
+from moesim.validation.calibration_runs import ROUTED, designs, drawn_steps
+from moesim.validation.paired_runs import Trial, TrialRunner, simulate
+from moesim.validation.profile_checks import DISTURBED, doubts_of
+
+LINUX = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux counts what a thread waits for"
+)
+SPIN = "import os, time\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+ON_AND_OFF = """
+import os, time
+os.sched_setaffinity(0, {{{core}}})
+while True:
+    end_s = time.perf_counter() + 0.2
+    while time.perf_counter() < end_s:
+        pass
+    time.sleep(0.2)
+"""
+CORE = max(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
+"""That of the host accelerator."""
+DATE = "2026-01-01"
+
+
+def busy(script):
+    """A process that works on the accelerator's core."""
+    command = [sys.executable, "-c", script.format(core=CORE)]
+    return subprocess.Popen(command)
+
+
+def report(median_share, worst=0.0):
+    return {
+        "samples": 1.0,
+        "held_out": 1.0,
+        "residual_median": median_share,
+        "residual_worst": worst,
+    }
+
+
+# The evidence.
+
+
+@LINUX
+def test_a_thread_that_shares_its_core_is_seen_to_wait():
+    """Two threads of one core: each waits about as long as it works. Asleep, it does
+    not wait.
+    """
+    counted = []
+
+    def work():
+        os.sched_setaffinity(0, {CORE})
+        evidence = ThreadEvidence()
+        before = evidence.read()
+        end_s = time.perf_counter() + 0.3
+        while time.perf_counter() < end_s:
+            pass
+        busy = evidence.read()
+        counted.append(busy.since(before))
+        evidence.close()
+
+    other = busy(SPIN)
+    try:
+        time.sleep(0.1)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    finally:
+        other.kill()
+        other.wait()
+    assert counted[0].waited_s > 0.03
+    assert counted[0].switches > 0
+    assert counted[0].cpu_s < 0.27
+
+
+def test_shares_are_of_the_step_that_lost_them():
+    table = OperationTable()
+    for step, waited_s in ((0, 0.1), (0, 0.2), (2, 0.5), (1, float("nan"))):
+        table.add(Part(0, COMPUTE, step, 0, 1, 0.0, 0.0, 1.0, 1.0, 0.5, waited_s, 0))
+    lost = lost_shares(table, np.array([1.0, 1.0, 2.0]))
+    assert lost == pytest.approx([0.3, 0.0, 0.25])
+    assert lost_shares(None, np.ones(2)).tolist() == [0.0, 0.0]
+
+
+def test_disturbed_repetitions_are_left_out_whatever_their_length():
+    """First step: the median is disturbed, as is the shortest. Second: nobody is, so the
+    median counts. Third: all are, and the least disturbed one counts.
+    """
+    lengths_s = np.array([[1.0, 3.0, 2.0], [2.0, 1.0, 3.0], [3.0, 2.0, 4.0]])
+    lost = np.array([[0.2, 0.0, 0.5], [0.4, 0.0, 0.2], [0.0, 0.005, 0.4]])
+    assert undisturbed_medians(lengths_s, lost).tolist() == [2, 2, 1]
+
+
+# The verdict.
+
+
+def test_a_profile_is_doubted_for_what_its_calibration_saw():
+    quiet = replace(
+        host_profile(),
+        fit={
+            DISTURBED: report(0.001),
+            "noise_floor": report(0.05),
+            "drift": report(0.02),
+        },
+    )
+    assert not doubts_of(quiet)
+    for name, share, word in (
+        (DISTURBED, 0.2, "20 % of half of the steps"),
+        ("noise_floor", 0.3, "identical runs differ by 30 %"),
+        ("drift", 0.4, "changed its speed by 40 %"),
+    ):
+        (doubt,) = doubts_of(replace(quiet, fit={**quiet.fit, name: report(share)}))
+        assert word in doubt
+
+
+def repeated(runner, base, trial):
+    """Three runs of one trial."""
+    return [(runner.shape, trial, runner.run(trial, base)) for _ in range(3)]
+
+
+@LINUX
+def test_a_busy_process_does_not_spoil_a_calibration_unnoticed(tmp_path):
+    """It comes and goes on the accelerator's core. Either predictions stay within 6 % of
+    those of an undisturbed calibration, or the profile is refused.
+    """
+    base = host_profile()
+    shape = shape_for(ROUTED, "olmoe-1b-7b/16", "float32")
+    steps = drawn_steps(batch=(2, 1, 4), prompt=0, decode=9, seed=3)
+    trial = Trial("greedy+lru", MemoryOptions(cache_ratio=0.3), steps)
+    with TrialRunner(shape, base, store=tmp_path / "store") as runner:
+        runner.run(trial, base)
+        first = learn(repeated(runner, base, trial), base, date=DATE, name="calm")
+        if doubts_of(first):
+            pytest.skip(f"refused already, as others are busy here: {doubts_of(first)}")
+        other = busy(ON_AND_OFF)
+        try:
+            time.sleep(0.1)
+            runs = repeated(runner, base, trial)
+        finally:
+            other.kill()
+            other.wait()
+    second = learn(runs, base, date=DATE, name="disturbed")
+    first_s = tpot(simulate(trial, shape, first))
+    second_s = tpot(simulate(trial, shape, second))
+    assert doubts_of(second) or abs(second_s / first_s - 1.0) <= 0.06
+
+
+def tpot(timeline):
+    return summarise(timeline)["tpot_s"]
+
+
+# Intervals.
+
+
+def test_a_rate_has_the_interval_of_its_profile():
+    """8 % and 6 % of the time are 10 % together; rates are shorter below than above."""
+    assert prediction_error(host_profile()) is None
+    profile = replace(
+        host_profile(),
+        fit={"predictions": report(0.02, worst=0.08), "drift": report(0.06)},
+    )
+    assert prediction_error(profile) == pytest.approx(0.1)
+    low, high = rate_interval(49.5, 0.1)
+    assert (low, high) == pytest.approx((45.0, 55.0))
+
+
+def run_of(error):
+    config = {"oracle": False, "prediction_error": error}
+    metrics = {"routing": "recorded", "approximate": False}
+    return Run(metrics, Timeline(("cpu",)), config, [])
+
+
+def test_a_comparison_inside_the_interval_is_a_tie():
+    rows = [
+        {"policy": name, "makespan_s": seconds, "decode_tokens_per_s": 1 / seconds}
+        | {"oracle": False, "busiest": "cpu", "busiest_share": 0.5, "ttft_s": None}
+        for name, seconds in (("a", 1.0), ("b", 1.04), ("c", 1.2))
+    ]
+    table = pd.DataFrame(rows)
+    lines = ranking_lines(table, {name: run_of(0.05) for name in "abc"})
+    assert "a tie within the profile's ±5 %: a, b" in lines
+    lines = ranking_lines(table, {name: run_of(0.01) for name in "abc"})
+    assert not any("tie" in line for line in lines)
+    lines = ranking_lines(table, {name: run_of(None) for name in "abc"})
+    assert not any("tie" in line for line in lines)
+
+
+def test_predictions_of_the_runs_themselves_are_exact():
+    """Runs that were simulated with a profile are predicted by it without error."""
+    base = host_profile()
+    shape = shape_for(ROUTED, "olmoe-1b-7b/8", "float32")
+    (trial, *_) = [design.trial for design in designs(shape, quick=True)]
+    runs = [(shape, trial, simulate(trial, shape, base)) for _ in range(3)]
+    assert prediction_errors(runs, base)["residual_worst"] < 1e-9
