@@ -31,6 +31,7 @@ from moesim.runs.stores import open_random_store
 from moesim.runtime.executor.host_device import HostDevice
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.store.memory import HostSlots
+from moesim.runtime.store.streaming import streamed
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
@@ -169,7 +170,9 @@ def bare_copy_s(store: ExpertStore, _run: Any, copies: list[tuple[int, int]]) ->
     ):
         return _bare_s(
             [
-                partial(device.record(slot).copy_, host.record(record))
+                partial(
+                    streamed, device.record(slot), host.record(record), store.slot_bytes
+                )
                 for slot, record in places
             ]
         )

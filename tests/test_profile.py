@@ -200,7 +200,7 @@ def test_a_machine_knows_its_lanes_workers_and_memory():
     assert machine.lanes == ("control", "cpu", "gpu0", "h2d0", "d2h0", "ssd")
     assert machine.workers["accelerator"] == ("gpu0", "h2d0", "d2h0")
     assert (machine.gpus, machine.cores, machine.cpu_threads) == (1, 2, 1)
-    assert machine.memory == (1 << 30, 1 << 31, 2)
+    assert machine.memory == (1 << 30, 1 << 31, 2, False)
 
 
 def test_unknown_contention_is_one_and_unknown_power_is_none():
