@@ -5,7 +5,7 @@ STAMP := .venv/.ready
 ROOMS := engine hwprofiles policies runtime sim traces
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test torture check bench validate clean
+.PHONY: help setup demo test torture schedules check bench validate clean
 
 help: ## show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -26,6 +26,9 @@ test: $(STAMP) ## all tests (CPU only; gpu tests add themselves where CUDA is th
 
 torture: $(STAMP) ## attack everything that is read and written, long and seeded (SUITES=kills COUNT=500 SEED=1 MINUTES=30)
 	PYTHONPATH=tests $(BIN)/python -m torture $(SUITES) $(if $(COUNT),--count $(COUNT)) $(if $(MINUTES),--minutes $(MINUTES)) --seed $(or $(SEED),0)
+
+schedules: $(STAMP) ## thousands of schedules of the adversarial device, some ten minutes
+	$(BIN)/python -m pytest tests/test_adversarial_device.py --schedules 2000
 
 check: $(STAMP) ## style, types, import diagram
 	$(BIN)/ruff check .

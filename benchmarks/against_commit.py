@@ -36,7 +36,7 @@ for policy in policies:
         gc.collect()
         begin_s = time.process_time()
         try:
-            run = replay(trace, policy, hw="rtx3090-epyc7532")
+            run = replay(trace, policy, hw="rtx3090-epyc7532", cache_ratio=0.25)
         except Exception as error:
             print(f"{policy}: {error}", file=sys.stderr)
             break

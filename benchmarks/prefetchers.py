@@ -15,10 +15,13 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from moesim.policies.registry import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -186,11 +189,18 @@ pairs of replays of the shared traces, prompt and decode steps, {steps} forward 
 at most; cache ratios {ratios}; batches {batches}, and 1 alone where a trace has few
 sequences. Scores and predictions are drawn: recall {recall} one, two and three layers
 ahead, {residual} with residuals ([how](../how-to/synthetic-traces.md)). A ratio is the
-time with the prefetcher over that without; below 1 it helps.
+time with the prefetcher over that without; below 1 it helps. Replays by trace:
+{traces}.
 
 | system | prefetcher | pairs | median | best | worst | slower by > 2 % |
 |---|---|--:|--:|--:|--:|--:|
 """
+
+REFUSED = "refused, as the trace has no combine weights."
+
+IDLE = """\
+moe-infinity prefetched nothing: it compares with sequences that have ended, and in so
+few passes none has."""
 
 LOSSES = """
 ## Where it is slower by more than 2 %: {slower} of {pairs}
@@ -238,6 +248,8 @@ class Pair(NamedTuple):
             found.append("predictions computed")
         if self.more("cpu") > added_ms / 4:
             found.append("more on the CPU")
+        if resolve(self.cell.prefetch, "prefetch").late == "wait":
+            found.append("layers wait for all their copies")
         return ", ".join(found) or "no part stands out"
 
 
@@ -269,6 +281,7 @@ def page(results: Path, target: Path, commit: str) -> None:
     table = rows(results)
     found = pairs(table)
     slower = [pair for pair in found if pair.ratio > 1 + SLOWER]
+    counts = Counter(row["trace"] for row in table)
     lines = HEAD.format(
         hw=table[0]["hw"],
         commit=commit,
@@ -278,6 +291,7 @@ def page(results: Path, target: Path, commit: str) -> None:
         batches=", ".join(map(str, BATCHES)),
         recall=", ".join(map(str, RECALL)),
         residual=RESIDUAL,
+        traces=", ".join(f"{name} {count}" for name, count in counts.items()),
     ).splitlines()
     for system, prefetch in PREFETCHERS.items():
         ratios = [pair.ratio for pair in found if pair.cell.system == system]
@@ -289,6 +303,13 @@ def page(results: Path, target: Path, commit: str) -> None:
             f" {statistics.median(ratios):.3f} | {min(ratios):.3f} |"
             f" {max(ratios):.3f} | {losses} |"
         )
+    for system in PREFETCHERS:
+        refused = [row for row in table if row["system"] == system and "refused" in row]
+        if refused:
+            lines.append("")
+            lines.append(f"{len(refused)} replays of {system}: {REFUSED}")
+    if all(row["guesses"] == 0 for row in table if row["system"] == "moe-infinity"):
+        lines += ["", IDLE]
     lines += LOSSES.format(slower=len(slower), pairs=len(found)).splitlines()
     for pair in slower:
         cell = pair.cell

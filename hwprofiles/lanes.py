@@ -12,13 +12,13 @@ own (docs/how-to/extending.md shows one).
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from moesim.hwprofiles import paths
 
 _DIGITS = "0123456789"
 
-Accelerator = Literal["cuda", "host"]
+Accelerator = Literal["cuda", "rocm", "xpu", "mps", "host"]
 WorkUnit = Literal["tokens", "bytes", "experts"]
 
 
@@ -70,8 +70,8 @@ class LaneKind(NamedTuple):
 
 # Workers that keep a core busy may not outnumber cores; see
 # `moesim.hwprofiles.profile.HardwareProfile`.
-_ALWAYS: frozenset[Accelerator] = frozenset({"cuda", "host"})
-_WITHOUT_CUDA: frozenset[Accelerator] = frozenset({"host"})
+_ALWAYS: frozenset[Accelerator] = frozenset(get_args(Accelerator))
+_ON_THE_HOST: frozenset[Accelerator] = frozenset({"host"})
 _NEVER: frozenset[Accelerator] = frozenset()
 
 CONTROL = LaneKind(
@@ -99,9 +99,9 @@ GPU = LaneKind(
     unit="tokens",
     per_gpu=True,
     end_rank=3,
-    # The host accelerator computes and copies by itself; CUDA's own engines do not need
-    # the host meanwhile.
-    core_busy_with=_WITHOUT_CUDA,
+    # The host accelerator computes and copies by itself; a device's own engines do not
+    # need the host meanwhile.
+    core_busy_with=_ON_THE_HOST,
     noise_paths=(paths.points("gpu"), paths.roofline("gpu").overhead_s),
 )
 H2D = LaneKind(
@@ -110,7 +110,7 @@ H2D = LaneKind(
     unit="bytes",
     per_gpu=True,
     end_rank=1,
-    core_busy_with=_WITHOUT_CUDA,
+    core_busy_with=_ON_THE_HOST,
     noise_paths=(paths.points("h2d"), paths.link("h2d").bytes_per_s),
     fills_memory=True,
 )
@@ -120,7 +120,7 @@ D2H = LaneKind(
     unit="bytes",
     per_gpu=True,
     end_rank=2,
-    core_busy_with=_WITHOUT_CUDA,
+    core_busy_with=_ON_THE_HOST,
     noise_paths=(paths.points("d2h"), paths.link("d2h").bytes_per_s),
 )
 SSD = LaneKind(

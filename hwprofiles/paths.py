@@ -22,6 +22,7 @@ SECTIONS = (CORES, MEMORY, COSTS, CONTENTION, PROBES, REFERENCE, POWER)
 GPU_BYTES = f"{MEMORY}.gpu_bytes"
 HOST_BYTES = f"{MEMORY}.host_bytes"
 STAGING_EXPERTS = f"{MEMORY}.staging_experts"
+UNIFIED = f"{MEMORY}.unified"
 
 PER_OPERATION_S = f"{COSTS}.dispatch.per_op_s"
 PLATFORM_IDLE_W = f"{POWER}.platform.idle_w"

@@ -72,11 +72,13 @@ class Memory(NamedTuple):
         gpu_bytes: for experts, on each GPU.
         host_bytes: for experts, in host memory.
         staging_experts: experts that fit the staging area beside each of both.
+        unified: CPU and accelerator compute from one memory; nothing is copied.
     """
 
     gpu_bytes: int
     host_bytes: int
     staging_experts: int
+    unified: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,7 @@ class HardwareProfile:
             gpu_bytes=int(self.number(paths.GPU_BYTES)),
             host_bytes=int(self.number(paths.HOST_BYTES)),
             staging_experts=int(self.number(paths.STAGING_EXPERTS)),
+            unified=paths.UNIFIED in self.numbers and bool(self.number(paths.UNIFIED)),
         )
 
     @cached_property
@@ -410,15 +413,17 @@ def list_profiles() -> tuple[str, ...]:
 
 
 def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
-    """Load a shipped profile by name, or any profile by a path that ends in ``.toml``.
+    """Load a shipped profile by name, or any profile by a path, which ends in
+    ``.toml`` or has a folder in it (``./mine``).
 
     Raises:
         ProfileError: no such profile or file, not TOML, or content that `parse_profile`
             refuses.
     """
     text = os.fspath(name_or_path)
-    # Ending alone decides, so that a name never depends on what lies in the folder.
-    path = Path(text) if text.endswith(".toml") else _DATA / f"{text}.toml"
+    # Spelling alone decides, so that a name never depends on what lies in the folder.
+    is_path = text.endswith(".toml") or Path(text).name != text
+    path = Path(text) if is_path else _DATA / f"{text}.toml"
     if path.parent == _DATA and path.stem not in list_profiles():
         known = list_profiles()
         raise ProfileError(
@@ -426,7 +431,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
             f" that ends in .toml{suggestion(text, known)}"
         )
 
-    where = text if text.endswith(".toml") else path.name
+    where = text if is_path else path.name
     return parse_profile(_with_base(_read(path, where), where), where=where)
 
 

@@ -11,17 +11,26 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.lanes import CPU, GPU, H2D, LANE_KINDS, LINK_KINDS, SSD
+from moesim.hwprofiles.lanes import (
+    CPU,
+    GPU,
+    H2D,
+    LANE_KINDS,
+    LINK_KINDS,
+    SSD,
+    Accelerator,
+)
 from moesim.hwprofiles.paths import ACTIVATION, DENSE, HEAD
 
 PROFILE_KINDS = ("measured", "published", "datasheet")
 NUMBER_KINDS = (*PROFILE_KINDS, "assumed")
 """``assumed``: neither published nor measured; `source` gives the reason."""
 
-ACCELERATORS = ("cuda", "host")
+ACCELERATORS: tuple[str, ...] = get_args(Accelerator)
+"""Devices that torch knows, and a core of the host."""
 
 REFERENCE_RUNS = ("memory", "memory_small", "ssd", "ssd_small")
 """Short runs that tell how fast a machine was while it was calibrated: with or without
@@ -93,6 +102,7 @@ NUMBERS: tuple[str, ...] = (
     paths.GPU_BYTES,
     paths.HOST_BYTES,
     paths.STAGING_EXPERTS,
+    paths.UNIFIED,
     *(path for part in (CPU.name, GPU.name, DENSE) for path in paths.roofline(part)),
     *(
         path

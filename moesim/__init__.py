@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from moesim.traces.exporters import export_trace
     from moesim.traces.format.reader import Trace, open_trace
     from moesim.traces.importers import import_trace
+    from moesim.traces.synthetic.predict import predict
+    from moesim.traces.synthetic.synth import synth
     from moesim.traces.timeline.perfetto import write_perfetto
     from moesim.traces.timeline.spans import Timeline
 
@@ -89,6 +91,7 @@ __all__ = [
     "load_profile",
     "open_trace",
     "placement_figure",
+    "predict",
     "quality",
     "ranking",
     "register",
@@ -103,6 +106,7 @@ __all__ = [
     "sweep",
     "sweep_figure",
     "sweep_text",
+    "synth",
     "write_perfetto",
 ]
 
@@ -146,6 +150,8 @@ _MODULES = {
     "moesim.traces.exporters": ("export_trace",),
     "moesim.traces.format.reader": ("Trace", "open_trace"),
     "moesim.traces.importers": ("import_trace",),
+    "moesim.traces.synthetic.predict": ("predict",),
+    "moesim.traces.synthetic.synth": ("synth",),
     "moesim.traces.timeline.perfetto": ("write_perfetto",),
     "moesim.traces.timeline.spans": ("Timeline",),
 }

@@ -360,9 +360,11 @@ class AssignmentPolicy(Policy, ABC):
             routing, and reports say so.
         calibrates_planning: whether a calibration runs it once more for what its
             planning takes.
+        places_on_gpu: whether a GPU may compute an expert at all.
     """
 
     approximates: ClassVar[bool] = False
+    places_on_gpu: ClassVar[bool] = True
     calibrates_planning: ClassVar[bool] = False
 
     @abstractmethod

@@ -7,6 +7,7 @@ annotations and defaults. Nothing is declared twice.
 from __future__ import annotations
 
 import inspect
+import re
 import types
 from typing import (
     TYPE_CHECKING,
@@ -119,6 +120,25 @@ def split(text: str) -> dict[str, str]:
             raise PolicyError(f"{name}: given twice")
         values[name] = value
     return values
+
+
+def split_policies(text: str) -> list[str]:
+    """Split ``greedy+lfu:decay=0.9,variant=perfect,all-cpu`` where a policy begins, not
+    inside its parameters.
+
+    Raises:
+        PolicyError: no policy at all.
+    """
+    policies: list[str] = []
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        # A parameter has an equals sign behind its name; no policy has.
+        if policies and re.match(r"[\w-]+=", piece):
+            policies[-1] += f",{piece}"
+        else:
+            policies.append(piece)
+    if not policies:
+        raise PolicyError(f"expected names separated by commas, got {text!r}")
+    return policies
 
 
 def typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

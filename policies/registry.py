@@ -11,8 +11,11 @@ works wherever a name does. Names in our own folders come first.
 from __future__ import annotations
 
 import difflib
+import functools
+import hashlib
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import re
 import sys
@@ -29,6 +32,7 @@ from moesim.policies.base import (
     RoutingPolicy,
 )
 from moesim.policies.parameters import REQUIRED, Parameter, parameters, split, typed
+from moesim.traces.files import sha256
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -150,14 +154,33 @@ def settings(
     values: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The effective configuration of a spec: ``name`` and every parameter, defaults
-    included.
+    included; ``file`` and ``sha256`` of a policy that is none of ours.
 
     Raises:
         PolicyError: as `resolve`, except for what only the constructor checks.
     """
     name, cls, arguments = _read(spec, kind, values)
     effective = {p.name: arguments.get(p.name, p.default) for p in parameters(cls)}
-    return {"name": name} | effective
+    return {"name": name} | effective | source_of(cls)
+
+
+def source_of(cls: type[Policy]) -> dict[str, str]:
+    """File of a policy that is none of ours, and its SHA-256: what a name cannot say.
+
+    Returns:
+        ``file`` and ``sha256``; the digest of its lines alone where it was written into
+        a notebook; nothing for our own policies, and where no source is known.
+    """
+    if cls.__module__.startswith("moesim."):
+        return {}
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if file is not None and Path(file).is_file():
+        return {"file": str(Path(file).absolute()), "sha256": sha256(Path(file))}
+    try:
+        lines = inspect.getsource(cls)
+    except (OSError, TypeError):
+        return {}
+    return {"sha256": hashlib.sha256(lines.encode()).hexdigest()}
 
 
 def classes(kind: str) -> dict[str, type[Policy]]:
@@ -182,9 +205,14 @@ def references(kind: str) -> tuple[str, ...]:
     return tuple(specs)
 
 
-def describe(kind: str) -> list[PolicyInfo]:
-    """One entry for each name of this kind, sorted by name; imports them all."""
-    return [_info(kind, name, cls) for name, cls in classes(kind).items()]
+def describe(kind: str | None = None) -> list[PolicyInfo]:
+    """One entry for each name of this kind, sorted by name; None takes all kinds.
+    Imports them all.
+    """
+    kinds = KINDS if kind is None else (kind,)
+    return [
+        _info(each, name, cls) for each in kinds for name, cls in classes(each).items()
+    ]
 
 
 def register(kind: str, name: str, cls: type[Policy]) -> None:
@@ -276,7 +304,15 @@ def _files(kind: str) -> dict[str, str]:
     """
     if kind not in KINDS:
         raise PolicyError(f"unknown kind of policy {kind!r}; known: {', '.join(KINDS)}")
-    # Scanned anew each time: a file that was just added is found without a restart.
+    folder = importlib.import_module(f"moesim.policies.{kind}")
+    # A file that was just added is found without a restart: it changes its folder.
+    changed_ns = tuple(Path(path).stat().st_mtime_ns for path in folder.__path__)
+    return _scanned(kind, changed_ns)
+
+
+@functools.lru_cache(maxsize=2 * len(KINDS))
+def _scanned(kind: str, _changed_ns: tuple[int, ...]) -> dict[str, str]:
+    """Names of our own policies of a kind, and the modules that hold them."""
     folder = importlib.import_module(f"moesim.policies.{kind}")
     modules = (module.name for module in pkgutil.iter_modules(folder.__path__))
     return {

@@ -53,6 +53,13 @@ class System:
     pageable: bool = False
     note: str = ""
 
+    @property
+    def keeps_residents(self) -> bool:
+        """Whether what a GPU holds from the start stays there for good, so that host
+        memory need not hold it too.
+        """
+        return self.cache.partition(":")[0] == "static"
+
     def staging_slots(self, shape: ModelShape) -> int | None:
         """Staging slots this system asks for; None takes the profile's."""
         whole_layers = self.staging_layers * shape.experts

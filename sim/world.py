@@ -109,8 +109,9 @@ class VirtualWorld:
             lambda active, copies: costs.join_s(active, copies, tiered=limited)
         )
         self._activation_s = cache(costs.activation_s)
-        # On the host accelerator all memory is shared: results need no way back.
-        self._moves_activations = profile.accelerator != "host"
+        # Where all memory is shared, results need no way back.
+        shared = profile.accelerator == "host" or profile.memory.unified
+        self._moves_activations = not shared
 
         # What comes straight from the SSD is not in the processor's caches.
         self._copy_after_read = costs.after_read("h2d") if limited else 1.0

@@ -18,6 +18,19 @@ from moesim.traces.format.writer import TraceWriter
 SHARED = Path(__file__).parents[2] / "shared"
 
 
+def pytest_addoption(parser):
+    """More schedules of the adversarial device than every test run can afford."""
+    parser.addoption(
+        "--schedules", type=int, default=20, help="schedules drawn per claim"
+    )
+
+
+@pytest.fixture(scope="session")
+def schedules(request) -> int:
+    """How many schedules are drawn for each claim about the device."""
+    return request.config.getoption("--schedules")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def any_machine_will_do():
     """Real runs take a profile of two cores and no GPU wherever the tests are: on one

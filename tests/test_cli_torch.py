@@ -139,7 +139,7 @@ def test_a_missing_prompt_file_is_one_line(capsys, tmp_path):
 def test_a_device_that_is_not_there_is_one_line(capsys, tmp_path, monkeypatch):
     (tmp_path / "p.txt").write_text("x")
     monkeypatch.setattr(
-        "moesim.runtime.executor.cuda_device.cuda_is_there", lambda: False
+        "moesim.runtime.accelerators.here.accelerator_here", lambda: None
     )
     words = (
         "--prompts",

@@ -9,14 +9,14 @@ from html.parser import HTMLParser
 import numpy as np
 import pandas as pd
 import pytest
-from command_line import runner
+from command_line import refused, runner
 from small_trace import SHAPE, write_small_trace
 
 import moesim
 from moesim.policies.base import PolicyError
 from moesim.reporting.comparison_page import write_comparison
 from moesim.reporting.figures import SUFFIXES, save
-from moesim.reporting.text import busy_shares, comparison_text
+from moesim.reporting.text import busy_shares, comparison_text, ranking_lines
 from moesim.traces.timeline.metrics import summarise
 
 POLICIES = ("all-cpu", "on-demand", "greedy", "on-demand+belady")
@@ -32,6 +32,14 @@ def compared(trace):
     return moesim.compare(
         trace, POLICIES, hw="rtx4060ti", memory=moesim.MemoryOptions(slots_per_layer=3)
     )
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A trace without any optional column, as engines write them."""
+    path = tmp_path_factory.mktemp("bare") / "bare.parquet"
+    shape = "layers=2,experts=8,top_k=2,expert_bytes=1MiB"
+    return moesim.synth(path, tokens=8, shape=shape).path
 
 
 @pytest.fixture
@@ -216,6 +224,21 @@ def test_a_step_shows_each_lane_that_worked_in_it(compared):
         moesim.step_figure(run, 99999)
 
 
+def test_a_lead_that_no_model_can_tell_is_a_tie(compared):
+    """Half a per cent between two; the third is out of it."""
+    table, runs = compared
+    near = table[~table["oracle"]].iloc[:3].copy()
+    near["makespan_s"] = [1.0, 1.005, 1.2]
+    first, second, third = near["policy"]
+    answer = ranking_lines(near, runs)[0]
+    assert answer.startswith(f"a tie over the whole trace: {first}, {second}")
+    assert third not in answer.partition(",")[0]
+    near["makespan_s"] = [1.0, 1.1, 1.2]
+    assert ranking_lines(near, runs)[0].startswith(
+        f"fastest over the whole trace: {first}"
+    )
+
+
 # The command.
 
 
@@ -291,3 +314,21 @@ def test_systems_are_those_that_the_trace_can_serve(command, trace):
     assert "pred1_res" in err
     assert "\nllama.cpp " in out
     assert "\ndali " not in out
+
+
+def test_systems_that_the_trace_cannot_serve_are_left_out_in_one_line(command, bare):
+    code, out, err = command(
+        "compare", bare, "--policies", "smoe,hybrimoe,greedy,all-cpu", "--steps", 4
+    )
+    assert code == 0
+    assert "greedy" in out
+    (line,) = [line for line in err.splitlines() if "left out" in line]
+    assert line.startswith("note: left out smoe, hybrimoe: ")
+    assert "lacks pred1_raw" in line
+    assert "`moesim trace predict` adds synthetic ones" in line
+
+
+def test_where_nothing_is_left_the_way_out_is_named(command, bare):
+    assert refused(
+        command("compare", bare, "--policies", "smoe"), "pred1_raw", "trace predict"
+    )

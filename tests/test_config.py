@@ -230,7 +230,7 @@ def load_text(text, path):
         ("batch = 2", "batch = ", ("not TOML",)),
         ("batch = 2", 'cache = "lru"', ("policies.cache: expected it once",)),
         ("batch = 2", 'shape = "x"', ("shape: moesim replay has no such option",)),
-        ("8GiB", "8G", ("gpu_memory_bytes: unknown unit 'G'",)),
+        ("8GiB", "8Q", ("gpu_memory_bytes: unknown unit 'Q'",)),
         ('"greedy"', '"greedi"', ("greedi", "did you mean 'greedy'")),
         ('"lfu"', '"lfuu"', ("policies.cache", "did you mean 'lfu'")),
         ("decay", "deacy", ("policies.cache.deacy: unknown key", "mean 'decay'")),

@@ -22,6 +22,7 @@ from moesim.policies.registry import find
 from moesim.runs import replay as api
 from moesim.runs.measured import run_trace
 from moesim.runs.stores import open_random_store
+from moesim.runtime.accelerators.cuda import Cuda
 from moesim.runtime.errors import RuntimeFault, StoreError
 from moesim.runtime.executor.host_device import HostDevice
 from moesim.runtime.executor.trace_driven import ForcedRouting, shape_for
@@ -189,7 +190,7 @@ def test_a_store_that_disappears(trace, store, tmp_path):
 
 
 def test_memory_that_cannot_be_page_locked(trace, store, monkeypatch):
-    monkeypatch.setattr(HostDevice, "page_lock", True)
+    monkeypatch.setattr(HostDevice, "page_lock", Cuda())
     with pytest.raises(RuntimeFault, match="cannot page-lock"):
         run(trace, store)
     monkeypatch.undo()

@@ -408,7 +408,6 @@ def test_columns_as_lists_texts_and_fields_are_the_same(tmp_path):
         ),
         ("pos=nothing", "option map: pos: expected one of request, position"),
         (files.COLUMNS_MAP["map"] + ",expert=e0", "experts .all ids"),
-        ("layer=block,experts=e*", "expected one for pos, found request, position"),
         (
             files.COLUMNS_MAP["map"].replace("phase=stage", "phase=e0"),
             "phase: expected 0 .prefill. or 1",

@@ -25,11 +25,13 @@ from moesim.policies.planner.decision_log import repeat
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
+from moesim.runtime.accelerators.accelerator import Accelerator
 from moesim.runtime.executor.decision_log_file import (
     load_decision_log,
     save_decision_log,
 )
 from moesim.runtime.executor.live import TOLERANCES, verify
+from moesim.runtime.executor.stream_device import StreamDevice
 from moesim.runtime.models import tiny
 from moesim.runtime.record.residual import Residual
 from moesim.traces.format.schema import Phase
@@ -421,19 +423,37 @@ class FakeEvent:
         return float(np.float32(1e3 * (later.at_s - self.at_s)))
 
 
-@pytest.fixture
-def launching(monkeypatch):
-    """The CUDA device's own code, with streams and events of no device."""
-    from moesim.runtime.executor.cuda_device import CudaDevice
+class FakeAccelerator(Accelerator):
+    """Streams and events of no device."""
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(CudaDevice, "page_lock", False)
-    return CudaDevice("cpu")
+    kind = "cuda"
+    type = "cpu"
+    page_locks = False
+
+    def __init__(self):
+        self.device = torch.device("cpu")
+        self.waits = 0
+
+    def current_stream(self):
+        return FakeStream()
+
+    def new_stream(self):
+        return FakeStream()
+
+    def on(self, stream):
+        return contextlib.nullcontext()
+
+    def event(self, *, asleep=True):
+        return FakeEvent()
+
+    def synchronize(self):
+        self.waits += 1
+
+
+@pytest.fixture
+def launching():
+    """The code for accelerators, with streams and events of no device."""
+    return StreamDevice(FakeAccelerator())
 
 
 def test_launching_from_the_control_thread_gives_the_same_answer(trained, launching):
@@ -492,16 +512,12 @@ def test_device_times_stay_sharp_in_a_long_run(launching, monkeypatch):
     assert start_s == pytest.approx(10.0 + 3 * 3600 + 1.0, abs=1e-4)
 
 
-def test_slots_are_zeroed_before_another_stream_may_copy_into_them(
-    launching, monkeypatch
-):
+def test_slots_are_zeroed_before_another_stream_may_copy_into_them(launching):
     """The copy stream waits for nobody: without a wait, a late zero could overwrite an
     expert.
     """
-    waits = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: waits.append(device))
     launching.allocate(3, 4096)
-    assert waits == [(torch.device("cpu"),)]
+    assert launching._accelerator.waits == 1
 
 
 def test_a_serial_cpu_waits_for_what_was_only_launched(trained, launching, monkeypatch):
@@ -536,7 +552,7 @@ if torch.cuda.is_available():
         """The plain model on the CPU says the same, within float32 sums in another
         order.
         """
-        from moesim.runtime.executor.cuda_device import CudaDevice
+        from moesim.runtime.accelerators.cuda import Cuda
 
         folder = tmp_path_factory.mktemp("cuda")
         on_gpu = Case.make(tiny.tiny_dir(), folder / "s", device="cuda")
@@ -546,7 +562,7 @@ if torch.cuda.is_available():
             memory(on_gpu.shape, 8, host=40),
             batch=4,
             profile=profile,
-            device=CudaDevice(),
+            device=StreamDevice(Cuda()),
             residual=some_residual(on_gpu.shape),
         )
         assert verify(on_gpu.plain, live.result.passes, "float32").passed

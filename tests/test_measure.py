@@ -28,7 +28,7 @@ from moesim.runtime.measure.dispatch import measure_dispatch  # noqa: E402
 from moesim.runtime.measure.experts import ExpertPool, Size  # noqa: E402
 from moesim.runtime.measure.measurements import Measurements  # noqa: E402
 from moesim.runtime.measure.pool_size import last_level_cache_bytes, pool_bytes  # noqa: E402
-from moesim.runtime.measure.profile import _workers, measure  # noqa: E402
+from moesim.runtime.measure.profile import measure, workers_of  # noqa: E402
 from moesim.runtime.measure.timing import sample  # noqa: E402
 from moesim.runtime.store.direct_io import DirectFile  # noqa: E402
 
@@ -109,14 +109,14 @@ def test_the_costs_of_a_model_follow_and_nothing_is_extrapolated_at_its_own_size
 
 
 def test_busy_workers_never_exceed_cores():
-    assert _workers(1, 0, reads_share=False) == {
+    assert workers_of(1, 0, reads_share=False) == {
         "cpu": ("control", "cpu", "gpu0", "h2d0", "d2h0"),
         "ssd": ("ssd",),
     }
-    assert _workers(2, 0, reads_share=False)["cpu"] == ("control", "cpu")
-    assert _workers(2, 0, reads_share=True)["cpu"] == ("control", "ssd", "cpu")
-    assert _workers(16, 2, reads_share=False)["control"] == ("control",)
-    assert set(_workers(16, 2, reads_share=False)) >= {"gpu1", "h2d1", "d2h1", "ssd"}
+    assert workers_of(2, 0, reads_share=False)["cpu"] == ("control", "cpu")
+    assert workers_of(2, 0, reads_share=True)["cpu"] == ("control", "ssd", "cpu")
+    assert workers_of(16, 2, reads_share=False)["control"] == ("control",)
+    assert set(workers_of(16, 2, reads_share=False)) >= {"gpu1", "h2d1", "d2h1", "ssd"}
 
 
 def test_every_byte_that_is_read_was_written_before():

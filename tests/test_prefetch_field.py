@@ -5,6 +5,7 @@ know.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from handmade import shape as hand_shape
 
 from moesim.policies.base import IN_FLIGHT, RESIDENT, PolicyError, RunContext
 from moesim.policies.prefetch._activation_store import ActivationStore
-from moesim.policies.prefetch._transitions import Transitions
+from moesim.policies.prefetch._transitions import PairTransitions, Transitions
 from moesim.policies.prefetch.activation_matrix import ActivationMatrix
 from moesim.policies.prefetch.clairvoyant import Clairvoyant
 from moesim.policies.prefetch.first_missing import FirstMissing
@@ -97,6 +98,36 @@ def test_section_6_7_statistical_table():
     for size, expected in ((1, [1]), (3, [1, 0, 2])):
         policy = started(Statistical(size=size), 2, 3, transitions=table)
         assert experts(policy.prefetch(now, View(2, 3))) == expected
+
+
+def test_pairs_of_two_layers_are_counted_as_one_by_one():
+    """A token's estimate is the mean over its pairs that were seen; unused columns are
+    no experts.
+    """
+    rng = np.random.default_rng(0)
+    pairs = PairTransitions(5)
+    followers, seen = {}, {}
+    for tokens in (1, 4, 30):
+        first, second, after = (
+            np.array([rng.permutation(5)[:2] for _ in range(tokens)], np.uint16)
+            for _ in range(3)
+        )
+        second[rng.random(second.shape) < 0.1] = 65535
+        expected = np.zeros(5)
+        unseen = []
+        for a, b in zip(first, second, strict=True):
+            known = [pair for pair in itertools.product(a, b) if pair in seen]
+            unseen.append(not known)
+            for pair in known:
+                expected += followers[pair] / seen[pair] / len(known)
+        workload, without = pairs.workload(0, first, second)
+        assert workload == pytest.approx(expected)
+        assert without.tolist() == unseen
+        pairs.observe(0, first, second, after)
+        for a, b, c in zip(first, second, after, strict=True):
+            for pair in itertools.product(a, b[b < 5]):
+                followers.setdefault(pair, np.zeros(5))[c] += 1
+                seen[pair] = seen.get(pair, 0) + 1
 
 
 def test_the_online_table_counts_token_by_token_and_only_the_past():

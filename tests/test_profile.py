@@ -244,7 +244,10 @@ def test_three_busy_workers_do_not_fit_two_cores():
             {"kind": "guessed"},
             "kind: expected one of measured, published, datasheet, found 'guessed'",
         ),
-        ({"accelerator": "tpu"}, "accelerator: expected one of cuda, host"),
+        (
+            {"accelerator": "tpu"},
+            "accelerator: expected one of cuda, rocm, xpu, mps, host",
+        ),
         ({"name": 3}, "name: expected a text, found 3"),
         ({"cores": 2}, "cores: expected a table with value, kind and source, found 2"),
         (

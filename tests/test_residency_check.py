@@ -12,6 +12,7 @@ import foreign_files as files
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from command_line import refused, runner
 from test_importers import bring
 
 from moesim.analysis.residency import check_residency
@@ -137,3 +138,44 @@ def test_the_record_lies_beside_the_trace_and_must_belong_to_it(tmp_path):
         TraceError, match="`moesim trace import` of a route_trace v1 file writes it"
     ):
         check_residency(trace, cache_bytes=1000)
+
+
+@pytest.mark.parametrize("budget", [20_000, 33_333])
+def test_the_engines_cache_is_found_from_its_hits(tmp_path, budget):
+    """The least number of the largest experts at which as many accesses hit."""
+    truth = files.routing(((3, 60), (4, 50)), seed=4)
+    residency, _ = engine(truth, budget)
+    _, trace = bring(files.route_trace(tmp_path / "dump", truth, residency=residency))
+    check = check_residency(trace, cache_bytes=None)
+    assert check.replay_hits >= check.engine_hits
+    smaller = check_residency(trace, cache_bytes=check.cache_bytes - max(SIZES))
+    assert smaller.replay_hits < smaller.engine_hits
+    assert abs(check.cache_bytes - budget) <= 2 * max(SIZES)
+
+
+def test_the_record_of_a_renamed_trace_is_found_by_its_digest(tmp_path):
+    truth = files.routing(((3, 20),), seed=4)
+    residency, _ = engine(truth, 26_000)
+    _, trace = bring(files.route_trace(tmp_path / "dump", truth, residency=residency))
+    moved = trace.path.with_name("renamed.parquet")
+    trace.path.rename(moved)
+    # Another record in the same folder, and one that is none.
+    other = tmp_path / "other.residency.parquet"
+    other.write_bytes(b"no parquet")
+    assert check_residency(moved, cache_bytes=26_000).first is None
+
+
+def test_counters_of_the_engine_stand_beside_its_record(tmp_path, monkeypatch, capsys):
+    truth = files.routing(((3, 20),), seed=4)
+    residency, _ = engine(truth, 26_000)
+    _, trace = bring(files.route_trace(tmp_path / "dump", truth, residency=residency))
+    command = runner(capsys, monkeypatch, tmp_path)
+    recorded = check_residency(trace, cache_bytes=26_000).engine_hits
+    words = ["trace", "check-residency", trace.path, "--cache"]
+    code, out, _ = command(*words, "26000", "--engine-hits", recorded + 1)
+    assert code == 0
+    assert (
+        f"hits: {recorded + 1} by the engine's counter, {recorded} in its record" in out
+    )
+    assert "hits as the engine" in command(*words, "auto")[1]
+    assert refused(command(*words, "lots"), "expected a size")

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesim.traces.errors import TraceError
-from moesim.traces.models import WEIGHTS, known_models, model_shape
+from moesim.traces.models import known_models, model_shape
 from moesim.traces.sizes import format_bytes, parse_bytes
+from moesim.traces.weight_formats import known_labels
 
 # Published totals in billions of weights; Gemma's vocabulary and attention are not in
 # the table.
@@ -136,7 +137,7 @@ def test_words_that_are_given_are_not_assumed():
         ("layers=1,experts=6,top_k=0", "top_k: expected >= 1, got 0"),
         ("layers=1,experts=6,top_k=7", "top_k 7 exceeds experts 6"),
         ("layers=one,experts=6,top_k=1", "layers: invalid literal"),
-        ("layers=1,experts=6,top_k=1,expert_bytes=1M", "unknown unit 'M'"),
+        ("layers=1,experts=6,top_k=1,expert_bytes=1Q", "unknown unit 'Q'"),
     ],
 )
 def test_a_wrong_shape_says_what_would_be_right(spec, message):
@@ -148,7 +149,7 @@ def test_a_wrong_shape_says_what_would_be_right(spec, message):
 def test_an_unknown_weight_format():
     with pytest.raises(TraceError, match=r"weights 'q4km'.*did you mean 'q4_k_m'"):
         model_shape("mixtral-8x7b", "q4km")
-    assert {"bf16", "q4_k_m", "mxfp4"} <= set(WEIGHTS)
+    assert {"bf16", "q4_k_m", "mxfp4"} <= set(known_labels())
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,8 @@ def test_sizes_as_people_write_them(text, count):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1GiB", "8G", "8 gigabytes", "1.5", "0x10", -1, True, "nan"]
+    "text",
+    ["", "GiB", "-1GiB", "8Q", "16", "8 gigabytes", "1.5", "0x10", -1, True, "nan"],
 )
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match=r"--gpu-memory: "):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from moesim.runtime.accelerators.cuda import Cuda
 from moesim.runtime.errors import RuntimeFault, StoreError
 from moesim.runtime.store import checkpoint_source, direct_io
 from moesim.runtime.store.build import build_random_store, build_store
@@ -554,7 +555,7 @@ def test_page_locking_without_a_gpu_is_refused_in_words(monkeypatch):
     with pytest.raises(
         RuntimeFault, match=r"cannot page-lock .* there is no CUDA device"
     ):
-        HostSlots(1, BLOCK_BYTES, page_lock=True)
+        HostSlots(1, BLOCK_BYTES, page_lock=Cuda())
 
 
 def test_page_locking_that_cuda_refuses_names_the_way_out(monkeypatch):
@@ -576,7 +577,7 @@ def test_page_locking_that_cuda_refuses_names_the_way_out(monkeypatch):
         RuntimeFault,
         match=r"CUDA error 2; ask for less host memory, or raise the limit",
     ):
-        HostSlots(1, BLOCK_BYTES, page_lock=True)
+        HostSlots(1, BLOCK_BYTES, page_lock=Cuda())
     assert launched == ["cuda"], "the failure is not left for whoever launches next"
 
 
@@ -584,7 +585,7 @@ def test_page_locking_that_cuda_refuses_names_the_way_out(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_page_locked_slots_copy_to_device_slots(store):
     with (
-        HostSlots(1, store.slot_bytes, page_lock=True) as slots,
+        HostSlots(1, store.slot_bytes, page_lock=Cuda()) as slots,
         DeviceSlots(1, store.slot_bytes, "cuda") as device,
     ):
         assert slots.memory.is_pinned()

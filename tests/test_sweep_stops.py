@@ -44,7 +44,7 @@ def wait_for(condition):
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     return write_small_trace(
-        tmp_path_factory.mktemp("trace") / "small.parquet", sequences=4, new_tokens=30
+        tmp_path_factory.mktemp("trace") / "small.parquet", sequences=4, new_tokens=12
     )
 
 

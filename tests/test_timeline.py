@@ -4,7 +4,9 @@ it.
 
 from __future__ import annotations
 
+import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +190,33 @@ def test_perfetto_shows_two_runs_side_by_side(tmp_path):
         "expert": 6,
         "bytes": 1000,
     }
+
+
+def test_operations_that_follow_each_other_do_not_overlap_in_perfetto(tmp_path):
+    """Both ends are rounded, then subtracted: a rounded length reached 1 ns into the
+    next operation, and Perfetto drops what overlaps.
+    """
+    ends = np.cumsum(np.random.default_rng(1).uniform(1e-7, 1e-4, 5000))
+    timeline = Timeline(LANES)
+    for start, end in pairwise([0.0, *ends.tolist()]):
+        timeline.span(0, COMPUTE, 0, 0, 1, start, end, 0)
+    path = tmp_path / "t.json"
+    write_perfetto(path, {"run": timeline})
+    spans = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    edges = [(round(e["ts"] * 1e3), round(e["dur"] * 1e3)) for e in spans]
+    assert len(edges) == 5000
+    for (start, length), (following, _) in pairwise(edges):
+        assert start + length == following
+
+
+def test_perfetto_files_may_be_compressed(tmp_path):
+    timelines = {"run": record(Timeline(LANES))}
+    for name in ("a.json", "a.json.gz", "b.json.gz"):
+        write_perfetto(tmp_path / name, timelines)
+    packed = (tmp_path / "a.json.gz").read_bytes()
+    assert gzip.decompress(packed) == (tmp_path / "a.json").read_bytes()
+    # Neither name nor time: the same run gives the same bytes.
+    assert packed == (tmp_path / "b.json.gz").read_bytes()
 
 
 def test_perfetto_of_an_empty_run_is_still_json(tmp_path):

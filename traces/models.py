@@ -12,40 +12,21 @@ import difflib
 import math
 from functools import cache
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from moesim.traces.errors import TraceError
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.sizes import parse_bytes
-
-
-class Block(NamedTuple):
-    """How many weights a quantised format packs into how many bytes."""
-
-    weights: int
-    bytes: int
-
-
-# Source: block layouts of ggml and of OCP MXFP4.
-BLOCKS = {
-    "f32": Block(1, 4),
-    "f16": Block(1, 2),
-    "bf16": Block(1, 2),
-    "fp8": Block(1, 1),
-    "mxfp4": Block(32, 17),
-    "q8_0": Block(32, 34),
-    "q5_0": Block(32, 22),
-    "q4_0": Block(32, 18),
-    "q6_k": Block(256, 210),
-    "q4_k": Block(256, 144),
-}
-
-MIXED = "q4_k_m"
-WEIGHTS = (*BLOCKS, MIXED)
-# What llama.cpp falls back to when a row is no multiple of 256 weights.
-_SHORT_ROWS = {"q4_k": "q5_0", "q6_k": "q8_0"}
+from moesim.traces.weight_formats import (
+    Recipe,
+    bytes_per_weight,
+    known_labels,
+    more_bits,
+    recipe,
+    row_bytes,
+)
 
 _NEEDED = ("layers", "experts", "top_k")
 _WORDS = (
@@ -76,18 +57,14 @@ def model_shape(
         spec: a known name, optionally ``/N`` to divide hidden and intermediate sizes by
             N, or words ``layers=…,experts=…,top_k=…`` with ``expert_bytes=…`` or
             ``hidden=…,expert_intermediate=…``.
-        weights: weight format that decides the bytes, one of `WEIGHTS`. In ``q4_k_m``
-            files bytes differ by layer.
+        weights: weight format or label of a file that decides the bytes, in upper or
+            lower case. In mixed files such as ``q4_k_m`` bytes differ by layer.
 
     Raises:
         TraceError: an unknown name, word or weight format, or sizes that no model can
             have.
     """
-    if weights not in WEIGHTS:
-        raise TraceError(
-            f"weights {weights!r}: unknown format; known:"
-            f" {', '.join(WEIGHTS)}{_suggestion(weights, WEIGHTS)}"
-        )
+    weights = _label(weights)
     if "=" in spec:
         return _in_words(spec, weights)
 
@@ -102,6 +79,33 @@ def model_shape(
 
     scale = _scale(spec, divisor, entry) if divisor else 1
     return _from_table(spec.lower(), entry, weights, scale)
+
+
+def _label(weights: str) -> str:
+    """A weight format as shapes name it.
+
+    Raises:
+        TraceError: nobody knows its bytes.
+    """
+    label = weights.strip().lower()
+    labels = known_labels()
+    # A label may say more than its format, as UD-Q4_K_XL does; one word says it all.
+    if label in labels or (recipe(label) is not None and " " not in label):
+        return label
+    raise TraceError(
+        f"weights {weights!r}: unknown format; known: {', '.join(labels)}"
+        f"{_suggestion(label, labels)}"
+    )
+
+
+def _formats(name: str, weights: str) -> Recipe:
+    """Formats of the tensors of a model's file; its label was checked."""
+    # OpenAI publishes these experts in MXFP4, and files keep them so.
+    if weights == "q4_k_m" and name.startswith("gpt-oss"):
+        weights = "mxfp4"
+    formats = recipe(weights)
+    assert formats is not None, "the label was checked"
+    return formats
 
 
 def _scale(
@@ -135,14 +139,14 @@ def expert_bytes(
     """Bytes of one expert: gate and up rows of `hidden` weights, down rows of
     `intermediate` weights.
 
-    In ``q4_k_m`` files the down projection has six bits instead of four in the first
-    eighth of the layers, in the last eighth, and in every third layer between.
+    In mixed files the down projection has more bits in some layers, see
+    `moesim.traces.weight_formats.more_bits`.
 
     Args:
         name: gpt-oss models keep their experts in MXFP4 in ``q4_k_m`` files.
         hidden: H.
         intermediate: F.
-        weights: one of `WEIGHTS`.
+        weights: format or label, in lower case.
         layer: layer of the whole model, dense ones counted.
         layers: layers of the whole model.
 
@@ -150,33 +154,12 @@ def expert_bytes(
     Qwen3-30B-A3B (3,059,712 and 2,654,208), Gemma-4-26B-A4B (4,336,640 and 3,593,216)
     and gpt-oss-120b (13,219,200).
     """
-    up = weights
-    down = weights
-    if weights == MIXED and name.startswith("gpt-oss"):
-        up = "mxfp4"
-        down = "mxfp4"
-    elif weights == MIXED:
-        eighth = layers // 8
-        outer = layer < eighth or layer >= 7 * layers // 8
-        has_six_bits = outer or (layer - eighth) % 3 == 2
-        up = "q4_k"
-        down = "q6_k" if has_six_bits else "q4_k"
+    formats = _formats(name, weights)
+    down = formats.down_more if more_bits(layer, layers) else formats.down
 
     # Gate and up have F rows of H weights each, down has H rows of F weights.
-    gate_and_up = 2 * intermediate * _row_bytes(hidden, up)
-    return gate_and_up + hidden * _row_bytes(intermediate, down)
-
-
-def _row_bytes(
-    width: int,
-    weights: str,
-) -> int:
-    """Bytes of one row of weights: whole blocks."""
-    if weights in _SHORT_ROWS and width % BLOCKS[weights].weights:
-        weights = _SHORT_ROWS[weights]
-
-    block = BLOCKS[weights]
-    return math.ceil(width / block.weights) * block.bytes
+    gate_and_up = 2 * intermediate * row_bytes(formats.up, hidden)
+    return gate_and_up + hidden * row_bytes(down, intermediate)
 
 
 @cache
@@ -263,7 +246,9 @@ def _assumed(
     # Attention does not decide how large an expert is.
     if "recalled" in entry["source"].replace("attention recalled", ""):
         assumed.add("expert_intermediate")
-    if weights == MIXED:
+    formats = _formats(name=entry["name"], weights=weights)
+    # What a label mixes is llama.cpp's rule, and no file's header.
+    if len({formats.up, formats.down, formats.down_more}) > 1:
         assumed.add("expert_bytes")
 
     for key in ("norm_topk", "scoring", "shared", "vocab"):
@@ -393,8 +378,8 @@ def _hidden_and_intermediate(
 
     if "expert_bytes" in sizes:
         # A mixed file has mostly four bits.
-        block = BLOCKS["q4_k" if weights == MIXED else weights]
-        area = max(1, sizes["expert_bytes"] * block.weights // (3 * block.bytes))
+        stored = bytes_per_weight(_formats("", weights).up)
+        area = max(1, int(sizes["expert_bytes"] / (3 * stored)))
         if not hidden:
             width = area // intermediate if intermediate else math.isqrt(2 * area)
             hidden = max(1, width)
@@ -407,9 +392,8 @@ def _other_bytes(
     weights_count: int,
     weights: str,
 ) -> int:
-    """Bytes of all that is no routed expert: in the experts' format, bf16 beside MXFP4,
-    four bits in mixed files.
+    """Bytes of all that is no routed expert: in the format of attention, bf16 beside
+    MXFP4.
     """
-    kind = {MIXED: "q4_k", "mxfp4": "bf16"}.get(weights, weights)
-    block = BLOCKS[kind]
-    return weights_count * block.bytes // block.weights
+    kind = "bf16" if weights == "mxfp4" else _formats("", weights).dense
+    return int(weights_count * bytes_per_weight(kind))

@@ -6,9 +6,12 @@ import re
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
+    # A bare letter means what memory is sold by.
+    _UNITS[_letter] = 1024**_power
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
 
+_FEWEST_BYTES = 1024
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -17,8 +20,8 @@ def parse_bytes(
     *,
     where: str = "size",
 ) -> int:
-    """Turn a size into bytes. ``MiB`` is 1024 × 1024, ``MB`` is 1,000,000; upper and
-    lower case are the same.
+    """Turn a size into bytes. ``MiB`` and ``M`` are 1024 × 1024, ``MB`` is 1,000,000;
+    upper and lower case are the same.
 
     Args:
         text: a number with a unit, or plain bytes.
@@ -41,12 +44,20 @@ def parse_bytes(
     number, unit = match.groups()
     if unit.lower() not in _UNITS:
         raise ValueError(
-            f"{where}: unknown unit {unit!r} in {text!r}; write KiB, MiB, GiB, TiB"
+            f"{where}: unknown unit {unit!r} in {text!r}; write K, M, G, T or KiB, MiB,"
+            " GiB, TiB"
             " (powers of 1024) or KB, MB, GB, TB (powers of 1000)"
         )
     if unit.lower() in {"", "b"} and "." in number:
         raise ValueError(
             f"{where}: expected whole bytes, got {text!r}; add a unit such as GiB"
+        )
+
+    # Nobody means so few bytes; somebody means so many gigabytes.
+    if not unit and 0 < int(number) < _FEWEST_BYTES:
+        raise ValueError(
+            f"{where}: {text} means {number} bytes; write {number}GiB, or {number}B for"
+            " bytes"
         )
 
     # In integers: a float would lose bytes of large sizes.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from moesim.policies.planner.plan import MemoryPlan
     from moesim.policies.systems import System
-    from moesim.runs.memory import MemoryOptions
+    from moesim.runs.memory import MemorySize
     from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.quality.measure import Scores
     from moesim.runtime.quality.passages import Passages
@@ -133,7 +133,7 @@ def quality(
     residual: str | Path | Residual | None = None,
     dtype: str = "auto",
     device: str = "cpu",
-    memory: MemoryOptions | None = None,
+    memory: MemorySize | None = None,
     progress: Callable[[float], None] | None = None,
     **options: Any,
 ) -> Quality:

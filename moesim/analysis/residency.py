@@ -31,7 +31,7 @@ from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.parquet import open_parquet
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
-from moesim.traces.importers.route_trace import residency_path
+from moesim.traces.importers.route_trace import find_residency
 from moesim.traces.parquet_seal import check_seal
 
 if TYPE_CHECKING:
@@ -126,6 +126,16 @@ class ResidencyCheck:
     )
     first: str | None = None
 
+    @property
+    def engine_hits(self) -> int:
+        """Hits that the engine recorded, all phases."""
+        return sum(counts.engine_hits for counts in self.phases.values())
+
+    @property
+    def replay_hits(self) -> int:
+        """Hits of the replay, all phases."""
+        return sum(counts.replay_hits for counts in self.phases.values())
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values, shares included."""
         phases = {
@@ -143,7 +153,7 @@ class ResidencyCheck:
 def check_residency(
     trace: Trace | Path | str,
     *,
-    cache_bytes: int,
+    cache_bytes: int | None,
     cache: str = "lru",
     residency: Path | None = None,
 ) -> ResidencyCheck:
@@ -152,17 +162,47 @@ def check_residency(
 
     Args:
         trace: imported from route_trace v1.
-        cache_bytes: the engine's expert cache.
+        cache_bytes: the engine's expert cache; None takes the least size at which as
+            many accesses hit as in the engine, which takes a dozen replays.
         cache: a cache policy; plain ``lru`` orders the experts of a layer step as the
             engine touches them.
-        residency: what the import wrote; None for ``TRACE.residency.parquet``.
+        residency: what the import wrote; None for ``TRACE.residency.parquet``, or the
+            file of that folder that was written with this trace.
 
     Raises:
         TraceError: no residency beside the trace, or it belongs to another trace.
         PolicyError: an unknown cache policy, or one that needs the future.
     """
     opened = open_trace(trace) if isinstance(trace, Path | str) else trace
-    record_path = residency or residency_path(opened.path)
+    record_path = residency or find_residency(opened.path, opened.digest())
+    if cache_bytes is None:
+        cache_bytes = _engine_size(opened, cache, record_path)
+    return _replayed(opened, cache_bytes, cache, record_path)
+
+
+def _engine_size(trace: Trace, cache: str, record_path: Path) -> int:
+    """The least size at which as many accesses hit as in the engine, by bisection: hits
+    of a replay grow with its cache.
+    """
+    shape = trace.shape
+    expert_bytes = shape.max_expert_bytes
+    low = 1
+    high = shape.layers * shape.experts
+    while low < high:
+        middle = (low + high) // 2
+        phases = _replayed(trace, middle * expert_bytes, cache, record_path).phases
+        missing = sum(each.engine_hits - each.replay_hits for each in phases.values())
+        if missing > 0:
+            low = middle + 1
+        else:
+            high = middle
+    return low * expert_bytes
+
+
+def _replayed(
+    opened: Trace, cache_bytes: int, cache: str, record_path: Path
+) -> ResidencyCheck:
+    """Replay the trace through a cache of one size, beside the record."""
     shape = opened.shape
 
     # Every active expert is fetched on demand, so the cache sees every access.

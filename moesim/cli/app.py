@@ -17,7 +17,6 @@ from moesim.cli.commands import (
     gap,
     hits,
     listing,
-    profile,
     quality,
     record,
     replay,
@@ -30,6 +29,7 @@ from moesim.cli.commands import (
     validate,
 )
 from moesim.cli.commands.advice import advise, model
+from moesim.cli.commands.machine import doctor, profile
 from moesim.cli.commands.sweeps import results, search, sweep
 from moesim.cli.errors import guarded
 from moesim.cli.output import COMMAND_WORDS
@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "list": (listing.list_, "List policies, systems, machines, models."),
     "config": (config.config, "Print a configuration file to start from."),
     "record": (record.record, "Run a model and write its routing trace."),
+    "doctor": (doctor.doctor, "Say what of this PC works."),
     "profile": (profile.profile, "Measure this PC."),
     "train-tiny": (train.train_tiny, "Train the small model that ships."),
     "hits": (hits.hits, "Hit rates of caches at several sizes."),
@@ -70,8 +71,6 @@ GROUPS: dict[str, tuple[typer.Typer, str]] = {
 app = typer.Typer(
     name="moesim",
     no_args_is_help=True,
-    # Two options fewer in every help text.
-    add_completion=False,
     # Brackets in help are text, and a traceback is for a bug report.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

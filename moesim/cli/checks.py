@@ -33,9 +33,10 @@ def check_device(device: str) -> None:
     # Every machine has one, and importing torch takes seconds.
     if device == "cpu":
         return
-    from moesim.runtime.executor.cuda_device import cuda_is_there
+    from moesim.runtime.accelerators.here import accelerator_here
 
-    if not cuda_is_there():
+    accelerator = accelerator_here()
+    if accelerator is None or accelerator.type != device.partition(":")[0]:
         raise typer.BadParameter(
             f"torch finds no {device!r} on this machine", param_hint="--device"
         )

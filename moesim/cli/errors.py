@@ -79,6 +79,7 @@ def guarded(
             RuntimeError,
             MemoryError,
         ) as error:
+            _print_frames(error)
             message = message_for_users(error)
             if message is None:
                 raise
@@ -161,6 +162,14 @@ def _say_end(code: object) -> None:
         os.write(2, f"{_ENDS[code]}\n".encode())  # type: ignore[index]
 
 
+def _print_frames(error: Exception) -> None:
+    """Print the lines of a user's policy that failed, and none of ours."""
+    # Only policies of others have them; most errors need no more than a line.
+    frames = getattr(error, "frames", None)
+    if frames is not None:
+        print(frames, end="", file=sys.stderr)
+
+
 def _leave(code: int) -> NoReturn:
     """End this process, which has cleared up, without waiting for libraries."""
     for stream in (sys.stdout, sys.stderr):
@@ -200,7 +209,8 @@ def message_for_users(error: Exception) -> str | None:
         return _missing_extra(error)
     # A machine that failed us is the user's to mend; a simulation that did is ours.
     if isinstance(error, RuntimeError):
-        is_fault = type(error).__module__.startswith("moesim.runtime.")
+        ours = ("moesim.runtime.", "moesim.policies.faults")
+        is_fault = type(error).__module__.startswith(ours)
         return _one_line(error) if is_fault else None
     if isinstance(error, OSError) or _is_for_users(error):
         return _one_line(error)

@@ -1,6 +1,6 @@
 """Options that commands declare one by one, some of them fields of `RunConfig`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +38,7 @@ def declared(field: Field[Any], *, several: bool = False) -> Any:
             metavar=f"{option.metavar},…",
             parser=parser,
             help=option.several,
+            autocompletion=completion_of(field),
         )
         return Annotated[str | None, info]
 
@@ -58,7 +59,11 @@ def declared_argument(field: Field[Any]) -> Any:
 
 def _option_info(field: Field[Any]) -> Any:
     option = option_of(field)
-    details: dict[str, Any] = {"metavar": option.metavar, "help": option.help}
+    details: dict[str, Any] = {
+        "metavar": option.metavar,
+        "help": option.help,
+        "autocompletion": completion_of(field),
+    }
     # Bounds of a size are checked with the other sizes, against the model.
     if option.choices:
         details["parser"] = parsers.one_of(*option.choices)
@@ -68,6 +73,41 @@ def _option_info(field: Field[Any]) -> Any:
         details["min"] = option.minimum
         details["max"] = option.maximum
     return typer.Option(flag(field.name), **details)
+
+
+def completion_of(field: Field[Any]) -> Callable[[str], list[str]] | None:
+    """What a shell completes a field's value from; None where it should offer files."""
+    kind = option_of(field).policy_kind
+    if kind is not None:
+        return lambda incomplete: _beginning(incomplete, _policies(kind))
+    if field.name == "hw":
+        return lambda incomplete: _beginning(incomplete, _machines())
+    return None
+
+
+def complete_policies(incomplete: str) -> list[str]:
+    """What a shell completes a list of policies from."""
+    return _beginning(incomplete, _policies("assignment"))
+
+
+def _beginning(word: str, names: Iterable[str]) -> list[str]:
+    """Continuations of the last of several words that commas separate."""
+    before, comma, last = word.rpartition(",")
+    return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
+
+
+def _policies(kind: str) -> list[str]:
+    from moesim.policies.registry import names
+    from moesim.policies.systems import SYSTEMS
+
+    # A system stands wherever an assignment policy does.
+    return [*(SYSTEMS if kind == "assignment" else ()), *names(kind)]
+
+
+def _machines() -> tuple[str, ...]:
+    from moesim.hwprofiles.profile import list_profiles
+
+    return list_profiles()
 
 
 def flag(name: str) -> str:

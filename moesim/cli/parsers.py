@@ -50,24 +50,18 @@ def matching(pattern: str, expected: str) -> Callable[[str], str]:
 
 
 def split_policies(text: str, option: str) -> list[str]:
-    """Split ``greedy+lfu:decay=0.9,variant=perfect,all-cpu`` where a policy begins, not
-    inside its parameters.
+    """Split the policies of an option.
 
     Raises:
         typer.BadParameter: no policy at all.
     """
-    policies: list[str] = []
-    for piece in filter(None, (piece.strip() for piece in text.split(","))):
-        # A parameter has an equals sign behind its name; no policy has.
-        if policies and re.match(r"[\w-]+=", piece):
-            policies[-1] += f",{piece}"
-        else:
-            policies.append(piece)
-    if not policies:
-        raise typer.BadParameter(
-            f"expected names separated by commas, got {text!r}", param_hint=option
-        )
-    return policies
+    from moesim.policies.base import PolicyError
+    from moesim.policies.parameters import split_policies as split
+
+    try:
+        return split(text)
+    except PolicyError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def shares(text: str) -> tuple[float, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.reporting.cells_text import time_column
 from moesim.reporting.figures import new_figure
 
 if TYPE_CHECKING:
@@ -23,12 +22,12 @@ MOST_PANELS_ABREAST = 3
 
 
 def cells_figure(compared: Comparison) -> Figure:
-    """Draw time per token over memory: a line per policy, a panel per machine.
+    """Draw the time of the whole trace over memory: a line per policy, a panel per
+    machine. It is the measure by which winners are named.
 
     Policies that see the future are dashed. With one memory size only, machines stand
     on the axis.
     """
-    column, meaning = time_column(compared.table)
     machines = list(compared.table["hw"].unique())
     memories = list(compared.table["memory"].unique())
     over_machines = len(memories) == 1
@@ -37,6 +36,8 @@ def cells_figure(compared: Comparison) -> Figure:
     ticks = machines if over_machines else memories
     positions = list(range(len(machines))) if over_machines else _sizes(compared)
 
+    # One limit for all: panels that share an axis would keep that of the first.
+    longest_s = float(compared.table["makespan_s"].max())
     panels = [panel for _, panel in compared.table.groupby(panel_column, sort=False)]
     columns = min(MOST_PANELS_ABREAST, len(panels))
     rows = -(-len(panels) // columns)  # rounded up
@@ -45,16 +46,16 @@ def cells_figure(compared: Comparison) -> Figure:
     for axis, panel in zip(axes, panels, strict=False):
         for policy in compared.by_policy():
             of_policy = panel[panel["policy"] == policy].set_index(axis_column)
-            times_ms = of_policy[column].reindex(ticks) * 1e3
+            times_s = of_policy["makespan_s"].reindex(ticks)
             axis.plot(
                 positions,
-                times_ms,
+                times_s,
                 "--" if of_policy["oracle"].any() else "-",
                 marker="o",
                 markersize=4,
                 label=policy,
             )
-        _finish_axis(axis, str(panel[panel_column].iloc[0]))
+        _finish_axis(axis, str(panel[panel_column].iloc[0]), longest_s)
         if over_machines:
             axis.set_xticks(positions, ticks, rotation=20, ha="right")
         else:
@@ -64,7 +65,7 @@ def cells_figure(compared: Comparison) -> Figure:
     # The last row of the grid may have places without a panel.
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    axes[0].set_ylabel(f"ms, {meaning}")
+    axes[0].set_ylabel("s, whole trace")
     figure.legend(
         *axes[0].get_legend_handles_labels(),
         loc="outside right upper",
@@ -74,10 +75,10 @@ def cells_figure(compared: Comparison) -> Figure:
     return figure
 
 
-def _finish_axis(axis: Axes, title: str) -> None:
+def _finish_axis(axis: Axes, title: str, longest_s: float) -> None:
     axis.set_title(title, fontsize=10, loc="left")
     # From zero, so that heights can be compared.
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.05 * longest_s or 1.0)
     axis.spines[["top", "right"]].set_visible(False)
 
 

@@ -4,18 +4,22 @@ how much.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from moesim.reporting.tables import aligned
-from moesim.reporting.text import caveat_lines
+from moesim.reporting.text import NOTICEABLE, caveat_lines
 from moesim.reporting.units import ms, number, percent
 from moesim.sweeps.comparison import CELL
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import pandas as pd
 
     from moesim.sweeps.comparison import Comparison
 
+TIE = "a tie"
 MEMORY_HEADS = {
     "gpu_memory_bytes": "GPU memory",
     "slots_per_layer": "per layer",
@@ -67,9 +71,13 @@ def answer_lines(compared: Comparison) -> list[str]:
     """Who is fastest in how many cells; then what a reader must know before believing
     it.
     """
-    wins = compared.fastest()["policy"].value_counts()
+    wins = Counter(
+        "a tie" if _lead(cell) == TIE else str(cell["policy"].iloc[0])
+        for cell in _causal_cells(compared)
+    )
     winners = ", ".join(
-        f"{policy} in {count} of {compared.cells}" for policy, count in wins.items()
+        f"{policy} in {count} of {compared.cells}"
+        for policy, count in wins.most_common()
     )
     answer = (
         f"fastest over the whole trace: {winners or 'none that sees the past only'}"
@@ -92,17 +100,11 @@ def winner_rows(compared: Comparison) -> tuple[list[str], list[list[str]]]:
         "ahead by",
         "of",
     ]
-    # Policies that see the future are bounds, and win nothing.
-    causal = compared.table[~compared.table["oracle"]]
     rows = []
-    for _, cell in causal.groupby(CELL, sort=False):
+    for cell in _causal_cells(compared):
         # The table holds the shortest run of each cell first.
         best, *others = cell.to_dict("records")
-        ahead = ["", ""]
-        if others and best["makespan_s"]:
-            second = others[0]
-            lead = second["makespan_s"] / best["makespan_s"] - 1
-            ahead = [percent(lead), second["policy"]]
+        second = others[0]["policy"] if others else ""
         rows.append(
             [
                 best["hw"],
@@ -112,10 +114,31 @@ def winner_rows(compared: Comparison) -> tuple[list[str], list[list[str]]]:
                 ms(best["tpot_s"]),
                 number(best["decode_tokens_per_s"], " tok/s"),
                 percent(best["hit_rate_active"]),
-                *ahead,
+                _lead(cell),
+                second,
             ]
         )
     return heads, rows
+
+
+def _causal_cells(compared: Comparison) -> Iterator[pd.DataFrame]:
+    """Rows of each cell, the shortest run first, without policies that see the future:
+    they are bounds, and win nothing.
+    """
+    causal = compared.table[~compared.table["oracle"]]
+    for _, cell in causal.groupby(CELL, sort=False):
+        yield cell
+
+
+def _lead(cell: pd.DataFrame) -> str:
+    """By how much the fastest run of a cell is ahead of the second; a tie where it is
+    by less than a model of a machine can tell.
+    """
+    times_s = cell["makespan_s"].tolist()
+    if len(times_s) < 2 or not times_s[0]:
+        return ""
+    lead = times_s[1] / times_s[0]
+    return TIE if lead <= NOTICEABLE else percent(lead - 1)
 
 
 def time_rows(compared: Comparison) -> tuple[list[str], list[list[str]]]:

@@ -43,7 +43,7 @@ def _setting_facts(run: Run) -> list[tuple[str, str]]:
         ("cache", _cache_size(config)),
     ]
     # Runs stored by older versions do not say what a GPU's memory was taken by.
-    if "gpu_bytes" in config:
+    if "gpu_bill" in config:
         facts.append(("GPU memory", _gpu_memory(config)))
     return facts
 
@@ -196,6 +196,10 @@ def ranking_lines(table: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
             f" {best['busiest']} works {busy} of the time"
         )
     ]
+    # Less than a model of a machine can tell is no lead.
+    near = causal[causal["makespan_s"] <= best["makespan_s"] * NOTICEABLE]["policy"]
+    if len(near) > 1:
+        lines[0] = f"a tie over the whole trace: {', '.join(near)}{_speed_of(best)}"
 
     # A long prompt can hide who generates faster, which matters more to a user.
     by_decode = causal.sort_values(
@@ -332,6 +336,9 @@ def _cache_size(config: Mapping[str, Any]) -> str:
         f"{held}, {percent(config['cache_ratio'])} of all"
         f" ({format_bytes(config['cache_bytes'])})"
     )
+    # A quarter was nobody's wish, and nobody would offload such a model.
+    if config["fits_card"]:
+        size += "; the card would hold all: give --cache-ratio or --gpu-memory"
     # None: host memory holds every expert, which needs no mention.
     if config["host_bytes"] is None:
         return size
@@ -341,10 +348,15 @@ def _cache_size(config: Mapping[str, Any]) -> str:
 
 def _gpu_memory(config: Mapping[str, Any]) -> str:
     each = "each of them takes " if config["gpus"] > 1 else ""
-    return (
-        f"{each}{format_bytes(config['gpu_bytes'])}: cache, {config['staging']} staged"
-        " experts, the rest of the model"
-    )
+    bill = config["gpu_bill"]
+    names = {
+        "staging": f"{config['staging']} staged experts",
+        "keys and values": (
+            f"keys and values of {config['options']['context_tokens']:,} tokens"
+        ),
+    }
+    items = [f"{names.get(name, name)} {format_bytes(n)}" for name, n in bill.items()]
+    return f"{each}{format_bytes(sum(bill.values()))}: {', '.join(items)}"
 
 
 def _speed(metrics: Mapping[str, Any], time: str, phase: str) -> str:

@@ -18,7 +18,7 @@ from moesim.traces.synthetic.marks import synthetic_caveats
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from moesim.runs.memory import MemoryOptions
+    from moesim.runs.memory import MemorySize
     from moesim.traces.format.reader import Trace
 
 
@@ -27,7 +27,7 @@ def replay_cache(
     trace: RunConfig | str | Path | Trace,
     cache: str | None = None,
     *,
-    memory: MemoryOptions | None = None,
+    memory: MemorySize | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Count the hits of a cache if every miss is fetched and offered to it.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.systems import System
-    from moesim.runs.memory import MemoryOptions
+    from moesim.runs.memory import MemoryOptions, MemorySize
     from moesim.runtime.record.residual import Residual
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.reader import Trace
@@ -132,12 +132,12 @@ class RunConfig:
     # How large memories are. The first three state one size; at most one is given.
     cache_ratio: float | None = _option(
         None,
-        "Share of all experts in the GPU cache. Default: 0.25.",
+        "Share of all experts in the GPU cache.",
         kind=float,
         metavar="R",
         minimum=0,
         maximum=1,
-        several="Shares of all experts in the GPU cache. Default: 0.25.",
+        several="Shares of all experts in the GPU cache.",
     )
     slots_per_layer: int | None = _option(
         None,
@@ -149,13 +149,23 @@ class RunConfig:
     )
     gpu_memory_bytes: int | None = _option(
         None,
-        "Memory of each GPU, such as 8GiB; experts get what the rest leaves.",
+        "Memory of each GPU for weights, such as 8GiB; experts get what the rest"
+        " leaves. Default: the card's own, less keys and values and workspace.",
         kind=int,
         metavar="SIZE",
         minimum=0,
         is_size=True,
-        several="Memory of each GPU, such as 4GiB,8GiB; experts get what the rest"
-        " leaves.",
+        several="Memory of each GPU for weights, such as 4GiB,8GiB; experts get what"
+        " the rest leaves. Default: the card's own, less keys and values and"
+        " workspace.",
+    )
+    context_tokens: int = _option(
+        8192,
+        "Tokens of a sequence whose keys and values the GPU holds, where no size of its"
+        " cache is given.",
+        kind=int,
+        metavar="N",
+        minimum=0,
     )
     host_memory_bytes: int | None = _option(
         None,
@@ -263,6 +273,9 @@ class RunConfig:
             option = option_of(declared)
             if value is None and declared.default is None:
                 continue
+            if option.is_size and isinstance(value, str):
+                value = _bytes_of(declared.name, value)
+                object.__setattr__(self, declared.name, value)
             _check(declared.name, value, option)
             if isinstance(value, Real):
                 # Numbers of numpy become Python's, which JSON and caches of compiled
@@ -275,7 +288,7 @@ class RunConfig:
         trace: RunConfig | str | Path | Trace | None = None,
         policy: str | None = None,
         *,
-        memory: MemoryOptions | None = None,
+        memory: MemorySize | None = None,
         **options: Any,
     ) -> Self:
         """Build a configuration from the arguments of a Python call.
@@ -283,8 +296,9 @@ class RunConfig:
         Args:
             trace: a trace, or a configuration whose options are replaced.
             policy: a system or an assignment policy; None keeps the default.
-            memory: sizes of memories in one object, instead of single options.
-            options: fields of this class by name.
+            memory: sizes of memories in one object, or that of the GPU cache as text
+                (``8GiB``, ``16 slots``, ``25 %``), instead of single options.
+            options: fields of this class by name; sizes also without ``_bytes``.
 
         Raises:
             TypeError: an unknown option, or one that `memory` states too.
@@ -299,7 +313,9 @@ class RunConfig:
             config = cls(trace=trace)
         if policy is not None:
             options["policy"] = policy
+        options = {_field_name(name): value for name, value in options.items()}
         if memory is not None:
+            memory = _memory_of(memory)
             # All of them, so that sizes of `trace` do not shine through.
             sizes = {
                 _SCOPE.get(size.name, size.name): getattr(memory, size.name)
@@ -324,6 +340,7 @@ class RunConfig:
             ConfigError: a value that does not fit its field.
         """
         names = [declared.name for declared in fields(self)]
+        options = {_field_name(name): value for name, value in options.items()}
         for name in options:
             if name not in names:
                 raise TypeError(
@@ -380,6 +397,11 @@ class RunConfig:
             declared.name: _plain(getattr(self, declared.name), option_of(declared))
             for declared in fields(self)
         }
+
+
+_SIZES = {
+    declared.name for declared in fields(RunConfig) if option_of(declared).is_size
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -520,7 +542,46 @@ _TYPES: dict[type, tuple[Any, str]] = {
 are numbers too."""
 
 
+def _field_name(name: str) -> str:
+    """``gpu_memory`` is ``gpu_memory_bytes``, as on the command line."""
+    return f"{name}_bytes" if f"{name}_bytes" in _SIZES else name
+
+
+def _memory_of(memory: MemorySize) -> MemoryOptions:
+    from moesim.runs.memory import MemoryOptions  # noqa: PLC0415 - imports numpy
+
+    if is_list(memory):
+        raise ConfigError(
+            f"memory: expected one size, got {memory!r}; moesim.sweep takes several"
+        )
+    return MemoryOptions.of(memory)
+
+
+def _bytes_of(name: str, text: str) -> int:
+    from moesim.traces.sizes import parse_bytes  # noqa: PLC0415 - for texts only
+
+    try:
+        return parse_bytes(text, where=name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value is several values: a list, tuple, array or range."""
+    is_sequence = hasattr(value, "__iter__") and hasattr(value, "__len__")
+    return is_sequence and not isinstance(value, str)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Several values as a list; a single one as a list of one."""
+    return list(value) if is_list(value) else [value]
+
+
 def _check(name: str, value: Any, option: Option) -> None:
+    if is_list(value):
+        raise ConfigError(
+            f"{name}: expected one value, got {value!r}; moesim.sweep takes several"
+        )
     accepted, expected = _TYPES[option.kind]
     # Python counts truth values among the integers; `batch=True` is a slip.
     is_flag = isinstance(value, bool) and option.kind is not bool

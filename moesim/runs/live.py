@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from moesim.policies.planner.plan import Policies
-    from moesim.runs.memory import MemoryOptions
+    from moesim.runs.memory import MemorySize
     from moesim.runs.stores import Building
     from moesim.runtime.executor.executor import Executor, StepInfo
     from moesim.runtime.executor.live import Verdict
@@ -66,7 +66,7 @@ def run_live(
     prompts: Sequence[str | bytes],
     policy: str | None = None,
     *,
-    memory: MemoryOptions | None = None,
+    memory: MemorySize | None = None,
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
     progress: Callable[[StepInfo], None] | None = None,

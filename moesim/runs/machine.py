@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import HardwareProfile, default_profile, load_profile
+from moesim.runtime.errors import RuntimeFault
 from moesim.traces.files import ScratchFolder
 
 if TYPE_CHECKING:
@@ -23,11 +24,12 @@ def cores() -> int:
 
 def this_machine() -> tuple[str, int]:
     """The kind of accelerator that is here, and how many cores this process may use."""
-    from moesim.runtime.executor.cuda_device import (  # noqa: PLC0415 - torch
-        cuda_is_there,
+    from moesim.runtime.accelerators.here import (  # noqa: PLC0415 - torch
+        accelerator_here,
     )
 
-    return "cuda" if cuda_is_there() else "host", cores()
+    accelerator = accelerator_here()
+    return "host" if accelerator is None else accelerator.kind, cores()
 
 
 def machine_profile(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
@@ -66,13 +68,25 @@ def _measured_now() -> HardwareProfile:
 
 
 def device_of(profile: HardwareProfile) -> Any:
-    """The device that the GPU lane runs on."""
-    if profile.accelerator == "cuda":
-        from moesim.runtime.executor.cuda_device import (  # noqa: PLC0415 - torch
-            CudaDevice,
-        )
+    """The device that the GPU lane runs on.
 
-        return CudaDevice()
+    Raises:
+        RuntimeFault: torch finds no accelerator any more.
+    """
+    from moesim.runtime.accelerators.here import (  # noqa: PLC0415 - torch
+        accelerator_here,
+    )
     from moesim.runtime.executor.host_device import HostDevice  # noqa: PLC0415 - torch
+    from moesim.runtime.executor.stream_device import (  # noqa: PLC0415 - torch
+        StreamDevice,
+    )
 
-    return HostDevice()
+    if profile.accelerator == "host":
+        return HostDevice()
+    accelerator = accelerator_here()
+    if accelerator is None:
+        raise RuntimeFault(
+            f"profile {profile.name}: expected an accelerator ({profile.accelerator}),"
+            " torch finds none; use a profile of this machine"
+        )
+    return StreamDevice(accelerator)

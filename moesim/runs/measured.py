@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from moesim.bound.host_memory import MemoryBound, highest_read_rate, memory_bound
+from moesim.policies.faults import policy_faults
 from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.decision_log import DecisionLog
 from moesim.policies.planner.observers import observed
@@ -38,10 +41,12 @@ from moesim.traces.timeline.spans import Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import pandas as pd
+
     from moesim.policies.planner.plan import Policies
     from moesim.policies.planner.planner import Planner
     from moesim.runs.config import RunConfig
-    from moesim.runs.memory import MemoryOptions
+    from moesim.runs.memory import MemorySize
     from moesim.runs.stores import Building
     from moesim.runtime.executor.executor import Executor, ExecutorResult, StepInfo
     from moesim.runtime.store.footprint import Footprint, Meter
@@ -98,7 +103,7 @@ def run_trace(
     trace: RunConfig | str | Path | Trace,
     policy: str | None = None,
     *,
-    memory: MemoryOptions | None = None,
+    memory: MemorySize | None = None,
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
     progress: Callable[[StepInfo], None] | None = None,
@@ -142,7 +147,7 @@ def run_trace(
     refuse_arrivals(config, "a measured run")
     opened = trace_of(config)
     profile = machine_profile(config.hw)
-    dtype = config.dtype or ("bfloat16" if profile.accelerator == "cuda" else "float32")
+    dtype = config.dtype or ("float32" if profile.accelerator == "host" else "bfloat16")
     shape = shape_for(opened.shape, config.shape, dtype)
     setup = Setup.of(config, opened, profile=profile, shape=shape)
 
@@ -250,7 +255,7 @@ def run_bound(
     if rate is None or caches is None or setup.policies().routing.alters:
         return None
     # A card's slots keep experts out of host memory; the host accelerator's lie in it.
-    if setup.profile.accelerator == "cuda":
+    if setup.profile.accelerator != "host":
         caches += int(setup.memory.gpu.pool_bytes.sum()) * setup.profile.gpus
     return memory_bound(
         walk,
@@ -323,7 +328,8 @@ def execute(
         )
         fill_bytes = executor.fill()
         fill_s = time.perf_counter() - begin_s
-        result = executor.run(forward(executor), progress)
+        with policy_faults():
+            result = executor.run(forward(executor), progress)
         # Slots are given back when the executor closes.
         if meter is not None:
             meter.read(executor)
@@ -384,6 +390,7 @@ def finish(
     run.startup["ready_s"] = ready_s
     if run.metrics["ttft_s"] is not None:
         run.startup["first_token_s"] = ready_s + run.metrics["ttft_s"]
+    run.startup |= pace_of(run.timeline.step_frame())
 
     if out is not None:
         save_decision_log(
@@ -395,6 +402,27 @@ def finish(
         simulated = Timeline(setup.profile.lanes)
         Replay(setup.profile, planner.costs, planner, simulated).run(steps)
         write_perfetto(perfetto, {"measured": run.timeline, "simulated": simulated})
+
+
+def pace_of(steps: pd.DataFrame) -> dict[str, float]:
+    """Tell a run's settling from its steady state, by its decode steps.
+
+    Args:
+        steps: a timeline's table of forward passes.
+
+    Returns:
+        ``steady_token_s``, the median second of a decode step of the second half, when
+        caches hold what they will; ``settling_s``, what the steps of the first half
+        took beyond that, 0 where they took less. Empty with fewer than four.
+    """
+    decode = steps[steps["phase"] == "decode"]
+    taken_s = (decode["end_s"] - decode["start_s"]).to_numpy()
+    half = len(taken_s) // 2
+    if half < 2:
+        return {}
+    steady_s = float(np.median(taken_s[half:]))
+    settling_s = max(0.0, float(taken_s[:half].sum()) - half * steady_s)
+    return {"steady_token_s": steady_s, "settling_s": settling_s}
 
 
 def compare_startups(

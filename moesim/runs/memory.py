@@ -1,12 +1,20 @@
-"""Sizes of memories: how a user states them, and what they come to on a machine."""
+"""Sizes of memories: how a user states them, and what they come to on a machine.
+
+Without a statement the GPU cache gets what the card has left: its memory, less dense
+weights, keys and values of the stated context, and workspace. A model that fits the
+card as a whole needs no offloading; a quarter of its experts is cached then, which
+studies policies and advises nobody.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moesim.advice.plan.memory import ACTIVATION_BYTES, CONTEXT_BYTES, LIVE_ACTIVATIONS
 from moesim.policies.base import PolicyError
 from moesim.policies.cache._slot_shares import divided
 from moesim.policies.planner.plan import LAYERS, MemoryPlan
@@ -21,6 +29,12 @@ if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
 
 DEFAULT_CACHE_RATIO = 0.25
+HOST_ACCELERATOR = "host"
+KV_VALUE_BYTES = 2
+"""Keys and values are kept in 16 bits."""
+
+PROMPT_TOKENS = 512
+"""Tokens of a prompt that a GPU works on at once, as llama.cpp's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +44,8 @@ class MemoryOptions:
     Attributes:
         cache_ratio: share of all experts that the GPU cache holds.
         slots_per_layer: experts per layer.
-        gpu_memory_bytes: memory of each GPU; the expert cache is what everything else
-            leaves of it.
+        gpu_memory_bytes: memory of each GPU for weights; the expert cache is what the
+            others leave of it.
         host_memory_bytes: host memory for experts; None holds them all (no SSD reads).
         scope: ``layer`` or ``global``; None takes the system's, else ``layer``.
         staging: staging slots beside each cache; None takes the system's, else the
@@ -49,6 +63,42 @@ class MemoryOptions:
     prefetch_budget_bytes: int | None = None
     gpu_split: str = LAYERS
 
+    @classmethod
+    def of(cls, value: MemoryOptions | str | int) -> MemoryOptions:
+        """Read the size of the GPU cache as `size_words` writes it.
+
+        Args:
+            value: memory of each GPU (``8GiB``, or bytes), ``16 slots`` per layer, or
+                ``25 %`` of all experts; options are returned as they are.
+
+        Raises:
+            PolicyError: anything else.
+        """
+        if isinstance(value, MemoryOptions):
+            return value
+        text = str(value).strip()
+        if slots := re.fullmatch(r"(\d+) slots?", text):
+            return cls(slots_per_layer=int(slots[1]))
+        if share := re.fullmatch(r"([\d.]+) ?%", text):
+            return cls(cache_ratio=float(share[1]) / 100)
+        try:
+            # A plain number in Python counts bytes, as in every name that says so.
+            return cls(gpu_memory_bytes=parse_bytes(value, where="memory"))
+        except ValueError as error:
+            raise PolicyError(
+                f'{error}; also "16 slots" per layer, or "25 %" of all experts'
+            ) from None
+
+    @property
+    def is_stated(self) -> bool:
+        """Whether the size of the GPU cache was stated."""
+        return self._stated() > 0
+
+    def _stated(self) -> int:
+        """In how many ways it was stated."""
+        sizes = (self.cache_ratio, self.slots_per_layer, self.gpu_memory_bytes)
+        return sum(size is not None for size in sizes)
+
     @property
     def size(self) -> tuple[str, float]:
         """How the size of the GPU cache was stated, as an attribute's name, and the
@@ -58,14 +108,17 @@ class MemoryOptions:
             value = getattr(self, name)
             if value is not None:
                 return name, value
-        return "cache_ratio", DEFAULT_CACHE_RATIO
+        # What the card has left differs by machine and model.
+        return "gpu_memory_bytes", 0
 
     @property
     def size_words(self) -> str:
         """The size of the GPU cache for people: ``8.0 GiB``, ``8.01 GiB``, ``16 slots``
-        or ``25 %``.
+        or ``25 %``; ``default`` for what the card has left.
         """
         name, value = self.size
+        if not self.is_stated:
+            return "default"
         if name == "slots_per_layer":
             return f"{value} slots"
         if name == "cache_ratio":
@@ -83,6 +136,8 @@ class MemoryOptions:
         profile: HardwareProfile,
         system: System,
         artefacts: Mapping[str, Any] | None = None,
+        *,
+        kv_tokens: int = 0,
     ) -> MemoryPlan:
         """Turn options into sizes.
 
@@ -93,12 +148,16 @@ class MemoryOptions:
                 that.
             artefacts: ``single_share`` and ``prefetch_accuracy``, float [L], see
                 `moesim.policies.cache._slot_shares`.
+            kv_tokens: tokens whose keys and values the GPU holds, where no size of its
+                cache is stated.
 
         Raises:
-            PolicyError: contradicting options, or no room to stage even one expert.
+            PolicyError: contradicting options, no room to stage even one expert, or a
+                machine without a memory of that kind.
         """
-        stated = [self.cache_ratio, self.slots_per_layer, self.gpu_memory_bytes]
-        if sum(value is not None for value in stated) > 1:
+        if profile.memory.unified:
+            return self._unified(shape, profile)
+        if self._stated() > 1:
             raise PolicyError(
                 "cache size: expected at most one of --cache-ratio, --slots-per-layer"
                 " and --gpu-memory; drop the others"
@@ -108,11 +167,13 @@ class MemoryOptions:
         staging = self._staging(shape, profile, system)
         scope = self.scope or system.scope or PER_LAYER
         ratio = self.cache_ratio
-        if all(value is None for value in stated):
-            ratio = DEFAULT_CACHE_RATIO
         total_bytes = None
         if self.gpu_memory_bytes is not None:
-            total_bytes = self._left_on_gpu(shape, staging, profile.gpus)
+            budget_bytes = self.gpu_memory_bytes
+            total_bytes = self._left_on_gpu(budget_bytes, shape, staging, profile.gpus)
+        elif not self.is_stated:
+            total_bytes = self._left_on_card(shape, profile, staging, kv_tokens)
+            ratio = DEFAULT_CACHE_RATIO if total_bytes is None else None
         gpu = CacheSize.of(
             shape.expert_bytes,
             shape.experts,
@@ -132,11 +193,41 @@ class MemoryOptions:
             gpu = gpu.split(profile.gpus)
         return MemoryPlan(
             gpu=gpu,
-            host=self._host(shape, staging),
+            host=self._host(shape, staging, gpu if system.keeps_residents else None),
             staging=staging,
             prefetch_budget_bytes=self.prefetch_budget_bytes,
             gpu_split=self.gpu_split,
         )
+
+    def _unified(self, shape: ModelShape, profile: HardwareProfile) -> MemoryPlan:
+        """One memory for CPU and GPU: every expert is where both compute from it.
+
+        Raises:
+            PolicyError: a size of a cache that is not there, or a memory that does not
+                hold every expert.
+        """
+        stated = {
+            "cache_ratio": self.cache_ratio,
+            "slots_per_layer": self.slots_per_layer,
+            "gpu_memory": self.gpu_memory_bytes,
+            "host_memory": self.host_memory_bytes,
+        }
+        for name, value in stated.items():
+            if value is not None:
+                option = name.replace("_", "-")
+                raise PolicyError(
+                    f"--{option}: {profile.name} has one memory for CPU and GPU, so"
+                    " there is no cache to size and nothing is copied; drop it"
+                )
+        total = sum(shape.expert_bytes) * shape.experts
+        if total > profile.memory.host_bytes:
+            raise PolicyError(
+                f"{profile.name}: its memory holds {profile.memory.host_bytes:,} bytes"
+                f" of experts, {shape.name} has {total:,}; reads from the SSD into a"
+                " unified memory are not simulated, so choose a smaller model or format"
+            )
+        everything = CacheSize.of(shape.expert_bytes, shape.experts, ratio=1.0)
+        return MemoryPlan(gpu=everything, unified=True, gpu_split=self.gpu_split)
 
     def _staging(
         self, shape: ModelShape, profile: HardwareProfile, system: System
@@ -151,27 +242,75 @@ class MemoryOptions:
             slots = profile.memory.staging_experts
         return slots + system.buffer_slots()
 
-    def _left_on_gpu(self, shape: ModelShape, staging: int, gpus: int) -> int:
-        """Bytes left for the expert cache, over all GPUs that share the layers."""
-        assert self.gpu_memory_bytes is not None
+    def _left_on_gpu(
+        self, budget_bytes: int, shape: ModelShape, staging: int, gpus: int
+    ) -> int:
+        """Bytes left for the expert cache, over all GPUs that share the layers.
+
+        Raises:
+            PolicyError: no room to stage even one expert.
+        """
         split = gpus if self.gpu_split == LAYERS else 1
         rest = shape.other_bytes // split
-        left = self.gpu_memory_bytes - rest - staging * shape.max_expert_bytes
+        left = budget_bytes - rest - staging * shape.max_expert_bytes
         # Without staging not even an expert that is not kept could be computed.
         if left < 0:
             raise PolicyError(
                 f"--gpu-memory: no room to stage {staging} experts:"
-                f" {self.gpu_memory_bytes:,} bytes hold {rest:,} of non-expert weights"
+                f" {budget_bytes:,} bytes hold {rest:,} of non-expert weights"
                 f" but not {staging} x {shape.max_expert_bytes:,} beside them; give"
                 " more memory, or fewer --staging slots"
             )
         return left * split
 
-    def _host(self, shape: ModelShape, staging: int) -> CacheSize | None:
-        """Host memory in front of the SSD; None where it holds every expert."""
+    def _left_on_card(
+        self, shape: ModelShape, profile: HardwareProfile, staging: int, kv_tokens: int
+    ) -> int | None:
+        """Bytes that the card leaves for the expert cache; None where there is no card,
+        where the rest of the model fills it, or where every expert would fit.
+        """
+        budget_bytes = self.card_budget_bytes(shape, profile, kv_tokens)
+        if budget_bytes is None:
+            return None
+        try:
+            left = self._left_on_gpu(budget_bytes, shape, staging, profile.gpus)
+        except PolicyError:
+            return None
+        return left if left < sum(shape.expert_bytes) * shape.experts else None
+
+    def card_budget_bytes(
+        self, shape: ModelShape, profile: HardwareProfile, kv_tokens: int
+    ) -> int | None:
+        """Memory of one card for weights: its own, less keys and values and workspace.
+        None without a card.
+        """
+        if profile.accelerator == HOST_ACCELERATOR:
+            return None
+        bill = self.card_bill(shape, profile, kv_tokens)
+        return profile.memory.gpu_bytes - sum(bill.values())
+
+    def card_bill(
+        self, shape: ModelShape, profile: HardwareProfile, kv_tokens: int
+    ) -> dict[str, int]:
+        """What a card holds beside weights: item -> bytes."""
+        split = profile.gpus if self.gpu_split == LAYERS else 1
+        kv_bytes = kv_tokens * kv_bytes_per_token(shape)
+        return {
+            "keys and values": kv_bytes // split,
+            "workspace": workspace_bytes(shape),
+        }
+
+    def _host(
+        self, shape: ModelShape, staging: int, kept: CacheSize | None
+    ) -> CacheSize | None:
+        """Host memory in front of the SSD; None where it holds every expert that the
+        GPUs do not keep for good.
+        """
         if self.host_memory_bytes is None:
             return None
         total = sum(shape.expert_bytes) * shape.experts
+        # Nobody asks host memory for what never leaves a GPU.
+        total -= 0 if kept is None else kept.total_bytes
         left = self.host_memory_bytes - staging * shape.max_expert_bytes
         if left < 0:
             raise PolicyError(
@@ -185,6 +324,29 @@ class MemoryOptions:
         return CacheSize.of(
             shape.expert_bytes, shape.experts, scope=GLOBAL, total_bytes=left
         )
+
+
+MemorySize = MemoryOptions | str | int
+"""What `MemoryOptions.of` reads."""
+
+
+def kv_bytes_per_token(shape: ModelShape) -> int:
+    """Bytes of one token's keys and values over all layers; 0 where the model's heads
+    are not known.
+    """
+    layers = shape.layers + len(shape.dense_layers)
+    return 2 * layers * shape.kv_heads * shape.head_dim * KV_VALUE_BYTES
+
+
+def workspace_bytes(shape: ModelShape) -> int:
+    """What a driver and the largest tensors of one pass take of a card.
+
+    Source: as in the bill of `moesim.advice.plan.memory`.
+    """
+    outputs = shape.vocab * PROMPT_TOKENS * ACTIVATION_BYTES
+    activations = LIVE_ACTIVATIONS * PROMPT_TOKENS * shape.hidden * ACTIVATION_BYTES
+    # Outputs come last, when the layers' tensors are dead: both share the buffer.
+    return max(outputs, activations) + CONTEXT_BYTES
 
 
 def _by_use(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.policies.base import PolicyError
+from moesim.policies.faults import policy_faults
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.memory import MemoryOptions
 from moesim.runs.result import Run, save_run
@@ -33,6 +34,7 @@ from moesim.traces.format.arrivals import (
     request_figures,
 )
 from moesim.traces.format.batch import compose as compose_steps
+from moesim.traces.sizes import format_bytes
 from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.traces.timeline.metrics import Summary, summarise
 from moesim.traces.timeline.perfetto import write_perfetto
@@ -41,6 +43,7 @@ from moesim.traces.timeline.spans import Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from moesim.runs.memory import MemorySize
     from moesim.traces.format.arrivals import Idle
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
@@ -59,12 +62,15 @@ __all__ = [
 ]
 
 
+_SIZES_OF_EXPERTS = ("hidden", "expert_intermediate")
+
+
 @takes_options(RunConfig)
 def replay(
     trace: RunConfig | str | Path | Trace,
     policy: str | None = None,
     *,
-    memory: MemoryOptions | None = None,
+    memory: MemorySize | None = None,
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
     keep: bool = True,
@@ -79,7 +85,8 @@ def replay(
             those given here replace.
         policy: a system or an assignment policy, ``greedy`` if None; `cache`,
             `prefetch` and `routing` replace one part of it.
-        memory: sizes of caches and staging in one object, instead of single options.
+        memory: sizes of caches and staging in one object, or that of the GPU cache as
+            text such as ``8GiB``, instead of single options.
         out: folder for ``timeline.parquet``, ``accesses.parquet``, ``steps.parquet``
             and ``run.json``.
         perfetto: file for the Chrome-trace timeline.
@@ -96,6 +103,7 @@ def replay(
         ConfigError: a value that does not fit its option.
         TraceError, ProfileError, PolicyError: bad input, in one line; nothing
             half-written stays behind.
+        PolicyFault: a policy that is none of ours failed.
     """
     # Opening and setting up count: a user waits for them too.
     begin_s = time.perf_counter()
@@ -103,7 +111,8 @@ def replay(
     opened = trace_of(config)
     setup = Setup.of(config, opened)
     profile = setup.profile
-    planner = setup.planner()
+    with policy_faults():
+        planner = setup.planner()
 
     # Figures that are summed up on the way need no timeline in memory.
     summary = None
@@ -125,7 +134,8 @@ def replay(
         requests = _requests(config, opened, setup, columns, simulation)
         walk = requests.steps(config.steps)
     try:
-        result = simulation.run(walk, progress)
+        with policy_faults():
+            result = simulation.run(walk, progress)
         timeline.close()
     except BaseException:
         # An interrupt too must not leave half-written tables behind.
@@ -251,20 +261,23 @@ def _warnings(
     gpu_bytes = setup.gpu_bytes()
     if gpu_bytes > profile.memory.gpu_bytes:
         warnings.append(
-            f"this cache needs {gpu_bytes / 2**30:.1f} GiB of GPU memory with"
-            f" the rest of the model; {profile.name} has"
-            f" {profile.memory.gpu_bytes / 2**30:.1f} GiB: --gpu-memory sizes it to the"
-            " machine"
+            f"more than the card has: cache and the rest of the model take"
+            f" {format_bytes(gpu_bytes)} of GPU memory, {profile.name} has"
+            f" {format_bytes(profile.memory.gpu_bytes)}"
         )
-    experts_bytes = sum(shape.expert_bytes) * shape.experts
-    if plan.host is None and experts_bytes > profile.memory.host_bytes:
+    host_bytes = sum(shape.expert_bytes) * shape.experts
+    # Nobody asks host memory for what never leaves a GPU.
+    if setup.system.keeps_residents:
+        host_bytes -= plan.gpu.total_bytes
+    if plan.host is None and host_bytes > profile.memory.host_bytes:
         warnings.append(
             "the experts exceed this machine's host memory: use --host-memory to read"
             " from its SSD"
         )
-    if shape.assumed:
+    # Bytes beside the experts rest on a rule in almost every shape; run.json says so.
+    if guessed := [name for name in shape.assumed if name in _SIZES_OF_EXPERTS]:
         warnings.append(
-            f"model shape {shape.name}: stated defaults for {', '.join(shape.assumed)}"
+            f"model shape {shape.name}: stated defaults for {', '.join(guessed)}"
         )
     if extrapolated:
         warnings.append(
@@ -279,8 +292,9 @@ def _warnings(
         for memory, high_bytes in metrics["memory_high_bytes"].items()
         if memory.startswith("gpu")
     )
-    # An empty cache is no surprise where nothing could have filled it.
-    if metrics["misses"] and not ever_filled and plan.gpu.total_bytes:
+    # An empty cache is no surprise where nothing could have filled or used it.
+    wants_gpu = setup.policies().assignment.places_on_gpu
+    if wants_gpu and metrics["misses"] and not ever_filled and plan.gpu.total_bytes:
         warnings.append(
             f"the GPU cache stayed empty: it starts so, and {setup.system.assignment}"
             f" with {setup.system.cache} never found a copy worth its time; fill it"

@@ -8,6 +8,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moesim.reporting.notebook import small_table
+from moesim.reporting.units import ms, number, percent
 from moesim.traces.files import remove_leftovers, write_text
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 FILES = ("timeline.parquet", "accesses.parquet", "steps.parquet", "run.json")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Run:
     """A finished replay.
 
@@ -36,6 +38,37 @@ class Run:
     timeline: Timeline
     config: dict[str, Any]
     warnings: list[str]
+
+    def __repr__(self) -> str:
+        """What ran where, and how fast."""
+        config = self.config
+        parts = [config["assignment"], config["cache"], config["prefetch"]]
+        speed = self.metrics["decode_tokens_per_s"]
+        rate = "" if speed is None else f", {speed:.1f} tokens/s"
+        return (
+            f"<Run {'+'.join(parts)} of {config['trace']} on {config['hw']},"
+            f" {self.metrics['steps']} steps{rate}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """A small table, which notebooks show."""
+        config = self.config
+        metrics = self.metrics
+        parts = ("assignment", "cache", "prefetch", "routing")
+        rows = [
+            ("trace", f"{config['trace']}, {metrics['steps']:,} forward passes"),
+            ("model", str(config["model"])),
+            ("machine", f"{config['hw']} ({config['hw_kind']} profile)"),
+            ("policy", ", ".join(f"{part} {config[part]}" for part in parts)),
+            ("seed", str(config["seed"])),
+            ("first token", ms(metrics["ttft_s"])),
+            ("each further token", ms(metrics["tpot_s"])),
+            ("95th percentile of them", ms(metrics["tpot_p95_s"])),
+            ("decode", number(metrics["decode_tokens_per_s"], " tokens/s")),
+            ("hit rate", percent(metrics["hit_rate_active"])),
+            ("energy", number(metrics["energy_j"], " J")),
+        ]
+        return small_table(rows, notes=[f"note: {text}" for text in self.warnings])
 
     def to_json(self) -> dict[str, Any]:
         """One object with metrics, configuration and warnings."""

@@ -24,6 +24,7 @@ from moesim.policies.planner.planner import Planner
 from moesim.policies.registry import resolve, settings
 from moesim.runs.artefacts import load_artefacts
 from moesim.runs.config import ConfigError, RunConfig
+from moesim.runs.memory import HOST_ACCELERATOR
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.synthetic.marks import synthetic_caveats
@@ -121,7 +122,14 @@ class Setup:
         artefacts = None
         if self.system.divides_slots:
             artefacts = load_artefacts(self.config.artefacts)
-        return self.config.memory.plan(self.shape, self.profile, self.system, artefacts)
+        return self.config.memory.plan(
+            self.shape, self.profile, self.system, artefacts, kv_tokens=self.kv_tokens
+        )
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of all sequences whose keys and values a GPU holds."""
+        return self.config.batch * self.config.context_tokens
 
     def costs(self) -> Costs:
         """Seconds of this model's operations on this machine, as the system uses it."""
@@ -145,14 +153,40 @@ class Setup:
         )
 
     def gpu_bytes(self) -> int:
-        """Memory that the run takes of each GPU: the cache, staging, and the weights
-        that are no experts.
-        """
+        """Memory of each GPU for weights: cache, staging, and what is no expert."""
+        return sum(self.weights_bill().values())
+
+    def weights_bill(self) -> dict[str, int]:
+        """The same by item."""
         plan = self.memory
         split = self.profile.gpus if plan.gpu_split == LAYERS else 1
-        cache_bytes = plan.gpu.total_bytes // split
-        staging_bytes = plan.staging * self.shape.max_expert_bytes
-        return cache_bytes + staging_bytes + self.shape.other_bytes // split
+        return {
+            "cache": plan.gpu.total_bytes // split,
+            "staging": plan.staging * self.shape.max_expert_bytes,
+            "dense weights": self.shape.other_bytes // split,
+        }
+
+    def fits_card(self) -> bool:
+        """Whether the cache got a default size although every expert would fit."""
+        memory = self.config.memory
+        budget = memory.card_budget_bytes(self.shape, self.profile, self.kv_tokens)
+        if memory.is_stated or budget is None:
+            return False
+        bill = self.weights_bill()
+        experts_bytes = sum(self.shape.expert_bytes) * self.shape.experts
+        split = self.profile.gpus if self.memory.gpu_split == LAYERS else 1
+        left = budget - bill["staging"] - bill["dense weights"]
+        return experts_bytes <= left * split
+
+    def gpu_bill(self) -> dict[str, int]:
+        """What each GPU holds: item -> bytes; beside weights only where no size of the
+        cache was stated, since that leaves room for it.
+        """
+        memory = self.config.memory
+        bill = self.weights_bill()
+        if not memory.is_stated and self.profile.accelerator != HOST_ACCELERATOR:
+            bill |= memory.card_bill(self.shape, self.profile, self.kv_tokens)
+        return bill
 
     def effective_config(self, trace: Trace | None) -> dict[str, Any]:
         """The effective configuration of a run, as results store it.
@@ -177,6 +211,8 @@ class Setup:
             # What of the trace was drawn and not recorded; empty for a recorded one.
             "synthetic": [] if trace is None else synthetic_caveats(trace.header),
             "model": shape.name,
+            # Sizes of it that rest on defaults or on rules of thumb.
+            "assumed": list(shape.assumed),
             "hw": profile.name,
             "hw_kind": profile.kind,
             "hw_digest": profile.digest,
@@ -193,6 +229,8 @@ class Setup:
             ),
             "gpus": profile.gpus,
             "gpu_bytes": self.gpu_bytes(),
+            "gpu_bill": self.gpu_bill(),
+            "fits_card": self.fits_card(),
             "host_bytes": None if plan.host is None else plan.host.total_bytes,
             "staging": plan.staging,
             "prefetch_budget_bytes": plan.prefetch_budget_bytes,

@@ -16,8 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.policies.base import PolicyError
+from moesim.policies.parameters import split_policies
 from moesim.reporting import text as report
-from moesim.runs.config import RunConfig, takes_options
+from moesim.reporting.notebook import small_table
+from moesim.runs.config import (
+    ConfigError,
+    RunConfig,
+    as_list,
+    is_list,
+    takes_options,
+)
+from moesim.runs.memory import MemoryOptions
 from moesim.runs.replay import replay, share_of
 from moesim.runs.result import remove_parts
 from moesim.runs.setup import Setup, opened, profile_of
@@ -30,23 +39,27 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.runs.memory import MemoryOptions
+    from moesim.runs.memory import MemorySize
     from moesim.runs.result import Run
     from moesim.traces.format.reader import Trace
 
+    Machine = str | Path | HardwareProfile
+
 FIGURES = (
     "tpot_s",
+    "tpot_p95_s",
     "decode_tokens_per_s",
     "ttft_s",
     "prefill_tokens_per_s",
     "hit_rate_active",
     "makespan_s",
+    "energy_j",
 )
 CELL = ["hw", "memory"]
 """Columns of a comparison's table that say where a policy ran."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Comparison:
     """The runs of every policy on every machine with every memory.
 
@@ -85,6 +98,20 @@ class Comparison:
         """
         return self.table[self.table["fastest"]].reset_index(drop=True)
 
+    def __repr__(self) -> str:
+        """How much was compared."""
+        policies = len(self.by_policy())
+        return f"<Comparison of {policies} policies, {len(self.runs)} runs>"
+
+    def _repr_html_(self) -> str:
+        """A small table, which notebooks show."""
+        heads, rows = report.comparison_rows(self.table)
+        cells = self.table[CELL].to_numpy().tolist()
+        return small_table(
+            [cell + row for cell, row in zip(cells, rows, strict=True)],
+            heads=["machine", "memory", *heads],
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Winners and runs, each with its machine, memory and policy."""
         key_names = [*CELL, "policy"]
@@ -99,10 +126,10 @@ class Comparison:
 @takes_options(RunConfig, without=["policy"])
 def compare(
     trace: RunConfig | str | Path | Trace,
-    policies: Sequence[str],
+    policies: Sequence[str] | str,
     *,
     hw: str | Path | HardwareProfile | None = None,
-    memory: MemoryOptions | None = None,
+    memory: MemorySize | None = None,
     **options: Any,
 ) -> tuple[pd.DataFrame, dict[str, Run]]:
     """Replay one trace under several policies on one machine with one memory.
@@ -112,8 +139,13 @@ def compare(
 
     Raises:
         TypeError, ConfigError, TraceError, ProfileError, PolicyError: as
-            `compare_cells`.
+            `compare_cells`; also for several machines or memories, which it takes.
     """
+    for name, value in (("hw", hw), ("memory", memory)):
+        if is_list(value):
+            raise ConfigError(
+                f"{name}: expected one value, got {value!r}; moesim.sweep takes several"
+            )
     compared = compare_cells(
         trace,
         policies,
@@ -128,10 +160,10 @@ def compare(
 @takes_options(RunConfig, without=["policy"])
 def compare_cells(
     trace: RunConfig | str | Path | Trace,
-    policies: Sequence[str],
+    policies: Sequence[str] | str,
     *,
-    hw: Sequence[str | Path | HardwareProfile | None] | None = None,
-    memory: Sequence[MemoryOptions] | None = None,
+    hw: Sequence[Machine | None] | Machine | None = None,
+    memory: Sequence[MemorySize] | MemorySize | None = None,
     out: str | Path | None = None,
     keep: bool = False,
     jobs: int | None = 1,
@@ -147,11 +179,12 @@ def compare_cells(
     Args:
         trace: a moesim trace, by path or opened; or a configuration, whose options
             those given here replace.
-        policies: systems or assignment policies.
+        policies: systems or assignment policies, in a list or separated by commas.
         hw: hardware profiles, each by name, path or itself; None takes one, that of the
             configuration.
-        memory: sizes of memories; sizes of the GPU cache all stated in the same way.
-            None takes one, that of the configuration.
+        memory: sizes of memories, as objects or texts such as ``8GiB``; sizes of the
+            GPU cache all stated in the same way. None takes one, that of the
+            configuration.
         out: each run has a folder below it, named after its policy, in folders for
             machine and memory where there are several.
         keep: keep the timelines of all runs in memory; without it and without `out`
@@ -169,9 +202,11 @@ def compare_cells(
     """
     config, open_trace = opened(RunConfig.of(trace, **options))
     # Twice the same policy would make two equal rows.
-    names = list(dict.fromkeys(policies))
-    machines = _machines([config.hw] if hw is None else hw)
-    memories = _memories([config.memory] if memory is None else memory)
+    listed = split_policies(policies) if isinstance(policies, str) else policies
+    names = list(dict.fromkeys(listed))
+    machines = _machines([config.hw] if hw is None else as_list(hw))
+    stated = [config.memory] if memory is None else as_list(memory)
+    memories = _memories([MemoryOptions.of(size) for size in stated])
     for axis, values in (
         ("policy", names),
         ("machine", machines),
@@ -316,6 +351,8 @@ def _row(key: tuple[str, str, str], run: Run) -> dict[str, Any]:
         "hw": machine,
         "memory": size,
         "policy": policy,
+        "trace": run.config["trace"],
+        "seed": run.config["seed"],
         **{name: run.metrics[name] for name in FIGURES},
         "h2d_bytes": moved_bytes(run.metrics, "h2d"),
         "ssd_bytes": moved_bytes(run.metrics, "ssd"),

@@ -154,18 +154,19 @@ def search(
         ],
         sampler=optuna.samplers.TPESampler(seed=search_seed),
     )
-    found = _Rounds(study, base, dimensions, names, store, jobs, cluster)
+    places = {"store": store, "jobs": jobs, "cluster": cluster}
+    rounds = _Rounds(study, base, dimensions, names, places)
     done = 0
     while done < trials:
         count = min(ROUND, trials - done)
-        found.run(count, halving=halving)
+        rounds.run(count, halving=halving)
         done += count
         if progress is not None:
             progress(done / trials)
-    if not found.rows:
-        raise PolicyError(found.refusal or "search: no run was possible")
+    if not rounds.rows:
+        raise PolicyError(rounds.refusal or "search: no run was possible")
 
-    frame = pd.DataFrame(found.rows).drop_duplicates("digest")
+    frame = pd.DataFrame(rounds.rows).drop_duplicates("digest")
     frame["best"] = _front(frame, names)
     frame = frame.sort_values(
         ["best", names[0]],
@@ -178,6 +179,13 @@ def search(
 class _Rounds:
     """Rounds of proposals, and what came of them.
 
+    Args:
+        study: of Optuna.
+        base: what all proposals share.
+        dimensions: what they choose.
+        objectives: metrics.
+        places: where runs happen, as `run_sweep` takes it.
+
     Attributes:
         rows: choices, objectives and digest of each full replay.
         refusal: why the last impossible proposal was.
@@ -189,19 +197,13 @@ class _Rounds:
         base: RunConfig,
         dimensions: Sequence[Dimension],
         objectives: Sequence[str],
-        store: str | Path | None,
-        jobs: int | None,
-        cluster: str | None,
+        places: Mapping[str, Any],
     ) -> None:
         self._study = study
         self._base = base
         self._dimensions = dimensions
         self._objectives = objectives
-        self._places: dict[str, Any] = {
-            "store": store,
-            "jobs": jobs,
-            "cluster": cluster,
-        }
+        self._places = places
         self.rows: list[dict[str, Any]] = []
         self.refusal: str | None = None
 
@@ -363,11 +365,11 @@ def _knows(policy: str | None, parameter: str, kind: str) -> bool:
     if policy is None or f"{parameter}=" in policy:
         return False
     try:
-        found = find(policy.partition(":")[0], kind)
+        cls = find(policy.partition(":")[0], kind)
     except PolicyError:
         # A system is no single policy.
         return False
-    return any(each.name == parameter for each in parameters(found))
+    return any(each.name == parameter for each in parameters(cls))
 
 
 def _config_of(base: RunConfig, chosen: Mapping[str, Any]) -> RunConfig:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from moesim.policies.base import PolicyError
+from moesim.policies.parameters import split_policies
 from moesim.policies.systems import SYSTEMS
 from moesim.runs.config import RunConfig, takes_options
 from moesim.sweeps.execution import run_tasks
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from moesim.runs.memory import MemoryOptions
+    from moesim.runs.memory import MemorySize
     from moesim.sweeps.plan import Plan
     from moesim.traces.format.reader import Trace
 
@@ -71,7 +72,7 @@ def sweep(
     trace: RunConfig | str | Path | Trace | Sequence[Any] | None = None,
     policies: str | Sequence[str] | None = None,
     *,
-    memory: MemoryOptions | Sequence[MemoryOptions] | None = None,
+    memory: MemorySize | Sequence[MemorySize] | None = None,
     store: str | Path | None = None,
     jobs: int | None = None,
     cluster: str | None = None,
@@ -91,9 +92,10 @@ def sweep(
     Args:
         trace: a moesim trace, by path or opened; a configuration, or a TOML file in
             which lists are axes; or a list of traces or of configurations.
-        policies: systems or assignment policies; ``greedy+lru+residual`` names cache
-            and prefetch as well.
-        memory: sizes of memories in one object, or a list of such.
+        policies: systems or assignment policies, in a list or separated by commas;
+            ``greedy+lru+residual`` names cache and prefetch as well.
+        memory: sizes of memories in one object, that of the GPU cache as text such as
+            ``8GiB``, or a list of such.
         store: folder of results. Runs that are there are not run again, others are
             added; see `results`.
         jobs: replays at the same time; None takes as many as pay.
@@ -113,7 +115,8 @@ def sweep(
         ChildProcessError: workers were killed time and again.
     """
     if policies is not None:
-        options["policy"] = policies
+        listed = split_policies(policies) if isinstance(policies, str) else policies
+        options["policy"] = listed
     if memory is not None:
         options["memory"] = memory
     configs = configs_of(trace, options)

@@ -183,7 +183,7 @@ def _setup(
 def default_dtype(profile: HardwareProfile) -> str:
     """Name the type of weights that a machine computes in by default."""
     # GPUs compute in the type of checkpoints; not every host processor can.
-    return "bfloat16" if profile.accelerator == "cuda" else "float32"
+    return "float32" if profile.accelerator == "host" else "bfloat16"
 
 
 def step_lengths(timeline: Timeline) -> np.ndarray:

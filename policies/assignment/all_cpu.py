@@ -19,6 +19,8 @@ class AllCPU(AssignmentPolicy):
     Source: the control "Naive" of DALI, section 6.3.
     """
 
+    places_on_gpu = False
+
     def assign(
         self,
         work: LayerWork,

@@ -154,6 +154,8 @@ class MemoryPlan:
             is limited).
         prefetch_budget_bytes: most bytes prefetched per layer step; None for no limit.
         gpu_split: with several GPUs, ``layers`` or ``experts``.
+        unified: GPU and CPU compute from one memory, which holds every expert from the
+            start.
     """
 
     gpu: CacheSize
@@ -161,3 +163,4 @@ class MemoryPlan:
     staging: int = 2
     prefetch_budget_bytes: int | None = None
     gpu_split: str = LAYERS
+    unified: bool = False

@@ -82,7 +82,8 @@ def start_policies(
 def fill_memories(planner: StartingPlanner, calibration: np.ndarray | None) -> None:
     """Make resident what each cache policy starts with.
 
-    That is what the policy says, else the favourites of a calibration, else nothing.
+    That is what the policy says, else the favourites of a calibration, else nothing. In
+    a unified memory everything is there.
     """
     levels = list(planner.gpu)
     if planner.host is not None:
@@ -90,6 +91,8 @@ def fill_memories(planner: StartingPlanner, calibration: np.ndarray | None) -> N
     for level in levels:
         size = level.memory.size
         keys = level.cache.initial(size.slots)
+        if planner.sizes.unified:
+            keys = np.arange(planner.layers * planner.experts)
         if keys is None and calibration is not None:
             served = _served(planner, level.cache)
             keys = fitting(

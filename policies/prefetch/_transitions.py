@@ -87,14 +87,21 @@ class PairTransitions:
             layer: the second one.
             first, second, after: ids [T, K]; unused columns hold ids >= E.
         """
-        for pairs, chosen in zip(self._pairs(first, second), after, strict=True):
-            used = chosen[chosen < self.experts]
-            for pair in pairs:
-                key = layer, pair
-                if key not in self._followers:
-                    self._followers[key] = np.zeros(self.experts)
-                self._followers[key][used] += 1.0
-                self._seen[key] += 1
+        pairs = self._pairs(first, second)
+        seen, times = np.unique(pairs[pairs >= 0], return_counts=True)
+        for pair, count in zip(seen.tolist(), times.tolist(), strict=True):
+            self._seen[layer, pair] += count
+
+        # All followers of one pair stand together in ascending order.
+        after = after.astype(np.int64)
+        followed = pairs[:, :, None] * self.experts + after[:, None, :]
+        used = (pairs[:, :, None] >= 0) & (after[:, None, :] < self.experts)
+        followed, times = np.unique(followed[used], return_counts=True)
+        owners, starts = np.unique(followed // self.experts, return_index=True)
+        edges = [*starts.tolist(), len(followed)]
+        for pair, begin, end in zip(owners.tolist(), edges, edges[1:], strict=False):
+            row = self._followers.setdefault((layer, pair), np.zeros(self.experts))
+            row[followed[begin:end] % self.experts] += times[begin:end]
 
     def workload(
         self, layer: int, first: np.ndarray, second: np.ndarray
@@ -106,25 +113,24 @@ class PairTransitions:
         Returns:
             The workload, and which tokens have no such pair: bool [T].
         """
-        workload = np.zeros(self.experts)
-        unseen = np.ones(len(second), np.bool_)
-        for token, pairs in enumerate(self._pairs(first, second)):
-            keys = [(layer, pair) for pair in pairs if (layer, pair) in self._followers]
-            for key in keys:
-                workload += self._followers[key] / self._seen[key] / len(keys)
-            unseen[token] = not keys
-        return workload, unseen
+        pairs, place = np.unique(self._pairs(first, second), return_inverse=True)
+        place = place.reshape(len(second), -1)
+        known = np.array([(layer, pair) in self._followers for pair in pairs.tolist()])
+        counted = known[place].sum(axis=1, keepdims=True)
+        share = known[place] / np.maximum(counted, 1)
+        weight = np.bincount(place.reshape(-1), share.reshape(-1), len(pairs))
 
-    def _pairs(self, first: np.ndarray, second: np.ndarray) -> list[list[int]]:
-        """Numbers of each token's pairs, those of unused columns left out."""
+        workload = np.zeros(self.experts)
+        for pair, tokens in zip(pairs[known].tolist(), weight[known], strict=True):
+            key = layer, pair
+            workload += tokens * self._followers[key] / self._seen[key]
+        return workload, counted[:, 0] == 0
+
+    def _pairs(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        """Numbers of each token's pairs, int64 [T, K²]; -1 for unused columns."""
         # Wider integers, as pairs are numbered `first * E + second`.
-        first = first.astype(np.int64)
-        second = second.astype(np.int64)
-        return [
-            [a * self.experts + b for a in earlier for b in later]
-            for earlier, later in zip(
-                [row[row < self.experts].tolist() for row in first],
-                [row[row < self.experts].tolist() for row in second],
-                strict=True,
-            )
-        ]
+        first = first.astype(np.int64)[:, :, None]
+        second = second.astype(np.int64)[:, None, :]
+        used = (first < self.experts) & (second < self.experts)
+        pairs = np.where(used, first * self.experts + second, -1)
+        return pairs.reshape(len(pairs), -1)

@@ -1,6 +1,7 @@
 """What a device must do: hold slots, take copies in, compute from slots, join results.
 
-`HostDevice` is a core of this machine with memory of its own, `CudaDevice` a GPU.
+`HostDevice` is a core of this machine with memory of its own, `StreamDevice` an
+accelerator.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from moesim.runtime.accelerators.accelerator import Accelerator
     from moesim.runtime.executor.lanes import Operation
     from moesim.runtime.executor.layer_job import LayerJob
     from moesim.runtime.store.memory import Slots
@@ -25,12 +27,12 @@ class Device(Protocol):
     Attributes:
         device: where hidden states live.
         with_control: lane classes that the control thread serves itself.
-        page_lock: whether host memory must keep its pages.
+        page_lock: for whom host memory must keep its pages, None for nobody.
     """
 
     device: torch.device
     with_control: ClassVar[tuple[str, ...]]
-    page_lock: bool
+    page_lock: Accelerator | None
 
     def allocate(self, slots: int, slot_bytes: int) -> Slots:
         """Take the device's memory."""

@@ -197,6 +197,7 @@ class Executor:
             _undisturbed(lanes.control.threads),
             _apart(self._device_worker, lanes.worker(SSD.lane()), on=self._own_cores),
             torch.inference_mode(),
+            lanes.interrupts,
         ):
             lanes.open()
             self.device.begin(lanes.began_s)

@@ -16,6 +16,7 @@ from moesim.runtime.store.memory import DeviceSlots, HostSlots
 from moesim.runtime.store.streaming import streamed
 
 if TYPE_CHECKING:
+    from moesim.runtime.accelerators.accelerator import Accelerator
     from moesim.runtime.executor.lanes import Operation
     from moesim.runtime.executor.layer_job import LayerJob
     from moesim.runtime.store.memory import Slots
@@ -28,12 +29,12 @@ class HostDevice:
     Attributes:
         device: where hidden states live.
         with_control: lane classes that the control thread serves itself.
-        page_lock: whether host memory must keep its pages.
+        page_lock: for whom host memory must keep its pages: nobody.
     """
 
     device = torch.device("cpu")
     with_control: ClassVar[tuple[str, ...]] = ()
-    page_lock = False
+    page_lock: Accelerator | None = None
 
     def __init__(self) -> None:
         self._slots: Slots = DeviceSlots(0, 1)

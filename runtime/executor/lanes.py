@@ -25,6 +25,7 @@ from moesim.engine.lanes import Admission, WorkerQueues, takes_places
 from moesim.engine.operations import DEMAND
 from moesim.hwprofiles.lanes import CONTROL, CPU
 from moesim.runtime.errors import RuntimeFault
+from moesim.runtime.executor.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +41,14 @@ dying disk may never return.
 
 class Stopped(Exception):  # noqa: N818 - no error: another worker failed, or the caller stopped
     """The run is over."""
+
+
+def _rouse(sleeper: threading.Lock) -> None:
+    """Release the lock on which a worker sleeps; it may have been roused already."""
+    try:  # noqa: SIM105 - as cheap as nothing where it does not fail
+        sleeper.release()
+    except RuntimeError:
+        pass
 
 
 class WakingLock:
@@ -66,7 +75,7 @@ class WakingLock:
         self._sleepers = []
         self._lock.release()
         for sleeper in sleepers:
-            sleeper.release()
+            _rouse(sleeper)
 
     def wake_afterwards(self, sleeper: threading.Lock) -> None:
         """Release this lock, on which a worker sleeps, when the common one is left."""
@@ -190,6 +199,10 @@ class Worker(WorkerQueues[Operation]):
             self._called = True
             self._lanes.lock.wake_afterwards(self._sleeping)
 
+    def rouse(self) -> None:
+        """Let a sleeping worker look around, without any lock."""
+        _rouse(self._sleeping)
+
     def serve(self, until: Callable[[], bool]) -> None:
         """Do what comes, until `until()` holds and nothing has been started.
 
@@ -204,8 +217,12 @@ class Worker(WorkerQueues[Operation]):
         began_s = lanes.began_s
         lock = lanes.lock
         finished = lanes.finished
+        interrupts = lanes.interrupts
+        in_control = self is lanes.control
         done: Operation | None = None
         while True:
+            if in_control:
+                interrupts.check()
             with lock:
                 if done is not None:
                     finished.append(done)
@@ -263,6 +280,7 @@ class Lanes:
         finished: operations in the order they ended; the control thread takes them out.
         began_s: the monotonic clock when the run began; all times count from there.
         control: the worker of the caller's thread.
+        interrupts: signals that wait until nothing is half done.
         stopping: no more work; set by a failure or by `close`.
         failure: what a worker died of.
     """
@@ -296,6 +314,7 @@ class Lanes:
         gated = [self.worker(lane) for lane in self.names if takes_places(lane)]
         self._gated = list(dict.fromkeys(gated))
         self.control = self._worker_of[self.names.index(CONTROL.lane())]
+        self.interrupts = Interrupts(self.control.rouse)
 
     def worker(self, lane: str) -> Worker:
         """Return who serves a lane."""

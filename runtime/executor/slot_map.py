@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from moesim.policies.planner.residency import CacheSize, Residency
+    from moesim.runtime.accelerators.accelerator import Accelerator
     from moesim.runtime.models.expert_layout import ExpertWeights
     from moesim.runtime.store.memory import Slots
     from moesim.runtime.store.store import ExpertStore
@@ -90,7 +91,7 @@ class HostSlotMap:
         size: its size, None where everything is held.
         staging: staging slots beside it.
         expert_bytes: per layer.
-        page_lock: keep pages in place, for CUDA copies.
+        page_lock: for whom pages are kept in place, None for nobody.
 
     Attributes:
         tier: the memory itself.
@@ -105,7 +106,7 @@ class HostSlotMap:
         staging: int,
         expert_bytes: tuple[int, ...],
         *,
-        page_lock: bool,
+        page_lock: Accelerator | None,
     ) -> None:
         self._store = store
         self._experts = store.experts(0)

@@ -52,7 +52,7 @@ def measure_contention(
     """
     share_s = seconds / (2 * _ROUNDS * len(pairs))
     for victim, other in pairs:
-        ratios = [_slowdown(work[victim], work[other], share_s) for _ in range(_ROUNDS)]
+        ratios = [slowdown(work[victim], work[other], share_s) for _ in range(_ROUNDS)]
         measurements.number(
             f"contention.{victim}.{other}",
             # Below 1 is noise: no work gets faster beside other work.
@@ -62,7 +62,7 @@ def measure_contention(
         )
 
 
-def _slowdown(victim: LaneWork, other: LaneWork, seconds: float) -> float:
+def slowdown(victim: LaneWork, other: LaneWork, seconds: float) -> float:
     """Return the victim's mean time beside the other's work over that alone."""
     torch.set_num_threads(victim.threads)
     alone_s = float(np.mean(sample(victim.run, seconds, fewest=_FEWEST)))

@@ -11,6 +11,8 @@ import numpy as np
 import psutil
 import torch
 
+from moesim.runtime.accelerators.here import accelerator_here
+
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 
 
@@ -39,9 +41,8 @@ def processor() -> str:
 
 def accelerator_name() -> str:
     """Name the GPU, or the host accelerator."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name(0)
-    return "host accelerator"
+    accelerator = accelerator_here()
+    return "host accelerator" if accelerator is None else accelerator.name
 
 
 def versions() -> dict[str, str]:

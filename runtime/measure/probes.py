@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from moesim.hwprofiles import paths
+from moesim.runtime.accelerators.here import accelerator_here
 from moesim.runtime.measure.timing import sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from moesim.runtime.accelerators.accelerator import Accelerator
     from moesim.runtime.measure.measurements import Measurements
 
 # Larger than the caches of processors that people own, V-Cache included.
@@ -39,8 +41,8 @@ def measure_probes(measurements: Measurements, cores: int, *, seconds: float) ->
     """
     words = torch.ones(READ_BYTES // 8, dtype=torch.int64)
     counts = thread_counts(cores)
-    cuda = torch.cuda.is_available()
-    share_s = seconds / (len(counts) + (5 if cuda else 0))
+    accelerator = accelerator_here()
+    share_s = seconds / (len(counts) + (0 if accelerator is None else 5))
 
     for threads in counts:
         with _threads(threads):
@@ -50,9 +52,9 @@ def measure_probes(measurements: Measurements, cores: int, *, seconds: float) ->
             READ_BYTES / np.asarray(times_s),
             f"sum of {READ_BYTES >> 20} MiB of integers, {threads} threads",
         )
-    if cuda:
-        _measure_links(measurements, share_s)
-        _measure_beside(measurements, words, cores)
+    if accelerator is not None:
+        _measure_links(measurements, accelerator, share_s)
+        _measure_beside(measurements, accelerator, words, cores)
 
 
 def thread_counts(cores: int) -> list[int]:
@@ -61,18 +63,23 @@ def thread_counts(cores: int) -> list[int]:
     return sorted({count for count in (*powers, cores) if count <= cores})
 
 
-def _measure_links(measurements: Measurements, share_s: float) -> None:
-    """Copies from page-locked and from ordinary memory, and reads on the GPU."""
-    target = torch.empty(READ_BYTES, dtype=torch.uint8, device="cuda")
+def _measure_links(
+    measurements: Measurements, accelerator: Accelerator, share_s: float
+) -> None:
+    """Copies from page-locked and from ordinary memory, and reads on the device."""
+    device = accelerator.device
+    target = torch.empty(READ_BYTES, dtype=torch.uint8, device=device)
     for path, page_lock in (
         (paths.LINK_PAGE_LOCKED, True),
         (paths.LINK_PAGEABLE, False),
     ):
-        source = torch.ones(READ_BYTES, dtype=torch.uint8, pin_memory=page_lock)
+        source = torch.ones(READ_BYTES, dtype=torch.uint8)
+        if page_lock:
+            source = accelerator.page_locked(source)
 
         def copy(_index: int, source: torch.Tensor = source) -> None:
             target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
+            accelerator.synchronize()
 
         measurements.number(
             path,
@@ -80,11 +87,11 @@ def _measure_links(measurements: Measurements, share_s: float) -> None:
             f"copies of {READ_BYTES >> 20} MiB to the GPU, page-locked: {page_lock}",
         )
 
-    words = torch.ones(DEVICE_READ_BYTES // 8, dtype=torch.int64, device="cuda")
+    words = torch.ones(DEVICE_READ_BYTES // 8, dtype=torch.int64, device=device)
 
     def read(_index: int) -> None:
         words.sum()
-        torch.cuda.synchronize()
+        accelerator.synchronize()
 
     measurements.number(
         paths.DEVICE_READ,
@@ -94,32 +101,35 @@ def _measure_links(measurements: Measurements, share_s: float) -> None:
 
 
 def _measure_beside(
-    measurements: Measurements, words: torch.Tensor, cores: int
+    measurements: Measurements,
+    accelerator: Accelerator,
+    words: torch.Tensor,
+    cores: int,
 ) -> None:
     """Reads by the CPU while copies run, and the copies meanwhile."""
-    source = torch.ones(READ_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(READ_BYTES, dtype=torch.uint8, device="cuda")
+    source = accelerator.page_locked(torch.ones(READ_BYTES, dtype=torch.uint8))
+    target = torch.empty_like(source, device=accelerator.device)
     reads = []
     copies = []
-    stream = torch.cuda.Stream()
+    stream = accelerator.new_stream()
 
     with _threads(cores):
         for _ in range(_BESIDE_READS):
-            begin = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
+            begin = accelerator.event(asleep=False)
+            end = accelerator.event(asleep=False)
             # Enough copies that the link is busy throughout the reads.
-            with torch.cuda.stream(stream):
-                begin.record()
+            with accelerator.on(stream):
+                begin.record(stream)
                 for _copy in range(4):
                     target.copy_(source, non_blocking=True)
-                end.record()
+                end.record(stream)
             begin_s = time.perf_counter()
             passes = 0
             while not end.query():
                 words.sum()
                 passes += 1
             elapsed_s = time.perf_counter() - begin_s
-            # CUDA reports milliseconds.
+            # Events report milliseconds.
             copies.append(4 * READ_BYTES / (float(begin.elapsed_time(end)) * 1e-3))
             reads.append(passes * READ_BYTES / elapsed_s)
 

@@ -23,10 +23,11 @@ import torch
 
 from moesim.hwprofiles.profile import HardwareProfile, save_profile
 from moesim.hwprofiles.schema import Quantity
+from moesim.runtime.accelerators.here import accelerator_here
 from moesim.runtime.measure.contention import LaneWork, measure_contention
 from moesim.runtime.measure.copies import CopyPool, measure_host_copies
-from moesim.runtime.measure.cuda import event_timer, measure_cuda_copies
 from moesim.runtime.measure.dense import measure_dense
+from moesim.runtime.measure.device_clock import event_timer, measure_device_copies
 from moesim.runtime.measure.disk import measure_disk
 from moesim.runtime.measure.dispatch import measure_dispatch
 from moesim.runtime.measure.experts import (
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
+    from moesim.runtime.accelerators.accelerator import Accelerator
     from moesim.traces.format.schema import ModelShape
 
 REFERENCE: Final = Size(2048, 768)
@@ -134,7 +136,7 @@ def measure(
     load = load_average()
     cores = available_cores()
     size = REFERENCE if shape is None else Size(shape.hidden, shape.expert_intermediate)
-    cuda = torch.cuda.is_available()
+    accelerator = accelerator_here()
 
     # One core stays free for the accelerator, as in a run. The shares of seconds below
     # follow how much each figure decides, and add up to about one.
@@ -145,10 +147,10 @@ def measure(
         _measure_cpu(measurements, subject, extent)
 
         report("the accelerator: experts, copies and the dense part", 0.35)
-        if cuda:
-            _measure_gpu(measurements, size, extent)
-        else:
+        if accelerator is None:
             _measure_host_accelerator(measurements, subject, extent)
+        else:
+            _measure_gpu(measurements, accelerator, size, extent)
 
         report("disk reads", 0.68)
         disk = measure_disk(
@@ -165,15 +167,15 @@ def measure(
         report("what memories and links reach alone", 0.88)
         measure_probes(measurements, cores, seconds=0.05 * extent.seconds)
 
-        # CUDA works beside the host; on one core nothing works beside anything.
-        if not cuda and cores > 1:
+        # A device works beside the host; on one core nothing works beside anything.
+        if accelerator is None and cores > 1:
             report("what lanes cost each other", 0.9)
             _measure_host_contention(measurements, subject, extent)
 
     _note_memory(measurements, cores)
     # With more cores a read that keeps one busy has one of its own.
     reads_share = cores <= 2 and (disk.core_share or 0.0) > _BUSY_READ
-    gpus = torch.cuda.device_count() if cuda else 0
+    gpus = 0 if accelerator is None else accelerator.count()
     profile = HardwareProfile(
         name=target.stem,
         kind="measured",
@@ -183,8 +185,8 @@ def measure(
             " began"
         ),
         date=measurements.date,
-        accelerator="cuda" if cuda else "host",
-        workers=_workers(cores, gpus, reads_share=reads_share),
+        accelerator="host" if accelerator is None else accelerator.kind,
+        workers=workers_of(cores, gpus, reads_share=reads_share),
         numbers=measurements.numbers,
         curves=measurements.curves,
         versions=versions(),
@@ -260,13 +262,18 @@ def _copy_cpu_costs(measurements: Measurements) -> None:
     measurements.curves["costs.gpu.points"] = measurements.curves["costs.cpu.points"]
 
 
-def _measure_gpu(measurements: Measurements, size: Size, extent: _Extent) -> None:
+def _measure_gpu(
+    measurements: Measurements,
+    accelerator: Accelerator,
+    size: Size,
+    extent: _Extent,
+) -> None:
     """Measure experts, the dense part and copies on the first GPU."""
-    device = "cuda:0"
+    device = str(accelerator.device)
     # The dtype in which models are published, whatever the CPU does well.
     dtype = torch.bfloat16
-    source = f"{torch.cuda.get_device_name(0)}, CUDA events"
-    once = event_timer(device)
+    source = f"{accelerator.name}, its events"
+    once = event_timer(accelerator)
     measure_experts(
         measurements,
         "gpu",
@@ -288,7 +295,7 @@ def _measure_gpu(measurements: Measurements, size: Size, extent: _Extent) -> Non
         once=once,
         source=source,
     )
-    measure_cuda_copies(measurements, device, seconds=0.12 * extent.seconds)
+    measure_device_copies(measurements, accelerator, seconds=0.12 * extent.seconds)
 
 
 def _measure_host_contention(
@@ -331,13 +338,11 @@ def _note_memory(measurements: Measurements, cores: int) -> None:
 
     # The rest of the memory is for the system, other programs and our own records.
     host = psutil.virtual_memory().total
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_properties(0).total_memory
-        gpu_bytes = device * 3 // 4
-        gpu_source = (
-            f"three quarters of {device / 2**30:.1f} GiB; the rest holds dense weights,"
-            " KV cache and workspace"
-        )
+    accelerator = accelerator_here()
+    if accelerator is not None:
+        device = accelerator.total_bytes
+        gpu_bytes = device
+        gpu_source = f"all {device / 2**30:.1f} GiB of the card"
     else:
         gpu_bytes = host // 4
         gpu_source = (
@@ -353,7 +358,9 @@ def _note_memory(measurements: Measurements, cores: int) -> None:
         measurements.numbers[f"memory.{key}"] = Quantity(value, "assumed", source)
 
 
-def _workers(cores: int, gpus: int, *, reads_share: bool) -> dict[str, tuple[str, ...]]:
+def workers_of(
+    cores: int, gpus: int, *, reads_share: bool
+) -> dict[str, tuple[str, ...]]:
     """Map lanes to workers so that busy ones never exceed cores.
 
     Control plans while the lanes wait and waits while they work. Beside CUDA it still

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Self
 
 import psutil
 import torch
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-_PORTABLE: Final = 1
-"""cudaHostRegisterPortable: page-locked in the eyes of every GPU."""
+    from moesim.runtime.accelerators.accelerator import Accelerator
 
 
 class Slots:
@@ -135,27 +134,33 @@ class HostSlots(Slots):
     Args:
         slots: how many, >= 0.
         slot_bytes: size of each; rounded up to a multiple of `BLOCK_BYTES`.
-        page_lock: keep the pages where they are, so that a GPU copies from them by
-            itself; needs CUDA.
+        page_lock: the accelerator that copies from them by itself, so that pages must
+            stay where they are; None where nobody does.
 
     Raises:
         RuntimeFault: there is not that much memory, or it cannot be page-locked.
     """
 
-    def __init__(self, slots: int, slot_bytes: int, *, page_lock: bool = False) -> None:
-        self.page_locked = False
+    def __init__(
+        self, slots: int, slot_bytes: int, *, page_lock: Accelerator | None = None
+    ) -> None:
+        self._locked_for: Accelerator | None = None
         slot_bytes = round_up(slot_bytes, BLOCK_BYTES)
         super().__init__(_host_memory(slots, slot_bytes), slot_bytes)
-        if page_lock and self.slots:
-            _page_lock(self.memory)
-            self.page_locked = True
+        if page_lock is not None and self.slots:
+            page_lock.page_lock(self.memory)
+            self._locked_for = page_lock
+
+    @property
+    def page_locked(self) -> bool:
+        """Whether the pages stay where they are."""
+        return self._locked_for is not None
 
     def close(self) -> None:
         """Unlock the pages and let go of them."""
-        # CUDA must forget the pages before the kernel hands them to others.
-        if self.page_locked:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
-            self.page_locked = False
+        if self._locked_for is not None:
+            self._locked_for.page_unlock(self.memory)
+            self._locked_for = None
         super().close()
 
 
@@ -251,27 +256,3 @@ def _map_pages(nbytes: int) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
-
-
-def _page_lock(memory: torch.Tensor) -> None:
-    """Page-lock host memory for CUDA, exactly as much as there is (torch's own
-    allocator rounds to powers of two).
-    """
-    gib = memory.numel() / 2**30
-    if not torch.cuda.is_available():
-        raise RuntimeFault(
-            f"cannot page-lock {gib:.2f} GiB of host memory: there is no CUDA device to"
-            " lock it for"
-        )
-
-    code = torch.cuda.cudart().cudaHostRegister(
-        memory.data_ptr(), memory.numel(), _PORTABLE
-    )
-    if int(code) != 0:
-        with contextlib.suppress(RuntimeError, AssertionError):
-            # CUDA reports this failure again at the next launch: let that be this one.
-            torch.zeros(1, device="cuda")
-        raise RuntimeFault(
-            f"cannot page-lock {gib:.2f} GiB of host memory: CUDA error {int(code)};"
-            " ask for less host memory, or raise the limit (`ulimit -l`)"
-        )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from moesim.traces.errors import TraceError
+from moesim.traces.errors import MissingColumnError, TraceError
 from moesim.traces.format.arrow import codes, flat, values
 from moesim.traces.format.checks import check_sequence
 from moesim.traces.format.distinct import first_repeat
@@ -133,9 +133,11 @@ class Trace:
         for name in columns:
             if name not in self.columns:
                 has = ", ".join(sorted(self.columns)) or "no optional column"
-                raise TraceError(
+                raise MissingColumnError(
                     f"{self.path}: {user} needs column {name!r}, this trace has {has};"
-                    " record a trace with it, or choose a policy that does not need it"
+                    " record a trace with it, add synthetic ones with `moesim trace"
+                    " predict`, or choose a policy that does not need it",
+                    column=name,
                 )
 
     def sequences(self, columns: Iterable[str] = ()) -> Iterator[SequenceRows]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -222,6 +222,12 @@ def _sorted(block: Block) -> Block:
 # -- rows that do not fit into memory --------------------------------------------------
 
 
+def _batches_of(relation: Any) -> Any:
+    """A relation as Arrow batches; older versions of DuckDB name it otherwise."""
+    read = getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader
+    return read(BATCH_ROWS)
+
+
 def _external(
     pieces: Iterable[Block],
     like: Block,
@@ -252,7 +258,7 @@ def _external(
             connection.execute("SET enable_progress_bar = false")
             try:
                 ordered = connection.from_arrow(reader).order(", ".join(keys))
-                for batch in ordered.to_arrow_reader(BATCH_ROWS):
+                for batch in _batches_of(ordered):
                     yield packing.unpacked(batch)
             except (duckdb.Error, pa.ArrowException, OSError) as error:
                 if errors:  # reading the file failed, not sorting

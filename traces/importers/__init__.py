@@ -28,7 +28,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+import json
 import pkgutil
+import re
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -43,10 +46,12 @@ from moesim.traces.format.schema import OPTIONAL_COLUMNS, ModelShape, TraceHeade
 from moesim.traces.format.sorting import ApartError, Unordered, joined
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.importers.readers.errors import decoding
+from moesim.traces.importers.readers.sequence_rows import without_cut_tokens
+from moesim.traces.importers.readers.text import whole_lines
 from moesim.traces.stats.quality_checks import QualityChecker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     Block = dict[str, np.ndarray]
 
@@ -80,17 +85,19 @@ def importers() -> dict[str, Any]:
 
 
 def import_trace(
-    source: Path | str,
+    source: Path | str | Sequence[Path | str],
     out: Path | str,
     *,
     shape: ModelShape | None = None,
     progress: Callable[[int], None] | None = None,
     options: Mapping[str, str] | None = None,
+    drop_incomplete: bool = False,
 ) -> ImportSummary:
     """Convert a foreign trace.
 
     Args:
-        source: the foreign file.
+        source: the foreign file; or several, one for each MoE layer in their order,
+            whose rows are the same tokens (see `moesim.traces.importers.columns`).
         out: the trace to make; it appears only when it is whole.
         shape: the model that the trace came from; None where the file has a header.
             Where the trace's top-k differs, the trace is right.
@@ -98,41 +105,79 @@ def import_trace(
             of rows written so far.
         options: what the file does not say and its importer asks for, such as ``{"map":
             "pos=position"}``; only importers that know all of them are asked.
+        drop_incomplete: leave out a last line that was cut off, and the last token of a
+            sequence where a layer of it is missing.
 
     Raises:
         TraceError: no importer knows the layout or the options, the shape does not fit,
             or the file is damaged.
     """
-    source = Path(source)
+    several = [source] if isinstance(source, str | Path) else list(source)
+    files = _in_order([_file(each) for each in several])
     out = Path(out)
-    if not source.is_file():
-        kind = "a folder" if source.is_dir() else "no such file"
-        raise TraceError(
-            f"{source}: {kind}; expected one file, a foreign trace to import"
-        )
-
     given = dict(options or {})
+    if len(files) > 1:
+        # Only tables come in a file for each layer.
+        given["layer_files"] = json.dumps([str(file) for file in files])
+    if not drop_incomplete:
+        return _import(files[0], out, shape, progress, given, None)
+    with whole_lines(files[0], out) as (file, remarks):
+        try:
+            return _import(file, out, shape, progress, given, remarks)
+        except TraceError as error:
+            # Faults are in the file that the user knows.
+            raise TraceError(str(error).replace(str(file), str(files[0]))) from None
+
+
+def _file(path: Path | str) -> Path:
+    file = Path(path)
+    if not file.is_file():
+        kind = "a folder" if file.is_dir() else "no such file"
+        raise TraceError(
+            f"{file}: {kind}; expected one file, a foreign trace to import"
+        )
+    return file
+
+
+def _in_order(files: list[Path]) -> list[Path]:
+    """Files by the last numbers in their names, where each has one of its own: a shell
+    puts ``layer10`` before ``layer2``.
+    """
+    numbers = [re.findall(r"\d+", file.stem) for file in files]
+    last = [int(digits[-1]) for digits in numbers if digits]
+    if len(set(last)) < len(files):
+        return files
+    return [file for _, file in sorted(zip(last, files, strict=True))]
+
+
+def _import(
+    source: Path,
+    out: Path,
+    shape: ModelShape | None,
+    progress: Callable[[int], None] | None,
+    options: dict[str, str],
+    dropped: list[str] | None,
+) -> ImportSummary:
+    """Convert one file; `dropped` gets remarks on what is left out, None keeps all."""
     # By content: people rename their dumps.
-    importer = _importer_of(source, given)
+    importer = _importer_of(source, options)
 
     with decoding(source, importer.name):
-        header = _header(source, importer, shape, given)
-        rows = importer.module.read(source, header.shape, **given)
+        header = _header(source, importer, shape, options)
+        rows = importer.module.read(source, header.shape, **options)
 
     blocks = rows.grouped() if isinstance(rows, Unordered) else rows
     while True:
+        if dropped is not None:
+            blocks = without_cut_tokens(blocks, header.shape.layers, dropped)
         # An importer has few reasons to have its file read again, each of them once.
         try:
-            return _write(
-                source,
-                out,
-                importer,
-                header,
-                blocks,
-                progress,
-            )
+            summary = _write(source, out, importer, header, blocks, progress)
         except ApartError:
             blocks = rows.sorted(out, progress)
+        else:
+            notes = (*summary.notes, *(dropped or ()))
+            return dataclasses.replace(summary, notes=notes)
 
 
 def _header(
@@ -147,6 +192,8 @@ def _header(
         header: TraceHeader = module.header(source, shape)
         return header
 
+    if shape is None and hasattr(module, "own_shape"):
+        shape = module.own_shape(source)
     if shape is None:
         raise TraceError(
             f"{source}: layout {importer.name} does not tell the sizes of its model:"
@@ -388,7 +435,9 @@ def _importer_of(
         key=lambda item: (getattr(item[1], "GENERIC", False), item[0]),
     )
     able = {
-        name: module for name, module in known if set(options) <= set(_options(module))
+        name: module
+        for name, module in known
+        if set(options) <= {*_options(module), *getattr(module, "PARTS", ())}
     }
     if not able:
         offered = sorted({option for _, module in known for option in _options(module)})
@@ -398,7 +447,10 @@ def _importer_of(
         )
 
     for name, module in able.items():
-        if module.recognises(source):
+        # A mapping may say what a file's columns are, and so what file it is.
+        asked = inspect.signature(module.recognises).parameters
+        relevant = {key: text for key, text in options.items() if key in asked}
+        if module.recognises(source, **relevant):
             return Importer(name, module)
 
     for name, module in known:

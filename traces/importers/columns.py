@@ -4,12 +4,15 @@ pos=position,experts=topk_ids,layer=layer_id,….
 Ours on the left, the file's on the right: seq, pos, phase, layer, experts, weights,
 scores, token; or expert (one row per selected expert) with rank. ``experts=e*`` gathers
 the columns e0, e1, …. Names that are the same need no mapping. In CSV a list is written
-in one field, its numbers apart by blanks, semicolons or bars, brackets or not.
+in one field, its numbers apart by blanks, semicolons, bars or (quoted) commas, brackets
+or not.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from moesim.traces.format.parquet import open_parquet, read_schema
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 from moesim.traces.format.sorting import BATCH_ROWS, Appearance, Unordered
 from moesim.traces.importers.readers.errors import decoding, layout_error
+from moesim.traces.importers.readers.names import NAMES, named_by
 from moesim.traces.importers.readers.options import (
     NO_WEIGHTS,
     PROMPT_TOKENS,
@@ -31,7 +35,6 @@ from moesim.traces.importers.readers.text import head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
 
@@ -44,6 +47,10 @@ OPTIONS = {
     "map": "our column=theirs, joined by commas",
     "prompt_tokens": PROMPT_TOKENS,
 }
+PARTS = ("layer_files",)
+"""What `import_trace` says beside options: a file for each MoE layer, as JSON list."""
+
+
 _OUR_COLUMNS = (
     "seq",
     "pos",
@@ -89,9 +96,10 @@ def provenance(
     *,
     map: str = "",  # noqa: A002 - the option's name
     prompt_tokens: str = "",
+    layer_files: str = "",
 ) -> dict[str, Any]:
     """The mapping that was used, and remarks."""
-    used = mapping(path, map, _names(path))
+    used = mapping(path, map, _names(path), by_layer=bool(layer_files))
 
     notes = []
     if "weights" not in used and "weight" not in used:
@@ -111,9 +119,19 @@ def read(
     *,
     map: str = "",  # noqa: A002 - the option's name
     prompt_tokens: str = "",
+    layer_files: str = "",
 ) -> Unordered:
-    """The mapped columns."""
-    return unordered(path, shape, mapping(path, map, _names(path)), prompt_tokens)
+    """The mapped columns; of several files, one for each MoE layer."""
+    columns = mapping(path, map, _names(path), by_layer=bool(layer_files))
+    if not layer_files:
+        return unordered(path, shape, columns, prompt_tokens)
+
+    files = [Path(file) for file in json.loads(layer_files)]
+    prompt = prompt_length(path, prompt_tokens)
+    return Unordered(
+        lambda: _pieces_by_layer(files, columns, prompt),
+        lambda block: _finished(path, shape, block),
+    )
 
 
 def unordered(
@@ -132,13 +150,17 @@ def unordered(
             where the file says so, or it is not known.
     """
     prompt = prompt_length(path, prompt_tokens)
+    return Unordered(
+        lambda: _pieces(path, columns, prompt),
+        lambda block: _finished(path, shape, block),
+    )
 
-    def finish(block: Block) -> Block:
-        if "expert" in block:
-            block = _gathered(path, block)
-        return finished(path, shape, block, ("phase", "token"))
 
-    return Unordered(lambda: _pieces(path, columns, prompt), finish)
+def _finished(path: Path, shape: ModelShape, block: Block) -> Block:
+    """A whole sequence, its layers numbered as MoE layers."""
+    if "expert" in block:
+        block = _gathered(path, block)
+    return finished(path, shape, block, ("phase", "token"))
 
 
 # -- mapping ---------------------------------------------------------------------------
@@ -148,6 +170,8 @@ def mapping(
     path: Path,
     text: str,
     names: list[str],
+    *,
+    by_layer: bool = False,
 ) -> Mapping:
     """Return our column -> the file's columns.
 
@@ -155,25 +179,21 @@ def mapping(
         path: the file, for errors.
         text: words ``ours=theirs``, joined by commas.
         names: the file's columns.
+        by_layer: there is a file for each layer, so neither layers nor positions need a
+            column.
 
     Raises:
         TraceError: a word that is no mapping, an unknown column on either side, or a
             needed one left out.
     """
-    # What has our name already needs no word; a word may still say otherwise.
-    columns = {name: [name] for name in _OUR_COLUMNS if name in names}
-    for word in filter(None, text.split(",")):
-        name = word.partition("=")[0].strip()
-        source = word.partition("=")[2].strip()
-        if "=" not in word or name not in _OUR_COLUMNS:
-            raise layout_error(
-                path,
-                f"option map: {word!r}",
-                f"column=theirs with {', '.join(_OUR_COLUMNS)}",
-                name or "nothing",
-                "",
-            )
-
+    # What has a known name already needs no word; a word may still say otherwise.
+    columns = _known(names)
+    words = named_by(path, text, _OUR_COLUMNS)
+    # One of the two kinds of rows: a word for one excludes the other.
+    for name, other in (("expert", "experts"), ("experts", "expert")):
+        if name in words:
+            columns.pop(other, None)
+    for name, source in words.items():
         is_pattern = source.endswith("*") and name in _LISTS
         columns[name] = _numbered(names, source[:-1]) if is_pattern else [source]
         if not columns[name] or not set(columns[name]) <= set(names):
@@ -187,7 +207,20 @@ def mapping(
             )
 
     place = "columns" if text else "no importer knows this layout as it is: columns"
-    _check_complete(path, place, columns, names)
+    needed = () if by_layer else ("pos", "layer")
+    _check_complete(path, place, columns, names, needed)
+    return columns
+
+
+def _known(names: list[str]) -> Mapping:
+    """Our column -> the file's column of a name that is known."""
+    columns = {name: [name] for name in _OUR_COLUMNS if name in names}
+    # One row per expert has an id of its own, whatever lists there are beside it.
+    generic = [name for name in NAMES if name != "experts" or "expert" not in columns]
+    for name in generic:
+        known = [other for other in NAMES[name] if other in names]
+        if known:
+            columns.setdefault(name, known[:1])
     return columns
 
 
@@ -208,15 +241,16 @@ def _check_complete(
     place: str,
     columns: Mapping,
     names: list[str],
+    needed: tuple[str, ...],
 ) -> None:
     actual = ", ".join(names)
-    for needed in ("pos", "layer"):
-        if needed not in columns:
-            way_out = f"name it with option map={needed}=THEIRS"
+    for name in needed:
+        if name not in columns:
+            way_out = f"name it with option map={name}=THEIRS"
             raise layout_error(
                 path,
                 place,
-                f"one for {needed}",
+                f"one for {name}",
                 actual,
                 way_out,
             )
@@ -296,6 +330,27 @@ def _batches(
     )
 
 
+def _pieces_by_layer(
+    files: list[Path], columns: Mapping, prompt: int | None
+) -> Iterator[Block]:
+    """Rows of the files one after the other, a layer each.
+
+    Without a column for them, positions count the rows of a file.
+    """
+    rows_of_first = None
+    for layer, file in enumerate(files):
+        rows = 0
+        for block in _pieces(file, columns, prompt):
+            count = len(block["seq"])
+            block["layer"] = np.full(count, layer, np.int32)
+            rows += count
+            yield block
+        rows_of_first = rows if rows_of_first is None else rows_of_first
+        if rows != rows_of_first:
+            expected = f"{rows_of_first} as in {files[0].name}"
+            raise layout_error(file, "rows", expected, rows, "one row per token")
+
+
 def _pieces(
     path: Path,
     columns: Mapping,
@@ -333,6 +388,7 @@ def _pieces(
             # Without a rank, the experts of a token are as the file orders them.
             order = np.arange(first_row, first_row + batch.num_rows)
             rows.setdefault("rank", order)
+        rows.setdefault("pos", np.arange(first_row, first_row + batch.num_rows))
         if prompt is not None:
             in_prompt = rows["pos"] < prompt
             rows["phase"] = np.where(
@@ -548,7 +604,7 @@ def _split(
     """Texts as lists of numbers; words that are none raise as Arrow does."""
     from pyarrow import compute  # noqa: PLC0415 - not every import has lists in texts
 
-    blanks = compute.replace_substring_regex(array, r"[\[\](){}|;\s]+", " ")
+    blanks = compute.replace_substring_regex(array, r"[\[\](){}|;,\s]+", " ")
     plain = compute.utf8_trim_whitespace(blanks)
     split = compute.split_pattern(plain.cast(pa.string()), " ")
     return pa.ListArray.from_arrays(split.offsets, split.values.cast(kind))

@@ -23,7 +23,11 @@ from moesim.traces.importers.readers.json_lines import (
     list_values,
     whole_numbers,
 )
-from moesim.traces.importers.readers.jsonl_layouts import has_key, row_tables
+from moesim.traces.importers.readers.jsonl_layouts import (
+    has_key,
+    keys_of,
+    row_tables,
+)
 from moesim.traces.importers.readers.options import (
     NO_WEIGHTS,
     PROMPT_TOKENS,
@@ -38,11 +42,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
-    from moesim.traces.importers.readers.jsonl_layouts import RowTable
+    from moesim.traces.importers.readers.jsonl_layouts import Keys, RowTable
 
     Block = dict[str, np.ndarray]
 
-OPTIONS = {"prompt_tokens": PROMPT_TOKENS}
+OPTIONS = {
+    "map": "our column=theirs, joined by commas",
+    "prompt_tokens": PROMPT_TOKENS,
+}
 _PHASES = {
     "prefill": Phase.PREFILL,
     "prompt": Phase.PREFILL,
@@ -53,14 +60,15 @@ _IDS = 1 << 16
 _POSITIONS = 1 << 31
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Path, *, map: str = "") -> bool:  # noqa: A002 - the option's name
     """Whether the first line is a row, a token with layers, or an object with
     ``top_k``; or one such object in all.
     """
     first = first_object(path)
     if isinstance(first, dict):
-        is_row = has_key(first, "layer") and has_key(first, "experts")
-        is_placed = has_key(first, "pos")
+        keys = keys_of(path, map)
+        is_row = has_key(first, "layer", keys) and has_key(first, "experts", keys)
+        is_placed = has_key(first, "pos", keys)
         return "top_k" in first or (is_placed and ("layers" in first or is_row))
 
     start = head(path, 512).lstrip()
@@ -70,11 +78,12 @@ def recognises(path: Path) -> bool:
 def provenance(
     path: Path,
     *,
+    map: str = "",  # noqa: A002 - the option's name
     prompt_tokens: str = "",
 ) -> dict[str, Any]:
     """Remarks on what is missing."""
     # The first rows speak for all; a mixture is refused while reading.
-    first = next(row_tables(path), None)
+    first = next(row_tables(path, keys_of(path, map)), None)
     if first is None:
         raise layout_error(path, "rows", "at least one", "none")
 
@@ -88,12 +97,14 @@ def read(
     path: Path,
     shape: ModelShape,
     *,
+    map: str = "",  # noqa: A002 - the option's name
     prompt_tokens: str = "",
 ) -> Unordered:
     """The file's rows."""
     prompt = prompt_length(path, prompt_tokens)
+    keys = keys_of(path, map)
     return Unordered(
-        lambda: _pieces(path, prompt),
+        lambda: _pieces(path, prompt, keys),
         lambda block: finished(path, shape, block, ("phase",)),
     )
 
@@ -101,13 +112,14 @@ def read(
 def _pieces(
     path: Path,
     prompt: int | None,
+    keys: Keys,
 ) -> Iterator[Block]:
     """Rows of some lines at a time; sequences are numbered by their first row."""
     sequences = Appearance()
     top_k = 0
     first: Block | None = None
 
-    for table in row_tables(path):
+    for table in row_tables(path, keys):
         # One trace has one top-k.
         if not top_k:
             top_k = _first_top_k(table)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 import pyarrow as pa
 
-from moesim.traces.files import written_beside
+from moesim.traces.files import sha256, written_beside
 from moesim.traces.format.arrow import numbers
-from moesim.traces.format.parquet import sealed_writer
+from moesim.traces.format.parquet import read_schema, sealed_writer
 from moesim.traces.format.sorting import BATCH_ROWS, ApartError, Unordered
 from moesim.traces.importers.readers.csv_columns import csv_columns
 from moesim.traces.importers.readers.errors import decoding, layout_error
@@ -32,6 +32,7 @@ from moesim.traces.importers.readers.sequence_rows import (
     layer_numbers,
 )
 from moesim.traces.importers.readers.text import head
+from moesim.traces.models import model_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,6 +72,7 @@ _RENAMED = {
 _CELL = ("turn", "phase", "step", "layer")
 _LIMITS = {"phase": 1, "residency": 2, "dropped": 1}
 _RESIDENCY_COLUMNS = ("residency", "dropped", "read_bytes")
+_RESIDENCY_SUFFIX = ".residency.parquet"
 _RESIDENCY = pa.schema(
     [
         ("seq", pa.int32()),
@@ -83,6 +85,9 @@ _RESIDENCY = pa.schema(
         ("read_bytes", pa.int64()),
     ]
 )
+RESIDENCY_OF = "trace_sha256"
+"""Key of the digest of the trace that residency belongs to, in the file's metadata."""
+
 _PREAMBLE_BYTES = 1 << 20
 # A preamble that claims more must not make the dense layers fill the memory.
 _MOST_LAYERS = 4096
@@ -119,6 +124,25 @@ def provenance(path: Path) -> dict[str, Any]:
         name: opening.facts[name] for name in ("model", "arch") if name in opening.facts
     }
     return known | {"notes": notes}
+
+
+def own_shape(path: Path) -> ModelShape | None:
+    """The model as the preamble describes it; None where it does not tell all sizes.
+
+    Widths are stated defaults, for the file knows bytes only.
+    """
+    opening = preamble(path)
+    sizes = [size for _, size in sorted(opening.expert_bytes.items()) if size]
+    if not sizes or not {"n_expert", "n_expert_used"} <= opening.facts.keys():
+        return None
+    words = {
+        "name": opening.facts.get("model", "route_trace").replace(",", "_"),
+        "layers": len(sizes),
+        "experts": opening.facts["n_expert"],
+        "top_k": opening.facts["n_expert_used"],
+        "expert_bytes": max(sizes),
+    }
+    return model_shape(",".join(f"{name}={value}" for name, value in words.items()))
 
 
 def reshape(
@@ -184,8 +208,26 @@ def read(
 
 
 def residency_path(trace: Path) -> Path:
-    """Return where the residency beside a trace lies."""
-    return trace.with_name(trace.name + ".residency.parquet")
+    """Return where the residency beside a trace is written."""
+    return trace.with_name(trace.name + _RESIDENCY_SUFFIX)
+
+
+def find_residency(trace: Path, digest: str) -> Path:
+    """Return the residency of a trace: beside it under its name, else the file of its
+    folder that was written with it, whatever either is called now.
+    """
+    expected = residency_path(trace)
+    if expected.is_file():
+        return expected
+    for path in sorted(trace.parent.glob(f"*{_RESIDENCY_SUFFIX}")):
+        try:
+            metadata = pq.read_metadata(path).metadata or {}
+        except (pa.ArrowException, OSError):
+            # Not ours to judge: it is none that belongs here.
+            continue
+        if metadata.get(RESIDENCY_OF.encode()) == digest.encode():
+            return path
+    return expected
 
 
 @contextmanager
@@ -216,6 +258,10 @@ def beside(out: Path) -> Iterator[Callable[[Block], Block]]:
             return block
 
         yield without_residency
+
+        # The trace is complete by now. A file that is renamed keeps its digest.
+        if writer is not None:
+            writer.add_key_value_metadata({RESIDENCY_OF: sha256(out)})
 
 
 def _residency_writer(path: Path) -> AbstractContextManager[pq.ParquetWriter]:

@@ -228,7 +228,8 @@ def _sequences(
     """int32 [N]: the number of each row's sequence."""
     encoded = _dictionary(column)
     labels = encoded.dictionary.to_pylist()
-    numbers = np.array([number_of[str(label)] for label in labels], dtype=np.int32)
+    # A dictionary may have labels that no row uses, as pandas writes categories.
+    numbers = np.array([number_of.get(str(label), -1) for label in labels], np.int32)
     sequences: np.ndarray = numbers[values(encoded.indices)]
     return sequences
 

@@ -6,19 +6,24 @@ Simulated and measured runs given together lie one below the other on the same c
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
 
 from moesim.traces.files import written_beside
 from moesim.traces.timeline.spans import KIND_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from moesim.traces.timeline.spans import Chunk, Timeline
 
-_COLUMNS = ("lane", "kind", "step", "layer", "expert", "start_s", "end_s", "bytes")
+_COLUMNS = ("lane", "kind", "step", "layer", "expert", "bytes")
 
 
 def write_perfetto(
@@ -28,10 +33,12 @@ def write_perfetto(
     """Write all spans of named timelines to one JSON file, a chunk at a time.
 
     Args:
-        path: file to make; it appears only when it is whole.
+        path: file to make; it appears only when it is whole. Compressed if its name
+            ends in ``.gz``, which Perfetto opens as well.
         timelines: name of the process in Perfetto -> timeline.
     """
-    with written_beside(path) as part, part.open("w", encoding="utf-8") as file:
+    compressed = Path(path).suffix == ".gz"
+    with written_beside(path) as part, _text_file(part, compressed=compressed) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
 
         # JSON allows no comma behind the last event.
@@ -42,6 +49,22 @@ def write_perfetto(
                 separator = ",\n"
 
         file.write("\n]}\n")
+
+
+@contextmanager
+def _text_file(path: Path, *, compressed: bool) -> Iterator[IO[str]]:
+    """A file for text, the same bytes every time."""
+    if not compressed:
+        with path.open("w", encoding="utf-8") as file:
+            yield file
+        return
+    with (
+        path.open("wb") as raw,
+        # No name and no time in the header, for they differ from run to run.
+        gzip.GzipFile("", "wb", compresslevel=6, fileobj=raw, mtime=0) as packed,
+        io.TextIOWrapper(packed, encoding="utf-8") as file,
+    ):
+        yield file
 
 
 def _events(
@@ -89,16 +112,22 @@ def _spans(
     process: int,
     chunk: Chunk,
 ) -> list[str]:
-    """Complete events, in microseconds."""
+    """Complete events, in microseconds with three decimals."""
     columns = [chunk[name].tolist() for name in _COLUMNS]
+    # Both ends are rounded before they are subtracted. A rounded length would reach
+    # into the operation that follows, and Perfetto drops what overlaps.
+    starts_ns, ends_ns = (
+        np.rint(chunk[name] * 1e9).astype(np.int64) for name in ("start_s", "end_s")
+    )
+    columns += [(starts_ns / 1e3).tolist(), ((ends_ns - starts_ns) / 1e3).tolist()]
     # Formatted by hand, for a run may have millions of spans.
     return [
         f'{{"ph":"X","pid":{process},"tid":{lane},'
         f'"name":"{_title(kind, layer, expert)}","cat":"{KIND_NAMES[kind]}",'
-        f'"ts":{start_s * 1e6:.3f},"dur":{(end_s - start_s) * 1e6:.3f},'
+        f'"ts":{start_us:.3f},"dur":{length_us:.3f},'
         f'"args":{{"kind":"{KIND_NAMES[kind]}",'
         f'"step":{step},"layer":{layer},"expert":{expert},"bytes":{nbytes}}}}}'
-        for lane, kind, step, layer, expert, start_s, end_s, nbytes in zip(
+        for lane, kind, step, layer, expert, nbytes, start_us, length_us in zip(
             *columns, strict=True
         )
     ]

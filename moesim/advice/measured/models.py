@@ -9,7 +9,7 @@ from moesim.advice.errors import AdviceError
 from moesim.advice.measured.folder import MeasuredFolder, Row, size_in_label
 from moesim.advice.model.catalogue import named_contents, shape_named
 from moesim.advice.model.contents import LayerContents, ModelContents
-from moesim.advice.model.formats import recipe
+from moesim.traces.weight_formats import recipe
 
 
 class FolderModels:

@@ -18,7 +18,7 @@ import yaml
 
 from moesim.advice.errors import AdviceError
 from moesim.advice.model.contents import F16_BYTES, LayerContents, ModelContents
-from moesim.advice.model.formats import (
+from moesim.traces.weight_formats import (
     Recipe,
     bytes_per_weight,
     is_dynamic,

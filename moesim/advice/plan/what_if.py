@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from moesim.advice.errors import AdviceError
 from moesim.advice.model.catalogue import named_contents
-from moesim.advice.model.formats import bytes_per_weight, recipe
 from moesim.advice.plan.candidates import Job, candidates
 from moesim.advice.times.cache_engine import (
     EngineTraits,
@@ -29,6 +28,7 @@ from moesim.advice.times.predictor import misfits_of
 from moesim.advice.times.priors import PriorTable
 from moesim.traces.files import ScratchFolder
 from moesim.traces.format.schema import ModelShape
+from moesim.traces.weight_formats import bytes_per_weight, recipe
 
 if TYPE_CHECKING:
     from pathlib import Path

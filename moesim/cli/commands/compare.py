@@ -8,7 +8,7 @@ import typer
 
 from moesim.cli import output
 from moesim.cli.checks import check_places
-from moesim.cli.options import AsJson, Perfetto
+from moesim.cli.options import AsJson, Perfetto, complete_policies
 from moesim.cli.parsers import split_policies
 from moesim.cli.run_options import with_config
 from moesim.runs.config import RunConfig
@@ -29,6 +29,7 @@ def compare(
                 " prefetch. The word systems stands"
                 " for every published system that the trace can serve."
             ),
+            autocompletion=complete_policies,
         ),
         # From computing everything on the CPU to fetching everything, and one that weighs
         # both for every expert.
@@ -146,29 +147,47 @@ def compare(
 def _expand(
     trace: "Trace", names: list[str], configs: list[RunConfig]
 ) -> tuple[list[str], list[str]]:
-    """Put, for the word ``systems``, those that the trace can serve.
+    """Leave out policies that read columns which the trace lacks; put, for the word
+    ``systems``, those that it can serve.
 
     Returns:
-        Policies, and a note about each system that was left out.
+        Policies, and notes about what was left out.
+
+    Raises:
+        MissingColumnError: no policy is left.
     """
     from moesim.policies.systems import SYSTEMS
     from moesim.sweeps.comparison import check_each
+    from moesim.traces.errors import MissingColumnError
 
     policies: list[str] = []
     left_out: list[str] = []
+    unserved: dict[str, MissingColumnError] = {}
     for name in names:
-        if name != "systems":
-            policies.append(name)
-            continue
-        for system in SYSTEMS:
-            # Who asks for all systems wants those that run, not the first refusal.
+        for policy in SYSTEMS if name == "systems" else [name]:
             try:
                 for config in configs:
-                    check_each(config, trace, [system])
+                    check_each(config, trace, [policy])
+            except MissingColumnError as error:
+                unserved[policy] = error
             except ValueError as error:
-                left_out.append(f"left out {system}: {error}")
+                # Who asks for all systems wants those that run; whoever names one is
+                # told what is wrong with it, before anything runs.
+                if name != "systems":
+                    policies.append(policy)
+                    continue
+                left_out.append(f"left out {policy}: {error}")
             else:
-                policies.append(system)
+                policies.append(policy)
+
+    if unserved and not policies:
+        raise next(iter(unserved.values()))
+    if unserved:
+        columns = dict.fromkeys(error.column for error in unserved.values())
+        left_out.append(
+            f"left out {', '.join(unserved)}: {trace.path} lacks {', '.join(columns)};"
+            " `moesim trace predict` adds synthetic ones"
+        )
     return policies, left_out
 
 

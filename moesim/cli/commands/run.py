@@ -184,15 +184,25 @@ def _print(measured: "MeasuredRun", startups: dict[str, Any] | None) -> None:
         print(f"bound: {measured.bound.words(measured.metrics['makespan_s'])}")
 
     startup = measured.startup
-    first = ""
+    print(
+        f"\nstart-up: ready after {startup['ready_s']:.2f} s: non-expert weights"
+        f" {startup['dense_s']:.2f} s, experts {startup['experts_s']:.2f} s"
+        f" ({format_bytes(startup['experts_bytes'])} read); before that the store took"
+        f" {startup['store_s']:.2f} s"
+    )
     # A trace without prefill has no first token.
     if "first_token_s" in startup:
-        first = f", first token after {startup['first_token_s']:.2f} s"
-    print(
-        f"\nstart-up: non-expert weights {startup['dense_s']:.2f} s, experts"
-        f" {startup['experts_s']:.2f} s ({format_bytes(startup['experts_bytes'])}"
-        f" read){first}; before that the store took {startup['store_s']:.2f} s"
-    )
+        prompt_s = startup["first_token_s"] - startup["ready_s"]
+        print(
+            f"first token: after {startup['first_token_s']:.2f} s, {prompt_s:.2f} s of"
+            " them the prompt"
+        )
+    if "steady_token_s" in startup:
+        print(
+            f"steady state: {1e3 * startup['steady_token_s']:.1f} ms for a decode step"
+            " (median of the second half); the first half took"
+            f" {startup['settling_s']:.2f} s longer"
+        )
     if measured.footprint is not None:
         print(_memory_text(measured.footprint))
     for name, times in (startups or {}).items():

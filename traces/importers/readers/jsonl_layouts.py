@@ -20,6 +20,7 @@ from moesim.traces.importers.readers.json_lines import (
     list_lengths,
     list_values,
 )
+from moesim.traces.importers.readers.names import NAMES, named_by
 from moesim.traces.importers.readers.text import first_object, head, line_chunks
 
 if TYPE_CHECKING:
@@ -29,16 +30,11 @@ if TYPE_CHECKING:
     from moesim.traces.errors import TraceError
     from moesim.traces.importers.readers.json_lines import JsonLines
 
-# Our column -> the keys that engines write for it, the most explicit first: beside
-# ``pos``, a ``token`` is a token id.
-KEYS = {
-    "seq": ("seq", "seq_id", "sequence", "request"),
-    "phase": ("phase",),
-    "pos": ("pos", "position", "token_idx", "token_index", "token", "step"),
-    "layer": ("layer", "layer_idx", "layer_id"),
-    "experts": ("experts", "selected_ids", "expert_ids", "ids", "topk_ids"),
-    "weights": ("weights", "gate_weights", "expert_weights"),
-}
+Keys = dict[str, tuple[str, ...]]
+"""Our column -> the keys that stand for it, the most explicit first."""
+
+# Beside ``pos``, a ``token`` is a token id.
+KEYS: Keys = NAMES | {"pos": (*NAMES["pos"], "token", "step")}
 _TYPES: dict[str, Any] = {
     "seq": "VARCHAR",
     "phase": "VARCHAR",
@@ -57,6 +53,7 @@ class RowTable(NamedTuple):
     Attributes:
         lines: the lines.
         line: int64 [N], which of the M lines each row comes from.
+        keys: what the lines call our columns.
         seq: strings [M], None where no line names its sequence.
         phase: strings [M], None where no line has one.
         pos: doubles [N], None where no line has one.
@@ -67,6 +64,7 @@ class RowTable(NamedTuple):
 
     lines: JsonLines
     line: np.ndarray
+    keys: Keys
     seq: Any
     phase: Any
     pos: Any
@@ -86,7 +84,7 @@ class RowTable(NamedTuple):
         place = f"line {self.lines.number[line]}: {name}"
 
         if isinstance(value, dict):
-            key = next((key for key in KEYS[name] if key in value), None)
+            key = next((key for key in self.keys[name] if key in value), None)
             # Without such a key, the keys that there are say what went wrong.
             value = ", ".join(value) if key is None else value[key]
 
@@ -96,15 +94,22 @@ class RowTable(NamedTuple):
         return layout_error(self.lines.path, place, expected, quoted)
 
 
-def has_key(
-    value: dict[str, Any],
-    name: str,
-) -> bool:
+def keys_of(path: Path, text: str) -> Keys:
+    """Return the keys of our columns, those of the option ``map`` in place of ours.
+
+    Raises:
+        TraceError: a word that is no mapping.
+    """
+    words = named_by(path, text, tuple(KEYS))
+    return KEYS | {name: (key,) for name, key in words.items()}
+
+
+def has_key(value: dict[str, Any], name: str, keys: Keys = KEYS) -> bool:
     """Whether an object has column `name` under any of its keys."""
-    return any(key in value for key in KEYS[name])
+    return any(key in value for key in keys[name])
 
 
-def row_tables(path: Path) -> Iterator[RowTable]:
+def row_tables(path: Path, keys: Keys = KEYS) -> Iterator[RowTable]:
     """Read the rows of some lines at a time, at least one row each.
 
     Raises:
@@ -118,7 +123,7 @@ def row_tables(path: Path) -> Iterator[RowTable]:
             first = _first_value(path, number, data)
             if first is None:
                 continue
-            layout = _layout_of(first, top_k)
+            layout = _layout_of(first, top_k, keys)
             reader = JsonLinesReader(layout.structure)
 
         lines = reader.parse(path, number, data)
@@ -206,6 +211,7 @@ class _Layout(Protocol):
 def _layout_of(
     first: Any,
     top_k: int,
+    keys: Keys,
 ) -> _Layout:
     """The layout of a file by its first line; `top_k` as a header says."""
     if isinstance(first, list):
@@ -213,20 +219,21 @@ def _layout_of(
         return _ListLayout(top_k, nested=nested)
 
     line = first if isinstance(first, dict) else {}
-    return _TokenLayout(line) if "layers" in line else _RowLayout(line)
+    return _TokenLayout(line, keys) if "layers" in line else _RowLayout(line, keys)
 
 
 def _structure(
     value: dict[str, Any],
     names: tuple[str, ...],
+    keys: Keys,
 ) -> dict[str, Any]:
     """The structure of lines like `value`: what it has for each column of `names`."""
     structure: dict[str, Any] = {}
     for name in names:
-        used = [key for key in KEYS[name] if key in value]
+        used = [key for key in keys[name] if key in value]
         # Looking for a key costs time at every line. Of a column that the first line
         # does not have, a later line may have any.
-        structure |= dict.fromkeys(used[:1] or KEYS[name], _TYPES[name])
+        structure |= dict.fromkeys(used[:1] or keys[name], _TYPES[name])
 
     return structure
 
@@ -234,9 +241,10 @@ def _structure(
 def _column(
     columns: dict[str, Any],
     name: str,
+    keys: Keys,
 ) -> Any:
     """The column under the key that the lines have for it; None under none."""
-    candidates = [columns[key] for key in KEYS[name] if key in columns]
+    candidates = [columns[key] for key in keys[name] if key in columns]
     complete = (column for column in candidates if not column.null_count)
     partial = (column for column in candidates if column.null_count < len(column))
     return next(chain(complete, partial), None)
@@ -245,27 +253,31 @@ def _column(
 class _RowLayout:
     """An object per token and layer."""
 
-    def __init__(self, first: dict[str, Any]) -> None:
-        self.structure = _structure(first, tuple(KEYS))
+    def __init__(self, first: dict[str, Any], keys: Keys) -> None:
+        self._keys = keys
+        self.structure = _structure(first, tuple(keys), keys)
 
     def table(self, lines: JsonLines) -> RowTable:
         columns = columns_of(lines.values)
         line = np.arange(len(lines.number))
-        return RowTable(lines, line, **{name: _column(columns, name) for name in KEYS})
+        keys = self._keys
+        by_name = {name: _column(columns, name, keys) for name in keys}
+        return RowTable(lines, line, keys, **by_name)
 
 
 class _TokenLayout:
     """An object per token with its layers: lists of ids, or objects."""
 
-    def __init__(self, first: dict[str, Any]) -> None:
+    def __init__(self, first: dict[str, Any], keys: Keys) -> None:
+        self._keys = keys
         layers = first["layers"] if isinstance(first["layers"], list) else []
         objects = [layer for layer in layers if isinstance(layer, dict)]
         self._has_objects = bool(objects)
 
         layer: Any = _TYPES["experts"]
         if objects:
-            layer = _structure(objects[0], ("layer", "experts", "weights"))
-        self.structure = _structure(first, ("seq", "phase", "pos")) | {
+            layer = _structure(objects[0], ("layer", "experts", "weights"), keys)
+        self.structure = _structure(first, ("seq", "phase", "pos"), keys) | {
             "layers": [layer]
         }
 
@@ -287,16 +299,17 @@ class _TokenLayout:
         weights = None
         if self._has_objects:
             parts = columns_of(experts)
-            layer = _column(parts, "layer")
-            experts = _column(parts, "experts")
-            weights = _column(parts, "weights")
+            layer = _column(parts, "layer", self._keys)
+            experts = _column(parts, "experts", self._keys)
+            weights = _column(parts, "weights", self._keys)
 
-        pos = _column(columns, "pos")
+        pos = _column(columns, "pos", self._keys)
         return RowTable(
             lines=lines,
             line=line,
-            seq=_column(columns, "seq"),
-            phase=_column(columns, "phase"),
+            keys=self._keys,
+            seq=_column(columns, "seq", self._keys),
+            phase=_column(columns, "phase", self._keys),
             pos=None if pos is None else pos.take(numbers(line)),
             # A layer without a number is the one whose turn it is.
             layer=numbers(turn) if layer is None else layer.fill_null(numbers(turn)),
@@ -354,6 +367,7 @@ class _ListLayout:
         return RowTable(
             lines=lines,
             line=line,
+            keys=KEYS,
             seq=None,
             phase=None,
             pos=numbers(self._positions(layer)),

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.traces.format.schema import Phase
+from moesim.traces.format.sorting import joined
 from moesim.traces.importers.readers.errors import layout_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
@@ -116,6 +117,46 @@ def finished(
     # Without prompts a trace replays as decode, and the report says so.
     phase = block.get("phase", np.full(len(pos), Phase.DECODE, np.int8))
     return {**block, "layer": layer, "phase": phase}
+
+
+def without_cut_tokens(
+    blocks: Iterable[Block], layers: int, dropped: list[str]
+) -> Iterator[Block]:
+    """Leave out the last generated token of a sequence where a layer of it is missing,
+    as it is in a dump that was cut off.
+
+    Args:
+        blocks: rows of sequences, each sorted; a sequence may come in parts.
+        layers: L.
+        dropped: gets a remark for each token that is left out.
+    """
+    held: Block | None = None
+    for block in blocks:
+        if held is not None and held["seq"][0] == block["seq"][0]:
+            block = joined([held, block])  # noqa: PLW2901 - the rest of one token
+        elif held is not None:
+            yield from _complete(held, layers, dropped)
+
+        # Whether a token is complete shows when the next one begins.
+        start = int(np.searchsorted(block["pos"], block["pos"][-1]))
+        held = {name: values[start:] for name, values in block.items()}
+        if start:
+            yield {name: values[:start] for name, values in block.items()}
+    if held is not None:
+        yield from _complete(held, layers, dropped)
+
+
+def _complete(block: Block, layers: int, dropped: list[str]) -> Iterator[Block]:
+    """The rows of one token; none if it lacks a layer."""
+    # The last layer of a prompt may have its last token only.
+    generated = block["phase"][0] == Phase.DECODE
+    if generated and len(np.unique(block["layer"])) < layers:
+        dropped.append(
+            f"sequence {block['seq'][0]}: token {block['pos'][0]} lacks layers and was"
+            " left out"
+        )
+        return
+    yield block
 
 
 def _moe_layers(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 # Text parsed at a time. A query of DuckDB costs some milliseconds whatever it holds: at
 # half a MiB they were half of the time per row.
@@ -43,6 +46,45 @@ def first_object(path: Path) -> Any:
                 return None
 
     return None
+
+
+@contextmanager
+def whole_lines(path: Path, beside: Path) -> Iterator[tuple[Path, list[str]]]:
+    """A text without a last line that was cut off, and a remark about it; the file
+    itself where nothing is missing.
+
+    Args:
+        path: the file.
+        beside: a copy without that line lies in a folder beside this one meanwhile.
+    """
+    end = _end_of_lines(path)
+    if end is None:
+        yield path, []
+        return
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=beside.parent, prefix=".import-") as folder:
+        copy = Path(folder) / path.name
+        with path.open("rb") as source, copy.open("wb") as target:
+            while end and (data := source.read(min(end, TEXT_BYTES))):
+                end -= target.write(data)
+        yield copy, ["the last line was cut off and was left out"]
+
+
+def _end_of_lines(path: Path) -> int | None:
+    """Bytes up to the end of the last whole line; None where none is cut off, or where
+    this is no text.
+    """
+    start = head(path)
+    if not start or b"\0" in start or start.startswith(b"PAR1"):
+        return None
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        # A line that is longer than this is no row of a dump.
+        file.seek(max(0, size - TEXT_BYTES))
+        tail = file.read()
+    newline = tail.rfind(b"\n")
+    cut = len(tail) - newline - 1
+    return size - cut if cut and newline >= 0 else None
 
 
 def line_chunks(

@@ -72,7 +72,7 @@ def search(
     check_places(folder=store, files=[table], inputs=[source])
     (trace,) = _single(sources(source, axes))
     with bar("searching", 1.0) as show:
-        found = search_for(
+        searched = search_for(
             trace,
             over=dict(map(_range, over or [])),
             objectives=objectives.split(","),
@@ -85,15 +85,15 @@ def search(
             **{name: _value(values) for name, values in axes.items()},
         )
     if table is not None:
-        save_table(found, table)
+        save_table(searched, table)
     if as_json:
-        print(found.to_json(orient="records", indent=2))
+        print(searched.to_json(orient="records", indent=2))
         return
-    shown = found.drop(columns="digest").head(SHOWN).round(6)
+    shown = searched.drop(columns="digest").head(SHOWN).round(6)
     rows = [list(map(str, row)) for row in shown.itertuples(index=False, name=None)]
     print("\n".join(aligned([list(map(str, shown.columns)), *rows])))
-    best = int(found["best"].sum())
-    print(f"\nbest: {best} of {len(found)} runs that were replayed in full")
+    best = int(searched["best"].sum())
+    print(f"\nbest: {best} of {len(searched)} runs that were replayed in full")
     output.print_written([store, table])
 
 

@@ -11,19 +11,27 @@ from moesim.cli.options import AsJson, TraceFile
 
 def check_residency(
     trace: TraceFile,
-    cache_bytes: Annotated[
-        int,
+    cache_size: Annotated[
+        str,
         typer.Option(
             "--cache",
-            metavar="SIZE",
-            parser=parsers.size_bytes,
-            help="The engine's expert cache.",
+            metavar="SIZE|auto",
+            help=(
+                "The engine's expert cache; auto takes the size at which as many"
+                " accesses hit as in the engine."
+            ),
             show_default=False,
         ),
     ],
     policy: Annotated[
         str, typer.Option(help="Cache policy to compare with (see: list cache).")
     ] = "lru",
+    engine_hits: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="Hits by the engine's own counter, to compare."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace imported from route_trace v1 and compare every access with the
@@ -32,13 +40,20 @@ def check_residency(
     \b
     Example:
       moesim trace check-residency trace.parquet --cache 3000MiB
+      moesim trace check-residency trace.parquet --cache auto --engine-hits 81234
     """
     from moesim.analysis.residency import check_residency as compare
+    from moesim.traces.sizes import format_bytes
 
+    is_auto = cache_size == "auto"
+    cache_bytes = None if is_auto else parsers.size_bytes(cache_size)
     comparison = compare(trace, cache_bytes=cache_bytes, cache=policy)
     if as_json:
-        print(json.dumps(comparison.to_json(), indent=2))
+        counters = {} if engine_hits is None else {"counted_hits": engine_hits}
+        print(json.dumps(comparison.to_json() | counters, indent=2))
         return
+    if is_auto:
+        print(f"cache of {format_bytes(comparison.cache_bytes)}: hits as the engine")
     for name, counts in comparison.phases.items():
         # A trace without prefill has nothing to say of it.
         if not counts.accesses:
@@ -59,5 +74,10 @@ def check_residency(
             output.print_notes(
                 [f"{counts.dropped:,} accesses that the engine dropped are left out"]
             )
+    if engine_hits is not None:
+        print(
+            f"hits: {engine_hits:,} by the engine's counter, {comparison.engine_hits:,}"
+            f" in its record, {comparison.replay_hits:,} in the replay"
+        )
     first = comparison.first
     print(f"first difference: {first}" if first else "no difference")

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 
 def import_(
-    source: Annotated[
-        Path,
+    sources: Annotated[
+        list[Path],
         typer.Argument(
-            metavar="SRC", help="A foreign routing trace.", show_default=False
+            metavar="SRC…",
+            help="A foreign routing trace; or tables, one for each MoE layer.",
+            show_default=False,
         ),
     ],
     target: Annotated[
@@ -40,15 +42,21 @@ def import_(
         ),
     ] = None,
     weights: Annotated[
-        str,
-        typer.Option(metavar="FORMAT", help="Weight format that decides the bytes."),
-    ] = "bf16",
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Weight format that decides the bytes. Default: bf16.",
+        ),
+    ] = None,
     columns: Annotated[
         str | None,
         typer.Option(
             "--map",
             metavar="OURS=THEIRS,…",
-            help="Columns of a plain table, such as pos=position,experts=e*.",
+            help=(
+                "Columns of a table, or keys of JSON lines, such as"
+                " pos=position,experts=e*."
+            ),
             show_default=False,
         ),
     ] = None,
@@ -71,6 +79,13 @@ def import_(
             help="Sequences behind each other in router logits.",
         ),
     ] = None,
+    drop_incomplete: Annotated[
+        bool,
+        typer.Option(
+            "--drop-incomplete",
+            help="Leave out a last line or token that was cut off.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a trace of a foreign file. The file does not tell the sizes of its model, so
@@ -82,19 +97,25 @@ def import_(
     Examples:
       moesim trace import routing.parquet q.parquet --shape qwen3-30b-a3b --weights q4_k_m
       moesim trace import toy.parquet t.parquet --shape layers=1,experts=6,top_k=1,expert_bytes=1MiB
+      moesim trace import layer*.parquet q.parquet --shape qwen3-30b-a3b --map experts=topk
       moesim trace import unsorted.parquet sorted.parquet
     """
-    check_places(files=[target], inputs=[source])
+    check_places(files=[target], inputs=sources)
     from moesim.cli.progress import bar
     from moesim.traces.importers import import_trace
     from moesim.traces.models import model_shape
 
     # A sorted moesim trace keeps its own shape.
-    model = None if shape is None else model_shape(shape, weights)
+    model = None if shape is None else model_shape(shape, weights or "bf16")
     options = import_options(columns, prompt_tokens, batch)
     with bar("importing") as show:
         imported = import_trace(
-            source, target, shape=model, progress=show, options=options
+            sources,
+            target,
+            shape=model,
+            progress=show,
+            options=options,
+            drop_incomplete=drop_incomplete,
         )
     if as_json:
         facts = {
@@ -109,7 +130,11 @@ def import_(
         }
         print(json.dumps(facts, indent=2))
         return
-    _print(imported)
+    # Bytes that the file or the shape itself tells are of no format.
+    is_own = model is None or imported.shape.expert_bytes != model.expert_bytes
+    is_own = is_own or "expert_bytes" in str(shape)
+    assumed = "; taken as bf16, --weights says otherwise" if weights is None else ""
+    _print(imported, "" if is_own else assumed or f" ({imported.shape.dtype})")
 
 
 def import_options(
@@ -123,7 +148,13 @@ def import_options(
     return {name: str(value) for name, value in options.items() if value is not None}
 
 
-def _print(imported: "ImportSummary") -> None:
+def _print(imported: "ImportSummary", weights: str) -> None:
+    """Print what was made.
+
+    Args:
+        imported: the summary.
+        weights: what is to be said of the weight format.
+    """
     from moesim.traces.sizes import format_bytes
 
     shape = imported.shape
@@ -132,8 +163,7 @@ def _print(imported: "ImportSummary") -> None:
     print(
         f"{imported.rows:,} rows of {imported.sequences:,}"
         f" sequence{'s' * (imported.sequences != 1)}; {shape.name}: {shape.layers} MoE"
-        f" layers x {shape.experts} experts, top {shape.top_k}, {sizes} each"
-        f" ({shape.dtype})"
+        f" layers x {shape.experts} experts, top {shape.top_k}, {sizes} each{weights}"
     )
     output.print_notes(imported.notes)
     output.print_written([imported.path])

@@ -111,43 +111,24 @@ def synth(
     stated: dict[str, Any] = {
         name: value for name, value in possible.items() if value is not None
     }
-    # Statistics come from one source only.
-    if (like is None) == (shape is None):
-        raise typer.BadParameter("expected either --like TRACE or --shape MODEL")
-    # Lengths are no habit: a trace of decode tokens only may be drawn with prompts.
-    doubled = [name for name in stated if name not in ("prompt", "generated")]
-    if like is not None and doubled:
-        raise typer.BadParameter(
-            f"--{doubled[0]} states what --like measures; drop one of them"
-        )
-    if like is None and save_stats is not None:
-        raise typer.BadParameter(
-            "expected --like beside it: stated statistics need no file",
-            param_hint="--save-stats",
-        )
     check_places(files=[target, save_stats], inputs=[like])
     from moesim.cli.progress import bar
-    from moesim.traces.models import model_shape
-    from moesim.traces.synthetic import generate as synthetic
+    from moesim.traces.synthetic.synth import synth as draw
 
-    if like is not None:
-        # It reads the whole trace; stated statistics need none.
-        from moesim.traces.synthetic import saved
-
-        model = saved.model_like(like, weights)
-        if save_stats is not None:
-            saved.save(model, save_stats)
-        model = synthetic.of_lengths(model, prompt=prompt, generated=generated)
-    else:
-        described = model_shape(str(shape), weights or "bf16")
-        model = synthetic.stated(described, seed=seed, **stated)
-    # Traces may be larger than memory, so they are written while they are drawn.
     with bar("drawing") as show:
-        rows = synthetic.synthesise(
-            model, target, tokens=int(tokens), seed=seed, progress=show
+        trace = draw(
+            target,
+            tokens=tokens,
+            like=like,
+            save_stats=save_stats,
+            shape=shape,
+            weights=weights,
+            seed=seed,
+            progress=show,
+            **stated,
         )
     print(
-        f"wrote {target}: {rows:,} rows, {int(tokens):,} tokens; synthetic, and it"
+        f"wrote {target}: {trace.rows:,} rows, {int(tokens):,} tokens; synthetic, and it"
         " says so"
     )
     if save_stats is not None:

@@ -7,11 +7,10 @@ far as they move the sum by more than a few per cent; a file's header is exact.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
-
-from gguf.constants import GGML_QUANT_SIZES
 
 # Formats of forks, whose block sizes the package `gguf` does not know: bits per weight.
 # Source: ik_llama.cpp's pull requests that introduced them.
@@ -123,18 +122,40 @@ _STEP_UP = {
 
 
 @cache
+def _blocks() -> dict[str, tuple[int, int]]:
+    """Weights and bytes of one block, by the name of ggml's format."""
+    # Some 50 ms that a replay need not pay.
+    from gguf.constants import GGML_QUANT_SIZES  # noqa: PLC0415 - as said above
+
+    return {kind.name.lower(): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
+
+
+@cache
 def bytes_per_weight(name: str) -> float:
     """Return stored bytes per weight of a format; 16 bits for one nobody knows."""
-    for kind, (block, block_bytes) in GGML_QUANT_SIZES.items():
-        if kind.name.lower() == name:
-            return block_bytes / block
+    if name in _blocks():
+        weights, block_bytes = _blocks()[name]
+        return block_bytes / weights
     return FORK_BITS.get(name, 16.0) / 8
+
+
+def row_bytes(name: str, width: int) -> int:
+    """Return the bytes of one row of `width` weights: whole blocks."""
+    name = row_format(name, width)
+    if name not in _blocks():
+        return math.ceil(width * bytes_per_weight(name))
+    weights, block_bytes = _blocks()[name]
+    return math.ceil(width / weights) * block_bytes
 
 
 def known_format(name: str) -> bool:
     """Tell whether the bytes of a format are known."""
-    names = {kind.name.lower() for kind in GGML_QUANT_SIZES}
-    return name in names or name in FORK_BITS
+    return name in _blocks() or name in FORK_BITS
+
+
+def known_labels() -> tuple[str, ...]:
+    """Return formats and labels of files, sorted."""
+    return tuple(sorted({*_blocks(), *FORK_BITS, *RECIPES}))
 
 
 def row_format(name: str, width: int) -> str:

@@ -1,5 +1,5 @@
-"""The GPU behind the same lanes: streams for compute and copies, events for their
-times.
+"""An accelerator behind the same lanes: streams for compute and copies, events for
+their times.
 
 The control thread launches the dense part and the products on the compute stream, which
 costs it microseconds each; the link has a thread of its own that launches one copy at a
@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.executor.device import weighted_sum
 from moesim.runtime.store.memory import DeviceSlots
 
 if TYPE_CHECKING:
+    from moesim.runtime.accelerators.accelerator import Accelerator
     from moesim.runtime.executor.lanes import Operation
     from moesim.runtime.executor.layer_job import LayerJob
     from moesim.traces.timeline.spans import Timeline
@@ -37,11 +37,6 @@ if TYPE_CHECKING:
 
 _ANCHORINGS = 5
 """Tries to see the device's clock and the host's at one moment; the tightest counts."""
-
-
-def cuda_is_there() -> bool:
-    """Tell whether this machine has a GPU that torch can use."""
-    return bool(torch.cuda.is_available())
 
 
 class Anchor(NamedTuple):
@@ -55,31 +50,24 @@ class Anchor(NamedTuple):
         return self.at_s + float(self.event.elapsed_time(event)) * 1e-3
 
 
-class CudaDevice:
-    """What the `gpu0`, `h2d0` and `d2h0` lanes do on a machine with CUDA. Attributes as
-    in `HostDevice`.
+class StreamDevice:
+    """What the `gpu0`, `h2d0` and `d2h0` lanes do on a machine with an accelerator.
+    Attributes as in `HostDevice`.
 
     Args:
-        device: which GPU.
-
-    Raises:
-        RuntimeFault: there is no such GPU.
+        accelerator: what computes.
     """
 
     with_control: ClassVar[tuple[str, ...]] = ("gpu", "d2h")
-    page_lock = True
 
-    def __init__(self, device: str = "cuda:0") -> None:
-        if not cuda_is_there():
-            raise RuntimeFault(
-                f"{device}: expected a CUDA device, found none; use a profile of this"
-                " machine"
-            )
-        self.device = torch.device(device)
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.device = accelerator.device
+        self.page_lock = accelerator if accelerator.page_locks else None
+        self._accelerator = accelerator
         self._slots = DeviceSlots(0, 1)
         # Where torch launches what the model computes.
-        self._compute: Any = torch.cuda.current_stream(self.device)
-        self._copies: Any = torch.cuda.Stream(self.device)
+        self._compute: Any = accelerator.current_stream()
+        self._copies: Any = accelerator.new_stream()
         self._last_use: dict[int, Any] = {}
         self._began_s = 0.0
         self._anchor: Anchor | None = None
@@ -95,13 +83,13 @@ class CudaDevice:
             RuntimeFault: there is not that much.
         """
         self._slots = DeviceSlots(slots, slot_bytes, self.device)
-        torch.cuda.synchronize(self.device)
+        self._accelerator.synchronize()
         return self._slots
 
     def begin(self, began_s: float) -> None:
         """Map the device's clock to the host's, while the device has nothing to do."""
         self._began_s = began_s
-        torch.cuda.synchronize(self.device)
+        self._accelerator.synchronize()
         self._drop_anchor()
 
     def copy(
@@ -111,9 +99,9 @@ class CudaDevice:
         times.
         """
         anchor = self._anchor  # control may drop another one meanwhile
-        start = self._event()
-        end = self._event()
-        with torch.cuda.stream(self._copies):
+        start = self._accelerator.event()
+        end = self._accelerator.event()
+        with self._accelerator.on(self._copies):
             last = self._last_use.get(slot)
             if last is not None:
                 self._copies.wait_event(last)
@@ -145,7 +133,7 @@ class CudaDevice:
 
     def to_host(self, hidden: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Bring hidden states to page-locked host memory, and wait for them, asleep."""
-        there = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=self.page_lock)
+        there = self._accelerator.page_locked_like(hidden)
         there.copy_(hidden, non_blocking=True)
         self._recorded().synchronize()
         return there, hidden.numel() * hidden.itemsize
@@ -208,7 +196,7 @@ class CudaDevice:
         tightest_s = float("inf")
         for _ in range(_ANCHORINGS):
             # Waited for awake: sleeping would cost what is measured here.
-            event = torch.cuda.Event(enable_timing=True)
+            event = self._accelerator.event(asleep=False)
             before_s = time.perf_counter()
             event.record(self._compute)
             event.synchronize()
@@ -219,16 +207,11 @@ class CudaDevice:
 
     def _send(self, values: torch.Tensor) -> torch.Tensor:
         """Bring host values to the device without waiting for what it is doing."""
-        if self.page_lock:
-            values = values.pin_memory()
+        values = self._accelerator.page_locked(values)
         return values.to(self.device, non_blocking=True)
-
-    def _event(self) -> Any:
-        """An event that can be timed, and waited for asleep."""
-        return torch.cuda.Event(enable_timing=True, blocking=True)
 
     def _recorded(self) -> Any:
         """An event recorded now on the compute stream."""
-        event = self._event()
+        event = self._accelerator.event()
         event.record(self._compute)
         return event

@@ -1,4 +1,4 @@
-"""Measures GPU compute and page-locked copies by the device's own clock.
+"""Measures an accelerator's compute and page-locked copies by its own clock.
 
 An event before and one after an operation on its stream; the time between them holds
 what the lane would hold: the kernels and the gaps between their launches, without the
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import torch
-
 from moesim.hwprofiles.calibration.fit_curves import fit_line
 from moesim.runtime.measure.copies import ACTIVATION_BYTES, COPY_BYTES
 from moesim.runtime.measure.timing import Operation, Timer, sample
@@ -19,42 +17,47 @@ from moesim.runtime.store.memory import DeviceSlots, HostSlots
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
+    from moesim.runtime.accelerators.accelerator import Accelerator
     from moesim.runtime.measure.measurements import Measurements
 
 # Pieces are used in turn, so that no copy finds its bytes in a cache.
 _COPY_SLOTS: Final = 8
 
 
-def event_timer(device: str) -> Timer:
-    """Return a timer of one operation on the current stream of `device`."""
-    begin = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
+def event_timer(accelerator: Accelerator) -> Timer:
+    """Return a timer of one operation on the accelerator's current stream."""
+    begin = accelerator.event(asleep=False)
+    end = accelerator.event(asleep=False)
 
     def once(work: Operation, index: int) -> float:
-        with torch.cuda.device(device):
-            begin.record()
-            work(index)
-            end.record()
-            end.synchronize()
-        # CUDA reports milliseconds.
+        stream = accelerator.current_stream()
+        begin.record(stream)
+        work(index)
+        end.record(stream)
+        end.synchronize()
+        # Events report milliseconds.
         return float(begin.elapsed_time(end)) * 1e-3
 
     return once
 
 
-def measure_cuda_copies(
-    measurements: Measurements, device: str, *, seconds: float
+def measure_device_copies(
+    measurements: Measurements, accelerator: Accelerator, *, seconds: float
 ) -> None:
-    """Measure page-locked copies to and from a GPU by size, and hidden states there and
-    back.
+    """Measure page-locked copies to and from a device by size, and hidden states there
+    and back.
 
     Raises:
-        RuntimeFault: memory cannot be page-locked, or the GPU has too little.
+        RuntimeFault: memory cannot be page-locked, or the device has too little.
     """
-    once = event_timer(device)
+    device = accelerator.device
+    once = event_timer(accelerator)
     share_s = seconds / (2 * len(COPY_BYTES) + len(ACTIVATION_BYTES))
+    locked_for = accelerator if accelerator.page_locks else None
     with (
-        HostSlots(_COPY_SLOTS, COPY_BYTES[-1], page_lock=True) as host,
+        HostSlots(_COPY_SLOTS, COPY_BYTES[-1], page_lock=locked_for) as host,
         DeviceSlots(_COPY_SLOTS, COPY_BYTES[-1], device) as gpu,
     ):
         host.memory.fill_(1)
@@ -69,12 +72,14 @@ def measure_cuda_copies(
                 link,
                 by_size,
                 fit_line(by_size),
-                f"page-locked copies on {device}, CUDA events",
+                f"page-locked copies on {device}, its events",
             )
 
         # By the host's clock, since the CPU lane waits for its hidden states there.
         round_trips = {
-            2 * size: sample(_round_trip(host.memory, gpu.memory, size), share_s)
+            2 * size: sample(
+                _round_trip(accelerator, host.memory, gpu.memory, size), share_s
+            )
             for size in ACTIVATION_BYTES
         }
     measurements.line(
@@ -101,13 +106,13 @@ def _copies(
 
 
 def _round_trip(
-    host: torch.Tensor, gpu: torch.Tensor, size: int
+    accelerator: Accelerator, host: torch.Tensor, gpu: torch.Tensor, size: int
 ) -> Callable[[int], None]:
     """Return an operation: copy `size` bytes to the host and back, and wait."""
 
     def work(_: int) -> None:
         host[:size].copy_(gpu[:size], non_blocking=True)
         gpu[:size].copy_(host[:size], non_blocking=True)
-        torch.cuda.synchronize(gpu.device)
+        accelerator.synchronize()
 
     return work

@@ -1,0 +1,1 @@
+"""The doctor: what a machine has, and what of it works."""

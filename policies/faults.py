@@ -1,0 +1,100 @@
+"""Faults of other people's policies: whose they are, with the lines of their own code.
+
+A user's policy runs deep inside a replay. Without this, its author would look for a
+`KeyError` among forty frames of ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from moesim.policies.base import Policy, PolicyError
+from moesim.policies.registry import KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+
+class PolicyFault(RuntimeError):  # noqa: N818 - named like `RuntimeFault`
+    """A policy that is none of ours failed.
+
+    Attributes:
+        frames: the traceback of its own code, as Python prints it.
+    """
+
+    def __init__(self, message: str, frames: str) -> None:
+        # Both are arguments, so that processes can send it to each other.
+        super().__init__(message, frames)
+        self.frames = frames
+
+    def __str__(self) -> str:
+        """The message alone; the frames are printed where there is room for them."""
+        return str(self.args[0])
+
+
+@contextmanager
+def policy_faults() -> Iterator[None]:
+    """Name the policy whose code raises in the block, unless it is ours.
+
+    Raises:
+        PolicyFault: from the policy's exception, whose traceback begins in its code.
+    """
+    try:
+        yield
+    except PolicyError:
+        # That is how a policy says what its user can mend.
+        raise
+    except Exception as error:
+        for raised in _chain(error):
+            begin = _first_frame(raised.__traceback__)
+            if begin is not None:
+                raise _fault(raised, begin) from raised.with_traceback(begin)
+        raise
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and its causes: the simulated clock raises a copy of what a process
+    raised.
+    """
+    raised: BaseException | None = error
+    while raised is not None:
+        yield raised
+        raised = raised.__cause__
+
+
+def _first_frame(trace: TracebackType | None) -> TracebackType | None:
+    """Where a traceback enters a foreign policy; None if it never does."""
+    while trace is not None:
+        if _policy_of(trace) is not None:
+            return trace
+        trace = trace.tb_next
+    return None
+
+
+def _policy_of(trace: TracebackType) -> Policy | None:
+    """The foreign policy whose method a frame runs."""
+    code = trace.tb_frame.f_code
+    if not code.co_argcount:
+        return None
+    receiver = trace.tb_frame.f_locals.get(code.co_varnames[0])
+    # Methods that are inherited from a base of ours run in a file of ours.
+    ours = str(trace.tb_frame.f_globals.get("__name__", "")).startswith("moesim.")
+    return receiver if isinstance(receiver, Policy) and not ours else None
+
+
+def _fault(error: BaseException, begin: TracebackType) -> PolicyFault:
+    policy = _policy_of(begin)
+    assert policy is not None, "the frame was chosen by it"
+    kind = next(name for name, base in KINDS.items() if isinstance(policy, base))
+    name = type(policy).name or type(policy).__name__
+    file = inspect.getframeinfo(begin.tb_frame).filename
+    frames = "".join(traceback.format_exception(type(error), error, begin, chain=False))
+    last = traceback.format_exception_only(error)[-1].strip()
+    return PolicyFault(
+        f"{kind} policy {name!r} failed, in {file}, line {begin.tb_lineno}: {last}",
+        frames,
+    )

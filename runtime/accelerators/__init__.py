@@ -1,0 +1,1 @@
+"""Accelerators that torch knows: one small file for each kind of device."""
