@@ -221,7 +221,7 @@ def find_residency(trace: Path, digest: str) -> Path:
         return expected
     for path in sorted(trace.parent.glob(f"*{_RESIDENCY_SUFFIX}")):
         try:
-            metadata = pq.read_metadata(path).metadata or {}
+            metadata = read_schema(path).metadata or {}
         except (pa.ArrowException, OSError):
             # Not ours to judge: it is none that belongs here.
             continue
