@@ -336,7 +336,9 @@ class Costs:
 
     def _planning_cost(self, policy_name: str) -> _ControlCost:
         default = paths.planning(paths.DEFAULT_POLICY)
-        constants = paths.planning(policy_name)
+        # Profiles know policies by name, whatever their parameters.
+        name, _, _ = policy_name.partition(":")
+        constants = paths.planning(name)
         if constants.base_s not in self.profile.numbers:
             constants = default
         cost = self._control_cost(constants)

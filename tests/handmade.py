@@ -146,6 +146,9 @@ class HandProfile:
     slow: dict = field(default_factory=dict)
     shared_worker: tuple[str, ...] = ()
     accelerator: str = "cuda"
+    memory: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(unified=False)
+    )
 
     @property
     def lanes(self):

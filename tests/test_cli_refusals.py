@@ -75,7 +75,7 @@ replay @t.parquet --slots-per-layer -1                    | --slots-per-layer
 replay @t.parquet --slots-per-layer 9999999999            | 0 <= slots <= 8
 replay @t.parquet --gpu-memory 0                          | no room
 replay @t.parquet --gpu-memory -5GiB                      | --gpu-memory; such as 8GiB
-replay @t.parquet --gpu-memory 8G                         | unknown unit 'G'
+replay @t.parquet --gpu-memory 8Q                         | unknown unit 'Q'
 replay @t.parquet --host-memory 1KiB                      | --host-memory
 replay @t.parquet --cache-ratio 0.5 --gpu-memory 8GiB     | at most one
 replay @t.parquet --cache-scope both                      | layer or global
@@ -99,11 +99,11 @@ replai                                                    | did you mean 'replay
 compare @t.parquet --policies ,                           | --policies
 compare @t.parquet --policies all-cpu,greedi --out o      | greedi; did you mean
 compare @t.parquet --policies all-cpu,greedy+lruu --out o | lruu
-compare @t.parquet --policies dali,nope                   | 2 of 2 policies cannot run; dali; nope
+compare @t.parquet --policies dali,nope                   | unknown policy 'nope'
 compare @t.parquet --policies all-cpu --png @folder       | folder
 compare @t.parquet --policies all-cpu --html @t.parquet/x | t.parquet
 compare @t.parquet --policies all-cpu --table /proc/x.csv | /proc
-compare @t.parquet --gpu-memory 1KiB                      | error: --gpu-memory: no room
+compare @t.parquet --gpu-memory 1KiB                      | cannot run on it as asked; --gpu-memory: no room
 compare @t.parquet --table @t.parquet                     | t.parquet; would replace what is read
 compare @t.parquet --png a.png --html a.png               | a.png; would replace another result
 replay @t.parquet --perfetto @folder/../t.parquet         | t.parquet; would replace what is read
@@ -139,7 +139,7 @@ trace synth x.parquet --tokens 9 --shape layers=9e9       | layers
 trace synth x.parquet --tokens 9 --shape layers=99999999999,experts=6,top_k=1,expert_bytes=1 | memory
 trace synth x.parquet --tokens 9 --like @t.parquet --skew 1          | --skew
 trace synth x.parquet --tokens 9 --like @t.parquet --weights q4_k_m  | --weights
-trace import @t.parquet                                   | DST
+trace import @t.parquet                                   | SRC…
 trace import @binary x.parquet --shape olmoe-1b-7b        | binary
 trace import @empty x.parquet --shape olmoe-1b-7b         | empty
 trace check-residency @t.parquet --cache x                | --cache

@@ -133,7 +133,7 @@ def test_auto_says_which_engine_ran_and_why(make_trace):
 
 
 def test_what_is_not_compiled_is_refused_in_one_line(make_trace):
-    with pytest.raises(PolicyError, match="--engine compiled: it does not know"):
+    with pytest.raises(PolicyError, match="--engine compiled: not possible"):
         moesim.replay(make_trace(), "exact", engine="compiled")
 
 

@@ -250,7 +250,9 @@ def test_two_validations_by_one_profile_are_summed_up_together(tmp_path):
     with pytest.raises(ProfileError, match="another profile"):
         joined(second, first)
     (tmp_path / "other.json").write_text("[1]")
-    with pytest.raises(ProfileError, match=r"other\.json: expected a validation\.json"):
+    with pytest.raises(
+        ProfileError, match=r"other\.json: expected an object, found \[1\]"
+    ):
         load(tmp_path / "other.json")
 
 

@@ -48,6 +48,8 @@ def linked(
     """
 
     def compiler(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        if numba.config.DISABLE_JIT:
+            return function
         dispatcher = numba.njit(cache=True)(function)
         # Numba looks at the function's own file; what is on disk counts only if all
         # that it was made of is the same.

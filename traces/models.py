@@ -355,7 +355,9 @@ def _size(
 ) -> int:
     """The value of one word as a number."""
     try:
-        number = parse_bytes(value, where=key) if key == "expert_bytes" else int(value)
+        # The key says bytes, so a bare number needs no unit.
+        in_units = key == "expert_bytes" and not value.isdecimal()
+        number = parse_bytes(value, where=key) if in_units else int(value)
     except ValueError as error:
         raise TraceError(f"shape {spec!r}: {key}: {error}") from None
 

@@ -108,7 +108,7 @@ def choose_engine(wanted: str, planner: Planner, profile: HardwareProfile) -> En
         return Engine(COMPILED)
     if wanted == COMPILED:
         raise PolicyError(
-            f"--engine compiled: it does not know {reason}; use --engine auto, which"
+            f"--engine compiled: not possible: {reason}; use --engine auto, which"
             " takes SimPy then"
         )
     return Engine(SIMPY, reason)

@@ -247,7 +247,8 @@ class Worker(WorkerQueues[Operation]):
         """
         self.freed_s = self._lanes.lock.instant_s
         self._next = self._picked()
-        if self._next is None and idle:
+        # Nobody wakes an idle worker once the run is over.
+        if self._next is None and idle and not self._lanes.stopping:
             self.idle = True
             self._called = False
         return self._next is not None

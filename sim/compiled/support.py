@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numba
+
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import (
     AssignmentPolicy,
@@ -27,6 +29,8 @@ _READ_ONLY = frozenset({"kernels", "initial", "start", "replaces"})
 
 def unsupported(planner: Any, profile: HardwareProfile, costs: Any) -> str | None:
     """Say why the compiled engine cannot run this; None if it can."""
+    if numba.config.DISABLE_JIT:
+        return "compilation is switched off (NUMBA_DISABLE_JIT)"
     if type(planner) is not Planner:
         return "somebody observes the planner"
     if type(costs) is not Costs:

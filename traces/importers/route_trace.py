@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from moesim.traces.files import sha256, written_beside
 from moesim.traces.format.arrow import numbers
-from moesim.traces.format.parquet import read_schema, sealed_writer
+from moesim.traces.format.parquet import read_metadata, sealed_writer
 from moesim.traces.format.sorting import BATCH_ROWS, ApartError, Unordered
 from moesim.traces.importers.readers.csv_columns import csv_columns
 from moesim.traces.importers.readers.errors import decoding, layout_error
@@ -220,7 +220,7 @@ def find_residency(trace: Path, digest: str) -> Path:
         return expected
     for path in sorted(trace.parent.glob(f"*{_RESIDENCY_SUFFIX}")):
         try:
-            metadata = read_schema(path).metadata or {}
+            metadata = read_metadata(path)
         except (pa.ArrowException, OSError):
             # Not ours to judge: it is none that belongs here.
             continue

@@ -8,14 +8,22 @@ import typer
 from moesim.cli import output, parsers
 from moesim.cli.options import AsJson, TraceFile
 
+AUTO = -1
+
+
+def _size_or_auto(text: str) -> int:
+    """Read a size; `AUTO` stands for the one that is to be found."""
+    return AUTO if text == "auto" else parsers.size_bytes(text)
+
 
 def check_residency(
     trace: TraceFile,
     cache_size: Annotated[
-        str,
+        int,
         typer.Option(
             "--cache",
             metavar="SIZE|auto",
+            parser=_size_or_auto,
             help=(
                 "The engine's expert cache; auto takes the size at which as many"
                 " accesses hit as in the engine."
@@ -45,14 +53,13 @@ def check_residency(
     from moesim.analysis.residency import check_residency as compare
     from moesim.traces.sizes import format_bytes
 
-    is_auto = cache_size == "auto"
-    cache_bytes = None if is_auto else parsers.size_bytes(cache_size)
+    cache_bytes = None if cache_size == AUTO else cache_size
     comparison = compare(trace, cache_bytes=cache_bytes, cache=policy)
     if as_json:
         counters = {} if engine_hits is None else {"counted_hits": engine_hits}
         print(json.dumps(comparison.to_json() | counters, indent=2))
         return
-    if is_auto:
+    if cache_size == AUTO:
         print(f"cache of {format_bytes(comparison.cache_bytes)}: hits as the engine")
     for name, counts in comparison.phases.items():
         # A trace without prefill has nothing to say of it.

@@ -1,0 +1,114 @@
+"""Which engine simulates a run: the compiled one, or SimPy.
+
+Both give the same results to the last bit. SimPy's is the one to read; it also runs
+what the compiled one does not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moesim.policies.base import PolicyError
+from moesim.traces.format.batch import compose
+from moesim.traces.format.layer_steps import layer_steps, of_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.policies.planner.planner import Planner
+    from moesim.sim.results import ReplayResult
+    from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.reader import Trace
+    from moesim.traces.timeline.spans import Timeline
+
+SIMPY = "simpy"
+COMPILED = "compiled"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A choice of engine.
+
+    Attributes:
+        name: ``simpy`` or ``compiled``.
+        reason: why it is not the compiled one; empty if it is, or if SimPy was asked
+            for.
+    """
+
+    name: str
+    reason: str = ""
+
+    def described(self) -> dict[str, Any]:
+        """What results say about it."""
+        return {"engine": self.name, "engine_reason": self.reason or None}
+
+    def run(
+        self,
+        trace: Trace,
+        planner: Planner,
+        profile: HardwareProfile,
+        timeline: Timeline,
+        *,
+        batch: int,
+        steps: int | None,
+        noise_seed: int | None,
+        progress: Callable[[RoutedStep], None] | None,
+    ) -> ReplayResult:
+        """Walk a planner through a trace.
+
+        Raises:
+            TraceError: a damaged trace.
+            PolicyError: a policy answered something illegal.
+        """
+        policies = planner.policies.all()
+        columns = tuple(
+            dict.fromkeys(column for policy in policies for column in policy.needs)
+        )
+        # Engines are imported when they run: each brings a library of its own.
+        if self.name == SIMPY:
+            from moesim.sim.replay import Replay  # noqa: PLC0415 - see above
+
+            walk = compose(trace, batch=batch, steps=steps, columns=columns)
+            return Replay(
+                profile, planner.costs, planner, timeline, noise_seed=noise_seed
+            ).run(walk, progress)
+
+        from moesim.sim.compiled.engine import CompiledReplay  # noqa: PLC0415 - as above
+
+        if columns:
+            walk = compose(trace, batch=batch, steps=steps, columns=columns)
+            blocks = of_steps(walk, scores="scores" in columns)
+        else:
+            blocks = layer_steps(trace, batch=batch, steps=steps)
+        return CompiledReplay(
+            profile, planner.costs, planner, timeline, noise_seed=noise_seed
+        ).run(blocks, progress)
+
+
+def choose_engine(wanted: str, planner: Planner, profile: HardwareProfile) -> Engine:
+    """Choose the engine of a run.
+
+    Args:
+        wanted: ``simpy``, ``compiled``, or ``auto`` for the compiled one where it knows
+            everything that is involved.
+        planner: of the run.
+        profile: the machine.
+
+    Raises:
+        PolicyError: the compiled engine is wanted and does not know something.
+    """
+    if wanted == SIMPY:
+        return Engine(SIMPY)
+    from moesim.sim.compiled.support import unsupported  # noqa: PLC0415 - as above
+
+    reason = unsupported(planner, profile, planner.costs)
+    if reason is None:
+        return Engine(COMPILED)
+    if wanted == COMPILED:
+        raise PolicyError(
+            f"--engine compiled: it does not know {reason}; use --engine auto, which"
+            " takes SimPy then"
+        )
+    return Engine(SIMPY, reason)
