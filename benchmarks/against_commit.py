@@ -26,9 +26,10 @@ POLICIES = ("greedy", "on-demand", "all-cpu", "fiddler")
 WORKER = """
 import gc, json, sys, time
 try:
-    from moesim.runs.replay import replay
+    from moesim.runs.replay import MemoryOptions, replay
 except ImportError:  # commits before the rooms had one namespace
-    from moesim.api import replay
+    from moesim.api import MemoryOptions, replay
+memory = MemoryOptions(cache_ratio=0.25)
 trace, rounds, *policies = sys.argv[1:]
 spent = {}
 for policy in policies:
@@ -36,7 +37,7 @@ for policy in policies:
         gc.collect()
         begin_s = time.process_time()
         try:
-            run = replay(trace, policy, hw="rtx3090-epyc7532", cache_ratio=0.25)
+            run = replay(trace, policy, hw="rtx3090-epyc7532", memory=memory)
         except Exception as error:
             print(f"{policy}: {error}", file=sys.stderr)
             break
