@@ -58,8 +58,11 @@ class Schedule:
             patch.setattr(torch, "Generator", _OnCpu)
             patch.setattr(torch.cuda, "_lazy_init", lambda: None)
             patch.setattr(DenseStack, "head", noting(self.outcomes))
-            with self.device.in_use():
-                yield self
+            try:
+                with self.device.in_use():
+                    yield self
+            finally:
+                self.threads.end()
 
     def run(self, trace, policy, **options):
         """A measured run of a trace."""

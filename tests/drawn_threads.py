@@ -17,6 +17,10 @@ class Deadlock(RuntimeError):  # noqa: N818 - what it is called
     """Every thread waits for another one."""
 
 
+class _Ended(BaseException):
+    """Leaves a thread that nobody wakes any more."""
+
+
 class _Turn:
     """One thread's place among the others."""
 
@@ -52,6 +56,8 @@ class DrawnThreads:
         # Number of the turn at which somebody presses ctrl-C.
         self.interrupt_at = float("inf")
         self._turns_drawn = 0
+        self._threads = []
+        self._ending = False
 
     # -- what `time` offers -----------------------------------------------------------
 
@@ -69,7 +75,9 @@ class DrawnThreads:
     def Thread(self, target, name, daemon=True):  # noqa: N802 - as the library's
         """A thread that runs when it is its turn."""
         del daemon
-        return _Thread(self, target, name)
+        thread = _Thread(self, target, name)
+        self._threads.append(thread)
+        return thread
 
     # -- turns ------------------------------------------------------------------------
 
@@ -80,11 +88,20 @@ class DrawnThreads:
         return self._around.enter()
 
     def names(self):
-        """Threads that have not ended."""
+        """Threads that have not ended by themselves."""
         return [turn.name for turn in self._turns]
+
+    def end(self):
+        """End the threads that a deadlock has left waiting for each other."""
+        self._ending = True
+        for thread in self._threads:
+            thread.end()
 
     def turn(self):
         """Let the draw decide who goes on."""
+        self._leave_if_ending()
+        if self._ending:
+            return
         self._turns_drawn += 1
         if self._now is self._main and self._turns_drawn >= self.interrupt_at:
             self.interrupt_at = float("inf")
@@ -96,6 +113,7 @@ class DrawnThreads:
 
     def wait(self, until):
         """Sleep until `until()` holds."""
+        self._leave_if_ending()
         mine = self._now
         mine.waits_for = until
         self._pass_on()
@@ -108,7 +126,7 @@ class DrawnThreads:
             self.failure = Deadlock(
                 "all wait: " + ", ".join(t.name for t in self._turns if not t.over)
             )
-            # The main thread ends the test; the others stay where they are.
+            # The main thread ends the test, and then the others.
             able = [self._main]
         chosen = self.draws.choice(able)
         if chosen is not mine:
@@ -117,13 +135,20 @@ class DrawnThreads:
             if mine.over:
                 return
             mine.go.acquire()
+            self._leave_if_ending()
         if self.failure is not None and mine is self._main:
             raise self.failure
+
+    def _leave_if_ending(self):
+        if self._ending and threading.current_thread() is not threading.main_thread():
+            raise _Ended
 
     def started(self, turn):
         self._turns.append(turn)
 
     def ended(self, turn):
+        if self._ending:
+            return
         turn.over = True
         self._turns.remove(turn)
         self._pass_on()
@@ -175,12 +200,22 @@ class _Thread:
         try:
             with self._owner.enter():
                 self._target()
+        except _Ended:
+            pass
         finally:
             self._owner.ended(self._turn)
 
     def join(self, timeout=None):
         if not self._turn.over:
             self._owner.wait(lambda: self._turn.over)
+
+    def end(self):
+        """Let the thread leave wherever it waits, and see that it does."""
+        if self._thread.ident is None or not self._thread.is_alive():
+            return
+        self._turn.go.release()
+        self._thread.join(timeout=20.0)
+        assert not self._thread.is_alive(), f"{self.name} does not end"
 
     def is_alive(self):
         return not self._turn.over
