@@ -152,8 +152,6 @@ def test_a_busy_process_does_not_spoil_a_calibration_unnoticed(tmp_path):
     with TrialRunner(shape, base, store=tmp_path / "store") as runner:
         runner.run(trial, base)
         first = learn(repeated(runner, base, trial), base, date=DATE, name="calm")
-        if doubts_of(first):
-            pytest.skip(f"refused already, as others are busy here: {doubts_of(first)}")
         other = busy(ON_AND_OFF)
         try:
             time.sleep(0.1)
@@ -164,7 +162,9 @@ def test_a_busy_process_does_not_spoil_a_calibration_unnoticed(tmp_path):
     second = learn(runs, base, date=DATE, name="disturbed")
     first_s = tpot(simulate(trial, shape, first))
     second_s = tpot(simulate(trial, shape, second))
-    assert doubts_of(second) or abs(second_s / first_s - 1.0) <= 0.06
+    # Where others are busy too, the first calibration is a disturbed one as well.
+    refused = doubts_of(first) or doubts_of(second)
+    assert refused or abs(second_s / first_s - 1.0) <= 0.06
 
 
 def tpot(timeline):
