@@ -20,9 +20,11 @@ from moesim.policies.planner.observers import observed
 from moesim.policies.planner.planner import Planner
 from moesim.policies.registry import find, names
 from moesim.policies.systems import System
+from moesim.runs.stores import open_random_store
 from moesim.runtime.executor.executor import Executor
 from moesim.runtime.executor.host_device import HostDevice
 from moesim.runtime.executor.live import LiveModel, LiveRun, live_shape
+from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.models.offloaded import OffloadedModel
 from moesim.runtime.store.build import build_store
 from moesim.traces.timeline.spans import Timeline
@@ -75,6 +77,11 @@ def host_profile(workers=None, accelerator="host", **numbers):
             for path, value in (_NUMBERS | numbers).items()
         },
     )
+
+
+def random_store(trace, folder):
+    """Open a store of random float32 weights of a trace's shape."""
+    return open_random_store(shape_for(trace.shape, None), folder, "float32")
 
 
 def usable(kind, *, oracles, approximate=False):

@@ -3,6 +3,7 @@ is found in it, and every wait that is taken out is missed.
 """
 
 import random
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from broken_devices import BROKEN
 from conftest import write_trace
 from drawn_threads import Deadlock, DrawnThreads
 from learned_network import write
-from real_machine import Case, combinations
+from real_machine import Case, combinations, random_store
 
 from moesim.policies.planner.decision_log import repeat
 from moesim.policies.planner.plan import MemoryPlan
@@ -21,7 +22,6 @@ from moesim.policies.systems import System
 from moesim.runs import replay as api
 from moesim.runs.config import RunConfig
 from moesim.runs.setup import Setup
-from moesim.runs.stores import open_random_store
 from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.executor.interrupts import Interrupts
 from moesim.runtime.executor.live import verify
@@ -61,9 +61,7 @@ def trace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def store(trace, tmp_path_factory):
-    with open_random_store(
-        shape_for(trace.shape, None), tmp_path_factory.mktemp("store"), "float32"
-    ) as opened:
+    with random_store(trace, tmp_path_factory.mktemp("store")) as opened:
         yield opened
 
 
@@ -353,3 +351,18 @@ def test_threads_that_wait_for_each_other_are_a_deadlock():
     first.acquire()
     with pytest.raises(Deadlock, match="main"):
         first.acquire()
+
+
+def test_threads_that_a_deadlock_has_left_are_ended():
+    """Later tests of the same process look for threads of theirs."""
+    threads = DrawnThreads(0)
+    held = threads.Lock()
+    held.acquire()
+    waiting = threads.Thread(held.acquire, "moesim-waiting")
+    waiting.start()
+    with pytest.raises(Deadlock, match="moesim-waiting"):
+        held.acquire()
+    assert threads.names() == ["main", "moesim-waiting"]
+    threads.end()
+    alive = [thread.name for thread in threading.enumerate()]
+    assert "moesim-waiting" not in alive

@@ -15,17 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_trace
-from real_machine import host_profile
+from real_machine import host_profile, random_store
 
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import find
 from moesim.runs import replay as api
 from moesim.runs.measured import run_trace
-from moesim.runs.stores import open_random_store
 from moesim.runtime.accelerators.cuda import Cuda
 from moesim.runtime.errors import RuntimeFault, StoreError
 from moesim.runtime.executor.host_device import HostDevice
-from moesim.runtime.executor.trace_driven import ForcedRouting, shape_for
+from moesim.runtime.executor.trace_driven import ForcedRouting
 from moesim.runtime.store import direct_io
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
@@ -43,9 +42,7 @@ def trace(tmp_path):
 
 @pytest.fixture
 def store(trace, tmp_path):
-    with open_random_store(
-        shape_for(trace.shape, None), tmp_path / "store", "float32"
-    ) as opened:
+    with random_store(trace, tmp_path / "store") as opened:
         yield opened
 
 

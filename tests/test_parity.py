@@ -5,7 +5,13 @@ makes of it.
 import pytest
 from conftest import write_trace
 from learned_network import write
-from real_machine import ONE_WORKER, combinations, host_profile, usable
+from real_machine import (
+    ONE_WORKER,
+    combinations,
+    host_profile,
+    random_store,
+    usable,
+)
 
 from moesim.policies.base import ExpertKey, Late, PrefetchPolicy
 from moesim.policies.planner.decision_log import repeat
@@ -46,12 +52,8 @@ def trace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory, trace):
-    from moesim.runs.stores import open_random_store
-    from moesim.runtime.executor.trace_driven import shape_for
 
-    with open_random_store(
-        shape_for(trace.shape, None), tmp_path_factory.mktemp("store"), "float32"
-    ) as opened:
+    with random_store(trace, tmp_path_factory.mktemp("store")) as opened:
         yield opened
 
 

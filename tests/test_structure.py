@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from conftest import write_trace
 from learned_network import write
-from real_machine import ONE_WORKER, READS_TOO, TWO_WORKERS, combinations, host_profile
+from real_machine import (
+    ONE_WORKER,
+    READS_TOO,
+    TWO_WORKERS,
+    combinations,
+    host_profile,
+    random_store,
+)
 from typer.testing import CliRunner
 
 from moesim import cli
@@ -19,8 +26,6 @@ from moesim.runs import replay as api
 from moesim.runs.config import RunConfig
 from moesim.runs.measured import columns_of, run_trace
 from moesim.runs.setup import Setup
-from moesim.runs.stores import open_random_store
-from moesim.runtime.executor.trace_driven import shape_for
 from moesim.sim.contention import Operation
 from moesim.sim.machine import Machine
 from moesim.traces.errors import TraceError
@@ -60,8 +65,7 @@ def trace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory, trace):
-    shape = shape_for(trace.shape, None)
-    with open_random_store(shape, tmp_path_factory.mktemp("s"), "float32") as opened:
+    with random_store(trace, tmp_path_factory.mktemp("s")) as opened:
         yield opened
 
 

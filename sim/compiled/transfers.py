@@ -141,33 +141,28 @@ def _start_copy(world: Any, gpu: int, layer: int, key: int) -> bool:
     run = world.run
     landing_s = run.now_s + world.copy_s[gpu, layer]
     stages = world.constants.no_place != DROP
-    place = memory.start(
-        world,
-        gpu,
-        key,
-        landing_s,
-        memory.RESERVED_SLOTS,
-        stages,
-    )
-    if place == memory.NO_PLACE and world.experts[gpu, key].demanded:
-        # A prefetch that waits in staging is a guess; demand is not.
-        idle = NONE
-        if world.memories[gpu].staged:
-            idle = memory.idle_prefetch(world, gpu, layer)
-        if idle != NONE:
-            memory.drop_staged(world, gpu, idle)
-            place = memory.start(
-                world,
-                gpu,
-                key,
-                landing_s,
-                memory.RESERVED_SLOTS,
-                True,
-            )
+    kept = memory.RESERVED_SLOTS
+    place = memory.start(world, gpu, key, landing_s, kept, stages)
+    demanded = world.experts[gpu, key].demanded
+    # A prefetch that waits in staging is a guess; demand is not.
+    if place == memory.NO_PLACE and demanded and _frees_staging(world, gpu, layer):
+        place = memory.start(world, gpu, key, landing_s, kept, True)
     if place == memory.NO_PLACE:
         return False
     link_withdraw(world, gpu, layer)
     world.memories[gpu].busy_until_s = landing_s
+    return True
+
+
+@part
+def _frees_staging(world: Any, gpu: int, layer: int) -> bool:
+    """Drop a prefetch that waits in staging; say whether there was one."""
+    if not world.memories[gpu].staged:
+        return False
+    idle = memory.idle_prefetch(world, gpu, layer)
+    if idle == NONE:
+        return False
+    memory.drop_staged(world, gpu, idle)
     return True
 
 

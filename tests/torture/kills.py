@@ -5,7 +5,6 @@ gives the same bytes and leaves nothing.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import tempfile
 import time
@@ -20,12 +19,8 @@ def run_suite(count, seed, only=None):
     report = Report("kills")
     with tempfile.TemporaryDirectory() as folder:
         stage = Stage(folder, only)
-        for number in range(count):
-            if report.is_over:
-                break
-            dice = random.Random(f"{seed} {number}")
-            command = stage.commands[number % len(stage.commands)]
-            attack(stage, command, dice, report, f"{number} of seed {seed}")
+        for command, dice, name in stage.attacks(count, seed, report):
+            attack(stage, command, dice, report, name)
     return report
 
 

@@ -5,7 +5,6 @@ or 143, within two seconds, nothing left, no children.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import tempfile
 import time
@@ -23,12 +22,8 @@ def run_suite(count, seed, only=None, longest_s=LONGEST_S):
     report = Report("signals")
     with tempfile.TemporaryDirectory() as folder:
         stage = Stage(folder, only)
-        for number in range(count):
-            if report.is_over:
-                break
-            dice = random.Random(f"{seed} {number}")
-            command = stage.commands[number % len(stage.commands)]
-            attack(stage, command, dice, report, f"{number} of seed {seed}", longest_s)
+        for command, dice, name in stage.attacks(count, seed, report):
+            attack(stage, command, dice, report, name, longest_s)
     return report
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 
@@ -38,6 +39,16 @@ class Stage:
                     kept = self.work.parent / f"older {command.name}".replace("/", "_")
                     shutil.copytree(self.work / "out", kept)
                     self._older[command.name] = kept
+
+    def attacks(self, count, seed, report):
+        """Yield a command in turn, dice of its own and the attack's name, until the
+        report's time is up.
+        """
+        for number in range(count):
+            if report.is_over:
+                return
+            command = self.commands[number % len(self.commands)]
+            yield command, random.Random(f"{seed} {number}"), f"{number} of seed {seed}"
 
     def set(self, command, *, with_older):
         """Lay out nothing, or the older result."""

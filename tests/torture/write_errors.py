@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -29,12 +28,8 @@ def _inject(count, seed, only=None):
     report = Report("write errors")
     with tempfile.TemporaryDirectory() as folder:
         stage = Stage(folder, only)
-        for number in range(count):
-            if report.is_over:
-                break
-            dice = random.Random(f"{seed} {number}")
-            command = stage.commands[number % len(stage.commands)]
-            attack(stage, command, dice, report, f"{number} of seed {seed}")
+        for command, dice, name in stage.attacks(count, seed, report):
+            attack(stage, command, dice, report, name)
     return report
 
 

@@ -12,6 +12,7 @@ from moesim.reproduction.papers.question import (
     anchored,
     computed,
     input_,
+    largest_over,
     ratio,
     simulated,
     unanswered,
@@ -82,20 +83,12 @@ def _throughput_gain(record: Record) -> Question:
 
 
 def _over_existing(record: Record) -> Question:
-    runs = [_learned(WORKLOADS["OLMoE-1B-7B"])]
-    runs += [run(PREDICTED, policy, warm=policy != "llama.cpp") for policy in EXISTING]
-
-    def figure(outcomes: Sequence[Outcome]) -> float:
-        system, *others = map(speed, outcomes)
-        return max(system / other for other in others)
-
-    return Question(
+    return largest_over(
         record,
-        "simulated",
-        tuple(runs),
-        figure,
+        _learned(WORKLOADS["OLMoE-1B-7B"]),
+        [run(PREDICTED, policy, warm=policy != "llama.cpp") for policy in EXISTING],
+        speed,
         f"largest over {', '.join(EXISTING)} with experts on the SSD, OLMoE",
-        sides=((runs[0],), tuple(runs[1:])),
     )
 
 

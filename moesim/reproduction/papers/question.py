@@ -83,6 +83,23 @@ def ratio(
     return Question(record, SIMULATED, runs, figure, note, sides=sides)
 
 
+def largest_over(
+    record: Record,
+    system: RunSpec,
+    others: Sequence[RunSpec],
+    of: Callable[[Outcome], float],
+    note: str = "",
+) -> Question:
+    """The largest ratio of a system's figure to those of others."""
+
+    def figure(outcomes: Sequence[Outcome]) -> float:
+        own, *compared = map(of, outcomes)
+        return max(own / other for other in compared)
+
+    sides = ((system,), tuple(others))
+    return Question(record, SIMULATED, (system, *others), figure, note, sides=sides)
+
+
 def computed(record: Record, value: float, note: str = "") -> Question:
     """A figure that needs no run."""
     return Question(record, COMPUTED, figure=lambda _outcomes: value, note=note)

@@ -1,6 +1,5 @@
 """`moesim search`: the best run, where a grid is too large."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -8,7 +7,14 @@ import typer
 from moesim.cli import output
 from moesim.cli.axes import with_axes
 from moesim.cli.checks import check_places
-from moesim.cli.commands.sweeps.sweep import Cluster, Jobs, Source, Store, sources
+from moesim.cli.commands.sweeps.sweep import (
+    Cluster,
+    Jobs,
+    Source,
+    Store,
+    Table,
+    sources,
+)
 from moesim.cli.options import AsJson
 
 SHOWN = 12
@@ -49,10 +55,7 @@ def search(
     store: Store = None,
     jobs: Jobs = None,
     cluster: Cluster = None,
-    table: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the table, .csv or .parquet."),
-    ] = None,
+    table: Table = None,
     as_json: AsJson = False,
 ) -> None:
     """Search for the best policy parameters, memory and machine with Optuna.

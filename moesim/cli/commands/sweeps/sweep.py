@@ -45,6 +45,11 @@ Jobs = Annotated[
     ),
 ]
 
+Table = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write the table, .csv or .parquet."),
+]
+
 
 @with_axes()
 def sweep(
@@ -62,10 +67,7 @@ def sweep(
         Path | None,
         typer.Option(metavar="FILE", help="Write a page to explore it."),
     ] = None,
-    table: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the table, .csv or .parquet."),
-    ] = None,
+    table: Table = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay every combination of policies, memories, machines, traces, batches and
