@@ -20,6 +20,7 @@ from moesim.reproduction import papers
 from moesim.reproduction.experiments import EXPERIMENTS
 from moesim.reproduction.papers import dali, daop, orders, reproduce_all
 from moesim.reproduction.papers import report as pages
+from moesim.reproduction.papers.explanations import better_run
 from moesim.reproduction.papers.question import (
     ANCHORED,
     COMPUTED,
@@ -312,6 +313,21 @@ def test_a_speedup_is_a_direction_and_its_baseline_is_none():
         True,
         False,
     ]
+
+
+def test_an_order_of_speedups_is_explained_by_the_baselines():
+    """The system is the same in both; a larger speedup is over the slower baseline."""
+    own = _spec("greedy")
+    baselines = {"slow": _spec("all-cpu"), "fast": _spec("on-demand")}
+    answered = []
+    for published, ours, name in ((4.0, 2.0, "slow"), (2.0, 3.0, "fast")):
+        setting = {"baseline": name}
+        record = Record("DALI", "abstract", "speedup_avg", setting, published)
+        question = ratio(record, [(own, baselines[name])], lambda _own, _other: 1.0)
+        answered.append(Answered(question, ours))
+    (order,) = orders.orders(answered)
+    assert not order.holds
+    assert better_run(order) == baselines["fast"]
 
 
 def test_anchored_records_count_nowhere():

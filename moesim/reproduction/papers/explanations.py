@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from moesim.analysis.gap import Gap
     from moesim.reproduction.papers.orders import Statement
+    from moesim.reproduction.papers.reproduce_all import Answered
     from moesim.reproduction.papers.runs import Outcome, RunSpec
 
 GAP_STEPS = 4
@@ -118,11 +119,20 @@ def _sides(statement: Statement) -> tuple[tuple[RunSpec, ...], ...]:
     if len(statement.records) == 1:
         return statement.records[0].question.sides
     larger, smaller = statement.records
+    if _of_baselines(larger, smaller):
+        # A system's larger speedup is over the slower baseline.
+        return smaller.question.sides[1:2] + larger.question.sides[1:2]
     better, other = larger.question.sides[:1], smaller.question.sides[:1]
     # Of times the smaller is better.
     if larger.record.metric in {"latency", "moe_time", "scheduling_overhead_share"}:
         return other + better
     return better + other
+
+
+def _of_baselines(larger: Answered, smaller: Answered) -> bool:
+    """Whether both are speedups of one system, over different baselines."""
+    baselines = [entry.record.setting.get("baseline") for entry in (larger, smaller)]
+    return baselines[0] != baselines[1] and len(larger.question.sides) > 1
 
 
 def _phase(statement: Statement) -> str:
