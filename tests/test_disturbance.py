@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from real_machine import host_profile
 
-from moesim.hwprofiles.calibration.disturbance import lost_shares, undisturbed_medians
+from moesim.hwprofiles.calibration.disturbance import undisturbed_medians
 from moesim.hwprofiles.prediction_error import prediction_error, rate_interval
 from moesim.reporting.text import ranking_lines
 from moesim.runs.memory import MemoryOptions
@@ -20,7 +20,7 @@ from moesim.runs.result import Run
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.measure.thread_evidence import ThreadEvidence
 from moesim.traces.timeline.metrics import summarise
-from moesim.traces.timeline.operations import OperationTable, Part
+from moesim.traces.timeline.operations import OperationTable, Part, lost_shares
 from moesim.traces.timeline.spans import COMPUTE, Timeline
 from moesim.validation.calibrate import learn, prediction_errors
 from moesim.validation.calibration_runs import ROUTED, designs, drawn_steps

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from moesim.hwprofiles.calibration.disturbance import lost_shares, undisturbed_medians
+from moesim.hwprofiles.calibration.disturbance import undisturbed_medians
 from moesim.hwprofiles.calibration.estimates import FitReport
 from moesim.hwprofiles.calibration.fit_runs import DesignedRun
 from moesim.hwprofiles.calibration.fit_runs import calibrate as fit
@@ -32,6 +32,7 @@ from moesim.policies.systems import compose
 from moesim.runs.machine import machine_profile
 from moesim.traces.files import ScratchFolder
 from moesim.traces.timeline.metrics import summarise
+from moesim.traces.timeline.operations import lost_shares
 from moesim.validation.calibration_runs import ROUTED, Design, designs
 from moesim.validation.drift import ReferenceRuns, with_reference_runs
 from moesim.validation.paired_runs import (
