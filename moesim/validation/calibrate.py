@@ -42,11 +42,18 @@ from moesim.validation.paired_runs import (
     simulate,
     step_lengths,
 )
-from moesim.validation.profile_checks import DISTURBED, MOST_LOST, doubts_of
+from moesim.validation.profile_checks import (
+    DISTURBED,
+    MOST_LOST,
+    PRESSURE,
+    STOLEN,
+    doubts_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from moesim.runtime.measure.system_evidence import SystemShares
     from moesim.traces.format.schema import ModelShape
     from moesim.traces.timeline.spans import Timeline
 
@@ -61,11 +68,14 @@ _QUICK_PASSES = 3
 
 
 class FinishedRun(NamedTuple):
-    """A designed run that was really made."""
+    """A designed run that was really made, and what the whole machine lost
+    meanwhile.
+    """
 
     shape: ModelShape
     trial: Trial
     timeline: Timeline
+    system: SystemShares
 
 
 def learn(
@@ -75,6 +85,7 @@ def learn(
     date: str,
     name: str,
     seed: int = 0,
+    stolen: Sequence[float] | None = None,
 ) -> HardwareProfile:
     """Put what finished runs show into a profile of the machine they ran on.
 
@@ -84,9 +95,11 @@ def learn(
         date: day of the measurement, ISO 8601.
         name: of the new profile.
         seed: of the resampling behind intervals.
+        stolen: share of the cores' time that a hypervisor gave to others, by run; NaN
+            where it is not counted.
     """
     designed = []
-    chosen_steps, lost = _chosen_steps(runs)
+    chosen_steps, lost = _chosen_steps(runs, stolen or [0.0] * len(runs))
     for (shape, trial, timeline), kept in zip(runs, chosen_steps, strict=True):
         designed.append(
             DesignedRun(
@@ -118,10 +131,10 @@ def learn(
 
 
 def disturbance_report(lost: np.ndarray) -> dict[str, float]:
-    """Report what steps lost to other programs.
+    """Report what was lost to others.
 
     Args:
-        lost: share of each step's time, float64 [steps].
+        lost: share of each step's or run's time, float64 [N].
     """
     report = FitReport(
         samples=len(lost),
@@ -132,8 +145,22 @@ def disturbance_report(lost: np.ndarray) -> dict[str, float]:
     return report.as_table()
 
 
+def _system_reports(shares: Sequence[SystemShares]) -> dict[str, dict[str, float]]:
+    """Report what the kernel counted of the whole machine, where it did."""
+    reports = {}
+    for name, counted in (
+        (STOLEN, [share.stolen for share in shares]),
+        (PRESSURE, [share.pressure for share in shares]),
+    ):
+        known = np.array(counted)
+        known = known[np.isfinite(known)]
+        if len(known):
+            reports[name] = disturbance_report(known)
+    return reports
+
+
 def _chosen_steps(
-    runs: Sequence[tuple[ModelShape, Trial, Timeline]],
+    runs: Sequence[tuple[ModelShape, Trial, Timeline]], stolen: Sequence[float]
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Choose, for every step of a trial, the repetition that counts.
 
@@ -158,6 +185,9 @@ def _chosen_steps(
                 for timeline, lengths in zip(timelines, seconds, strict=True)
             ]
         )
+        # No thread sees what is stolen; it is known of the whole run only.
+        stolen_of = np.array([stolen[number] for number in numbers])
+        lost += np.nan_to_num(stolen_of)[:, None]
         best = undisturbed_medians(seconds, lost)
         lost_by_step.append(lost[best, np.arange(len(best))])
         for repetition, number in enumerate(numbers):
@@ -199,6 +229,9 @@ def calibrate(
     """
     from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415
     from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
+    from moesim.runtime.measure.system_evidence import (  # noqa: PLC0415 - torch
+        SystemEvidence,
+    )
 
     report_progress = progress or (lambda _purpose, _share: None)
     target = Path(out)
@@ -229,6 +262,7 @@ def calibrate(
             planned += [(runner, design) for design in of_shape]
 
         reference = ReferenceRuns(base, chosen_dtype, folder, runners)
+        evidence = SystemEvidence()
         runs: list[FinishedRun] = []
         total = passes * len(planned)
         for number in range(passes):
@@ -238,12 +272,16 @@ def calibrate(
                 shape = runner.shape
                 report_progress(f"{shape.name}: {design.purpose}", len(runs) / total)
                 reference.run_if_due()
+                evidence.shares()
                 timeline = runner.run(design.trial, base, seed=seed)
-                runs.append(FinishedRun(shape, design.trial, timeline))
+                system = evidence.shares()
+                runs.append(FinishedRun(shape, design.trial, timeline, system))
 
     date = dt.datetime.now(tz=dt.UTC).date().isoformat()
     # The reference runs join last: no fit may learn from them.
-    profile = learn(runs, base, date=date, name=target.stem, seed=seed)
+    trials = [(run.shape, run.trial, run.timeline) for run in runs]
+    stolen = [run.system.stolen for run in runs]
+    profile = learn(trials, base, date=date, name=target.stem, seed=seed, stolen=stolen)
     profile = with_reference_runs(profile, reference.quantities(date))
     profile = replace(
         profile,
@@ -252,11 +290,15 @@ def calibrate(
             f" designed runs, {passes} times each, with {', '.join(shapes)}"
             f" ({chosen_dtype}); load average {load:.1f} when it began"
         ),
-        fit={**profile.fit, **_stability(_tpot_by_pass(runs, passes))},
+        fit={
+            **profile.fit,
+            **_stability(_tpot_by_pass(runs, passes)),
+            **_system_reports([run.system for run in runs]),
+        },
         where=target.name,
     )
     profile = replace(
-        profile, fit={**profile.fit, PREDICTIONS: prediction_errors(runs, profile)}
+        profile, fit={**profile.fit, PREDICTIONS: prediction_errors(trials, profile)}
     )
     doubts = doubts_of(profile)
     if doubts and not force:
@@ -293,6 +335,13 @@ def prediction_errors(
         residual_worst=float(np.max(errors)),
     )
     return report.as_table()
+
+
+def shape_of(spec: str, dtype: str = "float32") -> ModelShape:
+    """The designed runs' model with experts of another's sizes."""
+    from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415 - torch
+
+    return shape_for(ROUTED, spec, dtype)
 
 
 def differences(

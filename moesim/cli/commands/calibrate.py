@@ -95,6 +95,7 @@ def calibrate(
     from moesim.hwprofiles.profile import load_profile
     from moesim.validation import calibrate as library
     from moesim.validation.profile_checks import speed_change
+    from moesim.validation.wide import wide_constants
 
     # Read first: a missing file should not cost minutes of measuring.
     reference = None if against is None else load_profile(against)
@@ -140,6 +141,9 @@ def calibrate(
         print(json.dumps(facts, indent=2))
         return
     _print(profile, difference)
+    shape = library.shape_of(sizes[0])
+    for wide in wide_constants(profile, shape):
+        print(f"still wide: {wide.words()}")
     output.print_written([out])
 
 
