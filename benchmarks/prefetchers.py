@@ -204,8 +204,8 @@ time with the prefetcher over that without; below 1 it helps. Replays by trace:
 REFUSED = "refused, as the trace has no combine weights."
 
 LEARNS = """\
-{system} learns from sequences that have ended, so it got up to {steps} forward passes. It
-prefetched in {busy} of {pairs} pairs; a trace of one sequence teaches it nothing."""
+{system} learns from sequences that have ended, so it got up to {steps} forward passes.
+It prefetched in {busy} of {pairs} pairs; a trace of one sequence teaches it nothing."""
 
 LOSSES = """
 ## Where it is slower by more than 2 %: {slower} of {pairs}
