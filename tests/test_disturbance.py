@@ -27,6 +27,7 @@ from moesim.traces.timeline.spans import COMPUTE, Timeline
 from moesim.validation.calibrate import (
     _chosen_steps,
     _system_reports,
+    is_enough,
     learn,
     prediction_errors,
 )
@@ -247,6 +248,23 @@ def test_what_is_still_wide_is_named_with_what_it_does():
     assert (wide.path, wide.half_width) == (rate, pytest.approx(0.5))
     assert wide.effect > 0.05
     assert f"{rate} is known to ±50 %: predictions move by up to" in wide.words()
+
+
+def test_measuring_goes_on_until_it_is_narrow_or_time_is_over():
+    def wide():
+        return 0.05
+
+    def narrow():
+        return 0.01
+
+    def unasked():
+        raise AssertionError("a fit that decides nothing")
+
+    assert not is_enough(2, 3, left_s=-9.0, pass_s=5.0, widest=unasked)
+    assert is_enough(3, 3, left_s=-9.0, pass_s=5.0, widest=unasked)
+    assert is_enough(3, 3, left_s=4.0, pass_s=5.0, widest=unasked)
+    assert not is_enough(3, 3, left_s=6.0, pass_s=5.0, widest=wide)
+    assert is_enough(3, 3, left_s=6.0, pass_s=5.0, widest=narrow)
 
 
 def run_of(error):

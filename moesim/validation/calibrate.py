@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
@@ -49,6 +50,7 @@ from moesim.validation.profile_checks import (
     STOLEN,
     doubts_of,
 )
+from moesim.validation.wide import wide_constants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,6 +64,8 @@ SHAPES = ("olmoe-1b-7b/2", "olmoe-1b-7b/4")
 overhead from bandwidth.
 """
 
+NARROW = 0.02
+"""Change of a prediction within a constant's interval that needs no further runs."""
 _PASSES = 5
 _QUICK_PASSES = 3
 """How often all designed runs are run."""
@@ -205,6 +209,7 @@ def calibrate(
     stores: Path | None = None,
     seed: int = 0,
     force: bool = False,
+    minutes: float | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> HardwareProfile:
     """Calibrate this machine and write its profile, if it can be trusted.
@@ -221,6 +226,9 @@ def calibrate(
         stores: folder for the experts' stores; a temporary one when None.
         seed: of the drawn routing.
         force: write a profile that cannot be trusted all the same.
+        minutes: repeat designed runs for so long, or until no constant is so wide that
+            predictions move by more than `NARROW`; None makes the usual number of
+            repetitions.
         progress: called with what is done next and the share that is done.
 
     Raises:
@@ -236,7 +244,8 @@ def calibrate(
     report_progress = progress or (lambda _purpose, _share: None)
     target = Path(out)
     load = os.getloadavg()[0]
-    passes = _QUICK_PASSES if quick else _PASSES
+    date = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    least_passes = _QUICK_PASSES if quick else _PASSES
     # Stores are deleted last: runners read from them until they are closed.
     with ScratchFolder(stores) as folder, ExitStack() as runners:
         report_progress("the machine's lanes", 0.0)
@@ -264,10 +273,25 @@ def calibrate(
         reference = ReferenceRuns(base, chosen_dtype, folder, runners)
         evidence = SystemEvidence()
         runs: list[FinishedRun] = []
-        total = passes * len(planned)
-        for number in range(passes):
+        passes = 0
+        pass_s = 0.0
+        begin_s = time.monotonic()
+
+        def widest() -> float:
+            """Largest effect of a constant that is still wide."""
+            so_far = [(run.shape, run.trial, run.timeline) for run in runs]
+            learned = learn(so_far, base, date=date, name="so-far", seed=seed)
+            wide = wide_constants(learned, planned[0][0].shape)
+            return max((constant.effect for constant in wide), default=0.0)
+
+        while True:
+            left_s = 60.0 * (minutes or 0.0) - (time.monotonic() - begin_s)
+            if is_enough(passes, least_passes, left_s, pass_s, widest):
+                break
+            pass_begin_s = time.monotonic()
             # Forth and back: what drifts meanwhile hits all alike.
-            order = planned[::-1] if number % 2 else planned
+            order = planned[::-1] if passes % 2 else planned
+            total = max(passes + 1, least_passes) * len(planned)
             for runner, design in order:
                 shape = runner.shape
                 report_progress(f"{shape.name}: {design.purpose}", len(runs) / total)
@@ -276,8 +300,9 @@ def calibrate(
                 timeline = runner.run(design.trial, base, seed=seed)
                 system = evidence.shares()
                 runs.append(FinishedRun(shape, design.trial, timeline, system))
+            passes += 1
+            pass_s = time.monotonic() - pass_begin_s
 
-    date = dt.datetime.now(tz=dt.UTC).date().isoformat()
     # The reference runs join last: no fit may learn from them.
     trials = [(run.shape, run.trial, run.timeline) for run in runs]
     stolen = [run.system.stolen for run in runs]
@@ -310,6 +335,30 @@ def calibrate(
     save_profile(profile, target)
     report_progress("done", 1.0)
     return profile
+
+
+def is_enough(
+    made: int,
+    least: int,
+    left_s: float,
+    pass_s: float,
+    widest: Callable[[], float],
+) -> bool:
+    """Tell whether designed runs were repeated often enough.
+
+    Args:
+        made: repetitions so far.
+        least: that are made in any case.
+        left_s: seconds that are left.
+        pass_s: seconds of one more repetition.
+        widest: largest change of a prediction by a constant that is still wide; asked
+            only where it decides, since it takes a fit.
+    """
+    if made < least:
+        return False
+    if left_s < pass_s or left_s <= 0.0:
+        return True
+    return widest() <= NARROW
 
 
 def prediction_errors(

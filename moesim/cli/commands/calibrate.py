@@ -58,6 +58,17 @@ def calibrate(
             metavar="FILE", help="Say how far its predictions are from this profile's."
         ),
     ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            metavar="M",
+            min=0,
+            help=(
+                "Repeat runs for so long at most, until no constant is so wide that"
+                " predictions move by more than 2 %."
+            ),
+        ),
+    ] = None,
     force: Annotated[
         bool,
         typer.Option(
@@ -80,7 +91,9 @@ def calibrate(
     """
     if from_runs:
         refuse_options(
-            context, ("quick", "shapes", "against", "stores"), "designed runs"
+            context,
+            ("quick", "shapes", "against", "minutes", "stores"),
+            "designed runs",
         )
         _from(runs or [], out, hw, seed=seed, force=force, as_json=as_json)
         return
@@ -115,6 +128,7 @@ def calibrate(
             stores=stores,
             seed=seed,
             force=force,
+            minutes=minutes,
             progress=progress,
         )
 
