@@ -50,11 +50,10 @@ class SystemEvidence:
         ticks, stolen, pressure_s, at_s = (
             later - earlier for later, earlier in zip(now, before, strict=True)
         )
-        # Clocks of two counters differ a little; what is not counted stays unknown.
-        pressure = pressure_s / at_s
         return SystemShares(
             stolen=stolen / ticks if ticks > 0 else _UNKNOWN,
-            pressure=1.0 if pressure > 1.0 else pressure,
+            # Clocks of two counters differ a little. NaN first: it is what stays.
+            pressure=min(pressure_s / at_s, 1.0),
         )
 
     def _read(self) -> tuple[float, float, float, float]:
