@@ -19,8 +19,8 @@ from moesim.reporting.text import ranking_lines
 from moesim.runs.memory import MemoryOptions
 from moesim.runs.result import Run
 from moesim.runtime.executor.trace_driven import shape_for
-from moesim.runtime.measure.system_evidence import SystemEvidence, SystemShares
-from moesim.runtime.measure.thread_evidence import ThreadEvidence
+from moesim.runtime.measure.evidence.system import SystemEvidence, SystemShares
+from moesim.runtime.measure.evidence.threads import ThreadEvidence
 from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.operations import OperationTable, Part, lost_shares
 from moesim.traces.timeline.spans import COMPUTE, Timeline

@@ -11,9 +11,9 @@ from real_machine import host_profile
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.profile import save_profile
 from moesim.validation.protocol import sittings
+from moesim.validation.protocol.judgement import interval, judge
 from moesim.validation.protocol.page import protocol_page
 from moesim.validation.protocol.plan import PLAN, Plan
-from moesim.validation.protocol.verdict import interval, judge
 
 PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "protocol.md"
 

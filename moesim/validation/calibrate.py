@@ -55,7 +55,7 @@ from moesim.validation.wide import wide_constants
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moesim.runtime.measure.system_evidence import SystemShares
+    from moesim.runtime.measure.evidence.system import SystemShares
     from moesim.traces.format.schema import ModelShape
     from moesim.traces.timeline.spans import Timeline
 
@@ -236,10 +236,10 @@ def calibrate(
         TraceError, StoreError, RuntimeFault: in one line.
     """
     from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415
-    from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
-    from moesim.runtime.measure.system_evidence import (  # noqa: PLC0415 - torch
+    from moesim.runtime.measure.evidence.system import (  # noqa: PLC0415 - torch
         SystemEvidence,
     )
+    from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
 
     report_progress = progress or (lambda _purpose, _share: None)
     target = Path(out)

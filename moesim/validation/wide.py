@@ -68,7 +68,7 @@ def wide_constants(profile: HardwareProfile, shape: ModelShape) -> list[WideCons
         if design.purpose in _PURPOSES
     ]
     usual = [_seconds(trial, shape, profile) for trial in trials]
-    found = []
+    constants = []
     policies = {trial.policy.partition("+")[0] for trial in trials}
     for path, half_width in _candidates(profile, policies):
         number = profile.numbers[path]
@@ -83,8 +83,8 @@ def wide_constants(profile: HardwareProfile, shape: ModelShape) -> list[WideCons
                 change = _seconds(trial, shape, moved) / seconds - 1.0
                 effect = max(effect, abs(change))
         if effect > _FELT:
-            found.append(WideConstant(path, half_width, effect))
-    return sorted(found, key=lambda wide: -wide.effect)
+            constants.append(WideConstant(path, half_width, effect))
+    return sorted(constants, key=lambda wide: -wide.effect)
 
 
 def _candidates(

@@ -237,10 +237,10 @@ def _protocol(folder: Path, sittings: int | None, *, seed: int, as_json: bool) -
     from moesim.cli.progress import steps_of
     from moesim.reporting.tables import aligned
     from moesim.traces.files import write_text
+    from moesim.validation.protocol.judgement import judge
     from moesim.validation.protocol.page import aim_rows, protocol_page
     from moesim.validation.protocol.plan import PLAN
     from moesim.validation.protocol.sittings import earlier, make_sitting
-    from moesim.validation.protocol.verdict import judge
 
     measured = earlier(folder, PLAN)
     if sittings is None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from moesim.validation.protocol.judgement import CellVerdict, Verdict
     from moesim.validation.protocol.plan import Plan
-    from moesim.validation.protocol.verdict import CellVerdict, Verdict
 
 _INTRODUCTION = (
     "What [the protocol](protocol.md) states was measured by this command, which also"

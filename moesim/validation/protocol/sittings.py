@@ -83,7 +83,7 @@ def make_sitting(
             shapes=plan.calibrated,
             quick=True,
             seed=seed,
-            progress=lambda what, share: progress(what, 0.5 * share),
+            progress=lambda part, share: progress(part, 0.5 * share),
         )
     except ProfileError as error:
         sitting["refused"] = str(error).partition(" cannot be trusted: ")[2] or str(
@@ -102,7 +102,7 @@ def make_sitting(
             steps=plan.steps,
             repetitions=plan.repetitions,
             seed=seed,
-            progress=lambda what, share: progress(what, 0.5 + 0.5 * share),
+            progress=lambda part, share: progress(part, 0.5 + 0.5 * share),
         )
         sitting["validation"] = validation.to_json()
     sitting["seconds"] = round(time.perf_counter() - begin_s)
