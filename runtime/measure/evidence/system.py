@@ -1,9 +1,9 @@
 """What the kernel counts of the whole machine while something is measured.
 
 Threads of a run see what other threads of this system take from them
-(`moesim.runtime.measure.evidence.threads`). What a hypervisor gives to other guests they
-do not: the kernel counts that as *stolen*. *Pressure* is time in which some thread of
-the system waited for a core. Where a system does not count, nothing is known.
+(`moesim.runtime.measure.evidence.threads`). What a hypervisor gives to other guests
+they do not: the kernel counts that as *stolen*. *Pressure* is time in which some thread
+of the system waited for a core. Where a system does not count, nothing is known.
 """
 
 from __future__ import annotations
