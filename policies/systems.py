@@ -38,6 +38,10 @@ class System:
             though weights never change; the link to the host is charged for it.
         pageable: whether experts lie in pageable host memory, from which copies take
             longer; real runs have page-locked memory all the same.
+        micro_batch: most prompt tokens of a forward pass; None for whole prompts.
+        draft_tokens: tokens that a draft proposes for each decode pass to verify.
+        draft_experts: experts of each layer, by what they compute, that drafting a
+            token takes beside the dense parts; 0 for as many as a token has.
         note: where the composition departs from its source, and what it needs.
     """
 
@@ -51,6 +55,9 @@ class System:
     divides_slots: bool = False
     writes_back: bool = False
     pageable: bool = False
+    micro_batch: int | None = None
+    draft_tokens: int = 0
+    draft_experts: int = 1
     note: str = ""
 
     @property
@@ -96,6 +103,7 @@ class System:
             host_cache=host,
             names={kind: getattr(self, kind) for kind in KINDS},
             writes_back=self.writes_back,
+            draft_experts=self.draft_experts,
         )
 
 
@@ -278,10 +286,12 @@ SYSTEMS = {
         # The used experts of one uploaded layer.
         staging_layers=1,
         pageable=True,
+        micro_batch=512,
         note=(
             "the last layers that fit, whole and from the start, as -ngl; from 32"
             " tokens on the other layers' used experts are uploaded, from pageable"
-            " memory, once per step: the whole prompt is one micro-batch"
+            " memory, once per micro-batch of a prompt: 512 tokens, or --micro-batch"
+            " as its -ub"
         ),
     ),
     "llama.cpp-no-mmap": System(
@@ -289,6 +299,7 @@ SYSTEMS = {
         cache="static:fill=last",
         scope="global",
         staging_layers=1,
+        micro_batch=512,
         note="as llama.cpp, with --no-mmap and page-locked buffers",
     ),
     "ik_llama.cpp": System(
@@ -297,6 +308,7 @@ SYSTEMS = {
         scope="global",
         staging_layers=1,
         pageable=True,
+        micro_batch=512,
         note=(
             "as llama.cpp, but uploads from 32 tokens per expert in the mean, 32 E / K"
             " of a step"
@@ -340,6 +352,32 @@ SYSTEMS = {
             "moe-speed-of-light's cache for llama.cpp: misses on the CPU beside the"
             " GPU's hits, frequent ones copied later. Its table by machine of how many"
             " misses to copy at once: fetch-split:table=0/1/1/2/3+decayed-frequency"
+        ),
+    ),
+    # Systems that speculate: a draft proposes tokens, one pass verifies them.
+    "sp-moe": System(
+        assignment="on-demand",
+        cache="lru",
+        prefetch="sp-moe",
+        draft_tokens=4,
+        note=(
+            "speculative decoding, 4 drafted tokens unless --draft-tokens says"
+            " otherwise, kept with --acceptance; what the draft knows of the experts is"
+            " drawn with a stated accuracy; tokens that are not kept have the routing"
+            " of those in their place; the draft costs dense parts and one expert a"
+            " layer, and no memory"
+        ),
+    ),
+    "moe-speq": System(
+        assignment="on-demand",
+        cache="lru",
+        prefetch="moe-speq",
+        draft_tokens=4,
+        draft_experts=0,
+        note=(
+            "as sp-moe, but the draft is the model itself in few bits, so it knows all"
+            " layers; its governor is --draft-tokens swept by hand; the draft costs"
+            " what the model's resident experts would, and no memory"
         ),
     ),
     "deepspeed": System(

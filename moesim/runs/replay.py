@@ -23,6 +23,7 @@ from moesim.runs.setup import (
     figures_of,
     needed_columns,
     profile_of,
+    refuse_drafts,
     trace_of,
     warm_counts,
     watts,
@@ -119,7 +120,7 @@ def replay(
         summary = Summary(profile.lanes)
     timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
 
-    engine = choose_engine(config.engine, planner, profile)
+    engine = choose_engine(config.engine, planner, profile, opened)
     requests = None
     try:
         with policy_faults():
@@ -200,12 +201,14 @@ def _requests(
     Raises:
         PolicyError: a policy that sees the future, which depends on who comes when.
         TraceError: no such arrivals, or limits.
+        ConfigError: drafts.
     """
     if setup.future is not None:
         raise PolicyError(
             "arrivals: expected policies that see the past only, since steps depend on"
             f" who comes when; {config.policy} sees the future"
         )
+    refuse_drafts(config, "a batch that is formed as requests come")
     parse_slo(config.slo)
     return RequestSteps(
         trace,
