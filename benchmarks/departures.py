@@ -7,7 +7,6 @@ prepare` writes::
     python -m benchmarks.departures INPUTS edgemoe moe-infinity moe-lightning smoe
 """
 
-
 from __future__ import annotations
 
 import argparse

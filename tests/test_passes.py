@@ -13,8 +13,8 @@ from moesim.runs.config import ConfigError
 from moesim.traces.errors import TraceError
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.batch import compose as compose_steps
-from moesim.traces.format.passes import Passes, micro_batches
 from moesim.traces.format.schema import Phase
+from moesim.traces.passes import Passes, micro_batches
 from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.spans import Timeline
 from tests.cache_driver import ListFuture

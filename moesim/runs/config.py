@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from moesim.runs.memory import MemoryOptions, MemorySize
     from moesim.runtime.record.residual import Residual
     from moesim.runtime.store.store import ExpertStore
-    from moesim.traces.format.passes import Passes
     from moesim.traces.format.reader import Trace
+    from moesim.traces.passes import Passes
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
@@ -406,7 +406,7 @@ class RunConfig:
     @property
     def passes(self) -> Passes:
         """What the forward passes of a run hold."""
-        from moesim.traces.format.passes import Passes  # noqa: PLC0415 - imports numpy
+        from moesim.traces.passes import Passes  # noqa: PLC0415 - imports numpy
 
         system = self.system
         micro_batch = self.micro_batch

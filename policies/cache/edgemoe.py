@@ -56,4 +56,4 @@ class EdgeMoE(LFU):
         layers = candidates // self.experts
         distance = (layers - self._layer - 1) % self._layers + 1
         worth = self.score[candidates] / distance
-        return candidates[lowest_first(candidates, worth)[: len(incoming)]]
+        return lowest_first(candidates, worth)[: len(incoming)]

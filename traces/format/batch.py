@@ -2,7 +2,7 @@
 
 A batch is a group of consecutive sequences. Its prefill step holds all their prompt
 tokens, its decode step *i* the *i*-th generated token of each sequence that is still
-alive; other ways to cut them are those of `moesim.traces.format.passes`.
+alive; other ways to cut them are those of `moesim.traces.passes`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.traces.errors import TraceError
-from moesim.traces.format.passes import check_passes, micro_batches
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
+from moesim.traces.passes import check_passes, micro_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.traces.format.batch import check_counts, compose
-from moesim.traces.format.passes import Passes
 from moesim.traces.format.schema import Phase
+from moesim.traces.passes import Passes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -20,7 +20,6 @@ from moesim.traces.format.arrow import codes, flat, values
 from moesim.traces.format.checks import check_sequence
 from moesim.traces.format.distinct import first_repeat
 from moesim.traces.format.parquet import open_parquet
-from moesim.traces.format.passes import Passes
 from moesim.traces.format.row_order import follow
 from moesim.traces.format.schema import (
     METADATA_KEY,
@@ -33,6 +32,7 @@ from moesim.traces.format.schema import (
 from moesim.traces.format.sorting import joined
 from moesim.traces.format.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_width
 from moesim.traces.parquet_seal import Digests, Footer, check_footer, digests
+from moesim.traces.passes import Passes
 from moesim.traces.shipped import SHIPPED, resolve_trace
 
 if TYPE_CHECKING:
