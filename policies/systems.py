@@ -273,9 +273,12 @@ SYSTEMS = {
     "moe-lightning": System(
         assignment="moe-lightning",
         cache="static",
+        prefetch="moe-lightning",
+        # One layer's stream is computed while the next arrives.
+        staging_layers=2,
         note=(
-            "the split of experts only: batch, micro-batch and the place of attention"
-            " are the replay's"
+            "the split of experts and their stream one layer ahead; batch, micro-batch"
+            " and the place of attention are the replay's"
         ),
     ),
     # Programs in use.

@@ -182,13 +182,25 @@ def test_ktransformers_computes_where_weights_are():
     assert spans(timeline, "fetch") == []
 
 
-def test_moe_lightning_streams_a_fixed_share():
+@pytest.mark.parametrize(
+    ("prefetch", "seconds"),
+    [
+        # On demand: 2 + 4 + 1, 2 + 10, 2 + 4 + 1.
+        ("none", 7 + 12 + 7),
+        # All three of layer 1 follow the copy for layer 0, which ends at 6: 6-10, and
+        # at 9 its gate speaks, so the other two are dropped; those for layer 2 are
+        # copied 10-14, 14-18, 18-22, of which its expert 1 is the second. The CPU takes
+        # 9-19, a dense part 19-21, and the product 21-22.
+        ("moe-lightning", 22),
+    ],
+)
+def test_moe_lightning_streams_a_fixed_share(prefetch, seconds):
     """Four experts, one of which a token has: n streamed ones take n x 4 / 4 s of the
     link and leave (4 - n) x 10 / 4 to the CPU. Least is the longer of both for three, so
-    3 stays on the CPU: 2 + 10, and the others 2 + 4 + 1.
+    3 stays on the CPU.
     """
-    planner = planner_of("moe-lightning")
-    assert end_s(planner, one_token(0, 3, 1)) == 7 + 12 + 7
+    planner = planner_of(compose("moe-lightning", prefetch=prefetch))
+    assert end_s(planner, one_token(0, 3, 1)) == seconds
 
 
 # -- everything on the GPU --------------------------------------------------------------
