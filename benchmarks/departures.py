@@ -155,31 +155,40 @@ def moe_infinity(inputs: Path) -> None:
 
 
 def moe_lightning(inputs: Path) -> None:
-    """What attention elsewhere, micro-batches and streaming ahead could save at most:
-    everything but the longest lane.
+    """What streaming ahead is worth, and what attention elsewhere and micro-batches
+    could save at most: everything but the longest lane.
     """
-    print("\nmoe-lightning: shares of a pass")
-    rows("trace", "batch", "cache", "ms", "dense", "KV", "busiest lane")
+    print("\nmoe-lightning: its stream on demand and ahead; shares of a pass")
+    rows("trace", "batch", "cache", "on demand", "ahead", "dense", "KV", "busiest lane")
     for trace in TRACES[:2]:
-        for batch in (1, 8, 32):
+        for batch in (1, 8, 32, 96):
             for ratio in RATIOS:
-                run = replayed(
-                    inputs, trace, "moe-lightning", batch=batch, cache_ratio=ratio
+                on_demand, ahead = (
+                    replayed(
+                        inputs,
+                        trace,
+                        "moe-lightning",
+                        prefetch=prefetch,
+                        batch=batch,
+                        cache_ratio=ratio,
+                        steps=24,
+                    )
+                    for prefetch in ("none", "moe-lightning")
                 )
-                total_ms = step_ms(run)
                 busy = {
-                    lane: seconds / run.metrics["makespan_s"]
-                    for lane, seconds in run.metrics["busy_s"].items()
+                    lane: seconds / ahead.metrics["makespan_s"]
+                    for lane, seconds in ahead.metrics["busy_s"].items()
                     if not lane.startswith("control")
                 }
                 lane = max(busy, key=lambda name: busy[name])
-                dense = 1e3 * parts(run)["dense"] / total_ms
+                total_ms = step_ms(ahead)
                 rows(
                     trace,
                     batch,
                     ratio,
+                    step_ms(on_demand),
                     total_ms,
-                    f"{dense:.1%}",
+                    f"{1e3 * parts(ahead)['dense'] / total_ms:.1%}",
                     f"{_kv_share(inputs, trace, batch, total_ms):.2%}",
                     f"{lane} {busy[lane]:.1%}",
                 )
