@@ -233,10 +233,10 @@ class SequenceGroup:
         """The steps that compute all prompts of the group: one, or one for each
         micro-batch. A prompt of which some layers hold fewer tokens is not cut.
         """
-        whole = [slice(0, prompt) for prompt in self._prompt_rows]
+        prompts = [slice(0, prompt) for prompt in self._prompt_rows]
         most = self._passes.micro_batch_tokens
-        if most is None or any(self._is_ragged(*pair) for pair in enumerate(whole)):
-            yield self._prefill(whole)
+        if most is None or any(self._is_ragged(*pair) for pair in enumerate(prompts)):
+            yield self._prefill(prompts)
             return
         tokens = [prompt // self._layers for prompt in self._prompt_rows]
         for parts in micro_batches(tokens, most):
