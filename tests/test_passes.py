@@ -259,5 +259,8 @@ def test_speculation_makes_every_token_of_the_trace(tmp_path):
     # Without drafts it is one pass for each token.
     plain = replay(trace, "sp-moe", draft_tokens=0, **options)
     assert plain.metrics["steps"] == 39
+    batch = replay(trace, "sp-moe", batch=2, **options)
+    assert batch.config["draft_tokens"] == 0
+    assert any("without drafts" in warning for warning in batch.warnings)
     with pytest.raises(ConfigError, match="cannot draft"):
         replay(trace, "sp-moe", prefetch="none", arrivals="poisson:1", **options)

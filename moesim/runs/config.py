@@ -411,9 +411,12 @@ class RunConfig:
         system = self.system
         micro_batch = self.micro_batch
         drafted = self.draft_tokens
+        if drafted is None:
+            # Sequences of a batch would advance at different paces.
+            drafted = system.draft_tokens if self.batch == 1 else 0
         return Passes(
             system.micro_batch if micro_batch is None else micro_batch,
-            draft_tokens=system.draft_tokens if drafted is None else drafted,
+            draft_tokens=drafted,
             acceptance=self.acceptance,
             seed=self.seed,
         )

@@ -273,6 +273,13 @@ def _warnings(
             " distributions; `moesim calibrate` measures those of this machine"
         )
 
+    config = setup.config
+    if config.draft_tokens is None and config.batch > 1 and setup.system.draft_tokens:
+        warnings.append(
+            f"{config.policy} drafts tokens for one sequence at a time: this batch of"
+            f" {config.batch} is decoded without drafts"
+        )
+
     gpu_bytes = setup.gpu_bytes()
     if gpu_bytes > profile.memory.gpu_bytes:
         warnings.append(
