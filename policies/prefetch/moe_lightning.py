@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class MoELightning(PrefetchPolicy):
     """Stream what the plan of the assignment policy of this name puts on a GPU, one
-    layer ahead, the next step's first layer included.
+    layer ahead.
 
     The plan is fixed, so no gate has to be waited for: attention, dense parts and
     products of a layer hide the copies for the next one. Experts that nobody turns out
@@ -29,7 +29,7 @@ class MoELightning(PrefetchPolicy):
         tokens: as of the assignment policy, whose plan this one repeats.
 
     Source: MoE-Lightning (arXiv 2411.11217), its pipeline of paged weights, without
-    the order of pages within a layer.
+    the order of pages within a layer; a step's first layer is fetched on demand.
     """
 
     late = "drop"
@@ -45,7 +45,9 @@ class MoELightning(PrefetchPolicy):
 
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
         """Name what is absent of the next layer's planned experts, in ascending id."""
-        layer = (work.layer + 1) % view.layers
+        layer = work.layer + 1
+        if layer >= view.layers:
+            return ()
         plan = self._split.of(work.phase, layer, len(work.routing), view)
         wanted = np.flatnonzero(plan & ~present(view, layer))
         return [ExpertKey(layer, expert) for expert in wanted.tolist()]
