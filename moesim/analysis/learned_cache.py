@@ -127,7 +127,7 @@ def per_request(
     """Hit rates where requests are served one by one, by policy: the learned one as in
     the released code, and LRU.
     """
-    caches = {
+    caches: dict[str, FlashMoERequests | LRURequests] = {
         LEARNED: FlashMoERequests(trained, slots),
         "lru": LRURequests(trained.layers, slots),
     }

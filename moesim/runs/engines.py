@@ -88,7 +88,7 @@ class Engine:
 
 
 def choose_engine(
-    wanted: str, planner: Planner, profile: HardwareProfile, trace: Trace
+    wanted: str, planner: Planner, profile: HardwareProfile, *, drafts: bool = False
 ) -> Engine:
     """Choose the engine of a run.
 
@@ -97,7 +97,7 @@ def choose_engine(
             everything that is involved.
         planner: of the run.
         profile: the machine.
-        trace: what it walks through.
+        drafts: whether a draft proposes tokens.
 
     Raises:
         PolicyError: the compiled engine is wanted and does not know something.
@@ -107,7 +107,7 @@ def choose_engine(
     from moesim.sim.compiled.support import unsupported  # noqa: PLC0415 - as above
 
     reason = unsupported(planner, profile, planner.costs)
-    if trace.passes.draft_tokens:
+    if drafts:
         reason = "tokens that a draft proposes"
     if reason is None:
         return Engine(COMPILED)

@@ -120,7 +120,8 @@ def replay(
         summary = Summary(profile.lanes)
     timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
 
-    engine = choose_engine(config.engine, planner, profile, opened)
+    drafts = opened.passes.draft_tokens > 0
+    engine = choose_engine(config.engine, planner, profile, drafts=drafts)
     requests = None
     try:
         with policy_faults():
