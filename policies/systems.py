@@ -247,7 +247,7 @@ SYSTEMS = {
         note=(
             "its prefetch queue is sorted anew at every layer, and its first eight"
             " stand for all: 0.3 % of time at most. A batch counts as one sequence,"
-            " which costs 2.0 % at most: no guess could save more"
+            " which costs 1.9 % at most: no guess could save more"
         ),
     ),
     "adapmoe": System(
