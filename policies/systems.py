@@ -285,8 +285,8 @@ SYSTEMS = {
         note=(
             "the split of experts and their stream one layer ahead; the batch is the"
             " replay's. What else it searches is bounded: keys and values take 1.2 % of"
-            " a pass at 128 tokens of context, and from batch 32 on the link is busy for"
-            " 95 % of the time or more, so that micro-batches can save 5.3 % at most"
+            " a pass at 128 tokens of context, and from batch 32 on the link works 95 %"
+            " of the time or more, so that micro-batches can save 5.3 % at most"
         ),
     ),
     # Programs in use.
