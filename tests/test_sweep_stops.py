@@ -170,3 +170,31 @@ def test_a_stop_waits_until_a_process_has_started():
 def interrupt_here():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     signal.raise_signal(signal.SIGINT)
+
+
+VANISHED = """
+import signal
+import psutil
+from moesim.cli.errors import _give_up
+
+class Vanished:
+    def cmdline(self):
+        raise psutil.NoSuchProcess(1)
+
+psutil.Process.children = lambda self, recursive: [Vanished()]
+_give_up(signal.SIGINT)
+"""
+
+
+def test_the_deadline_holds_though_a_child_ends_meanwhile(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", VANISHED]
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
