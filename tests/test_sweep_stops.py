@@ -151,6 +151,34 @@ def test_workers_are_born_with_stops_masked(tmp_path):
     assert done.stdout == f"{[stops, stops]}\n"
 
 
+LEFT = """
+import os
+from moesim.sweeps.stops import start_resource_trackers
+
+start_resource_trackers()
+from joblib.externals.loky.backend.synchronize import Semaphore
+import multiprocessing
+
+semaphores = Semaphore(1), multiprocessing.get_context("spawn").Semaphore(1)
+os._exit(130)
+"""
+
+
+def test_what_an_interrupted_command_shared_is_removed_in_silence(tmp_path):
+    """At the deadline the command ends, and others clear up behind it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", LEFT]
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signal masks")
 def test_a_stop_waits_until_a_process_has_started():
     arrived = []

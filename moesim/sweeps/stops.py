@@ -8,6 +8,7 @@ with both signals masked. The parent alone decides what a stop means.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -61,11 +62,13 @@ def _replace_handlers(note: Any) -> dict[int, Any]:
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
-    before = {number: signal.getsignal(number) for number in STOPS}
-    # A handler that is not Python's cannot be put back, and one that ignores may stay.
-    before = {number: call for number, call in before.items() if callable(call)}
-    for number in before:
-        signal.signal(number, note)
+    before: dict[int, Any] = {}
+    for number in STOPS:
+        handler = signal.getsignal(number)
+        # One that is not Python's cannot be put back, and one that ignores may stay.
+        if callable(handler):
+            before[number] = handler
+            signal.signal(number, note)
     return before
 
 
@@ -74,6 +77,8 @@ def start_resource_trackers() -> None:
 
     Up to Python 3.12, starting the one of the standard library unmasks ctrl-C and
     SIGTERM in the thread that starts it. It must not happen while stops wait.
+
+    They remove what an interrupted command shared, and warn of it; these are silent.
     """
     # A tenth of a second that a run in one process need not pay.
     from multiprocessing import resource_tracker  # noqa: PLC0415
@@ -82,5 +87,10 @@ def start_resource_trackers() -> None:
         resource_tracker as joblibs,
     )
 
-    resource_tracker.ensure_running()
-    joblibs.ensure_running()
+    # They inherit options of the interpreter, and warn on the terminal of a user.
+    sys.warnoptions.append("ignore")
+    try:
+        resource_tracker.ensure_running()
+        joblibs.ensure_running()
+    finally:
+        sys.warnoptions.remove("ignore")
