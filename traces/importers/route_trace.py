@@ -177,6 +177,9 @@ def reshape(
     with decoding(path, "preamble"):
         experts = int(opening.facts.get("n_expert", shape.experts))
         top_k = int(opening.facts.get("n_expert_used", shape.top_k))
+    if experts < 1:
+        raise layout_error(path, "preamble: n_expert", "1 or more", experts)
+    with decoding(path, "preamble"):
         total = int(opening.facts.get("n_layer", 0)) or len(expert_bytes)
 
     if not max(expert_bytes, default=0) < max(total, 1) <= _MOST_LAYERS:
