@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from moesim.runs.config import ConfigError
 from moesim.sweeps.digests import code_digest
 from moesim.sweeps.shared_files import has_file, keep_files_in
@@ -102,6 +100,7 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
             f" tcp://192.168.0.5:8786, or local:N, got {address!r}"
         )
     # Seconds that only users of clusters pay.
+    import psutil  # noqa: PLC0415
     from distributed import Client, LocalCluster  # noqa: PLC0415
 
     if local is not None:

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-import psutil
-
 from moesim.policies.registry import registered, restore
 from moesim.runs.machine import cores
 from moesim.sweeps.cluster import connected
@@ -228,6 +226,8 @@ class _Processes:
 
     def kill(self) -> None:
         """End all processes at once; they hold nothing that needs an orderly end."""
+        import psutil  # noqa: PLC0415 - runs in one process need none
+
         # The pool's own way waits for a thread that waits for the processes.
         processes = dict(self._pool._processes or {})  # noqa: SLF001 - see above
         for number in processes:
