@@ -204,8 +204,8 @@ time with the prefetcher over that without; below 1 it helps. Replays by trace:
 REFUSED = "refused, as the trace has no combine weights."
 
 LEARNS = """\
-{system} learns from sequences that have ended, so it got up to {steps} forward passes. It
-prefetched in {busy} of {pairs} pairs; a trace of one sequence teaches it nothing."""
+{system} learns from sequences that have ended, so it got up to {steps} forward passes.
+It prefetched in {busy} of {pairs} pairs; a trace of one sequence teaches it nothing."""
 
 LOSSES = """
 ## Where it is slower by more than 2 %: {slower} of {pairs}
@@ -245,6 +245,10 @@ class Pair(NamedTuple):
         found = []
         if 1e3 * self.given["wrong"] > added_ms / 4:
             found.append("link busy with wrong guesses")
+        # What was evicted for a right guess may be missed as soon.
+        used_ms = 1e3 * (self.given["guesses"] - self.given["wrong"])
+        if used_ms + self.more("fetch") > added_ms / 4:
+            found.append("right guesses save fewer fetches than they take")
         if lost_hits > 0.01:
             found.append("hits evicted")
         if self.more("waits") > added_ms / 4:
