@@ -338,7 +338,8 @@ def test_gguf_files(tmp_path, key, value):
 HF = cases(
     ("num_hidden_layers", [0, -2, "x", 10**9]),
     ("num_experts", [-4, 2.5, 10**9]),
-    ("num_experts_per_tok", [0, -1, 5, "x"]),
+    ("num_experts_per_tok", [0, -1, 5, "x", None, [2, None]]),
+    ("num_hidden_layers num_experts", [None]),
     ("hidden_size num_attention_heads num_key_value_heads head_dim", [-1, "x"]),
 )
 
@@ -398,6 +399,21 @@ def test_learned_networks(tmp_path, change):
     change(arrays)
     rewritten(path, arrays, moesim="{}")
     refused(subjects._read_network, path)
+
+
+def test_a_network_that_lost_its_seal(tmp_path):
+    from safetensors.numpy import load, save
+
+    path = subjects._network(tmp_path, 0)
+    arrays = load(path.read_bytes())
+    path.write_bytes(save(arrays, {"moesim": "{}"}))
+    refused(subjects._read_network, path)
+
+
+def test_a_null_in_a_configuration_is_as_good_as_nothing(tmp_path):
+    """Transformers writes it where it has a default of its own."""
+    write_hf(tmp_path / "model", experts=4, sliding_window=None, kv_lora_rank=None)
+    assert subjects._read_model(tmp_path / "model")
 
 
 RESIDUALS = {
