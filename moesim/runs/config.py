@@ -76,6 +76,9 @@ def option_of(declared: Field[Any]) -> Option:
     return option
 
 
+MOST_MEMORY_BYTES = 1 << 50
+"""A PiB: more than any machine has."""
+
 CACHE_SIZES = ("cache_ratio", "slots_per_layer", "gpu_memory_bytes")
 """Three ways to state one quantity, the size of the GPU cache."""
 
@@ -155,6 +158,7 @@ class RunConfig:
         kind=int,
         metavar="SIZE",
         minimum=0,
+        maximum=MOST_MEMORY_BYTES,
         is_size=True,
         several="Memory of each GPU for weights, such as 4GiB,8GiB; experts get what"
         " the rest leaves. Default: the card's own, less keys and values and"
@@ -174,6 +178,7 @@ class RunConfig:
         kind=int,
         metavar="SIZE",
         minimum=0,
+        maximum=MOST_MEMORY_BYTES,
         is_size=True,
     )
     host_cache: str = _option(
