@@ -202,8 +202,13 @@ def run_trace(
 
     # Memory of a GPU is no host memory.
     in_host = device.device.type == "cpu"
+    computing = dense.working_bytes(
+        tokens=max((step.tokens for step in walk), default=1),
+        context=max((step.context_tokens for step in walk), default=1),
+        sequences=max((step.sequences for step in walk), default=1),
+    )
     run.footprint = meter.footprint(
-        dense.bytes * in_host, dense.kv_cache_bytes * in_host
+        dense.bytes * in_host, dense.kv_cache_bytes * in_host, computing * in_host
     )
     if run.footprint.peak > run.footprint.budget:
         run.warnings.append("memory: the run took more than its budget")
