@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.policies.base import IN_FLIGHT, RESIDENT, CachePolicy, ExpertKey, Swap
-from moesim.policies.kernels import kernel_work, replaces_nothing
+from moesim.policies.kernels import kernel_work, own, replaces_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,8 @@ class CompiledCache(CachePolicy):
     def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
         """Ask the kernel of this name."""
         answers = np.empty(len(incoming), np.bool_)
-        self._brought.admits(self._brought.state, kernel_work(work), incoming, answers)
+        known = self._brought.state
+        self._brought.admits(known, kernel_work(work), own(incoming), answers)
         return answers
 
     def precedence(self, incoming: np.ndarray) -> np.ndarray:
@@ -56,16 +57,17 @@ class CompiledCache(CachePolicy):
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Ask the kernel of this name."""
         chosen = np.empty(len(incoming), np.int64)
-        self._brought.victims(self._brought.state, incoming, candidates, chosen)
+        known = self._brought.state
+        self._brought.victims(known, own(incoming), own(candidates), chosen)
         return chosen
 
     def admitted(self, keys: np.ndarray) -> None:
         """Ask the kernel of this name."""
-        self._brought.admitted(self._brought.state, keys)
+        self._brought.admitted(self._brought.state, own(keys))
 
     def evicted(self, keys: np.ndarray) -> None:
         """Ask the kernel of this name."""
-        self._brought.evicted(self._brought.state, keys)
+        self._brought.evicted(self._brought.state, own(keys))
 
     def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
         """Ask the kernel of this name."""
