@@ -138,9 +138,9 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
         work.gpu_s,
         work.arrive_s,
         work.link_s,
-        work.gpu_state,
-        state.integers,
-        state.numbers,
+        gpu_state=work.gpu_state,
+        table=state.integers,
+        rates=state.numbers,
     )
     launch(lanes, order, placed, decided)
     return False
@@ -223,9 +223,9 @@ class FetchSplit(AssignmentPolicy):
             work.gpu_s,
             work.arrive_s,
             link_s(work),
-            gpu_state(work, view),
-            self._fetches_of,
-            self._rates(),
+            gpu_state=gpu_state(work, view),
+            table=self._fetches_of,
+            rates=self._rates(),
         )
         return Assignment(*lanes_and_order)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.policies.base import IN_FLIGHT, RESIDENT, CachePolicy, ExpertKey, Swap
-from moesim.policies.kernels import kernel_work, own, replaces_nothing
+from moesim.policies.kernels import kernel_work, own
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 
 class CompiledCache(CachePolicy):
-    """Answers with the kernels that a subclass brings, in every engine."""
+    """Answers with the kernels that a subclass brings, in every engine.
+
+    Attributes:
+        replaces: whether it brings a kernel for copies of its own.
+    """
+
+    replaces: bool = False
 
     @abstractmethod
     def bring(self, context: RunContext) -> CacheKernels:
@@ -31,11 +37,6 @@ class CompiledCache(CachePolicy):
     def kernels(self) -> CacheKernels:
         """The same in compiled runs."""
         return self._brought
-
-    @property
-    def replaces(self) -> bool:
-        """Whether it brings a kernel for copies of its own."""
-        return self._brought.replacements is not replaces_nothing
 
     def accessed(self, work: LayerWork) -> None:
         """Ask the kernel of this name."""
@@ -94,3 +95,12 @@ class CompiledCache(CachePolicy):
             )
             for leaving, entering in pairs
         ]
+
+
+class AdmittingCompiledCache(CompiledCache):
+    """As `CompiledCache`, of kernels that admit everything in launch order: nobody asks
+    then.
+    """
+
+    admits = CachePolicy.admits
+    precedence = CachePolicy.precedence

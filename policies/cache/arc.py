@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from moesim.policies.cache import _request_lists
-from moesim.policies.cache._compiled import CompiledCache
+from moesim.policies.cache._compiled import AdmittingCompiledCache
 from moesim.policies.cache._request_lists import (
     CAPACITY,
     INTEGERS,
@@ -146,7 +146,7 @@ def _admitted(state: State, keys: np.ndarray) -> None:
     confirm(state, keys, _fill)
 
 
-class ARC(CompiledCache):
+class ARC(AdmittingCompiledCache):
     """Divide the cache between experts used once (T1) and more often (T2), and shift
     the division when an evicted one returns.
 
@@ -172,9 +172,9 @@ class ARC(CompiledCache):
 
     def bring(self, context: RunContext) -> CacheKernels:
         """Make four empty lists for each pool."""
-        whole = int(self.ratio == "whole")
+        rounded = int(self.ratio == "whole")
         return CacheKernels(
-            request_state(context, lists=4, ghosts=2, integers=(whole,)),
+            request_state(context, lists=4, ghosts=2, integers=(rounded,)),
             victims=_victims,
             accessed=_accessed,
             admitted=_admitted,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moesim.policies.cache import _request_lists
-from moesim.policies.cache._compiled import CompiledCache
+from moesim.policies.cache._compiled import AdmittingCompiledCache
 from moesim.policies.cache._request_lists import (
     INTEGERS,
     ROWS,
@@ -88,7 +88,7 @@ def _admitted(state: State, keys: np.ndarray) -> None:
     confirm(state, keys, _fill)
 
 
-class Clock(CompiledCache):
+class Clock(AdmittingCompiledCache):
     """Evict the oldest expert that was not used since it was last considered.
 
     One that was used becomes the newest instead, with one use fewer. Held experts keep

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from moesim.policies.cache import _request_lists
-from moesim.policies.cache._compiled import CompiledCache
+from moesim.policies.cache._compiled import AdmittingCompiledCache
 from moesim.policies.cache._request_lists import (
     CAPACITY,
     INTEGERS,
@@ -184,7 +184,7 @@ def _admitted(state: State, keys: np.ndarray) -> None:
     confirm(state, keys, _fill)
 
 
-class S3FIFO(CompiledCache):
+class S3FIFO(AdmittingCompiledCache):
     """Evict new experts early from a small queue, unless they were used there: then
     they move to the main queue.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from moesim.policies.cache import _request_lists
-from moesim.policies.cache._compiled import CompiledCache
+from moesim.policies.cache._compiled import AdmittingCompiledCache
 from moesim.policies.cache._request_lists import (
     ROWS,
     append,
@@ -112,7 +112,7 @@ def _admitted(state: State, keys: np.ndarray) -> None:
     confirm(state, keys, _fill)
 
 
-class SIEVE(CompiledCache):
+class SIEVE(AdmittingCompiledCache):
     """Evict the first expert not used since a hand last passed it; the hand moves from
     the oldest to the newest.
 

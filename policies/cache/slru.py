@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from moesim.policies.cache import _request_lists
-from moesim.policies.cache._compiled import CompiledCache
+from moesim.policies.cache._compiled import AdmittingCompiledCache
 from moesim.policies.cache._request_lists import (
     CAPACITY,
     INTEGERS,
@@ -118,7 +118,7 @@ def _admitted(state: State, keys: np.ndarray) -> None:
     confirm(state, keys, _fill)
 
 
-class SLRU(CompiledCache):
+class SLRU(AdmittingCompiledCache):
     """Evict from the lowest of several LRU segments; every hit moves an expert one
     segment up.
 

@@ -161,6 +161,8 @@ class WorkloadWindow(CompiledCache):
     §1.7.
     """
 
+    replaces = True
+
     def __init__(
         self,
         *,
