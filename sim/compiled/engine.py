@@ -470,28 +470,33 @@ class CompiledReplay:
         last: int,
         progress: Callable[[RoutedStep], None] | None,
     ) -> None:
+        step = int(block.step[last])
         phase = Phase(int(block.phase[last]))
-        ended = RoutedStep(
-            step=int(block.step[last]),
-            phase=phase,
-            batch=int(block.batch[last]),
-            tokens=int(block.pass_tokens[last]),
-            context_tokens=int(block.context_tokens[last]),
-            sequences=int(block.sequences[last]),
-            layers=[],
-        )
+        batch = int(block.batch[last])
+        tokens = int(block.pass_tokens[last])
+        sequences = int(block.sequences[last])
         self._timeline.step(
-            ended.step,
+            step,
             phase,
-            ended.batch,
-            ended.tokens,
-            ended.sequences,
+            batch,
+            tokens,
+            sequences,
             start_s=float(self._world["start_s"][last]),
             end_s=float(self._world["end_s"][last]),
         )
         self._steps += 1
         if progress is not None:
-            progress(ended)
+            progress(
+                RoutedStep(
+                    step=step,
+                    phase=phase,
+                    batch=batch,
+                    tokens=tokens,
+                    context_tokens=int(block.context_tokens[last]),
+                    sequences=sequences,
+                    layers=[],
+                )
+            )
 
     def _fail(self, error: int, block: LayerSteps, s: int) -> None:
         """Raise what a run has failed with.
