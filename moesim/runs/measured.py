@@ -27,6 +27,7 @@ from moesim.runs.setup import (
     figures_of,
     needed_columns,
     refuse_arrivals,
+    refuse_drafts,
     trace_of,
     watts,
 )
@@ -149,6 +150,7 @@ def run_trace(
 
     config = MeasuredConfig.of(trace, policy, memory=memory, **options)
     refuse_arrivals(config, "a measured run")
+    refuse_drafts(config, "a measured run")
     opened = trace_of(config)
     profile = machine_profile(config.hw)
     dtype = config.dtype or ("float32" if profile.accelerator == "host" else "bfloat16")

@@ -41,6 +41,13 @@ if TYPE_CHECKING:
     from moesim.traces.timeline.spans import Chunk, Timeline
 
 _LATE = {"drop": LATE_DROP, "active": LATE_DROP, "keep": LATE_KEEP}
+_PARTS = {
+    "serve_worker": serve_worker,
+    "end_operation": end_operation,
+    "plan_layer_step": plan_layer_step,
+}
+"""Parts of the loop that it calls through its table."""
+
 _NO_PLACE = {"stage": STAGE, "wait": WAIT, "drop": DROP}
 
 
@@ -67,6 +74,8 @@ class CompiledReplay:
         self._accesses: list[Chunk] = []
         self._steps = 0
         self._layer_steps = 0
+        for name, program in _PARTS.items():
+            self._world.give_kernel(name, program)
         self._make_lanes()
         self._make_memories()
         self._make_constants()
@@ -194,6 +203,7 @@ class CompiledReplay:
             pools[layer]["free_bytes"] = books.free_bytes(layer)
         brought = cache.kernels()
         assert brought is not None
+        self._give_kernels(brought)
         table["at"], table["sizes"] = self._keep(brought.state)
 
     def _make_constants(self) -> None:
@@ -226,15 +236,12 @@ class CompiledReplay:
         constants["prefetches"] = prefetch.prefetches
         constants["requeue"] = prefetch.requeue
 
-        self._assignment = planner.policies.assignment.kernels()
-        self._prefetch = prefetch.kernels()
-        self._cache = planner.policies.caches[0].kernels()
-        assert self._assignment is not None
-        assert self._prefetch is not None
         for name, brought in (
-            ("assignment", self._assignment),
-            ("prefetch", self._prefetch),
+            ("assignment", planner.policies.assignment.kernels()),
+            ("prefetch", prefetch.kernels()),
         ):
+            assert brought is not None
+            self._give_kernels(brought)
             constants[f"{name}_at"], constants[f"{name}_sizes"] = self._keep(
                 brought.state
             )
@@ -266,6 +273,12 @@ class CompiledReplay:
         world["work_link_s"] = np.zeros(gpus)
         self._most_tokens = -1
         self._activation_s = np.zeros(0)
+
+    def _give_kernels(self, brought: Any) -> None:
+        """Give the loop all that a policy brings but its state."""
+        for name, kernel in brought._asdict().items():
+            if name != "state":
+                self._world.give_kernel(name, kernel)
 
     def _keep(self, state: State) -> tuple[list[int], list[int]]:
         """Where the arrays of a policy's state lie, and their sizes."""
@@ -311,19 +324,10 @@ class CompiledReplay:
         world = self._world
         run = world["run"][0]
         passes = self._put(block)
-        kernels: list[Any] = [
-            self._assignment.assign,
-            self._prefetch.prefetch,
-            *(getattr(self._cache, name) for name in _OF_CACHES),
-            serve_worker,
-            end_operation,
-            plan_layer_step,
-        ]
         begin = 0
         while begin < len(block.layer):
             self._draw()
-            bounds = [begin, CHUNK_SPANS, CHUNK_ACCESSES]
-            end = run_steps(*[world.table.ctypes.data, *kernels, *bounds])
+            end = run_steps(world.table.ctypes.data, begin, CHUNK_SPANS, CHUNK_ACCESSES)
             if run["error"]:
                 self._fail(int(run["error"]), block, end)
             self._note_accesses(block, begin, end)
@@ -466,28 +470,33 @@ class CompiledReplay:
         last: int,
         progress: Callable[[RoutedStep], None] | None,
     ) -> None:
+        step = int(block.step[last])
         phase = Phase(int(block.phase[last]))
-        ended = RoutedStep(
-            step=int(block.step[last]),
-            phase=phase,
-            batch=int(block.batch[last]),
-            tokens=int(block.pass_tokens[last]),
-            context_tokens=int(block.context_tokens[last]),
-            sequences=int(block.sequences[last]),
-            layers=[],
-        )
+        batch = int(block.batch[last])
+        tokens = int(block.pass_tokens[last])
+        sequences = int(block.sequences[last])
         self._timeline.step(
-            ended.step,
+            step,
             phase,
-            ended.batch,
-            ended.tokens,
-            ended.sequences,
+            batch,
+            tokens,
+            sequences,
             start_s=float(self._world["start_s"][last]),
             end_s=float(self._world["end_s"][last]),
         )
         self._steps += 1
         if progress is not None:
-            progress(ended)
+            progress(
+                RoutedStep(
+                    step=step,
+                    phase=phase,
+                    batch=batch,
+                    tokens=tokens,
+                    context_tokens=int(block.context_tokens[last]),
+                    sequences=sequences,
+                    layers=[],
+                )
+            )
 
     def _fail(self, error: int, block: LayerSteps, s: int) -> None:
         """Raise what a run has failed with.
@@ -503,16 +512,6 @@ class CompiledReplay:
             raise SimulationError(f"{where}: {problem}")
         raise PolicyError(f"{kind} policy {names.get(kind)!r}: {where}: {problem}")
 
-
-_OF_CACHES = (
-    "accessed",
-    "admits",
-    "precedence",
-    "victims",
-    "admitted",
-    "evicted",
-    "replacements",
-)
 
 _ERRORS = {
     memory.BAD_ASSIGNMENT: (
