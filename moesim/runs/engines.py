@@ -77,9 +77,16 @@ class Engine:
 
         from moesim.sim.compiled.engine import CompiledReplay  # noqa: PLC0415 - as above
 
-        if columns:
+        prefetch = planner.policies.prefetch
+        if columns or prefetch.reads_routing:
             walk = compose(trace, batch=batch, steps=steps, columns=columns)
-            blocks = of_steps(walk, scores="scores" in columns)
+            blocks = of_steps(
+                walk,
+                scores="scores" in columns,
+                predictors=tuple(c for c in prefetch.needs if c != "scores"),
+                routing=prefetch.reads_routing,
+                experts=trace.shape.experts,
+            )
         else:
             blocks = layer_steps(trace, batch=batch, steps=steps)
         return CompiledReplay(

@@ -225,6 +225,8 @@ class CompiledReplay:
         constants["moves_activations"] = profile.accelerator != "host"
         constants["prefetches"] = prefetch.prefetches
         constants["requeue"] = prefetch.requeue
+        constants["oracle"] = prefetch.oracle
+        constants["reads_routing"] = prefetch.reads_routing
 
         self._assignment = planner.policies.assignment.kernels()
         self._prefetch = prefetch.kernels()
@@ -358,6 +360,7 @@ class CompiledReplay:
         world["tokens"] = np.ascontiguousarray(block.tokens, np.int32)
         scores = np.zeros((0, 0)) if block.scores is None else block.scores
         world["scores"] = np.ascontiguousarray(scores)
+        self._put_predictions(block)
         world["lane_of"] = np.zeros(len(block.experts), np.int8)
         world["state_of"] = np.zeros(len(block.experts), np.int8)
         world["start_s"] = np.zeros(count)
@@ -382,7 +385,8 @@ class CompiledReplay:
         world["dense_s"] = np.repeat(np.array(dense_s, np.float64), shape.layers)
         world["gate_s"] = np.repeat(np.array(gate_s, np.float64), shape.layers)
 
-        most_tokens = int(block.tokens.max(initial=0))
+        # Predictions may give an expert more tokens than it gets.
+        most_tokens = int(block.rows.max(initial=0))
         if most_tokens > self._most_tokens:
             tokens = np.arange(most_tokens + 1)
             layers = range(shape.layers)
@@ -395,6 +399,23 @@ class CompiledReplay:
             self._activation_s = np.array(by_rows)
         world["activation_s"] = self._activation_s[block.rows]
         return last
+
+    def _put_predictions(self, block: LayerSteps) -> None:
+        """Give the loop what the prefetch policy reads of a block."""
+        world = self._world
+        experts = self._planner.shape.experts
+        if block.workload is None or block.score_sums is None:
+            # One layer step without predictors stands for all.
+            world["workload"] = np.zeros((1, 0, experts), np.int32)
+            world["score_sums"] = np.zeros((1, 0, experts), np.float32)
+        else:
+            world["workload"] = block.workload
+            world["score_sums"] = block.score_sums
+        routing = np.zeros((0, 0)) if block.routing is None else block.routing
+        world["routing"] = np.ascontiguousarray(routing, np.uint16)
+        row_edges = np.zeros(len(block.rows) + 1, np.int64)
+        np.cumsum(block.rows, out=row_edges[1:])
+        world["row_edges"] = row_edges
 
     def _draw(self) -> None:
         """Draw as many factors as operations have used."""

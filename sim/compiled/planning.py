@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from moesim.policies.base import ABSENT, RESIDENT
-from moesim.policies.kernels import Work
+from moesim.policies.kernels import KernelView, Work
 from moesim.policies.planner.plan import FETCH, PREFETCH, REPLACE
 from moesim.sim.compiled import memory
 from moesim.sim.compiled.compilation import entry, part
@@ -266,7 +266,41 @@ def demand(world: Any, work: Work, gpu: int, lanes: Any, order: Any) -> None:
 
 
 @part
-def prefetch(world: Any, work: Work) -> None:
+def _view(world: Any, s: int) -> KernelView:
+    """What the prefetch policy sees beside the layer step."""
+    constants = world.constants
+    run = world.run
+    layer = world.layer[s]
+    routing = world.routing[:0]
+    before = world.routing[:0]
+    if constants.reads_routing:
+        routing = world.routing[world.row_edges[s] : world.row_edges[s + 1]]
+        if layer:
+            before = world.routing[world.row_edges[s - 1] : world.row_edges[s]]
+    coming = world.active[:0]
+    coming_edges = world.edges[:0]
+    if constants.oracle:
+        coming = world.active
+        coming_edges = world.edges[s + 1 : s + 1 + constants.layers - layer]
+    link = world.memories[0]
+    return KernelView(
+        world.state,
+        routing,
+        before,
+        world.workload[min(s, len(world.workload) - 1)],
+        world.score_sums[min(s, len(world.score_sums) - 1)],
+        coming,
+        coming_edges,
+        world.copy_s[0],
+        world.cpu_s,
+        world.gpu_s,
+        max(0.0, link.busy_until_s - run.now_s) + link.queued_s,
+        run.gap_s,
+    )
+
+
+@part
+def prefetch(world: Any, work: Work, s: int) -> None:
     """Wish for what the prefetch policy names, within its byte budget."""
     constants = world.constants
     run = world.run
@@ -275,7 +309,7 @@ def prefetch(world: Any, work: Work) -> None:
     count = world.prefetch(
         state_at(constants.prefetch_at, constants.prefetch_sizes),
         work,
-        world.state,
+        _view(world, s),
         named,
     )
     for n in range(count):
@@ -379,7 +413,7 @@ def plan_layer_step(address: int, s: int) -> bool:
     for gpu in range(at_home, at_home + rows_of(world)):
         demand(world, work, gpu, lanes, order)
     if world.constants.prefetches:
-        prefetch(world, work)
+        prefetch(world, work, s)
     ask_replacements(world, work)
     for i in range(active):
         world.lane_of[first + i] = world.lane_by_use[_COMPUTE_LANES + lanes[i]]

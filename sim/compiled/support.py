@@ -23,7 +23,7 @@ from moesim.sim.compiled.records import MOST_LANES
 if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
 
-_READ_ONLY = frozenset({"kernels", "initial", "start", "replaces"})
+_READ_ONLY = frozenset({"kernels", "initial", "start", "replaces", "evaluations"})
 """Members of a policy that a kernel has no part in."""
 
 
@@ -60,9 +60,16 @@ def _unsupported_policies(planner: Planner) -> str | None:
     ):
         if not brings_kernels(type(policy)) or policy.kernels() is None:
             return f"{kind} policy {policies.names.get(kind)!r}: no kernels"
-    columns = {column for policy in policies.all() for column in policy.needs}
-    if columns - {"scores"}:
-        return f"the trace's column {min(columns - {'scores'})!r}"
+    others = {
+        column
+        for policy in policies.all()
+        for column in policy.needs
+        if policy is not policies.prefetch
+    }
+    if others - {"scores"}:
+        return f"the trace's column {min(others - {'scores'})!r}"
+    if "scores" in policies.prefetch.needs:
+        return "a prefetch that reads gate scores"
     sizes = planner.shape.expert_bytes
     if planner.sizes.gpu.scope == GLOBAL and len(set(sizes)) > 1:
         return "experts of unequal sizes in one pool"
