@@ -204,8 +204,12 @@ VIEW = nb.NamedTuple(
     KernelView,
 )
 
-ASSIGN = nb.boolean(STATE, WORK, nb.int8[::1], nb.int64[::1])
-"""``assign(state, work, lanes, order) -> serial``: fills in lanes and launch order."""
+SERIAL = 1
+WAITS = 2
+"""What an assignment kernel may answer, added up: see `Assignment`."""
+
+ASSIGN = nb.int64(STATE, WORK, nb.int8[::1], nb.int64[::1])
+"""``assign(state, work, lanes, order) -> flags``: fills in lanes and launch order."""
 
 ACCESSED = nb.void(STATE, WORK)
 """``accessed(state, work)``."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moesim.policies.base import PolicyError
 from moesim.traces.format.batch import compose
 from moesim.traces.format.layer_steps import layer_steps, of_steps
+from moesim.traces.format.schema import PREDICTION_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,15 +77,20 @@ class Engine:
             ).run(walk, progress)
 
         from moesim.sim.compiled.engine import CompiledReplay  # noqa: PLC0415 - as above
+        from moesim.sim.compiled.support import all_bring_kernels  # noqa: PLC0415 - as above
 
         prefetch = planner.policies.prefetch
-        if columns or prefetch.reads_routing:
+        asks_python = not all_bring_kernels(planner)
+        if columns or prefetch.reads_routing or asks_python:
             walk = compose(trace, batch=batch, steps=steps, columns=columns)
             blocks = of_steps(
                 walk,
                 scores="scores" in columns,
-                predictors=tuple(c for c in prefetch.needs if c != "scores"),
+                predictors=tuple(
+                    name for name in prefetch.needs if name in PREDICTION_COLUMNS
+                ),
                 routing=prefetch.reads_routing,
+                routed=asks_python,
                 experts=trace.shape.experts,
             )
         else:

@@ -23,6 +23,7 @@ BAD_VICTIMS = 2
 BAD_PREFETCH = 3
 BAD_SWAP = 4
 STUCK = 5
+RAISED = 6
 """What a run may fail with."""
 
 RESERVED_SLOTS = 1

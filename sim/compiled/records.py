@@ -43,6 +43,10 @@ RUN = _record(
         ("wishes", np.int64),
         ("queued", np.int64),  # copies that have not landed
         ("prefetches", np.int64),  # queued prefetches
+        ("prefetched", np.int64),  # layers in `prefetched_layers`
+        ("place", np.int64),  # of the layer step under way in its block
+        ("barred", np.int64),  # products that wait for all copies of their layer
+        ("barred_layer", np.int64),  # whose copies these are; -1 before all are known
         ("step", np.int64),
         ("layer_steps", np.int64),
         ("pass_s", np.float64),
@@ -117,6 +121,7 @@ EXPERT = _record(
         ("last_copy", np.int64),
         ("staged", np.bool_),
         ("used", np.bool_),
+        ("cpu_reads", np.bool_),  # this layer step reads it for the CPU
         ("shielded", np.bool_),
         ("orphan", np.bool_),
         ("copying", np.bool_),
@@ -155,9 +160,13 @@ POOL = _record(
         ("free_bytes", np.int64),
         ("promised_bytes", np.int64),
         ("staged", np.int64),
+        ("outstanding", np.int64),  # copies for it to any GPU that have not landed
+        ("prefetched", np.bool_),  # a prefetch was queued for it, ever
     ]
 )
-"""Of one memory and layer; with the global scope bytes stand at layer 0."""
+"""Of one memory and layer; with the global scope bytes stand at layer 0. The last two
+are the first memory's alone.
+"""
 
 COPY = _record(
     [
@@ -223,6 +232,7 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "slowdown": (np.float64, 2),  # [N, N]; empty where nothing slows anything
     "noise": (np.float64, 2),  # [N, draws]; empty for none
     "held": (np.int64, 1),  # what the CPU of a serial plan will start with
+    "barred": (np.int64, 1),
     "deferred": (DEFERRED, 1),
     # Spans.
     "codes": (np.int8, 2),  # [2, spans]: lane, kind
@@ -235,6 +245,7 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "experts": (EXPERT, 2),  # [M, K]
     "memories": (MEMORY, 1),
     "pools": (POOL, 2),  # [M, L]
+    "prefetched_layers": (np.int64, 1),  # in the order of their first prefetches
     # The plan under way.
     "copies": (COPY, 1),
     "promoted": (COPY, 1),

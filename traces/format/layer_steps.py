@@ -50,6 +50,7 @@ class LayerSteps:
         score_sums: float32 [N, P, E], their predicted scores, summed over the tokens.
         routing: uint16 [R, K], experts of every token; layer step i owns as many of the
             following rows as `rows` says.
+        routed: objects [N], every layer step as `compose` gives it.
     """
 
     step: np.ndarray
@@ -67,6 +68,7 @@ class LayerSteps:
     workload: np.ndarray | None = None
     score_sums: np.ndarray | None = None
     routing: np.ndarray | None = None
+    routed: np.ndarray | None = None
 
     def first(self, count: int) -> LayerSteps:
         """The first `count` layer steps."""
@@ -109,6 +111,7 @@ def of_steps(
     scores: bool = False,
     predictors: tuple[str, ...] = (),
     routing: bool = False,
+    routed: bool = False,
     experts: int = 0,
 ) -> Iterator[LayerSteps]:
     """Return composed forward passes as blocks.
@@ -118,12 +121,20 @@ def of_steps(
         scores: with gate scores.
         predictors: with the workloads that these predict.
         routing: with the experts of every token.
+        routed: with the composed layer steps themselves.
         experts: of a layer, where `predictors` are asked for.
     """
     parts = map(_of_step, steps)
-    if scores or predictors or routing:
+    if scores or predictors or routing or routed:
         parts = (
-            _with_more(step, predictors, experts, scores=scores, routing=routing)
+            _with_more(
+                step,
+                predictors,
+                experts,
+                scores=scores,
+                routing=routing,
+                routed=routed,
+            )
             for step in steps
         )
         # Numbers of all experts are many more than those of the active ones.
@@ -138,6 +149,7 @@ def _with_more(
     *,
     scores: bool,
     routing: bool,
+    routed: bool,
 ) -> LayerSteps:
     part = _of_step(step)
     more: dict[str, np.ndarray] = {}
@@ -152,6 +164,8 @@ def _with_more(
         more["score_sums"] = np.array([sums for _, sums in counted])
     if routing:
         more["routing"] = np.concatenate([layer.routing for layer in step.layers])
+    if routed:
+        more["routed"] = np.array(step.layers, object)
     return replace(part, **more)
 
 
