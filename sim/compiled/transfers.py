@@ -588,9 +588,8 @@ def end_operation(address: int, i: int) -> None:
     world = world_at(address)
     run = world.run
     ended = world.operations[i]
+    # Busy until all consequences are queued: the worker chooses among all of them.
     w = world.lanes[ended.lane].worker
-    worker = world.workers[w]
-    worker.busy = False
     if ended.on_end == COPIED:
         _copied(world, i)
     elif ended.on_end == HAS_READ:
@@ -617,8 +616,8 @@ def end_operation(address: int, i: int) -> None:
             run.turn = True
             run.turns += 1
     forget(world, i)
-    if worker.waiting and not worker.busy:
-        serve(world, w)
+    world.workers[w].busy = False
+    serve(world, w)
 
 
 @entry(ENTRIES["serve_worker"])
