@@ -63,6 +63,11 @@ SINGLE = {
 }
 """Traces with too few sequences for batches."""
 
+LONGER = {"moe-infinity": 6}
+"""Systems that learn from sequences that have ended, and how many times as many forward
+passes they get.
+"""
+
 RECALL = (0.8, 0.7, 0.62)
 RESIDUAL = 0.86
 RATIOS = (0.25, 0.5, 0.75)
@@ -125,7 +130,7 @@ def measured(cell: Cell, inputs: Path, hw: str, steps: int) -> dict[str, Any]:
             hw=hw,
             cache_ratio=cell.ratio,
             batch=cell.batch,
-            steps=steps,
+            steps=steps * LONGER.get(cell.system, 1),
         )
     except TraceError as error:
         return {**cell._asdict(), "hw": Path(hw).stem, "refused": str(error)}
@@ -198,9 +203,9 @@ time with the prefetcher over that without; below 1 it helps. Replays by trace:
 
 REFUSED = "refused, as the trace has no combine weights."
 
-IDLE = """\
-moe-infinity prefetched nothing: it compares with sequences that have ended, and in so
-few passes none has."""
+LEARNS = """\
+{system} learns from sequences that have ended, so it got up to {steps} forward passes.
+It prefetched in {busy} of {pairs} pairs; a trace of one sequence teaches it nothing."""
 
 LOSSES = """
 ## Where it is slower by more than 2 %: {slower} of {pairs}
@@ -286,7 +291,7 @@ def page(results: Path, target: Path, commit: str) -> None:
         hw=table[0]["hw"],
         commit=commit,
         pairs=len(found),
-        steps=max(row.get("steps", 0) for row in table),
+        steps=max(row.get("steps", 0) for row in table if row["system"] not in LONGER),
         ratios=", ".join(map(str, RATIOS)),
         batches=", ".join(map(str, BATCHES)),
         recall=", ".join(map(str, RECALL)),
@@ -308,8 +313,15 @@ def page(results: Path, target: Path, commit: str) -> None:
         if refused:
             lines.append("")
             lines.append(f"{len(refused)} replays of {system}: {REFUSED}")
-    if all(row["guesses"] == 0 for row in table if row["system"] == "moe-infinity"):
-        lines += ["", IDLE]
+    for system in LONGER:
+        given = [pair.given for pair in found if pair.cell.system == system]
+        words = LEARNS.format(
+            system=system,
+            steps=max(row["steps"] for row in given),
+            busy=sum(row["guesses"] > 0 for row in given),
+            pairs=len(given),
+        )
+        lines += ["", *words.splitlines()]
     lines += LOSSES.format(slower=len(slower), pairs=len(found)).splitlines()
     for pair in slower:
         cell = pair.cell

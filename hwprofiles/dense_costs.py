@@ -152,6 +152,18 @@ class DenseCosts:
         roofline_s = self._roofline_s(work.read_bytes, work.flops)
         return roofline_s * in_place
 
+    def reference_s(self, tokens: float, *, head: bool) -> float:
+        """Return the seconds of this model's reference dense part, or head, as a curve
+        over tokens states them: attention to earlier tokens is left out.
+        """
+        reference = dense_reference(self._shape, head=head)
+        params = self.sizes.layer_params
+        if head:
+            params = self.sizes.dense_layer_params + self.sizes.head_params
+        in_place = self._measured_factor(HEAD if head else DENSE, params, tokens)
+        flops = tokens * flops_per_token(reference)
+        return self._roofline_s(reference.bytes, flops) * in_place
+
     def _roofline_s(self, read_bytes: float, flops: float) -> float:
         # Looked up at the first use: a profile may lack costs that no run needs.
         roof = self._roof
@@ -176,7 +188,7 @@ class DenseCosts:
             )
         return factor
 
-    def _measured_factor(self, part: str, params: float, tokens: int) -> float:
+    def _measured_factor(self, part: str, params: float, tokens: float) -> float:
         sizes = (
             MeasuredPart.of(self._profile, part, small=small) for small in (False, True)
         )

@@ -25,7 +25,7 @@ from moesim.traces.synthetic.gate_scores import (
     popularity_logits,
 )
 from moesim.traces.synthetic.generate import stated, synthesise
-from moesim.traces.synthetic.marks import PREDICTIONS
+from moesim.traces.synthetic.marks import PREDICTIONS, synthetic_caveats
 from moesim.traces.synthetic.predict import predict
 from moesim.traces.synthetic.prediction_noise import Dependence, SequenceNoise, Walk
 
@@ -222,6 +222,20 @@ def test_drawn_scores_are_those_of_the_recorded_experts(predicted):
         weights = chosen / chosen.sum(axis=1, keepdims=True)
         assert weights == pytest.approx(rows.columns["weights"], rel=0.003, abs=1e-3)
         assert scores.sum(axis=1) == pytest.approx(1, abs=0.01)
+
+
+def test_weights_follow_from_drawn_scores_where_there_are_none(tmp_path):
+    """`adapmoe` and SMoE's router need both. The shipped model's gate renormalises."""
+    source = copied(open_trace("tiny"), tmp_path / "source", [])
+    predict(source, tmp_path / "made", scores=True)
+    made = open_trace(tmp_path / "made")
+    for rows in made.sequences(["scores", "weights"]):
+        scores = rows.columns["scores"].astype(np.float64)
+        used = np.take_along_axis(scores, rows.experts.astype(int), axis=1)
+        expected = used / used.sum(axis=1, keepdims=True)
+        assert rows.columns["weights"] == pytest.approx(expected, abs=1e-3)
+    (caveat,) = synthetic_caveats(made.header)
+    assert "scores and weights drawn" in caveat
 
 
 def logits_for(weights, *, renormalised=True, sigmoid=False):

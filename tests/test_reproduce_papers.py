@@ -20,6 +20,7 @@ from moesim.reproduction import papers
 from moesim.reproduction.experiments import EXPERIMENTS
 from moesim.reproduction.papers import dali, daop, orders, reproduce_all
 from moesim.reproduction.papers import report as pages
+from moesim.reproduction.papers.explanations import PARTS, better_run, explain
 from moesim.reproduction.papers.question import (
     ANCHORED,
     COMPUTED,
@@ -312,6 +313,38 @@ def test_a_speedup_is_a_direction_and_its_baseline_is_none():
         True,
         False,
     ]
+
+
+def test_an_order_of_speedups_is_explained_by_the_baselines():
+    """The system is the same in both; a larger speedup is over the slower baseline."""
+    own = _spec("greedy")
+    baselines = {"slow": _spec("all-cpu"), "fast": _spec("on-demand")}
+    answered = []
+    for published, ours, name in ((4.0, 2.0, "slow"), (2.0, 3.0, "fast")):
+        setting = {"baseline": name}
+        record = Record("DALI", "abstract", "speedup_avg", setting, published)
+        question = ratio(record, [(own, baselines[name])], lambda _own, _other: 1.0)
+        answered.append(Answered(question, ours))
+    (order,) = orders.orders(answered)
+    assert not order.holds
+    assert better_run(order) == baselines["fast"]
+
+
+def test_the_best_baseline_is_the_other_side_of_what_was_compared_with_it():
+    """Of a baseline of 3 s a step and one of 2 s, the second: 5 s against 2 s."""
+    system, slow, fast = map(_spec, ("greedy", "all-cpu", "on-demand"))
+    parts = dict.fromkeys(PARTS, 0.0)
+    outcomes = {
+        run: {"decode": {**parts, "steps": 2, "total": 2 * step_s}}
+        for run, step_s in ((system, 5.0), (slow, 3.0), (fast, 2.0))
+    }
+    metric = "tpot_reduction_vs_best_baseline"
+    record = Record("SMoE", "6.2", metric, {}, 34.0)
+    sides = ((system,), (slow, fast))
+    question = Question(record, SIMULATED, figure=lambda _: -150.0, sides=sides)
+    (direction,) = orders.directions([Answered(question, -150.0)])
+    explanation = explain(direction, outcomes, {})
+    assert [side.step_s for side in explanation.sides] == [5.0, 2.0]
 
 
 def test_anchored_records_count_nowhere():

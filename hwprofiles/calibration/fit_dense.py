@@ -82,7 +82,8 @@ def fit_dense(
     samples = {
         work: np.array(seconds)
         for work, seconds in by_work.items()
-        if len(seconds) >= LEAST_SAMPLES
+        # A trace may tell nothing of its model's head, which then reads nothing.
+        if len(seconds) >= LEAST_SAMPLES and work.read_bytes > 0
     }
     # Three constants need three points.
     if len(samples) < 3:

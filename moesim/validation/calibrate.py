@@ -91,7 +91,8 @@ def learn(
             DesignedRun(
                 timeline,
                 shape,
-                assignment=compose(trial.policy).assignment,
+                # Profiles know policies by name, whatever their parameters.
+                assignment=compose(trial.policy).assignment.partition(":")[0],
                 context_tokens=[step.context_tokens for step in trial.steps],
                 workers=base.workers,
                 kept=kept,
@@ -111,12 +112,16 @@ def learn(
         date=date,
         numbers=profile_entries(calibration.numbers, base.numbers),
         curves={**base_curves, **calibration.curves},
-        fit={**base.fit, **calibration.fit, DISTURBED: _disturbed(lost)},
+        fit={**base.fit, **calibration.fit, DISTURBED: disturbance_report(lost)},
     )
 
 
-def _disturbed(lost: np.ndarray) -> dict[str, float]:
-    """Report what the chosen steps lost to other programs, as shares of their time."""
+def disturbance_report(lost: np.ndarray) -> dict[str, float]:
+    """Report what steps lost to other programs.
+
+    Args:
+        lost: share of each step's time, float64 [steps].
+    """
     report = FitReport(
         samples=len(lost),
         held_out=int((lost > MOST_LOST).sum()),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moesim.hwprofiles.prediction_error import PREDICTIONS
 from moesim.runs.machine import cores
 
 if TYPE_CHECKING:
@@ -24,6 +25,12 @@ DISTURBED = "disturbed"
 _QUIET_LOAD = 0.5
 """Load average up to which other programs do not disturb a measurement."""
 _COMPARED_VERSIONS = ("cpu", "accelerator", "torch")
+
+
+def is_calibrated(profile: HardwareProfile) -> bool:
+    """Tell whether a profile was learned from runs through the executor."""
+    # Only these repeat runs or are held against some.
+    return "noise_floor" in profile.fit or PREDICTIONS in profile.fit
 
 
 def speed_change(profile: HardwareProfile) -> str | None:
@@ -102,8 +109,7 @@ def warnings_of(profile: HardwareProfile, load: float) -> list[str]:
         f"profile {profile.name} is another machine's: {difference}"
         for difference in machine_differences(profile)
     ]
-    # Only `moesim calibrate` repeats runs, and so knows by how much they scatter.
-    if "noise_floor" not in profile.fit:
+    if not is_calibrated(profile):
         warnings.append(
             f"profile {profile.name} was not calibrated through the executor; `moesim"
             " calibrate --out hw.toml`"

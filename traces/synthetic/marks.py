@@ -15,7 +15,9 @@ def predictions_text(drawn: dict[str, Any]) -> str:
     """Return the entry `PREDICTIONS` of a header as words on one line."""
     parts = []
     if "scores" in drawn:
-        parts.append(f"scores drawn (seed {drawn['scores'].get('seed')})")
+        scores = drawn["scores"]
+        columns = "scores and weights" if scores.get("weights") else "scores"
+        parts.append(f"{columns} drawn (seed {scores.get('seed')})")
 
     sources: dict[str, None] = {}
     for column, entry in drawn.items():

@@ -28,6 +28,7 @@ from moesim.traces.format.float16 import to_float16
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.synthetic.gate_scores import (
+    SMALLEST,
     TOKEN_MEMORY,
     centred,
     fill_logits,
@@ -147,7 +148,7 @@ def predict(
         residual: recall of ``pred1_res``, if there shall be such a column. Its noise is
             that of ``pred1_raw``: their errors were correlated by 0.998 in ``tiny``.
         scores: also write the gate's scores, drawn consistent with the recorded experts
-            and weights.
+            and weights, and the weights that follow from them where there are none.
         seed: same source, options and seed, same file.
         dependence: between errors; None takes that of the trace ``tiny``.
         progress: called with the share of the work done.
@@ -240,7 +241,11 @@ def _marked(
     earlier = header.provenance.get(PREDICTIONS)
     drawn: dict[str, Any] = dict(earlier) if isinstance(earlier, dict) else {}
     if scores:
-        drawn["scores"] = {"token_memory": TOKEN_MEMORY, "seed": work.seed}
+        drawn["scores"] = {
+            "token_memory": TOKEN_MEMORY,
+            "seed": work.seed,
+            "weights": not work.has_weights,
+        }
     for predictor in predictors:
         drawn[predictor.column] = {
             "recall_asked": predictor.asked,
@@ -275,7 +280,9 @@ class _Work:
         self._depths = max((predictor.depth for predictor in predictors), default=0)
         # Drawn scores may have been asked for in an earlier call.
         self.has_scores = "scores" in trace.columns
+        self.has_weights = "weights" in trace.columns
         self._sigmoid = is_sigmoid(shape)
+        self._renormalised = shape.norm_topk or shape.scoring == "topk_then_softmax"
         self._popularity = np.zeros((shape.layers, shape.experts), np.float32)
         self._means = self._popularity
         self._spread = np.ones(shape.layers, np.float32)
@@ -332,6 +339,9 @@ class _Work:
         added = [predictor.column for predictor in predictors]
         if scores:
             added.append("scores")
+        weighs = scores and not self.has_weights
+        if weighs:
+            added.append("weights")
         kept = sorted(self.trace.columns)
 
         with TraceWriter(target, header, [*kept, *added]) as writer:
@@ -339,6 +349,9 @@ class _Work:
                 columns = {name: chunk.rows.columns[name][chunk.span] for name in kept}
                 if scores:
                     columns["scores"] = self._scored(chunk.logits)[chunk.place]
+                if weighs:
+                    experts = chunk.rows.experts[chunk.span]
+                    columns["weights"] = self._weights(columns["scores"], experts)
                 for predictor in predictors:
                     columns[predictor.column] = self._column(predictor, chunk, noise)
                 writer.write(
@@ -421,7 +434,7 @@ class _Work:
             keys[place] + self._popularity[rows.layer[span]],
             np.ascontiguousarray(rows.experts[span]),
             weights,
-            renormalised=shape.norm_topk or shape.scoring == "topk_then_softmax",
+            renormalised=self._renormalised,
             sigmoid=self._sigmoid,
             logits=logits,
         )
@@ -432,6 +445,16 @@ class _Work:
         scores = np.empty_like(logits)
         fill_scores(logits, self._sigmoid, scores)
         return to_float16(scores)[0]
+
+    def _weights(self, scores: np.ndarray, experts: np.ndarray) -> np.ndarray:
+        """Combine weights [N, K] of the used experts, as the gate makes them of its
+        scores [N, E]: float16.
+        """
+        used = np.take_along_axis(scores, experts.astype(np.int64), axis=1)
+        weights = used.astype(np.float32)
+        if self._renormalised:
+            weights /= np.maximum(weights.sum(axis=1, keepdims=True), SMALLEST)
+        return to_float16(weights)[0]
 
     def _column(
         self,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moesim.cli import output
-from moesim.cli.checks import check_places
+from moesim.cli.checks import check_places, refuse_options
 from moesim.cli.options import AsJson, Quick, Seed, Stores
 
 if TYPE_CHECKING:
@@ -16,9 +16,25 @@ if TYPE_CHECKING:
 
 
 def calibrate(
+    context: typer.Context,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN…",
+            help="With --from: folders of real runs (moesim run --out).",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="The profile to write.")
     ] = Path("hw.toml"),
+    from_runs: Annotated[
+        bool,
+        typer.Option(
+            "--from",
+            help="Learn from finished real runs instead of making designed ones.",
+        ),
+    ] = False,
     quick: Quick = False,
     shapes: Annotated[
         str | None,
@@ -30,7 +46,10 @@ def calibrate(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Profile to start from. Default: measured first, about 10 s.",
+            help=(
+                "Profile to start from. Default: measured first, about 10 s; with"
+                " --from that of --out where it is there, else that of the first run."
+            ),
         ),
     ] = None,
     against: Annotated[
@@ -50,14 +69,25 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Calibrate this machine by a designed set of short runs, and write its profile. A
-    few minutes; keep it quiet.
+    few minutes; keep it quiet. With --from by runs that were made before.
 
     \b
     Examples:
       moesim calibrate --out hw.toml
       moesim calibrate --quick --shapes qwen3-30b-a3b/2,qwen3-30b-a3b/4
       moesim calibrate --out again.toml --against hw.toml
+      moesim calibrate --from monday tuesday --out hw.toml
     """
+    if from_runs:
+        refuse_options(
+            context, ("quick", "shapes", "against", "stores"), "designed runs"
+        )
+        _from(runs or [], out, hw, seed=seed, force=force, as_json=as_json)
+        return
+    if runs:
+        raise typer.BadParameter(
+            "expected folders of runs only with --from", param_hint="RUN…"
+        )
     check_places(files=[out])
     from statistics import median
 
@@ -126,3 +156,42 @@ def _print(profile: "HardwareProfile", difference: dict[str, Any] | None) -> Non
             f" {100 * difference['median']:.1f} %, worst"
             f" {100 * difference['worst']:.1f} %"
         )
+
+
+def _from(
+    folders: list[Path],
+    out: Path,
+    hw: str | None,
+    *,
+    seed: int,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Learn from finished runs, and say how they are predicted now.
+
+    Args:
+        folders: of ``moesim run --out``.
+        out: the profile to write.
+        hw: the profile to start from.
+        seed: of the resampling behind intervals.
+        force: write a profile that cannot be trusted all the same.
+        as_json: print JSON instead of lines.
+    """
+    if not folders:
+        raise typer.BadParameter(
+            "expected folders of real runs (moesim run --out)", param_hint="RUN…"
+        )
+    check_places(files=[out])
+    from moesim.cli.progress import steps_of
+    from moesim.validation.learning.earlier_runs import learn_from
+
+    with steps_of("learning") as progress:
+        learned = learn_from(
+            folders, out, hw=hw, force=force, seed=seed, progress=progress
+        )
+    if as_json:
+        print(json.dumps(learned.to_json(), indent=2))
+        return
+    print(learned.profile.description)
+    print("\n".join(learned.lines()))
+    output.print_written([out])

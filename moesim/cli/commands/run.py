@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,6 +69,22 @@ def run(
             ),
         ),
     ] = None,
+    learn: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help=(
+                "Improve this profile by the run. It is the run's own where it is"
+                " there and --hw names none; else it is written anew."
+            ),
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="With --learn: also write a profile that is not trusted."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run real experts on this machine: a live model, or the routing of a trace with
@@ -77,59 +94,95 @@ def run(
     Examples:
       moesim run --model tiny --prompt prompts.txt --policy greedy --cache lru --prefetch residual --verify
       moesim run q.parquet --shape qwen3-30b-a3b/4 --policy greedy --cache-ratio 0.25 --host-memory 2GiB --out run
+      moesim run q.parquet --policy greedy --cache-ratio 0.25 --learn hw.toml
     """
     # Importing torch takes seconds, and an error should not.
     _check_options(context, config, prompt)
+    if force and learn is None:
+        raise typer.BadParameter("it is meant for --learn", param_hint="--force")
+    if learn is not None and config.hw is None and learn.is_file():
+        config = config.replaced(hw=learn)
     from moesim.cli.progress import bars, quiet_libraries
     from moesim.runs.measured import compare_startups
     from moesim.runs.result import run_files, save_run
     from moesim.runtime.text.datasets import read_prompts
+    from moesim.traces.files import ScratchFolder
 
     check_places(
         folder=out,
-        files=[*run_files(out), perfetto],
+        files=[*run_files(out), perfetto, learn],
         inputs=[config.trace, prompt, config.residual],
     )
     quiet_libraries()
-    with bars("store", "running") as (building, running):
-        # How many forward passes there will be is unknown: texts end when they end.
-        running(0, None)
-        texts = [] if prompt is None else read_prompts(prompt)
-        progress = {
-            "building": building,
-            "progress": lambda info: running(info.step + 1, None),
-        }
-        # Only this run is written; those of --startup are for their times.
-        measured = _run(config, texts, out=out, perfetto=perfetto, **progress)
-        save_run(measured, out)
-        startups = None
-        if startup:
-            # One forward pass tells when the first token comes; one batch is one pass.
-            least = config.replaced(steps=1)
-            if config.model is not None:
-                least = config.replaced(max_new_tokens=0, verify=False)
-            startups = compare_startups(
-                measured,
-                least,
-                lambda each: _run(each, texts[: config.batch], **progress),
-            )
+    # What is learned from a run is read from its folder.
+    with ExitStack() as scratch:
+        folder = out
+        if learn is not None and out is None:
+            folder = scratch.enter_context(ScratchFolder())
+        with bars("store", "running") as (building, running):
+            # How many forward passes there will be is unknown: texts end when they end.
+            running(0, None)
+            texts = [] if prompt is None else read_prompts(prompt)
+            progress = {
+                "building": building,
+                "progress": lambda info: running(info.step + 1, None),
+            }
+            # Only this run is written; those of --startup are for their times.
+            measured = _run(config, texts, out=folder, perfetto=perfetto, **progress)
+            save_run(measured, folder)
+            startups = None
+            if startup:
+                # One forward pass tells when the first token comes; one batch is one
+                # pass.
+                least = config.replaced(steps=1)
+                if config.model is not None:
+                    least = config.replaced(max_new_tokens=0, verify=False)
+                startups = compare_startups(
+                    measured,
+                    least,
+                    lambda each: _run(each, texts[: config.batch], **progress),
+                )
 
-    if as_json:
-        facts = measured.to_json()
-        if startups is not None:
-            facts["startups"] = startups
-        print(json.dumps(facts, indent=2))
-    else:
-        _print(measured, startups)
-        output.print_written([out, perfetto])
-        output.print_notes(measured.warnings)
-    # The results are printed all the same: they show what differs.
-    verification = getattr(measured, "verification", None)
-    if verification is not None and not verification.passed:
-        print(
-            "error: the logits differ by more than rounding explains", file=sys.stderr
-        )
-        raise typer.Exit(NOT_VERIFIED)
+        if as_json:
+            facts = measured.to_json()
+            if startups is not None:
+                facts["startups"] = startups
+            print(json.dumps(facts, indent=2))
+        else:
+            _print(measured, startups)
+            output.print_written([out, perfetto])
+            output.print_notes(measured.warnings)
+        # The results are printed all the same: they show what differs.
+        verification = getattr(measured, "verification", None)
+        if verification is not None and not verification.passed:
+            print(
+                "error: the logits differ by more than rounding explains",
+                file=sys.stderr,
+            )
+            raise typer.Exit(NOT_VERIFIED)
+        if learn is not None:
+            assert folder is not None
+            _learn(folder, learn, force=force, quiet=as_json)
+
+
+def _learn(folder: Path, profile: Path, *, force: bool, quiet: bool) -> None:
+    """Improve a profile by the run in a folder.
+
+    Args:
+        folder: of the run.
+        profile: is improved, or written anew.
+        force: write it also if it cannot be trusted.
+        quiet: print nothing but errors.
+
+    Raises:
+        ProfileError: it cannot be trusted.
+    """
+    from moesim.validation.learning.earlier_runs import learn_from
+
+    learned = learn_from([folder], profile, force=force)
+    if not quiet:
+        print("\n".join(["", *learned.lines()]))
+        output.print_written([profile])
 
 
 def _check_options(

@@ -93,8 +93,8 @@ def largest_over(
     """The largest ratio of a system's figure to those of others."""
 
     def figure(outcomes: Sequence[Outcome]) -> float:
-        own, *compared = map(of, outcomes)
-        return max(own / other for other in compared)
+        figure_of_system, *compared = map(of, outcomes)
+        return max(figure_of_system / other for other in compared)
 
     sides = ((system,), tuple(others))
     return Question(record, SIMULATED, (system, *others), figure, note, sides=sides)

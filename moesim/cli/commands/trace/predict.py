@@ -34,7 +34,7 @@ def predict(
         typer.Option(metavar="R", help="Recall of pred1_res, which DALI needs."),
     ] = None,
     scores: Annotated[
-        bool, typer.Option("--scores", help="Also draw the gate's scores.")
+        bool, typer.Option("--scores", help="Also draw the gate's scores, and weights.")
     ] = False,
     between_depths: Annotated[
         float, typer.Option(help="Correlation of errors of adjacent depths.")

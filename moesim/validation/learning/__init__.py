@@ -1,0 +1,1 @@
+"""Improves a profile by finished real runs of any trace or model."""
