@@ -102,8 +102,8 @@ def report() -> None:
                 rates[engine] = 1.0 / min(turns[1:])
             times = rates["compiled"] / rates["simpy"]
             print(
-                f"  {policy}+{cache}+{prefetch}: {rates['compiled']:,.0f} layer steps/s,"
-                f" {times:.1f} times SimPy's {rates['simpy']:,.0f}"
+                f"  {policy}+{cache}+{prefetch}: {rates['compiled']:,.0f} layer"
+                f" steps/s, {times:.1f} times SimPy's {rates['simpy']:,.0f}"
             )
 
 

@@ -70,10 +70,10 @@ def _call(_: Any, address: Any, policy: Any, question: Any) -> Any:
 
 
 @compiled(ASSIGN)
-def assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+def assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
     """Let Python fill in the lanes and the order, where they lie."""
     _call(state.integers[0], state.integers[1], _ASSIGN)
-    return state.marks[COUNTS, 2] != 0
+    return state.marks[COUNTS, 2]
 
 
 @compiled(PREFETCH)

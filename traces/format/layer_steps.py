@@ -124,22 +124,16 @@ def of_steps(
         routed: with the composed layer steps themselves.
         experts: of a layer, where `predictors` are asked for.
     """
-    parts = map(_of_step, steps)
-    if scores or predictors or routing or routed:
-        parts = (
-            _with_more(
-                step,
-                predictors,
-                experts,
-                scores=scores,
-                routing=routing,
-                routed=routed,
-            )
-            for step in steps
+    if not (scores or predictors or routing or routed):
+        return joined(map(_of_step, steps))
+    parts = (
+        _with_more(
+            step, predictors, experts, scores=scores, routing=routing, routed=routed
         )
-        # Numbers of all experts are many more than those of the active ones.
-        return joined(parts, BLOCK_ACCESSES // 16)
-    return joined(parts)
+        for step in steps
+    )
+    # Numbers of all experts are many more than those of the active ones.
+    return joined(parts, BLOCK_ACCESSES // 16)
 
 
 def _with_more(
