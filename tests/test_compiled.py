@@ -176,6 +176,38 @@ def test_by_hand_a_read_then_its_copy_then_its_product(tmp_path):
     assert product["start_s"] == copy["end_s"]
 
 
+def test_by_hand_a_prefetch_follows_demand_on_the_link(tmp_path):
+    """Layer 0 fetches its expert; then layer 1's is prefetched, and not fetched again."""
+    trace = hand_trace(tmp_path / "t.parquet", [[[0], [1]]], experts=4, prompt=0)
+    run = moesim.replay(
+        trace, "on-demand", cache="lru", prefetch="clairvoyant", engine="compiled"
+    )
+    spans = run.timeline.frame()
+    copies = spans[spans["bytes"] > 0]
+    assert list(copies["kind"]) == ["fetch", "prefetch"]
+    assert list(copies["layer"]) == [0, 1]
+    assert list(copies["expert"]) == [0, 1]
+    assert copies["start_s"].iloc[1] == copies["end_s"].iloc[0]
+
+
+def test_by_hand_products_that_wait_begin_when_the_last_copy_has_landed(tmp_path):
+    """A whole layer of four is streamed for two experts: both begin after the fourth."""
+    trace = hand_trace(tmp_path / "t.parquet", [[[0, 1]]], experts=4, prompt=0)
+    run = moesim.replay(
+        trace,
+        "on-demand",
+        cache="none",
+        prefetch="whole-layer",
+        staging=4,
+        engine="compiled",
+    )
+    spans = run.timeline.frame()
+    copies = spans[spans["bytes"] > 0]
+    products = spans[spans["kind"] == "compute"]
+    assert len(copies) == 4
+    assert products["start_s"].iloc[0] == copies["end_s"].max()
+
+
 @pytest.mark.parametrize("cache", ["score-window:window=2", "score-window"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_caches_that_read_gate_scores(make_trace, cache, batch):
