@@ -245,6 +245,10 @@ class Pair(NamedTuple):
         found = []
         if 1e3 * self.given["wrong"] > added_ms / 4:
             found.append("link busy with wrong guesses")
+        # What was evicted for a right guess may be missed as soon.
+        used_ms = 1e3 * (self.given["guesses"] - self.given["wrong"])
+        if used_ms + self.more("fetch") > added_ms / 4:
+            found.append("right guesses save fewer fetches than they take")
         if lost_hits > 0.01:
             found.append("hits evicted")
         if self.more("waits") > added_ms / 4:
