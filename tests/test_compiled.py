@@ -231,19 +231,21 @@ def test_by_hand_two_misses_share_one_link(tmp_path):
 
 
 def test_auto_says_which_engine_ran_and_why(make_trace):
-    trace = make_trace()
+    trace = make_trace(columns=("scores", "pred1_raw"))
     run = moesim.replay(trace, "greedy", cache="lru")
     assert run.config["engine"] == "compiled"
     assert run.config["engine_reason"] is None
-    run = moesim.replay(trace, "greedy", cache="lru", routing="adaptive-gating")
+    run = moesim.replay(trace, "daop", cache="lru")
     assert run.config["engine"] == "simpy"
-    assert run.config["engine_reason"] == "routing policy 'adaptive-gating'"
+    reason = "experts that are computed ahead of their gate"
+    assert run.config["engine_reason"] == reason
     assert moesim.replay(trace, "greedy", engine="simpy").config["engine"] == "simpy"
 
 
 def test_what_is_not_compiled_is_refused_in_one_line(make_trace):
+    trace = make_trace(columns=("weights",))
     with pytest.raises(PolicyError, match="--engine compiled: not possible"):
-        moesim.replay(make_trace(), routing="adaptive-gating", engine="compiled")
+        moesim.replay(trace, routing="adaptive-gating", engine="compiled")
 
 
 def test_an_answer_overridden_in_python_is_not_passed_over(make_trace):

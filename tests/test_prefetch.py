@@ -12,7 +12,7 @@ from moesim.policies.base import PolicyError
 from moesim.policies.prefetch.next_gate import NextGate
 from moesim.policies.prefetch.none import NoPrefetch
 from moesim.policies.prefetch.residual import Residual
-from moesim.traces.format.predictions import predicted_workload
+from moesim.traces.predictions import predicted_workload
 
 
 def experts(keys):

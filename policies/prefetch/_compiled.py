@@ -9,7 +9,7 @@ import numpy as np
 from moesim.policies.assignment._gpu_choice import first_cpu_s, gpu_state
 from moesim.policies.base import IN_FLIGHT, RESIDENT, ExpertKey, PrefetchPolicy
 from moesim.policies.kernels import KernelView, kernel_work
-from moesim.traces.format.predictions import tallies
+from moesim.traces.predictions import tallies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +89,7 @@ class CompiledPrefetch(PrefetchPolicy):
         cpu_s = gpu_s = _NO_TABLE
         if self.weighs_costs:
             layers = range(view.layers)
-            tokens = np.arange(1 + len(work.routing))
+            tokens = np.arange(1 + int(workload.max(initial=0)))
             copy_s = np.array([view.copy_s(layer) for layer in layers])
             cpu_s = np.zeros((view.layers, len(tokens)))
             gpu_s = np.zeros((view.layers, len(tokens)))

@@ -307,8 +307,8 @@ def _by_gain(state: State, work: Work, view: KernelView, named: np.ndarray) -> i
         return 0
     # Naming what is present shields it.
     for d in range(depths):
-        for n in np.flatnonzero(present[d, : count[d]]):
-            named[wanted] = (work.layer + 1 + d) * experts + ids[d, n]
+        for place in np.flatnonzero(present[d, : count[d]]):
+            named[wanted] = (work.layer + 1 + d) * experts + ids[d, place]
             wanted += 1
     return wanted
 

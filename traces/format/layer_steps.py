@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.traces.format.batch import check_counts, compose
-from moesim.traces.format.predictions import tallies
 from moesim.traces.format.schema import Phase
+from moesim.traces.predictions import tallies
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -46,7 +46,7 @@ class LayerSteps:
         scores: float64 [N, E], gate scores, mean over the tokens of each layer step;
             None where nobody asked for them. So are the following ones.
         workload: int32 [N, P, E], tokens that each predictor gives to the experts of
-            its layer (`moesim.traces.format.predictions`).
+            its layer (`moesim.traces.predictions`).
         score_sums: float32 [N, P, E], their predicted scores, summed over the tokens.
         routing: uint16 [R, K], experts of every token; layer step i owns as many of the
             following rows as `rows` says.

@@ -8,7 +8,7 @@ import numpy as np
 
 from moesim.policies.prefetch._transitions import Transitions
 from moesim.reproduction.experiments.base import Excerpt, Experiment, percent
-from moesim.traces.format.predictions import predicted_workload
+from moesim.traces.predictions import predicted_workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,10 +5,15 @@ T tokens, E experts of a layer.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numba import types as nb
 
 from moesim.traces.compilation import compiled, input_array
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _SCORES = input_array(nb.float32, 2)
 
@@ -66,7 +71,10 @@ def tally(
 
 
 def tallies(
-    predicted: dict[str, np.ndarray], columns: tuple[str, ...], top_k: int, experts: int
+    predicted: Mapping[str, np.ndarray],
+    columns: tuple[str, ...],
+    top_k: int,
+    experts: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tally each of `columns`: int32 and float32 [columns, E].
 
