@@ -16,6 +16,7 @@ from moesim.hwprofiles.schema import (
     FIT_KEYS,
     NUMBER_KINDS,
     NUMBERS,
+    WHOLE_NUMBERS,
     Curve,
     Quantity,
     ReferenceExpert,
@@ -196,6 +197,8 @@ def _quantity(entry: Mapping[str, Any], path: str, where: str) -> Quantity:
             f"{where}: {path}: expected a number {relation} {least.value:g}, found"
             f" {value!r}"
         )
+    if path in WHOLE_NUMBERS and value != int(value):
+        raise ProfileError(f"{where}: {path}: expected a whole number, found {value!r}")
 
     spread = entry.get("spread")
     if spread is not None and not (_is_finite(spread) and spread >= 0):

@@ -218,10 +218,17 @@ def is_in_place(path: str) -> bool:
     return any(fnmatchcase(path, pattern) for pattern in IN_PLACE)
 
 
+WHOLE_NUMBERS = frozenset(
+    {paths.CORES, paths.STAGING_EXPERTS, paths.GPU_BYTES, paths.HOST_BYTES}
+)
+"""Counts and sizes, of which there are no halves."""
+
+
 def lower_bound(path: str) -> LowerBound:
     """Return the smallest legal value of a number."""
-    counts = {paths.CORES, paths.STAGING_EXPERTS}
-    if paths.below(path, paths.CONTENTION) or path in counts:
+    # A GPU may have no memory of its own, a machine may not.
+    needed = WHOLE_NUMBERS - {paths.GPU_BYTES}
+    if paths.below(path, paths.CONTENTION) or path in needed:
         return LowerBound(1.0, included=True)
 
     # A rate of zero would make every operation last forever.

@@ -442,6 +442,21 @@ class PrefetchPolicy(Policy, ABC):
         and trims to the budget.
         """
 
+    def foretold(
+        self, experts: np.ndarray, draft_s: float, view: MachineView
+    ) -> Sequence[ExpertKey]:
+        """Keys that a drafted token foretells, most wanted first, before the pass that
+        verifies it begins. Default: none.
+
+        Args:
+            experts: uint16 [L, K], those that the token really uses: which of them a
+                draft knows is the policy's own assumption, so it is an oracle.
+            draft_s: seconds until the next token is drafted.
+            view: the machine.
+        """
+        del experts, draft_s, view
+        return ()
+
     def evaluations(self, following: int, phase: Phase) -> Evaluations:
         """What the prediction of one layer step evaluates on the GPU. Default: nothing.
 

@@ -142,21 +142,21 @@ def kernel_work(work: LayerWork) -> Work:
         work.layer,
         int(work.phase),
         work.batch,
-        _own(work.experts),
-        _own(work.tokens),
-        _own(work.state),
-        _own(work.cpu_s),
-        _own(work.host_s),
-        _own(work.gpu_s),
-        _own(work.arrive_s),
-        np.zeros(gpus) if work.link_s is None else _own(work.link_s),
-        _own(work.state),
+        own(work.experts),
+        own(work.tokens),
+        own(work.state),
+        own(work.cpu_s),
+        own(work.host_s),
+        own(work.gpu_s),
+        own(work.arrive_s),
+        np.zeros(gpus) if work.link_s is None else own(work.link_s),
+        own(work.state),
         scores,
         0.0,
     )
 
 
-def _own(array: np.ndarray) -> np.ndarray:
+def own(array: np.ndarray) -> np.ndarray:
     """An array that a kernel takes: none that is read-only, as some shared ones are."""
     return array if array.flags.writeable else array.copy()
 

@@ -3,9 +3,11 @@
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,3 +160,42 @@ def test_without_dask_the_extra_is_named(trace, tmp_path):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "pip install 'moesim[cluster]'" in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no process groups")
+@pytest.mark.parametrize("moment", ["while it starts", "while it runs"])
+def test_two_interrupts_end_a_local_cluster_in_two_seconds(tmp_path, request, moment):
+    """As a terminal sends them: to the command and to its workers."""
+    trace = write_small_trace(tmp_path / "long.parquet", sequences=2, new_tokens=2000)
+    words = ["sweep", trace, "--policies", "ilp,beam", "--cluster", "local:2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moesim", *map(str, words)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    request.addfinalizer(process.kill)
+    parent = psutil.Process(process.pid)
+    # The workers come after the process that keeps account of what they share.
+    expected = 2 if moment == "while it starts" else 3
+    deadline_s = time.monotonic() + 120
+    while len(parent.children()) < expected and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    if moment == "while it runs":
+        # Either policy would work for minutes.
+        time.sleep(6)
+    children = parent.children(recursive=True)
+
+    before_s = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.1)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - before_s < 2
+    assert process.returncode == 130
+    assert err == "interrupted\n"
+    assert psutil.wait_procs(children, timeout=30)[1] == []

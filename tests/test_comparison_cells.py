@@ -65,6 +65,22 @@ def test_every_cell_is_the_comparison_on_that_machine_with_that_memory(trace, sw
             pd.testing.assert_frame_equal(cell.reset_index(drop=True), table)
 
 
+def test_a_lead_inside_the_interval_of_a_profile_is_a_tie(swept):
+    """No policy here is ten times as fast as another; with one per mille, all leads
+    count.
+    """
+
+    def answer(error):
+        runs = {}
+        for key, run in swept.runs.items():
+            config = {**run.config, "prediction_error": error}
+            runs[key] = dataclasses.replace(run, config=config)
+        return answer_lines(dataclasses.replace(swept, runs=runs))[0]
+
+    assert answer(10.0) == "fastest over the whole trace: a tie in 6 of 6"
+    assert "a tie" not in answer(0.0)
+
+
 def test_the_winner_of_a_cell_is_its_shortest_run_that_sees_the_past_only(swept):
     for cell, part in swept.table.groupby(CELL):
         real = part[part["policy"] != "on-demand+belady"]

@@ -41,6 +41,9 @@ ASSIGNMENTS = (
     "hybrimoe-schedule:reading=r1,stealing=false",
     "smoe-balancer",
     "smoe-balancer:form=guarded,prefill=balance",
+    "fetch-split",
+    "fetch-split:fraction=0.4",
+    "fetch-split:table=0/0/1/2",
 )
 CACHES = (
     "none",
@@ -55,6 +58,23 @@ CACHES = (
     "lfru",
     "lfru:variant=in-cache",
     "decayed-frequency:half_life=2,margin=0.1",
+    "clock",
+    "clock:rounds=2",
+    "sieve",
+    "s3-fifo",
+    "s3-fifo:small=0.4,uses=1",
+    "s3-fifo:variant=libcachesim,ghosts=0.3",
+    "slru",
+    "slru:segments=4,entry=free",
+    "arc",
+    "arc:ratio=real",
+    "workload-window:window=2,swaps=2",
+    "workload-window:window=3,trigger=literal,gain=gain-only",
+    "workload-window:window=1,prefill=false,deadline=none,fill=lowest",
+    "belady",
+    "belady:must_admit=true",
+    "belady-cost",
+    "belady-size",
 )
 PREFETCHES = (
     "none",
@@ -208,7 +228,15 @@ def test_by_hand_products_that_wait_begin_when_the_last_copy_has_landed(tmp_path
     assert products["start_s"].iloc[0] == copies["end_s"].max()
 
 
-@pytest.mark.parametrize("cache", ["score-window:window=2", "score-window"])
+@pytest.mark.parametrize(
+    "cache",
+    [
+        "score-window:window=2",
+        "score-window",
+        "mrs",
+        "mrs:alpha=0.3,p=2,tie=touched,fill=lowest",
+    ],
+)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_caches_that_read_gate_scores(make_trace, cache, batch):
     trace = open_trace(

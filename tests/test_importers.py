@@ -249,7 +249,7 @@ def test_options_nobody_knows(tmp_path):
         {"colour": "red"},
     )
     refused(
-        source, "layout llama_cpp: option batch is unknown; known: none", {"batch": "2"}
+        source, "layout llama_cpp: option batch is unknown; known: map", {"batch": "2"}
     )
     refused(
         write(tmp_path, "hf_npz"),

@@ -343,6 +343,8 @@ def _parsed_words(spec: str) -> dict[str, str]:
                 f"shape {spec!r}: unknown word {word!r}; known:"
                 f" {', '.join(_WORDS)}{_suggestion(key, _WORDS)}"
             )
+        if key in parsed:
+            raise TraceError(f"shape {spec!r}: {key}: expected it once, found it twice")
         parsed[key] = word.partition("=")[2].strip()
 
     return parsed

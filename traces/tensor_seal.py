@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 SEAL_KEY: Final = "moesim.digest"
 """The key of the digest in a file's metadata."""
 
+OURS: Final = "moesim"
+"""The key of the facts in the metadata of every tensor file that moesim writes."""
+
 
 def sealed(
     arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
@@ -34,6 +37,11 @@ def check(
         TraceError: the file was altered.
     """
     others = {key: metadata[key] for key in metadata if key != SEAL_KEY}
+    if OURS in metadata and SEAL_KEY not in metadata:
+        raise TraceError(
+            f"{path}: expected a digest, as in every tensor file of moesim, found none;"
+            " copy it again, or make it again"
+        )
     if SEAL_KEY in metadata and metadata[SEAL_KEY] != _digest(arrays, others):
         raise TraceError(
             f"{path}: expected the tensors that were written, found others: its digest"

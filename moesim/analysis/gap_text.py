@@ -135,8 +135,8 @@ def _assignment_lines(grades: Grades) -> list[str]:
     ]
     # Two models of a layer step, since no policy knows how lanes will really overlap.
     for name, model in (
-        ("modelled", "lanes as sums of costs"),
-        ("scheduled", "copies one after another"),
+        ("modelled", "sums of costs"),
+        ("scheduled", "copies in turn"),
     ):
         ratios = figures[name]
         lines.append(

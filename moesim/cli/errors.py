@@ -147,9 +147,11 @@ def _give_up(number: int) -> None:
     from moesim.traces.files import discard_all
 
     for child in psutil.Process().children(recursive=True):
-        # It removes what its parent has shared with others, and then ends.
-        if not any("resource_tracker" in word for word in child.cmdline()):
-            child.kill()
+        # A child may end by itself while we look at it.
+        with suppress(psutil.Error):
+            # It removes what its parent has shared with others, and then ends.
+            if not any("resource_tracker" in word for word in child.cmdline()):
+                child.kill()
     discard_all()
     code = _exit_code(number)
     _say_end(code)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import datetime as dt
 import json
 import tempfile
+import textwrap
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from moesim.doctor.runs import REPORT, check_runs
+from moesim.reporting.tables import screen
 from moesim.version import __version__
 
 if TYPE_CHECKING:
@@ -60,14 +62,17 @@ class Diagnosis:
         return "everything works"
 
     def lines(self) -> list[str]:
-        """The report as text, a line for each check and one for each way out."""
+        """The report as text: each check, and its way out below it."""
         width = max((len(check.name) for check in self.checks), default=0)
         lines = []
         for check in self.checks:
             word = _WORDS[check.finding.verdict]
-            lines.append(f"{check.name:{width}}  {word:7}  {check.finding.outcome}")
+            lines += _wrapped(
+                f"{check.name:{width}}  {word:7}  ", check.finding.outcome
+            )
             if check.finding.way_out:
-                lines.append(f"{'':{width}}  {'':7}  -> {check.finding.way_out}")
+                arrow = f"{'':{width}}  {'':7}  -> "
+                lines += _wrapped(arrow, check.finding.way_out)
         return [*lines, f"verdict: {self.verdict}"]
 
     def to_json(self) -> dict[str, Any]:
@@ -150,6 +155,18 @@ def _checked(
     seconds = time.perf_counter() - begin_s
     for check_name, finding in findings:
         yield Checked(check_name, finding, seconds / len(findings))
+
+
+def _wrapped(begin: str, text: str) -> list[str]:
+    """A text behind its beginning, in lines as wide as the terminal."""
+    return textwrap.wrap(
+        text,
+        screen().width,
+        initial_indent=begin,
+        subsequent_indent=" " * len(begin),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _alone(name: str, check: Callable[[], Finding]) -> list[tuple[str, Finding]]:

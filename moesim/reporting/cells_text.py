@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from moesim.reporting.tables import aligned
-from moesim.reporting.text import NOTICEABLE, caveat_lines
+from moesim.reporting.text import caveat_lines, lead_needed
 from moesim.reporting.units import ms, number, percent
 from moesim.sweeps.comparison import CELL
 
@@ -72,7 +72,7 @@ def answer_lines(compared: Comparison) -> list[str]:
     it.
     """
     wins = Counter(
-        "a tie" if _lead(cell) == TIE else str(cell["policy"].iloc[0])
+        TIE if _lead(cell, compared) == TIE else str(cell["policy"].iloc[0])
         for cell in _causal_cells(compared)
     )
     winners = ", ".join(
@@ -114,7 +114,7 @@ def winner_rows(compared: Comparison) -> tuple[list[str], list[list[str]]]:
                 ms(best["tpot_s"]),
                 number(best["decode_tokens_per_s"], " tok/s"),
                 percent(best["hit_rate_active"]),
-                _lead(cell),
+                _lead(cell, compared),
                 second,
             ]
         )
@@ -130,15 +130,17 @@ def _causal_cells(compared: Comparison) -> Iterator[pd.DataFrame]:
         yield cell
 
 
-def _lead(cell: pd.DataFrame) -> str:
+def _lead(cell: pd.DataFrame, compared: Comparison) -> str:
     """By how much the fastest run of a cell is ahead of the second; a tie where it is
-    by less than a model of a machine can tell.
+    by less than the machine's profile can tell.
     """
     times_s = cell["makespan_s"].tolist()
     if len(times_s) < 2 or not times_s[0]:
         return ""
-    lead = times_s[1] / times_s[0]
-    return TIE if lead <= NOTICEABLE else percent(lead - 1)
+    lead = times_s[1] / times_s[0] - 1
+    fastest = cell.iloc[0]
+    run = compared.runs.get((fastest["hw"], fastest["memory"], fastest["policy"]))
+    return TIE if lead <= lead_needed(run) else percent(lead)
 
 
 def time_rows(compared: Comparison) -> tuple[list[str], list[list[str]]]:

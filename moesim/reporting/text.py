@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
     from moesim.runs.result import Run
 
-NOTICEABLE = 1.01
-"""Two policies whose speeds differ by a smaller factor are called equally fast."""
+LEAST_LEAD = 0.01
+"""Share of the time by which a run must be ahead of another to be called faster, where
+the profile does not state how well it predicts.
+"""
 
 
 def run_text(run: Run) -> str:
@@ -55,6 +57,14 @@ def _error_of(run: Run) -> float | None:
     if run.config.get("world") == "measured":
         return None
     return run.config.get("prediction_error")
+
+
+def lead_needed(run: Run | None) -> float:
+    """By which share of the time a run must be ahead to be called faster: the interval
+    of its profile, where it states one.
+    """
+    error = None if run is None else _error_of(run)
+    return LEAST_LEAD if error is None else error
 
 
 def _result_facts(
@@ -208,9 +218,14 @@ def ranking_lines(table: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
         )
     ]
     # Less than a model of a machine can tell is no lead.
-    near = causal[causal["makespan_s"] <= best["makespan_s"] * NOTICEABLE]["policy"]
+    run = runs.get(best["policy"])
+    lead = lead_needed(run)
+    near = causal[causal["makespan_s"] <= best["makespan_s"] * (1 + lead)]["policy"]
     if len(near) > 1:
-        lines[0] = f"a tie over the whole trace: {', '.join(near)}{_speed_of(best)}"
+        error = None if run is None else _error_of(run)
+        within = "" if error is None else f" within the profile's ±{percent(error, 0)}"
+        names = ", ".join(near)
+        lines[0] = f"a tie over the whole trace{within}: {names}{_speed_of(best)}"
 
     # A long prompt can hide who generates faster, which matters more to a user.
     by_decode = causal.sort_values(
@@ -218,24 +233,11 @@ def ranking_lines(table: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
     )
     generator = by_decode.iloc[0]
     best_rate = best["decode_tokens_per_s"] or 1.0
-    if (generator["decode_tokens_per_s"] or 0.0) / best_rate > NOTICEABLE:
+    if (generator["decode_tokens_per_s"] or 0.0) / best_rate > 1 + lead:
         lines.append(
             f"fastest once it generates: {generator['policy']}{_speed_of(generator)}"
         )
-    return [*lines, *_tie_lines(causal, runs), *caveat_lines(runs)]
-
-
-def _tie_lines(causal: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
-    """Name policies that the profile's interval does not tell from the fastest."""
-    best = causal.iloc[0]
-    error = _error_of(runs[best["policy"]]) if best["policy"] in runs else None
-    if error is None:
-        return []
-    longest_s = best["makespan_s"] * (1.0 + error)
-    equals = causal[causal["makespan_s"] <= longest_s]["policy"].tolist()
-    if len(equals) < 2:
-        return []
-    return [f"a tie within the profile's ±{percent(error, 0)}: {', '.join(equals)}"]
+    return [*lines, *caveat_lines(runs)]
 
 
 def caveat_lines(runs: Mapping[str, Run]) -> list[str]:

@@ -121,7 +121,9 @@ def _blocks(
     )
 
 
-def choose_engine(wanted: str, planner: Planner, profile: HardwareProfile) -> Engine:
+def choose_engine(
+    wanted: str, planner: Planner, profile: HardwareProfile, *, drafts: bool = False
+) -> Engine:
     """Choose the engine of a run.
 
     Args:
@@ -129,6 +131,7 @@ def choose_engine(wanted: str, planner: Planner, profile: HardwareProfile) -> En
             everything that is involved.
         planner: of the run.
         profile: the machine.
+        drafts: whether a draft proposes tokens.
 
     Raises:
         PolicyError: the compiled engine is wanted and does not know something.
@@ -138,6 +141,8 @@ def choose_engine(wanted: str, planner: Planner, profile: HardwareProfile) -> En
     from moesim.sim.compiled.support import unsupported  # noqa: PLC0415 - as above
 
     reason = unsupported(planner, profile, planner.costs)
+    if drafts:
+        reason = "tokens that a draft proposes"
     if reason is None:
         return Engine(COMPILED)
     if wanted == COMPILED:

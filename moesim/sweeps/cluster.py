@@ -14,11 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from moesim.runs.config import ConfigError
 from moesim.sweeps.digests import code_digest
 from moesim.sweeps.shared_files import has_file, keep_files_in
+from moesim.sweeps.stops import STOPS, start_resource_trackers, stops_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -101,16 +100,19 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
             f" tcp://192.168.0.5:8786, or local:N, got {address!r}"
         )
     # Seconds that only users of clusters pay.
+    import psutil  # noqa: PLC0415
     from distributed import Client, LocalCluster  # noqa: PLC0415
 
     if local is not None:
         with (
+            _loop_without_stops() as loop,
             LocalCluster(
                 n_workers=int(local[1]),
                 threads_per_worker=1,
                 dashboard_address=None,
                 # Results are small, and a full disk is none of their business.
                 memory_limit=0,
+                loop=loop,
             ) as cluster,
             Client(cluster) as client,
         ):
@@ -138,9 +140,29 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
         yield DaskExecutor(client)
 
 
+@contextmanager
+def _loop_without_stops() -> Iterator[Any]:
+    """Run an event loop in a thread that masks ctrl-C and SIGTERM while the block runs;
+    the worker processes that it starts inherit that.
+    """
+    from distributed.utils import LoopRunner  # noqa: PLC0415 - as above
+
+    start_resource_trackers()
+    runner = LoopRunner()
+    with stops_wait():
+        runner.start()
+    try:
+        yield runner.loop
+    finally:
+        runner.stop()
+
+
 def _ignore_interrupts() -> int:
     """Leave ctrl-C to the process that started this one; return the number of this."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # It began with both masked, and may be ended by SIGTERM from now on.
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     return os.getpid()
 
 

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-import psutil
-
 from moesim.policies.registry import registered, restore
 from moesim.runs.machine import cores
 from moesim.sweeps.cluster import connected
+from moesim.sweeps.stops import start_resource_trackers, stops_wait
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -209,17 +208,15 @@ class _Processes:
     def _started(self) -> Any:
         # A tenth of a second that a run in one process need not pay.
         from joblib.externals.loky import ProcessPoolExecutor  # noqa: PLC0415
-        from joblib.externals.loky.backend import resource_tracker  # noqa: PLC0415
 
-        # Its start lets signals through that are to wait when workers start.
-        resource_tracker.ensure_running()
+        start_resource_trackers()
         return ProcessPoolExecutor(
             self._workers, initializer=_prepare_worker, initargs=(os.getpid(),)
         )
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
-        # Processes start here, and inherit that the signals wait.
-        with _signals_wait():
+        # Processes start here, and the thread that replaces them.
+        with stops_wait():
             future: Future[Any] = self._pool.submit(function, *arguments)
         return future
 
@@ -229,6 +226,8 @@ class _Processes:
 
     def kill(self) -> None:
         """End all processes at once; they hold nothing that needs an orderly end."""
+        import psutil  # noqa: PLC0415 - runs in one process need none
+
         # The pool's own way waits for a thread that waits for the processes.
         processes = dict(self._pool._processes or {})  # noqa: SLF001 - see above
         for number in processes:
@@ -246,23 +245,6 @@ def _local_processes(workers: int) -> Iterator[_Processes]:
         yield processes
     finally:
         processes.kill()
-
-
-@contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Let ctrl-C and SIGTERM wait until the block is done; what starts in it never
-    hears them, not even before it could ignore them.
-    """
-    # Windows has no masks; there a worker ignores ctrl-C once it has started.
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    stops = {signal.SIGINT, signal.SIGTERM}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _prepare_worker(parent: int) -> None:

@@ -22,6 +22,7 @@ SEAL_KEY = "digest"
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -55,9 +56,9 @@ class SavedCell:
     trace: str
     shape: str
     policy: str
-    cache_ratio: Number
+    cache_ratio: Share
     host_ratio: Number
-    batch: Count
+    batch: Annotated[int, Field(ge=1)]
     timing_free: bool
     extrapolated: bool
     measured: list[SavedPrediction]

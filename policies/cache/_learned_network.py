@@ -103,12 +103,22 @@ class Network(NamedTuple):
         if network.b3.ndim == 2:
             layers, experts = network.b3.shape
         hidden = network.b1.shape[-1] if network.b1.ndim else 0
+        if not layers:
+            raise PolicyError(
+                f"{where}: expected one network for each layer, found none; train it"
+                " again"
+            )
         for name, expected in sizes(layers, experts, hidden).items():
             shape = getattr(network, name).shape
             if shape != expected:
                 raise PolicyError(
                     f"{where}: {name}: expected shape {expected}, found {shape}; train"
                     " it again"
+                )
+            if not np.isfinite(getattr(network, name)).all():
+                raise PolicyError(
+                    f"{where}: {name}: expected finite numbers, found others; train it"
+                    " again"
                 )
         return network
 

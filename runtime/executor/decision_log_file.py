@@ -103,6 +103,10 @@ def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]
                 f"{path}: step {step}, layer {layer}: {min(missing)} is missing; run it"
                 " again"
             )
+        if fault := _fault_of(named):
+            raise StoreError(
+                f"{path}: step {step}, layer {layer}: {fault}; run it again"
+            )
     steps = []
     for number, phase, batch, tokens, context, sequences in passes:
         layers = [
@@ -180,6 +184,25 @@ def _layer_of(layer: int, named: dict[str, np.ndarray]) -> RoutedLayer:
         scores=named.get("scores"),
         predicted=predicted,
     )
+
+
+def _fault_of(named: dict[str, np.ndarray]) -> str | None:
+    """What no gate can have decided; None where all is well."""
+    experts = named["experts"]
+    tokens = named["tokens"]
+    routing = named["routing"]
+    if any(part.dtype.kind not in "iu" for part in (experts, tokens, routing)):
+        return "expected whole numbers, found others"
+    if experts.ndim != 1 or experts.shape != tokens.shape or routing.ndim != 2:
+        return (
+            "expected as many tokens as experts, and a routing of tokens, found"
+            f" {tokens.shape}, {experts.shape} and {routing.shape}"
+        )
+    if not np.array_equal(experts, np.unique(routing)) or (experts < 0).any():
+        return "expected the experts of the routing, ascending, found others"
+    if not np.array_equal(tokens, [(routing == expert).sum() for expert in experts]):
+        return "expected the tokens that the routing gives each expert, found others"
+    return None
 
 
 def _to_bytes(value: Any) -> np.ndarray:

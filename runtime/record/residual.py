@@ -88,7 +88,7 @@ class Residual:
                 error=TraceError,
                 way_out="calibrate again",
             )
-            return cls(arrays[_TENSOR], facts)
+            loaded = cls(arrays[_TENSOR], facts)
         except TraceError:
             raise
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
@@ -96,6 +96,14 @@ class Residual:
                 f"{path}: expected residual vectors of a moesim calibration, found"
                 f" {type(error).__name__}: {error}; calibrate again"
             ) from None
+
+        vectors = loaded.vectors
+        if vectors.ndim != 2 or not vectors.size or not np.isfinite(vectors).all():
+            raise TraceError(
+                f"{path}: expected finite vectors [layers, hidden], found"
+                f" {vectors.dtype} {list(vectors.shape)}; calibrate again"
+            )
+        return loaded
 
 
 def mean_drift(gate_inputs: Sequence[np.ndarray]) -> np.ndarray:

@@ -70,6 +70,9 @@ class StoreIndex:
                 f"checksums: expected one of each of {len(self.offsets)} records, found"
                 f" {len(self.checksums)}"
             )
+        used = [record for row in self.records for record in row]
+        if self.distinct is None and len(set(used)) < len(used):
+            raise StoreError("records: expected one of its own for each expert")
         _check_below("layer_layouts", self.layer_layouts, len(self.layouts))
         for layer, row in enumerate(self.records):
             _check_below(f"records of layer {layer}", row, len(self.offsets))

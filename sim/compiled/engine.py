@@ -49,6 +49,13 @@ _LATE = {
     "keep": LATE_KEEP,
     "wait": LATE_WAIT,
 }
+_PARTS = {
+    "serve_worker": serve_worker,
+    "end_operation": end_operation,
+    "plan_layer_step": plan_layer_step,
+}
+"""Parts of the loop that it calls through its table."""
+
 _NO_PLACE = {"stage": STAGE, "wait": WAIT, "drop": DROP}
 
 
@@ -75,7 +82,8 @@ class CompiledReplay:
         self._accesses: list[Chunk] = []
         self._steps = 0
         self._layer_steps = 0
-        self._cache_kernels: list[CacheKernels] = []
+        for name, program in _PARTS.items():
+            self._world.give_kernel(name, program)
         self._make_lanes()
         self._python = PythonPolicies(planner, self._world)
         self._make_memories()
@@ -220,8 +228,13 @@ class CompiledReplay:
         table["used_bytes"] = books.used_high_bytes
         for layer in range(1 if table["is_global"] else len(pools)):
             pools[layer]["free_bytes"] = books.free_bytes(layer)
-        brought = self._kernels_of_cache(cache, of_host=m == self._planner.gpus)
-        self._cache_kernels.append(brought)
+        of_host = m == self._planner.gpus
+        brought = self._kernels_of_cache(cache, of_host=of_host)
+        if of_host:
+            for name in OF_CACHES:
+                self._world.give_kernel(f"host_{name}", getattr(brought, name))
+        else:
+            self._give_kernels(brought)
         table["at"], table["sizes"] = self._keep(brought.state)
 
     def _kernels_of_cache(self, cache: CachePolicy, *, of_host: bool) -> CacheKernels:
@@ -276,18 +289,21 @@ class CompiledReplay:
         constants["reads_routing"] = prefetch.reads_routing
 
         assignment = planner.policies.assignment
-        if answers_with_kernels(assignment):
-            self._assignment = assignment.kernels()
-        else:
-            self._assignment = self._python.assignment(assignment)
-        if answers_with_kernels(prefetch):
-            self._prefetch = prefetch.kernels()
-        else:
-            self._prefetch = self._python.prefetch(prefetch)
+        brought_by_assignment = (
+            assignment.kernels()
+            if answers_with_kernels(assignment)
+            else self._python.assignment(assignment)
+        )
+        brought_by_prefetch = (
+            prefetch.kernels()
+            if answers_with_kernels(prefetch)
+            else self._python.prefetch(prefetch)
+        )
         for name, brought in (
-            ("assignment", self._assignment),
-            ("prefetch", self._prefetch),
+            ("assignment", brought_by_assignment),
+            ("prefetch", brought_by_prefetch),
         ):
+            self._give_kernels(brought)
             constants[f"{name}_at"], constants[f"{name}_sizes"] = self._keep(
                 brought.state
             )
@@ -322,6 +338,12 @@ class CompiledReplay:
         world["host_work_experts"] = np.zeros((2, shape.experts), np.int32)
         self._most_tokens = -1
         self._activation_s = np.zeros(0)
+
+    def _give_kernels(self, brought: Any) -> None:
+        """Give the loop all that a policy brings but its state."""
+        for name, kernel in brought._asdict().items():
+            if name != "state":
+                self._world.give_kernel(name, kernel)
 
     def _keep(self, state: State) -> tuple[list[int], list[int]]:
         """Where the arrays of a policy's state lie, and their sizes."""
@@ -369,22 +391,10 @@ class CompiledReplay:
         passes = self._put(block)
         if block.routed is not None:
             self._python.begin(block)
-        # Where host memory holds everything, nobody asks the last one about it.
-        cache, host_cache = self._cache_kernels[0], self._cache_kernels[-1]
-        kernels: list[Any] = [
-            self._assignment.assign,
-            self._prefetch.prefetch,
-            *(getattr(cache, name) for name in (*OF_CACHES, "replacements")),
-            *(getattr(host_cache, name) for name in OF_CACHES),
-            serve_worker,
-            end_operation,
-            plan_layer_step,
-        ]
         begin = 0
         while begin < len(block.layer):
             self._draw()
-            bounds = [begin, CHUNK_SPANS, CHUNK_ACCESSES]
-            end = run_steps(*[world.table.ctypes.data, *kernels, *bounds])
+            end = run_steps(world.table.ctypes.data, begin, CHUNK_SPANS, CHUNK_ACCESSES)
             if run["error"]:
                 self._fail(int(run["error"]), block, end)
             self._note_accesses(block, begin, end)
@@ -546,28 +556,33 @@ class CompiledReplay:
         last: int,
         progress: Callable[[RoutedStep], None] | None,
     ) -> None:
+        step = int(block.step[last])
         phase = Phase(int(block.phase[last]))
-        ended = RoutedStep(
-            step=int(block.step[last]),
-            phase=phase,
-            batch=int(block.batch[last]),
-            tokens=int(block.pass_tokens[last]),
-            context_tokens=int(block.context_tokens[last]),
-            sequences=int(block.sequences[last]),
-            layers=[],
-        )
+        batch = int(block.batch[last])
+        tokens = int(block.pass_tokens[last])
+        sequences = int(block.sequences[last])
         self._timeline.step(
-            ended.step,
+            step,
             phase,
-            ended.batch,
-            ended.tokens,
-            ended.sequences,
+            batch,
+            tokens,
+            sequences,
             start_s=float(self._world["start_s"][last]),
             end_s=float(self._world["end_s"][last]),
         )
         self._steps += 1
         if progress is not None:
-            progress(ended)
+            progress(
+                RoutedStep(
+                    step=step,
+                    phase=phase,
+                    batch=batch,
+                    tokens=tokens,
+                    context_tokens=int(block.context_tokens[last]),
+                    sequences=sequences,
+                    layers=[],
+                )
+            )
 
     def _fail(self, error: int, block: LayerSteps, s: int) -> None:
         """Raise what a run has failed with.

@@ -16,7 +16,7 @@ from moesim.sim.compiled import lanes as kinds
 from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.lanes import operation
 from moesim.sim.compiled.records import NONE
-from moesim.sim.compiled.world import KERNELS, address_of, world_at
+from moesim.sim.compiled.world import address_of, world_at
 from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
 
 CONTROL = 0
@@ -305,44 +305,12 @@ def _predict(world: Any, s: int, dense_parts: int) -> None:
     transfers.submit(world, i, DEMAND)
 
 
-@entry(
-    nb.int64(
-        nb.int64,
-        *[nb.FunctionType(signature) for signature in KERNELS.values()],
-        nb.int64,
-        nb.int64,
-        nb.int64,
-    )
-)
-def run_steps(
-    address: int,
-    assign: Any,
-    prefetch: Any,
-    accessed: Any,
-    admits: Any,
-    precedence: Any,
-    victims: Any,
-    admitted: Any,
-    evicted: Any,
-    replacements: Any,
-    host_accessed: Any,
-    host_admits: Any,
-    host_precedence: Any,
-    host_victims: Any,
-    host_admitted: Any,
-    host_evicted: Any,
-    serve_worker: Any,
-    end_operation: Any,
-    plan_layer_step: Any,
-    first: int,
-    full_spans: int,
-    full_steps: int,
-) -> int:
+@entry(nb.int64(nb.int64, nb.int64, nb.int64, nb.int64))
+def run_steps(address: int, first: int, full_spans: int, full_steps: int) -> int:
     """Run layer steps of a block from the first on.
 
     Args:
         address: of the world's table.
-        assign: and the following are what is called through the table.
         first: layer step to begin with.
         full_spans: stop after the forward pass that has brought so many spans.
         full_steps: stop after the forward pass that has brought so many layer steps.
@@ -352,24 +320,6 @@ def run_steps(
         middle of a pass the room for spans is short, or ``run.error`` says what failed.
     """
     world = world_at(address)
-    world.assign = assign
-    world.prefetch = prefetch
-    world.accessed = accessed
-    world.admits = admits
-    world.precedence = precedence
-    world.victims = victims
-    world.admitted = admitted
-    world.evicted = evicted
-    world.replacements = replacements
-    world.host_accessed = host_accessed
-    world.host_admits = host_admits
-    world.host_precedence = host_precedence
-    world.host_victims = host_victims
-    world.host_admitted = host_admitted
-    world.host_evicted = host_evicted
-    world.serve_worker = serve_worker
-    world.end_operation = end_operation
-    world.plan_layer_step = plan_layer_step
     run = world.run
     # Of one layer step: its products, all queued copies, and what surrounds them.
     most = 2 * world.constants.experts + 2 * world.state.size + 8

@@ -23,7 +23,7 @@ from moesim.sim.compiled.records import MOST_LANES
 if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
 
-_READ_ONLY = frozenset({"kernels", "initial", "start", "replaces", "evaluations"})
+_READ_ONLY = frozenset({"kernels", "initial", "start", "replaces", "evaluations", "foretold"})
 """Members of a policy that a kernel has no part in."""
 
 
@@ -89,16 +89,17 @@ def brings_kernels(policy: type[Policy]) -> bool:
     owner = _depth(kinds, "kernels")
     if kinds[owner] is base or kinds[owner] is Policy:
         return False
-    answers = [name for name in vars(base) if name not in _READ_ONLY]
+    answers = [
+        name
+        for name in vars(base)
+        if not name.startswith("_")
+        and name not in _READ_ONLY
+        and callable(getattr(base, name))
+    ]
     overridden = [
-        name for name in answers if not name.startswith("_") and callable_of(base, name)
+        name for name in answers if getattr(policy, name) is not getattr(base, name)
     ]
     return all(_depth(kinds, name) >= owner for name in overridden)
-
-
-def callable_of(kind: type, name: str) -> bool:
-    """Whether a class answers something by this name."""
-    return callable(getattr(kind, name))
 
 
 def _depth(kinds: tuple[type, ...], name: str) -> int:

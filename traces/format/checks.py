@@ -38,9 +38,13 @@ def check_sequence(
             out).
 
     Raises:
-        TraceError: a prefill row behind a decode row, a layer without any prompt token,
-            a decode token without all its layers.
+        TraceError: a negative position, a prefill row behind a decode row, a layer
+            without any prompt token, a decode token without all its layers.
     """
+    # Sorted, so the first one is the least.
+    if len(pos) and pos[0] < 0:
+        raise error(0, "pos", "a position from 0", int(pos[0]), "number tokens from 0")
+
     back = np.diff(phase) < 0
     if back.any():
         row = int(np.argmax(back)) + 1

@@ -3,7 +3,8 @@ scanning this folder.
 
 An importer is a module with three functions (`header` takes the place of `provenance`):
 
-- ``recognises(path) -> bool``: is this file of my layout? Never raises.
+- ``recognises(path) -> bool``: is this file of my layout? Raises only where it takes
+  options, and is given words that its layout does not have.
 - ``provenance(path) -> dict``: what the file says about itself, JSON values only;
   ``notes`` lists oddities.
 - ``read(path, shape) -> Iterator[dict[str, ndarray]]``: blocks of rows as
@@ -13,9 +14,10 @@ An importer is a module with three functions (`header` takes the place of `prove
 
 It may also have
 
-- ``OPTIONS``: names of options and what they are for; `provenance`, `read` and
-  `reshape` take them as keywords;
+- ``OPTIONS``: names of options and what they are for; `provenance`, `read`,
+  `own_shape` and `reshape` take them as keywords, `recognises` those it needs;
 - ``GENERIC = True``: ask it last, because its layout includes others;
+- ``own_shape(path) -> ModelShape | None``: the model as the file describes it;
 - ``reshape(path, shape) -> ModelShape``: what the file knows better about the model
   than the user said;
 - ``header(path, shape) -> TraceHeader``: where the file has one; `shape` may then be
@@ -193,7 +195,7 @@ def _header(
         return header
 
     if shape is None and hasattr(module, "own_shape"):
-        shape = module.own_shape(source)
+        shape = module.own_shape(source, **options)
     if shape is None:
         raise TraceError(
             f"{source}: layout {importer.name} does not tell the sizes of its model:"
@@ -446,12 +448,22 @@ def _importer_of(
             f" {', '.join(offered)}"
         )
 
+    # A mapping may say what a file's columns are, and so what file it is.
+    judges = 0
+    wrong_words = []
     for name, module in able.items():
-        # A mapping may say what a file's columns are, and so what file it is.
         asked = inspect.signature(module.recognises).parameters
         relevant = {key: text for key, text in options.items() if key in asked}
-        if module.recognises(source, **relevant):
-            return Importer(name, module)
+        judges += bool(relevant)
+        try:
+            if module.recognises(source, **relevant):
+                return Importer(name, module)
+        except TraceError as error:
+            wrong_words.append(error)
+
+    # They may be words for another layout, but not for none.
+    if wrong_words and len(wrong_words) == judges:
+        raise wrong_words[0]
 
     for name, module in known:
         if name not in able and module.recognises(source):

@@ -20,6 +20,7 @@ from moesim.traces.format.sorting import Unordered
 from moesim.traces.importers.readers.csv_columns import csv_columns
 from moesim.traces.importers.readers.errors import layout_error
 from moesim.traces.importers.readers.forward_passes import ForwardPasses
+from moesim.traces.importers.readers.names import layout_names
 from moesim.traces.importers.readers.sequence_rows import finished
 from moesim.traces.importers.readers.text import head
 
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
 
     Block = dict[str, np.ndarray]
 
+OPTIONS = {"map": "layer=theirs,expert=theirs, as the file's first line calls them"}
 _HEADER = b"layer,expert"
 _TYPES = {"layer": "int32", "expert": "int32"}
+# What may stand on the left of a mapping; `experts` is our name.
+_MAPPED = {"layer": "layer", "expert": "expert", "experts": "expert"}
 _ROW = re.compile(rb"-?\d+,-?\d+")
 # So many lines of bare numbers are enough to tell this layout from others.
 _RECOGNISED_LINES = 50
@@ -41,10 +45,13 @@ _STRIDED_COPY = (
 )
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Path, *, map: str = "") -> bool:  # noqa: A002 - the option's name
     """Whether the first lines are two integers each, with or without the header
-    ``layer,expert``.
+    ``layer,expert``; or, of mapped columns, whether the header has these two alone.
     """
+    if map:
+        return _mapped_columns(path, map) is not None
+
     lines = head(path, 4096).replace(b"\r", b"").split(b"\n")
     if lines and lines[0].strip() == _HEADER:
         return True
@@ -56,9 +63,24 @@ def recognises(path: Path) -> bool:
     )
 
 
-def provenance(path: Path) -> dict[str, Any]:
+def _mapped_columns(path: Path, words: str) -> list[str] | None:
+    """Our names of the columns in the header's order; None where it has others."""
+    names = layout_names(path, words, _MAPPED)
+    ours = {theirs: name for name, theirs in names.items()}
+    header = head(path, 4096).split(b"\n")[0].decode("utf-8", "replace")
+    columns = [word.strip() for word in header.split(",")]
+    if sorted(columns) != sorted(ours):
+        return None
+    return [ours[column] for column in columns]
+
+
+def provenance(
+    path: Path,
+    *,
+    map: str = "",  # noqa: A002 - the option's name
+) -> dict[str, Any]:
     """Nothing but remarks: the file says nothing about itself."""
-    del path
+    del path, map
     return {
         "notes": [
             (
@@ -72,25 +94,38 @@ def provenance(path: Path) -> dict[str, Any]:
 def read(
     path: Path,
     shape: ModelShape,
+    *,
+    map: str = "",  # noqa: A002 - the option's name
 ) -> Unordered:
     """The file's passes."""
+    columns = _mapped_columns(path, map) if map else None
+    skip = int(bool(columns) or head(path, 64).startswith(_HEADER))
     return Unordered(
-        lambda: _pieces(path, shape.top_k), lambda block: finished(path, shape, block)
+        lambda: _pieces(path, shape.top_k, columns or list(_TYPES), skip),
+        lambda block: finished(path, shape, block),
     )
 
 
 def _pieces(
     path: Path,
     top_k: int,
+    names: list[str],
+    skip: int,
 ) -> Iterator[Block]:
-    """Rows of some passes at a time; a pass ends where the layer falls."""
+    """Rows of some passes at a time; a pass ends where the layer falls.
+
+    Args:
+        path: the file.
+        top_k: activations of a token.
+        names: the columns, in their order.
+        skip: lines before the first row.
+    """
     passes = ForwardPasses(chunked=True)
     layer = np.empty(0, np.int32)
     expert = np.empty(0, np.int32)
     first_row = 0
 
-    skip = int(head(path, 64).startswith(_HEADER))
-    for _, columns in csv_columns(path, list(_TYPES), _TYPES, skip):
+    for _, columns in csv_columns(path, names, _TYPES, skip):
         layer = np.concatenate((layer, columns["layer"]))
         expert = np.concatenate((expert, columns["expert"]))
 

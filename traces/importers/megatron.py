@@ -28,6 +28,7 @@ from moesim.traces.importers.readers.json_lines import (
     list_values,
     whole_numbers,
 )
+from moesim.traces.importers.readers.names import layout_names
 from moesim.traces.importers.readers.options import NO_WEIGHTS
 from moesim.traces.importers.readers.sequence_rows import finished
 from moesim.traces.importers.readers.text import first_object, head, line_chunks
@@ -47,9 +48,10 @@ _STRUCTURE = {
     "block": "VARCHAR",
     "top_indices": [["DOUBLE"]],
 }
-_START = b'{"step":'
+OPTIONS = {"map": "a key of a record=theirs, joined by commas"}
+# What may stand on the left of a mapping; `experts` is our name.
+_MAPPED = {name: name for name in _STRUCTURE} | {"experts": "top_indices"}
 _DRAFT = "mtp"
-_DRAFT_TEXT = re.compile(rb'"block"\s*:\s*"mtp"')
 
 # Steps are counted over a whole training run; layers and ids are 16-bit.
 _STEPS = 1 << 53
@@ -74,31 +76,40 @@ class _Records(NamedTuple):
     experts: np.ndarray
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Path, *, map: str = "") -> bool:  # noqa: A002 - the option's name
     """Whether the first line is a record, or begins like one (a record of many tokens
     is one long line).
     """
+    names = layout_names(path, map, _MAPPED)
+    keys = {names[key] for key in _KEYS}
     first = first_object(path)
     if isinstance(first, dict):
-        return set(first) >= _KEYS
+        return set(first) >= keys
 
     start = head(path, 512).lstrip()
-    has_keys = all(f'"{key}"'.encode() in start for key in _KEYS)
-    return start.startswith(_START) and has_keys
+    has_keys = all(f'"{key}"'.encode() in start for key in keys)
+    return start.startswith(f'{{"{names["step"]}":'.encode()) and has_keys
 
 
-def provenance(path: Path) -> dict[str, Any]:
+def provenance(
+    path: Path,
+    *,
+    map: str = "",  # noqa: A002 - the option's name
+) -> dict[str, Any]:
     """Rank, and remarks."""
+    names = layout_names(path, map, _MAPPED)
+    block = re.escape(names["block"])
+    draft = re.compile(rf'"{block}"\s*:\s*"{_DRAFT}"'.encode())
     rank = None
     drafts = 0
     sidecars = False
 
     for number, data in line_chunks(path):
         if rank is None and data.strip():
-            rank = _rank(path, number, data)
+            rank = _rank(path, number, data, names)
 
         # Looking for one word first is many times faster than the expression.
-        drafts += len(_DRAFT_TEXT.findall(data)) if b'"mtp"' in data else 0
+        drafts += len(draft.findall(data)) if b'"mtp"' in data else 0
         sidecars |= b'"hs_offset"' in data or b'"logit_offset"' in data
 
     if not isinstance(rank, int):
@@ -121,10 +132,11 @@ def _rank(
     path: Path,
     number: int,
     data: bytes,
+    names: dict[str, str],
 ) -> Any:
     """The rank that the first record names."""
     first = data.lstrip().split(b"\n", 1)[0]
-    lines = JsonLinesReader(_STRUCTURE).parse(path, number, first)
+    lines = JsonLinesReader(_STRUCTURE, names).parse(path, number, first)
 
     record = lines.parsed(0)
     if not isinstance(record, dict) or "rank" not in record:
@@ -135,17 +147,22 @@ def _rank(
 def read(
     path: Path,
     shape: ModelShape,
+    *,
+    map: str = "",  # noqa: A002 - the option's name
 ) -> Unordered:
     """The file's steps."""
-    return Unordered(lambda: _pieces(path), lambda block: finished(path, shape, block))
+    names = layout_names(path, map, _MAPPED)
+    return Unordered(
+        lambda: _pieces(path, names), lambda block: finished(path, shape, block)
+    )
 
 
-def _pieces(path: Path) -> Iterator[Block]:
-    """Rows of some whole steps at a time."""
+def _pieces(path: Path, names: dict[str, str]) -> Iterator[Block]:
+    """Rows of some whole steps at a time; `names` has what the file calls keys."""
     passes = ForwardPasses(chunked=False)
     pending: _Records | None = None
 
-    reader = JsonLinesReader(_STRUCTURE)
+    reader = JsonLinesReader(_STRUCTURE, names)
     for number, data in line_chunks(path):
         top_k = 0 if pending is None else pending.experts.shape[1]
         records = _records(reader.parse(path, number, data), top_k)
@@ -307,6 +324,7 @@ def _of_decoder(lines: JsonLines) -> JsonLines:
         lines.number[kept],
         lines.text.take(numbers(kept)),
         lines.values.take(numbers(kept)),
+        lines.names,
     )
 
 

@@ -27,6 +27,7 @@ from moesim.traces.format.parquet import read_metadata, sealed_writer
 from moesim.traces.format.sorting import BATCH_ROWS, ApartError, Unordered
 from moesim.traces.importers.readers.csv_columns import csv_columns
 from moesim.traces.importers.readers.errors import decoding, layout_error
+from moesim.traces.importers.readers.names import layout_names
 from moesim.traces.importers.readers.options import NO_WEIGHTS
 from moesim.traces.importers.readers.sequence_rows import (
     finished,
@@ -66,6 +67,11 @@ _RENAMED = {
     "expert": "experts",
     "weight": "weights",
     "expert_bytes": "read_bytes",
+}
+OPTIONS = {"map": "a column of the route trace, or ours=theirs, joined by commas"}
+# What may stand on the left of a mapping: the layout's names, and ours.
+_MAPPED = {name: name for name in _TYPES} | {
+    ours: name for name, ours in _RENAMED.items()
 }
 # The K lines of a cell agree in these, and differ in all others.
 _CELL = ("turn", "phase", "step", "layer")
@@ -115,9 +121,13 @@ def recognises(path: Path) -> bool:
     return head(path, 64).startswith(_MAGIC)
 
 
-def provenance(path: Path) -> dict[str, Any]:
+def provenance(
+    path: Path,
+    *,
+    map: str = "",  # noqa: A002 - the option's name
+) -> dict[str, Any]:
     """Model and architecture from the preamble, and remarks."""
-    opening = preamble(path)
+    opening = preamble(path, map)
     notes = [] if "weight" in opening.columns else [NO_WEIGHTS]
     known = {
         name: opening.facts[name] for name in ("model", "arch") if name in opening.facts
@@ -125,12 +135,16 @@ def provenance(path: Path) -> dict[str, Any]:
     return known | {"notes": notes}
 
 
-def own_shape(path: Path) -> ModelShape | None:
+def own_shape(
+    path: Path,
+    *,
+    map: str = "",  # noqa: A002 - the option's name
+) -> ModelShape | None:
     """The model as the preamble describes it; None where it does not tell all sizes.
 
     Widths are stated defaults, for the file knows bytes only.
     """
-    opening = preamble(path)
+    opening = preamble(path, map)
     sizes = [size for _, size in sorted(opening.expert_bytes.items()) if size]
     if not sizes or not {"n_expert", "n_expert_used"} <= opening.facts.keys():
         return None
@@ -147,6 +161,8 @@ def own_shape(path: Path) -> ModelShape | None:
 def reshape(
     path: Path,
     shape: ModelShape,
+    *,
+    map: str = "",  # noqa: A002 - the option's name
 ) -> ModelShape:
     """Take layers, experts, top-k, dense layers and the bytes of each layer's experts
     from the preamble.
@@ -154,13 +170,16 @@ def reshape(
     Raises:
         TraceError: the preamble describes another model than the shape.
     """
-    opening = preamble(path)
+    opening = preamble(path, map)
     expert_bytes = opening.expert_bytes
     sparse = [layer for layer, size in sorted(expert_bytes.items()) if size]
 
     with decoding(path, "preamble"):
         experts = int(opening.facts.get("n_expert", shape.experts))
         top_k = int(opening.facts.get("n_expert_used", shape.top_k))
+    if experts < 1:
+        raise layout_error(path, "preamble: n_expert", "1 or more", experts)
+    with decoding(path, "preamble"):
         total = int(opening.facts.get("n_layer", 0)) or len(expert_bytes)
 
     if not max(expert_bytes, default=0) < max(total, 1) <= _MOST_LAYERS:
@@ -197,9 +216,11 @@ def reshape(
 def read(
     path: Path,
     shape: ModelShape,
+    *,
+    map: str = "",  # noqa: A002 - the option's name
 ) -> Unordered:
     """The file's rows, a turn of the session being a sequence."""
-    rows = _Rows(path, shape)
+    rows = _Rows(path, shape, map)
     return Unordered(rows.pieces, rows.finished)
 
 
@@ -303,12 +324,17 @@ def _accesses(
 # -- preamble --------------------------------------------------------------------------
 
 
-def preamble(path: Path) -> Preamble:
+def preamble(path: Path, words: str = "") -> Preamble:
     """Read the lines before the rows.
+
+    Args:
+        path: the file.
+        words: the option ``map``.
 
     Raises:
         TraceError: another version, or no header line.
     """
+    names = layout_names(path, words, _MAPPED)
     facts: dict[str, str] = {}
     expert_bytes: dict[int, int] = {}
     dense_bytes = 0
@@ -326,7 +352,7 @@ def preamble(path: Path) -> Preamble:
 
     for number, line in enumerate(lines, start=1):
         if not line.startswith("#"):
-            columns = _header_columns(path, number, line)
+            columns = _header_columns(path, number, line, names)
             return Preamble(
                 facts,
                 expert_bytes,
@@ -361,10 +387,18 @@ def _header_columns(
     path: Path,
     number: int,
     line: str,
+    names: dict[str, str],
 ) -> list[str]:
+    """The columns as this layout calls them; `names` has what the file calls them."""
     columns = [name.strip() for name in line.split(",")]
 
-    missing = [name for name in _NEEDED if name not in columns]
+    missing = [names[name] for name in _NEEDED if names[name] not in columns]
+    # A column that is mapped must be there, needed or not.
+    missing += [
+        theirs
+        for name, theirs in names.items()
+        if name != theirs and theirs not in columns
+    ]
     if missing:
         raise layout_error(
             path, f"line {number}", f"a column {missing[0]!r}", line[:80]
@@ -372,7 +406,9 @@ def _header_columns(
     if len(set(columns)) != len(columns):
         raise layout_error(path, f"line {number}", "every column once", line[:80])
 
-    return columns
+    own = {theirs: name for name, theirs in names.items()}
+    # One that bears the name of a mapped column is another one.
+    return [own.get(column, f"their {column}") for column in columns]
 
 
 # -- rows ------------------------------------------------------------------------------
@@ -390,10 +426,11 @@ class _Rows:
         self,
         path: Path,
         shape: ModelShape,
+        words: str,
     ) -> None:
         self._path = path
         self._shape = shape
-        self._preamble = preamble(path)
+        self._preamble = preamble(path, words)
         self._types = {
             name: _TYPES[name] for name in self._preamble.columns if name in _TYPES
         }

@@ -188,6 +188,11 @@ def _row(record: Mapping[str, Any], place: str) -> BenchRow | None:
         )
     prompt = _number(record, "n_prompt", place)
     generated = _number(record, "n_gen", place)
+    if min(prompt, generated) < 0:
+        raise AdviceError(
+            f"{place}: n_prompt and n_gen: expected tokens from 0, found {prompt:g} and"
+            f" {generated:g}"
+        )
     # A mixed test has one time for two kinds of work.
     if (prompt > 0) == (generated > 0):
         return None
@@ -197,6 +202,10 @@ def _row(record: Mapping[str, Any], place: str) -> BenchRow | None:
         raise AdviceError(f"{place}: avg_ts: expected a speed above 0, found {speed:g}")
     # Older versions print no deviation.
     deviation = _number(record, "stddev_ts", place) if record.get("stddev_ts") else 0.0
+    if deviation < 0:
+        raise AdviceError(
+            f"{place}: stddev_ts: expected a deviation from 0, found {deviation:g}"
+        )
     return BenchRow(
         kind="prefill" if prompt else "decode",
         tokens=int(prompt or generated),

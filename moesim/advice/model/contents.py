@@ -11,10 +11,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from moesim.advice.errors import AdviceError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 F16_BYTES = 2
+
+
+MOST_EXPERTS = 1 << 16
+"""Traces number experts with 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,20 @@ class LayerContents:
     state_bytes: int = 0
     attention_width: int = 0
     query_group: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse experts that no model can have."""
+        # Both numbers come from files of others.
+        if self.experts > MOST_EXPERTS:
+            raise AdviceError(
+                f"experts: expected up to {MOST_EXPERTS:,} in a layer, found"
+                f" {self.experts:,}; is the file damaged?"
+            )
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise AdviceError(
+                f"experts per token: expected 1..{self.experts}, as many as a layer"
+                f" has, found {self.top_k}; is the file damaged?"
+            )
 
     @property
     def active_share(self) -> float:

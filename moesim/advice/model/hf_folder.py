@@ -148,13 +148,16 @@ def _config(folder: Path) -> dict[str, Any]:
     config = {**config, **inner} if isinstance(inner, dict) else config
 
     for name in _SIZES:
-        value = config.get(name)
+        # Transformers writes null where it has a default of its own.
+        if config.get(name, 0) is None:
+            del config[name]
+        value = config.get(name, 0)
         # Some models state a size for each layer.
         by_layer = name in (*_EXPERTS, *_TOP_K, *_LAYERS)
         sizes = value if by_layer and isinstance(value, list) and value else [value]
         for size in sizes:
             is_size = isinstance(size, int) and 0 <= size <= LARGEST_SIZE
-            if not (size is None or is_size):
+            if not is_size:
                 raise AdviceError(
                     f"{path}: {name}: expected a whole number, found {size!r:.40};"
                     " download the file again"

@@ -54,6 +54,8 @@ def sensitivity(
 
 def sensitivity_text(result: dict[str, Any]) -> str:
     """Lay out winners, constants, break-even and cliff for a terminal."""
+    from moesim.reporting.tables import aligned
+
     fastest_first = sorted(result["baseline_s"].items(), key=lambda item: item[1])
     lines = [f"{name:<28} {seconds:10.4f} s" for name, seconds in fastest_first]
 
@@ -63,11 +65,11 @@ def sensitivity_text(result: dict[str, Any]) -> str:
         f"winner: {result['winner']}; constants that change it: {changes}",
         "",
     ]
-    lines += [
-        f"  {constant['path']:<36} moves a run by {100 * constant['effect']:6.2f} % "
-        f" ({constant['interval']} interval)"
-        for constant in result["constants"][:MOST_CONSTANTS]
+    constants = [
+        [each["path"], f"{100 * each['effect']:.2f} %", each["interval"]]
+        for each in result["constants"][:MOST_CONSTANTS]
     ]
+    lines += aligned([["constant", "moves a run by", "interval"], *constants])
 
     # Rows are sorted by tokens: the first one is where the lines cross.
     fetched = [row["tokens"] for row in result["break_even"] if row["fetch"]]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from moesim.traces.format.arrow import flat, numbers, values
 from moesim.traces.importers.readers.errors import decoding, layout_error
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 
@@ -33,21 +35,28 @@ class JsonLines(NamedTuple):
         number: int64 [N], the number of each line in the file, from 1.
         text: the lines themselves, Arrow strings [N].
         values: what they hold, an Arrow array [N] of the structure.
+        names: our names of keys that the lines call otherwise, by theirs.
     """
 
     path: Path
     number: np.ndarray
     text: pa.Array
     values: Any
+    names: Mapping[str, str] = MappingProxyType({})
 
     def parsed(self, line: int) -> Any:
         """Parse one line as Python does, to say what is wrong with it.
+
+        Keys of an object bear our names.
 
         Raises:
             TraceError: the line is not JSON.
         """
         with decoding(self.path, f"line {self.number[line]}"):
-            return json.loads(self.text[line].as_py())
+            value = json.loads(self.text[line].as_py())
+        if not self.names or not isinstance(value, dict):
+            return value
+        return {self.names.get(key, key): part for key, part in value.items()}
 
 
 class JsonLinesReader:
@@ -55,9 +64,13 @@ class JsonLinesReader:
 
     Args:
         structure: what is wanted of a line, as ``json_transform`` takes it.
+        keys: what the lines call keys of an object; others stand for themselves.
     """
 
-    def __init__(self, structure: Any) -> None:
+    def __init__(self, structure: Any, keys: Mapping[str, str] | None = None) -> None:
+        if keys:
+            structure = {keys.get(key, key): kind for key, kind in structure.items()}
+        self._names = {theirs: ours for ours, theirs in (keys or {}).items()}
         quoted = _quoted(json.dumps(structure))
         self._transform = f"json_transform(line, {quoted}) AS value"
 
@@ -89,7 +102,10 @@ class JsonLinesReader:
         except (duckdb.Error, pa.ArrowException, UnicodeDecodeError) as error:
             raise _first_fault(path, lines, error) from None
 
-        return JsonLines(path, lines.number, lines.text, column.combine_chunks())
+        parsed_values = column.combine_chunks()
+        if self._names:
+            parsed_values = _renamed(parsed_values, self._names)
+        return JsonLines(path, lines.number, lines.text, parsed_values, self._names)
 
 
 @functools.cache
@@ -171,6 +187,13 @@ def _first_fault(
     last = int(lines.number[-1]) if len(lines.number) else 0
     reason = " ".join(str(error).split())
     return layout_error(path, f"lines up to {last}", "JSON that can be read", reason)
+
+
+def _renamed(structs: Any, names: Mapping[str, str]) -> Any:
+    """An array of objects whose keys bear our names; `names` has them by theirs."""
+    columns = columns_of(structs)
+    ours = [names.get(name, name) for name in columns]
+    return pa.StructArray.from_arrays(list(columns.values()), names=ours)
 
 
 def columns_of(structs: Any) -> dict[str, Any]:

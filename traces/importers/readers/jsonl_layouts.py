@@ -290,6 +290,10 @@ class _TokenLayout:
             raise layout_error(lines.path, place, "a list of layers", "none")
 
         lengths = list_lengths(layers)
+        if not lengths.all():
+            first = int(lengths.argmin())
+            place = f"line {lines.number[first]}"
+            raise layout_error(lines.path, place, "a list of layers", "an empty one")
         line = np.repeat(np.arange(len(lengths)), lengths)
         first_row = np.cumsum(lengths) - lengths
         turn = (np.arange(len(line)) - first_row[line]).astype(np.float64)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from moesim.traces.importers.readers.errors import layout_error
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 NAMES = {
@@ -44,10 +45,10 @@ def named_by(path: Path, text: str, known: tuple[str, ...]) -> dict[str, str]:
     Raises:
         TraceError: a word that is no mapping.
     """
-    words = {}
+    words: dict[str, str] = {}
     for word in filter(None, text.split(",")):
         name, equals, source = (part.strip() for part in word.partition("="))
-        if not equals or name not in known:
+        if not equals or not source or name not in known:
             raise layout_error(
                 path,
                 f"option map: {word!r}",
@@ -57,3 +58,31 @@ def named_by(path: Path, text: str, known: tuple[str, ...]) -> dict[str, str]:
             )
         words[name] = source
     return words
+
+
+def layout_names(path: Path, text: str, own: Mapping[str, str]) -> dict[str, str]:
+    """Read the option ``map`` for a layout with names of its own: its name -> theirs.
+
+    Args:
+        path: the file, for errors.
+        text: words ``ours=theirs``, joined by commas.
+        own: what may stand on the left -> the layout's name of it.
+
+    Returns:
+        All names of the layout; those that are not mapped stand for themselves.
+
+    Raises:
+        TraceError: a word that is no mapping, or two for one name.
+    """
+    words = named_by(path, text, tuple(own))
+    names = {name: name for name in own.values()}
+    mapped: set[str] = set()
+    for word, source in words.items():
+        name = own[word]
+        if name in mapped or source in [names[other] for other in mapped]:
+            raise layout_error(
+                path, "option map", "each column once", f"{word}={source}", ""
+            )
+        mapped.add(name)
+        names[name] = source
+    return names
