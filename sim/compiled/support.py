@@ -23,7 +23,9 @@ from moesim.sim.compiled.records import MOST_LANES
 if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
 
-_READ_ONLY = frozenset({"kernels", "initial", "start", "replaces", "evaluations", "foretold"})
+_READ_ONLY = frozenset(
+    {"kernels", "initial", "start", "replaces", "evaluations", "foretold"}
+)
 """Members of a policy that a kernel has no part in."""
 
 
