@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 
+from moesim.hwprofiles import lanes
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import (
     AssignmentPolicy,
@@ -39,6 +40,11 @@ def unsupported(planner: Any, profile: HardwareProfile, costs: Any) -> str | Non
         return "costs that are not a hardware profile's"
     if len(profile.lanes) > MOST_LANES:
         return f"a machine of more than {MOST_LANES} lanes"
+    # Its thread is taken and given back between operations, which only SimPy models.
+    control, cpu = lanes.CONTROL.lane(), lanes.CPU.lane()
+    for served in profile.workers.values():
+        if control in served and not {control, cpu}.issuperset(served):
+            return "control on a thread that copies or computes on a GPU"
     if profile.memory.unified:
         return "memory that CPU and GPU share"
     policies = planner.policies
