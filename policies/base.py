@@ -420,6 +420,7 @@ class PrefetchPolicy(Policy, ABC):
             ``drop`` never stages.
         buffer_slots: staging slots that it needs beside those of the system or the
             profile, as what it names never enters the cache.
+        reads_routing: whether its kernel reads the experts of single tokens.
     """
 
     # `late`, `requeue` and `no_place` may be parameters of a policy, so they are asked
@@ -429,6 +430,7 @@ class PrefetchPolicy(Policy, ABC):
     requeue: bool = False
     no_place: NoPlace = "stage"
     buffer_slots: int = 0
+    reads_routing: ClassVar[bool] = False
 
     @abstractmethod
     def prefetch(

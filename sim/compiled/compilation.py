@@ -18,6 +18,7 @@ PARTS = tuple(
     Path(__file__).with_name(f"{name}.py")
     for name in (
         "compilation",
+        "host",
         "lanes",
         "loop",
         "memory",

@@ -36,13 +36,18 @@ from moesim.sim.compiled.records import ARRAYS, RECORDS
 ENTRIES = {
     "serve_worker": nb.void(nb.int64, nb.int64),
     "end_operation": nb.void(nb.int64, nb.int64),
-    "plan_layer_step": nb.boolean(nb.int64, nb.int64),
+    "plan_layer_step": nb.int64(nb.int64, nb.int64),
 }
 """The loop's own parts that are compiled, and kept on disk, by themselves: one program
 of all took the compiler twice as long (measured). Each takes the table's address.
 """
 
-KERNELS = {**POLICY_KERNELS, **ENTRIES}
+OF_CACHES = ("accessed", "admits", "precedence", "victims", "admitted", "evicted")
+"""What the cache policy of any memory answers."""
+
+_OF_HOST_CACHE = {f"host_{name}": POLICY_KERNELS[name] for name in OF_CACHES}
+
+KERNELS = {**POLICY_KERNELS, **_OF_HOST_CACHE, **ENTRIES}
 """Everything that is called through the table."""
 
 _INT = ir.IntType(64)
