@@ -24,8 +24,9 @@ demo: $(STAMP) ## profile this PC, record a trace, replay it under several polic
 test: $(STAMP) ## all tests (CPU only; gpu tests add themselves where CUDA is there)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-schedules: $(STAMP) ## thousands of schedules of the adversarial device, some ten minutes
-	$(BIN)/python -m pytest tests/test_adversarial_device.py --schedules 2000
+schedules: $(STAMP) ## further schedules of the adversarial device, ten minutes at most, from where it ended last (SECONDS=60 for each claim)
+	$(BIN)/python -m pytest tests/test_adversarial_device.py --schedules 2000 \
+		--schedule-seconds $(or $(SECONDS),55) --schedules-done out/schedules.json
 
 torture: $(STAMP) ## attack everything that is read and written, long and seeded (SUITES=kills COUNT=500 SEED=1 MINUTES=30)
 	PYTHONPATH=tests $(BIN)/python -m torture $(SUITES) $(if $(COUNT),--count $(COUNT)) $(if $(MINUTES),--minutes $(MINUTES)) --seed $(or $(SEED),0)

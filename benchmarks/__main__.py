@@ -11,6 +11,7 @@ from benchmarks import (
     import_speed,
     memory_and_start,
     planning,
+    python_policies,
     replay_speed,
     runtime_overhead,
     trace_speed,
@@ -20,6 +21,7 @@ REPORTS = {
     module.__name__.rpartition(".")[2]: module.report
     for module in (
         replay_speed,
+        python_policies,
         planning,
         cache_speed,
         memory_and_start,

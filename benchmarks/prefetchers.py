@@ -41,6 +41,7 @@ PREFETCHERS = {
     "moe-infinity": "activation-matrix",
     "adapmoe": "first-missing",
     "edgemoe": "statistical:preceding=2",
+    "moe-lightning": "moe-lightning",
     "krasis": "whole-layer:phase=prefill",
     "deepspeed": "whole-layer",
 }

@@ -86,6 +86,7 @@ def report() -> None:
             )
 
         _report_compiled(trace)
+        _report_rows(Path(name))
 
 
 def _report_compiled(trace: Trace) -> None:
@@ -102,7 +103,7 @@ def _report_compiled(trace: Trace) -> None:
         least = {}
         for engine in ("compiled", "simpy"):
             turns = [_turn(trace, engine, kept) for _ in range(ROUNDS + 1)]
-            least[engine] = min(turns[1:])
+            least[engine] = min(seconds / count for seconds, count in turns[1:])
         rate = 1.0 / least["compiled"]
         times = least["simpy"] / least["compiled"]
         print(
@@ -111,14 +112,35 @@ def _report_compiled(trace: Trace) -> None:
         )
 
 
-def _turn(trace: Trace, engine: str, kept: bool | None) -> float:
-    """CPU seconds per layer step of one replay; `kept` None leaves out all figures."""
+def _report_rows(folder: Path) -> None:
+    """Print how long the largest shared trace takes, and what that is per access."""
+    source = SHARED / "gpt_oss_20b.parquet"
+    if not source.is_file():
+        print("compiled engine, gpt_oss_20b: ../shared/traces is not here")
+        return
+    path = folder / "g.parquet"
+    import_trace(source, path, shape=model_shape(MODELS[source.stem]))
+    trace = open_trace(path)
+    for label, kept, target in (
+        ("metrics, no timeline", False, 1.5),
+        ("metrics and timeline", True, 1.5),
+    ):
+        turns = [_turn(trace, "compiled", kept) for _ in range(3)]
+        seconds, count = min(turns)
+        print(
+            f"  {source.stem}, {label}: {trace.rows:,} rows in {seconds:.2f} s (target"
+            f" {target:.1f}), {count / seconds:,.0f} layer steps/s"
+        )
+
+
+def _turn(trace: Trace, engine: str, kept: bool | None) -> tuple[float, int]:
+    """CPU seconds and layer steps of one replay; `kept` None leaves out all figures."""
     gc.collect()
     if kept is not None:
         begin_s = time.process_time()
         run = replay(trace, "greedy", cache="lru", hw=MACHINE, engine=engine, keep=kept)
         seconds = time.process_time() - begin_s
-        return seconds / run.metrics["layer_steps"]
+        return seconds, run.metrics["layer_steps"]
     setup = Setup.of(RunConfig.of(trace, "greedy", cache="lru", hw=MACHINE), trace)
     planner = setup.planner()
     timeline = Timeline(setup.profile.lanes, sink=lambda *_: None)
@@ -133,7 +155,7 @@ def _turn(trace: Trace, engine: str, kept: bool | None) -> float:
         noise_seed=None,
         progress=None,
     )
-    return (time.process_time() - begin_s) / result.layer_steps
+    return time.process_time() - begin_s, result.layer_steps
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> float:

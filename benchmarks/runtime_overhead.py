@@ -4,19 +4,24 @@ bare copies, reads and products.
 Trace-driven runs of a model of 8 layers x 16 experts with 4.5 MiB each (float32, top-4,
 made-up routing with a taste), and between them, in the same process, the same
 operations in a bare loop: the very copies of the run before, slot by slot, its direct
-reads of the same store in their order, and products with raw torch calls. Short runs
-and bare loops alternate, since a machine with neighbours is faster in one second than
-in the next: each run is held against the bare loops right before and after it, and how
-much those two differ is printed beside, for no comparison is better than that. Run it
-on a quiet machine: `python -m benchmarks.runtime_overhead`.
+reads of the same store in their order, and products with raw torch calls. A machine
+with neighbours is faster in one second than in the next, so short runs and bare loops
+take turns, and which of both begins a turn is drawn. How much one bare loop differs
+from the one before is printed beside, for no comparison is better than that. Reads are
+compared twice: with a loop that has the machine to itself, and with one beside which
+another thread computes products, as in a run. Run it on a quiet machine: `python -m
+benchmarks.runtime_overhead`.
 """
 
 from __future__ import annotations
 
+import random
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -110,34 +115,37 @@ def figures(folder: Path) -> dict[str, Any]:
 def in_turns(
     link: Link, trace: Trace, store: ExpertStore, profile: Any
 ) -> dict[str, list[float]]:
-    """Alternate runs and bare loops.
+    """Let runs and bare loops take turns, in drawn order.
 
     Returns:
-        By turn, ``share``: the median second of the bare loops before and after a run
-            over the run's own; and
-        ``control``: that of the second of these loops over the first.
+        By turn, ``share``: the median second of the bare loop over the run's own; and
+        ``control``: that of the bare loop over the one of the turn before.
     """
     memory = (
         {}
         if link.host_slots is None
         else {"host_memory_bytes": link.host_slots * store.slot_bytes}
     )
-    bare_s: list[float] = []
-    runs_s: list[float] = []
-    for _ in range(TURNS + 1):
+
+    def a_run() -> tuple[Any, list[tuple[int, int]]]:
         with noted_copies() as copies:
-            run = _run(trace, store, profile, link.policy, **memory)
-        runs_s.append(_median_s(run, link.lane, link.kind))
+            return _run(trace, store, profile, link.policy, **memory), copies
+
+    draws = random.Random(0)
+    # Neither counts: the first run names the operations, the first loop is no turn's.
+    run, copies = a_run()
+    bare_s = [link.bare(store, run, copies)]
+    shares = []
+    for _ in range(TURNS):
+        run_begins = draws.random() < 0.5
+        if run_begins:
+            run, copies = a_run()
         bare_s.append(link.bare(store, run, copies))
-    turns = zip(bare_s, runs_s[1:], bare_s[1:], strict=False)
-    shares = [
-        (0.5 * (before_s + after_s) / run_s, after_s / before_s)
-        for before_s, run_s, after_s in turns
-    ]
-    return {
-        "share": [share for share, _ in shares],
-        "control": [control for _, control in shares],
-    }
+        if not run_begins:
+            run, copies = a_run()
+        shares.append(bare_s[-1] / _median_s(run, link.lane, link.kind))
+    controls = [later_s / earlier_s for earlier_s, later_s in pairwise(bare_s)]
+    return {"share": shares, "control": controls}
 
 
 @contextmanager
@@ -196,6 +204,25 @@ def bare_read_s(store: ExpertStore, run: Any, _copies: list[tuple[int, int]]) ->
         )
 
 
+def bare_read_beside_products_s(
+    store: ExpertStore, run: Any, copies: list[tuple[int, int]]
+) -> float:
+    """The same, while another thread computes products, as one does in a run."""
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            bare_product_s(store, run, copies)
+
+    neighbour = threading.Thread(target=compute)
+    neighbour.start()
+    try:
+        return bare_read_s(store, run, copies)
+    finally:
+        stop.set()
+        neighbour.join()
+
+
 def bare_product_s(
     store: ExpertStore, _run: Any, _copies: list[tuple[int, int]]
 ) -> float:
@@ -219,6 +246,9 @@ def bare_product_s(
 LINKS = {
     "copies": Link("on-demand", "h2d0", "fetch", 0.85, bare_copy_s),
     "reads": Link("on-demand", "ssd", "read", 0.85, bare_read_s, host_slots=24),
+    "reads, products beside": Link(
+        "on-demand", "ssd", "read", 0.9, bare_read_beside_products_s, host_slots=24
+    ),
     "products, accelerator": Link("on-demand", "gpu0", "compute", 0.9, bare_product_s),
     "products, CPU lane": Link("all-cpu", "cpu", "compute", 0.9, bare_product_s),
 }

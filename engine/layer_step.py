@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic
 
+import numpy as np
+
 from moesim.engine.dispatch import Dispatch
 from moesim.engine.lanes import Op
 from moesim.engine.transfers import Transfers
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from moesim.engine.world import World
     from moesim.policies.planner.planner import Planner
-    from moesim.traces.format.batch import RoutedLayer
+    from moesim.traces.format.batch import RoutedLayer, RoutedStep
     from moesim.traces.format.schema import Phase
 
 
@@ -81,3 +83,18 @@ class LayerStep(Generic[Op]):
                 transfers.enqueue(copies, step)
             world.offer()
             world.end_layer()
+
+    def foretell(self, step: RoutedStep, token: int, draft_s: float) -> None:
+        """Queue what a token that was just drafted makes a policy prefetch.
+
+        Args:
+            step: the forward pass that will verify it.
+            token: that the draft has read, counted from the first of the pass.
+            draft_s: seconds that a drafted token takes.
+        """
+        world = self._world
+        experts = np.stack([routed.routing[token] for routed in step.layers])
+        with world.exclusive():
+            for copies in self._planner.foretell(experts, draft_s, world.now_s()):
+                self.transfers.enqueue(copies, step.step)
+            world.offer()

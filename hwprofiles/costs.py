@@ -44,6 +44,11 @@ class _ControlCost(NamedTuple):
         seconds = self.base_s + experts_s + copies_s
         return seconds + self.with_ssd_s if tiered else seconds
 
+    def terms(self, *, tiered: bool) -> tuple[float, float, float, float]:
+        """What `seconds` adds up, one after the other."""
+        ssd_s = self.with_ssd_s if tiered else 0.0
+        return self.base_s, self.per_expert_s, self.per_copy_s, ssd_s
+
 
 class Overlap(NamedTuple):
     """How many times longer a copy to a GPU and an expert on the CPU take while the
@@ -292,22 +297,22 @@ class Costs:
 
     # --- control
 
-    def planning_terms(self, policy_name: str) -> tuple[float, float, float]:
-        """Base, per active expert and per copy of `planning_s`, without an SSD."""
+    def planning_terms(
+        self, policy_name: str, *, tiered: bool = False
+    ) -> tuple[float, ...]:
+        """Base, per active expert and per copy of `planning_s`, and what an SSD behind
+        host memory adds.
+        """
         cost = self._planning.get(policy_name) or self._planning_cost(policy_name)
-        return cost.base_s, cost.per_expert_s, cost.per_copy_s
+        return cost.terms(tiered=tiered)
 
-    @property
-    def first_op_terms(self) -> tuple[float, float, float]:
+    def first_op_terms(self, *, tiered: bool = False) -> tuple[float, ...]:
         """The same of `first_op_s`."""
-        cost = self._control_cost(paths.FIRST_OPERATION)
-        return cost.base_s, cost.per_expert_s, cost.per_copy_s
+        return self._control_cost(paths.FIRST_OPERATION).terms(tiered=tiered)
 
-    @property
-    def join_terms(self) -> tuple[float, float, float]:
+    def join_terms(self, *, tiered: bool = False) -> tuple[float, ...]:
         """The same of `join_s`."""
-        cost = self._control_cost(paths.JOIN)
-        return cost.base_s, cost.per_expert_s, cost.per_copy_s
+        return self._control_cost(paths.JOIN).terms(tiered=tiered)
 
     def planning_s(
         self,

@@ -20,8 +20,8 @@ import hashlib
 import json
 import os
 import tomllib
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -432,6 +432,26 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
         )
 
     where = text if is_path else path.name
+    try:
+        status = path.stat()
+    except OSError:
+        return _parsed(path, where, 0, 0)
+    loaded = _parsed(path.absolute(), where, status.st_mtime_ns, status.st_size)
+    # Tables of its own: whoever changes a number changes it for nobody else.
+    return replace(
+        loaded,
+        workers=dict(loaded.workers),
+        numbers=dict(loaded.numbers),
+        curves=dict(loaded.curves),
+        versions=dict(loaded.versions),
+        fit={name: dict(figures) for name, figures in loaded.fit.items()},
+    )
+
+
+@lru_cache(maxsize=64)
+def _parsed(path: Path, where: str, changed_ns: int, nbytes: int) -> HardwareProfile:
+    """Parse a file once, until it is another one; runs of a sweep share its machine."""
+    del changed_ns, nbytes
     return parse_profile(_with_base(_read(path, where), where), where=where)
 
 

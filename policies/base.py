@@ -420,6 +420,7 @@ class PrefetchPolicy(Policy, ABC):
             ``drop`` never stages.
         buffer_slots: staging slots that it needs beside those of the system or the
             profile, as what it names never enters the cache.
+        reads_routing: whether its kernel reads the experts of single tokens.
     """
 
     # `late`, `requeue` and `no_place` may be parameters of a policy, so they are asked
@@ -429,6 +430,7 @@ class PrefetchPolicy(Policy, ABC):
     requeue: bool = False
     no_place: NoPlace = "stage"
     buffer_slots: int = 0
+    reads_routing: ClassVar[bool] = False
 
     @abstractmethod
     def prefetch(
@@ -439,6 +441,21 @@ class PrefetchPolicy(Policy, ABC):
         """Keys of coming layers, most wanted first; the planner drops what is present
         and trims to the budget.
         """
+
+    def foretold(
+        self, experts: np.ndarray, draft_s: float, view: MachineView
+    ) -> Sequence[ExpertKey]:
+        """Keys that a drafted token foretells, most wanted first, before the pass that
+        verifies it begins. Default: none.
+
+        Args:
+            experts: uint16 [L, K], those that the token really uses: which of them a
+                draft knows is the policy's own assumption, so it is an oracle.
+            draft_s: seconds until the next token is drafted.
+            view: the machine.
+        """
+        del experts, draft_s, view
+        return ()
 
     def evaluations(self, following: int, phase: Phase) -> Evaluations:
         """What the prediction of one layer step evaluates on the GPU. Default: nothing.

@@ -42,6 +42,15 @@ def called(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return helper
 
 
+def joined(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Compile `function` together with each `linked` kernel that calls it.
+
+    It may take other such functions as arguments, and no file is kept for it.
+    """
+    piece: Callable[_P, _R] = numba.njit(function)
+    return piece
+
+
 KEYS = input_array(nb.int64)
 """Flat keys of experts, ``layer * experts + expert``."""
 

@@ -90,6 +90,44 @@ class Work(NamedTuple):
     first_cpu_s: float
 
 
+class KernelView(NamedTuple):
+    """What a prefetch kernel sees beside the layer step: the machine, as
+    `moesim.policies.base.MachineView` has it, and what the trace says ahead of time.
+
+    T tokens, K experts per token, L layers, E experts, P predictors that the policy
+    needs, N tokens.
+
+    Attributes:
+        states: int8 [G, L * E], state of every expert on every GPU.
+        routing: uint16 [T, K], experts of every token; no rows unless the policy
+            `reads_routing`.
+        before: the same of the layer before in this forward pass.
+        workload: int32 [P, E], tokens that each predictor gives to the experts of its
+            layer.
+        score_sums: float32 [P, E], their predicted scores, summed over the tokens.
+        coming: int32, active experts, layer after layer, for oracles; empty for others.
+        coming_edges: int64, where in `coming` each of the following layers of this
+            forward pass begins, and where the last one ends.
+        copy_s: float64 [L], one expert's copy from host memory to a GPU.
+        cpu_s, gpu_s: float64 [L, N], one expert's seconds by its tokens.
+        link_wait_s: until the first GPU's link has served what is queued on it.
+        gap_s: from the last layer's end to this one's planning.
+    """
+
+    states: np.ndarray
+    routing: np.ndarray
+    before: np.ndarray
+    workload: np.ndarray
+    score_sums: np.ndarray
+    coming: np.ndarray
+    coming_edges: np.ndarray
+    copy_s: np.ndarray
+    cpu_s: np.ndarray
+    gpu_s: np.ndarray
+    link_wait_s: float
+    gap_s: float
+
+
 def kernel_work(work: LayerWork) -> Work:
     """The work of a layer step as kernels of caches want it.
 
@@ -104,21 +142,21 @@ def kernel_work(work: LayerWork) -> Work:
         work.layer,
         int(work.phase),
         work.batch,
-        _own(work.experts),
-        _own(work.tokens),
-        _own(work.state),
-        _own(work.cpu_s),
-        _own(work.host_s),
-        _own(work.gpu_s),
-        _own(work.arrive_s),
-        np.zeros(gpus) if work.link_s is None else _own(work.link_s),
-        _own(work.state),
+        own(work.experts),
+        own(work.tokens),
+        own(work.state),
+        own(work.cpu_s),
+        own(work.host_s),
+        own(work.gpu_s),
+        own(work.arrive_s),
+        np.zeros(gpus) if work.link_s is None else own(work.link_s),
+        own(work.state),
         scores,
         0.0,
     )
 
 
-def _own(array: np.ndarray) -> np.ndarray:
+def own(array: np.ndarray) -> np.ndarray:
     """An array that a kernel takes: none that is read-only, as some shared ones are."""
     return array if array.flags.writeable else array.copy()
 
@@ -148,8 +186,30 @@ WORK = nb.NamedTuple(
     Work,
 )
 
-ASSIGN = nb.boolean(STATE, WORK, nb.int8[::1], nb.int64[::1])
-"""``assign(state, work, lanes, order) -> serial``: fills in lanes and launch order."""
+VIEW = nb.NamedTuple(
+    (
+        nb.int8[:, ::1],
+        nb.uint16[:, ::1],
+        nb.uint16[:, ::1],
+        nb.int32[:, ::1],
+        nb.float32[:, ::1],
+        _INT32,
+        _KEYS,
+        _SECONDS,
+        nb.float64[:, ::1],
+        nb.float64[:, ::1],
+        nb.float64,
+        nb.float64,
+    ),
+    KernelView,
+)
+
+SERIAL = 1
+WAITS = 2
+"""What an assignment kernel may answer, added up: see `Assignment`."""
+
+ASSIGN = nb.int64(STATE, WORK, nb.int8[::1], nb.int64[::1])
+"""``assign(state, work, lanes, order) -> flags``: fills in lanes and launch order."""
 
 ACCESSED = nb.void(STATE, WORK)
 """``accessed(state, work)``."""
@@ -171,9 +231,9 @@ REPLACEMENTS = nb.int64(STATE, WORK, nb.int8[:, ::1], _KEYS, _KEYS)
 keys of swaps; ``states`` int8 [G, L * E] is the state of every expert on every GPU.
 """
 
-PREFETCH = nb.int64(STATE, WORK, nb.int8[:, ::1], _KEYS)
-"""``prefetch(state, work, states, named) -> count``: fills in flat keys of experts of
-coming layers, most wanted first; `states` as in `REPLACEMENTS`.
+PREFETCH = nb.int64(STATE, WORK, VIEW, _KEYS)
+"""``prefetch(state, work, view, named) -> count``: fills in flat keys of experts of
+coming layers, most wanted first.
 """
 
 KERNELS = {
@@ -246,7 +306,7 @@ def replaces_nothing(
 
 @compiled(PREFETCH)
 def prefetches_nothing(
-    state: State, work: Work, states: np.ndarray, named: np.ndarray
+    state: State, work: Work, view: KernelView, named: np.ndarray
 ) -> int:
     """Name nothing."""
     return 0

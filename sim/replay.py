@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 from simpy.core import Environment
 
 from moesim.engine.layer_step import LayerStep
@@ -115,6 +116,8 @@ class Replay:
             world.has_read = False
             dense_s = costs.dense_s(step.tokens, step.context_tokens, step.sequences)
             world.dense_s = dense_s
+            if step.drafted:
+                yield from self._draft(step)
             for routed in step.layers:
                 lane = self._gpu[planner.home(routed.layer)]
                 work_s = dense_s * self._after_read if world.has_read else dense_s
@@ -127,7 +130,9 @@ class Replay:
                     routed, step.step, step.phase, step.batch
                 )
                 self._layer_steps += 1
-            head_s = costs.head_s(step.tokens, step.sequences)
+            # Of a draft every token is compared with what the model says.
+            outputs = step.tokens if step.drafted else step.sequences
+            head_s = costs.head_s(step.tokens, outputs)
             # A real run notes its head whatever a profile says of it.
             if head_s or world.parts:
                 yield world.alone(self._gpu[0], DENSE, step.step, -1, head_s)
@@ -136,7 +141,7 @@ class Replay:
                 step.step,
                 step.phase,
                 step.batch,
-                step.tokens,
+                step.made,
                 step.sequences,
                 start_s=start_s,
                 end_s=env.now,
@@ -144,3 +149,21 @@ class Replay:
             self._steps += 1
             if progress is not None:
                 progress(step)
+
+    def _draft(self, step: RoutedStep) -> Generator[Event, None, None]:
+        """Draft tokens one by one on the first GPU, and prefetch what each foretells.
+
+        The model that drafts is taken to have the same dense parts, and to be on the
+        GPU as a whole.
+        """
+        costs = self._costs
+        planner = self._planner
+        experts = planner.policies.draft_experts or planner.shape.top_k
+        one_token = np.ones(1, np.int64)
+        draft_s = costs.head_s(1, 1)
+        for routed in step.layers:
+            expert_s = float(costs.gpu_s(routed.layer, one_token)[0])
+            draft_s += costs.dense_s(1, step.context_tokens, 1) + experts * expert_s
+        for token in range(step.drafted):
+            yield self._world.alone(self._gpu[0], DENSE, step.step, -1, draft_s)
+            self._layer_step.foretell(step, token, draft_s)

@@ -4,16 +4,22 @@ traces.
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from drawn_schedules import DrawnSchedules
 
 from moesim.runs import machine
 from moesim.runs.machine import cores
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -21,14 +27,37 @@ SHARED = Path(__file__).parents[2] / "shared"
 def pytest_addoption(parser):
     """More schedules of the adversarial device than every test run can afford."""
     parser.addoption(
-        "--schedules", type=int, default=20, help="schedules drawn per claim"
+        "--schedules", type=int, default=20, help="schedules drawn per claim, at most"
+    )
+    parser.addoption(
+        "--schedule-seconds", type=float, help="time for each claim; no limit if absent"
+    )
+    parser.addoption(
+        "--schedules-done",
+        type=Path,
+        help="file that notes how far each claim has come; the next run goes on there",
     )
 
 
-@pytest.fixture(scope="session")
-def schedules(request) -> int:
-    """How many schedules are drawn for each claim about the device."""
-    return request.config.getoption("--schedules")
+@pytest.fixture
+def schedules(request) -> Iterator[DrawnSchedules]:
+    """Seeds of the schedules that one claim about the device is tried with."""
+    options = request.config.option
+    drawn = DrawnSchedules(
+        options.schedules, options.schedule_seconds, options.schedules_done
+    )
+    yield drawn.of(request.node.name)
+    drawn.note(request.node.name)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say how many schedules stand behind each claim so far."""
+    place = config.option.schedules_done
+    if place is None or not place.is_file():
+        return
+    terminalreporter.section("schedules drawn, all runs together")
+    for name, count in json.loads(place.read_text(encoding="utf-8")).items():
+        terminalreporter.write_line(f"{count:6,}  {name}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -45,10 +45,11 @@ class DrawnTrace:
     shape: ModelShape
     sequences: tuple[tuple[int, np.ndarray], ...]
 
-    def write(self, path):
-        """Write it as a trace file."""
+    def write(self, path, columns=()):
+        """Write it as a trace file; `columns` of one number per expert are drawn."""
         layers = self.shape.layers
-        with TraceWriter(path, TraceHeader(self.shape)) as writer:
+        rng = np.random.default_rng(0)
+        with TraceWriter(path, TraceHeader(self.shape), columns) as writer:
             for seq, (prompt, experts) in enumerate(self.sequences):
                 tokens = len(experts)
                 pos = np.repeat(np.arange(tokens), layers)
@@ -59,6 +60,12 @@ class DrawnTrace:
                     phase,
                     np.tile(np.arange(layers), tokens),
                     experts.reshape(-1, self.shape.top_k),
+                    **{
+                        # Few values, so that there are ties.
+                        name: rng.integers(0, 8, (tokens * layers, self.shape.experts))
+                        / 8
+                        for name in columns
+                    },
                 )
         return path
 

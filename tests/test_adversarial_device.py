@@ -11,6 +11,7 @@ from adversarial_device import ReadTooEarly
 from adversarial_runs import PROFILE, Schedule, differ, expected
 from broken_devices import BROKEN
 from conftest import write_trace
+from drawn_schedules import DrawnSchedules
 from drawn_threads import Deadlock, DrawnThreads
 from learned_network import write
 from real_machine import Case, combinations, random_store
@@ -109,14 +110,14 @@ def fault(trace, store, right, artefacts):
 
 
 def test_nothing_is_found_in_the_code_as_it_stands(fault, schedules):
-    for seed in range(schedules):
+    for seed in schedules.seeds():
         assert fault(seed) is None, f"seed {seed}"
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_every_broken_variant_is_found(name, fault, monkeypatch, schedules):
     BROKEN[name](monkeypatch)
-    assert any(fault(seed) for seed in range(schedules)), f"{name}: not found"
+    assert any(map(fault, range(schedules.count))), f"{name}: not found"
 
 
 def test_a_seed_draws_the_same_schedule_again(trace, store, artefacts):
@@ -134,7 +135,7 @@ def test_a_seed_draws_the_same_schedule_again(trace, store, artefacts):
 
 
 def test_plans_repeat_and_spans_are_in_order(trace, store, artefacts, schedules):
-    for seed in range(0, schedules, 3):
+    for seed in schedules.seeds(every=3):
         policy, memory = options(seed)
         options_ = {"memory": memory, "artefacts": artefacts}
         run = Schedule(seed).run(trace, policy, store=store, **options_)
@@ -181,7 +182,7 @@ def test_a_fault_anywhere_ends_every_thread(fault_of, trace, store, schedules):
     """
     owner, name, error, expected_error = FAULTS[fault_of]
     memory = api.MemoryOptions(slots_per_layer=1, host_memory_bytes=6 * EXPERT)
-    for seed in range(0, schedules, 4):
+    for seed in schedules.seeds(every=4):
         schedule = Schedule(seed)
         calls = 3 + random.Random(seed).randrange(6)
         with pytest.MonkeyPatch.context() as patch:
@@ -208,7 +209,7 @@ def interrupted(seed, trace, store):
 
 
 def test_ctrl_c_at_any_moment_ends_every_thread(trace, store, schedules):
-    ended = [interrupted(seed, trace, store) for seed in range(schedules // 2)]
+    ended = [interrupted(seed, trace, store) for seed in schedules.seeds(every=2)]
     assert any(ended)
 
 
@@ -223,7 +224,7 @@ def test_ctrl_c_between_a_lock_and_its_sleepers_would_leave_threads(
     )
 
     def all_end():
-        for seed in range(4 * schedules):
+        for seed in range(4 * schedules.count):
             interrupted(seed, trace, store)
 
     with pytest.raises((Deadlock, AssertionError)):
@@ -237,7 +238,7 @@ def tiny_store(tmp_path_factory):
 
 def test_a_live_model_is_exact(tiny_store, schedules):
     """The shipped model, prefetching from the SSD, in some schedules."""
-    for seed in range(0, schedules, 12):
+    for seed in schedules.seeds(every=12):
         case = Case.make(tiny.tiny_dir(), tiny_store)
         host = CacheSize.of(
             case.shape.expert_bytes,
@@ -343,6 +344,24 @@ def test_memory_that_another_stream_still_reads_is_lost_with_its_last_tensor(lat
     late.streams[0].synchronize()
     with late.on(late.side), pytest.raises(ReadTooEarly):
         twos.tolist()
+
+
+def test_schedules_end_in_time_and_go_on_where_they_ended(tmp_path):
+    """Three at most, then the next three; with no time at all still one."""
+    done = tmp_path / "out" / "done.json"
+
+    def once(**given):
+        drawn = DrawnSchedules(**{"count": 3, "seconds": None, "done": done} | given)
+        seeds = list(drawn.of("claim").seeds())
+        drawn.note("claim")
+        return seeds
+
+    assert once() == [0, 1, 2]
+    assert once() == [3, 4, 5]
+    assert once(seconds=0.0) == [6]
+    assert once(done=None) == [0, 1, 2]
+    assert once() == [7, 8, 9]
+    assert list(DrawnSchedules(4, None, None).of("x").seeds(every=3)) == [0, 3]
 
 
 def test_threads_that_wait_for_each_other_are_a_deadlock():

@@ -16,6 +16,7 @@ from strategies import traces
 import moesim
 from moesim.policies.base import PolicyError
 from moesim.policies.cache.lru import LRU
+from moesim.policies.faults import PolicyFault
 from moesim.policies.registry import find, names
 from moesim.sim.compiled import compilation
 from moesim.sim.compiled.support import brings_kernels
@@ -40,6 +41,9 @@ ASSIGNMENTS = (
     "hybrimoe-schedule:reading=r1,stealing=false",
     "smoe-balancer",
     "smoe-balancer:form=guarded,prefill=balance",
+    "fetch-split",
+    "fetch-split:fraction=0.4",
+    "fetch-split:table=0/0/1/2",
 )
 CACHES = (
     "none",
@@ -54,8 +58,43 @@ CACHES = (
     "lfru",
     "lfru:variant=in-cache",
     "decayed-frequency:half_life=2,margin=0.1",
+    "clock",
+    "clock:rounds=2",
+    "sieve",
+    "s3-fifo",
+    "s3-fifo:small=0.4,uses=1",
+    "s3-fifo:variant=libcachesim,ghosts=0.3",
+    "slru",
+    "slru:segments=4,entry=free",
+    "arc",
+    "arc:ratio=real",
+    "workload-window:window=2,swaps=2",
+    "workload-window:window=3,trigger=literal,gain=gain-only",
+    "workload-window:window=1,prefill=false,deadline=none,fill=lowest",
+    "belady",
+    "belady:must_admit=true",
+    "belady-cost",
+    "belady-size",
 )
-PREFETCHES = ("none",)
+PREFETCHES = (
+    "none",
+    "next-gate",
+    "next-gate:depth=3,refill=true,tie=score",
+    "next-gate:depth=2,late=keep,requeue=true",
+    "residual:size=2",
+    "residual:refill=true,tie=score",
+    "first-missing",
+    "statistical",
+    "statistical:refill=true,size=2",
+    "impact",
+    "impact:depth=1,size=2,requeue=false",
+    "impact:depth=2,discount=0.5",
+    "clairvoyant",
+    "clairvoyant:depth=3",
+    "pre-gated",
+)
+PREDICTORS = ("pred1_raw", "pred2_raw", "pred3_raw", "pred1_res")
+HOST_CACHES = ("lru", "lfu", "fifo", "none", "static", "lfru:variant=in-cache")
 
 machines = st.builds(
     machine,
@@ -72,7 +111,6 @@ machines = st.builds(
 options = st.fixed_dictionaries(
     {
         "cache": st.sampled_from(CACHES),
-        "prefetch": st.sampled_from(PREFETCHES),
         "hw": machines,
         "cache_ratio": st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]),
         "cache_scope": st.sampled_from(["layer", "global"]),
@@ -84,12 +122,27 @@ options = st.fixed_dictionaries(
 )
 
 
-def check(drawn, policy, given):
+ahead = st.fixed_dictionaries(
+    {
+        "prefetch": st.sampled_from(PREFETCHES),
+        "prefetch_budget_bytes": st.sampled_from([None, None, 2 << 20]),
+    }
+)
+
+
+def check(drawn, policy, given, columns=(), host_ratio=None):
     """Run one drawn configuration in both engines."""
-    if len(set(drawn.shape.expert_bytes)) > 1:
+    sizes = drawn.shape.expert_bytes
+    if len(set(sizes)) > 1:
         given = given | {"cache_scope": "layer"}
+        host_ratio = None
+    if host_ratio is not None:
+        experts = given["staging"] + int(
+            host_ratio * drawn.shape.experts * drawn.shape.layers
+        )
+        given = given | {"host_memory_bytes": experts * sizes[0]}
     with tempfile.TemporaryDirectory() as folder:
-        trace = open_trace(drawn.write(Path(folder) / "drawn.parquet"))
+        trace = open_trace(drawn.write(Path(folder) / "drawn.parquet", columns))
         assert_equal(*both(trace, policy, **given))
 
 
@@ -99,7 +152,91 @@ def test_both_engines_give_the_same_run(drawn, policy, given):
     check(drawn, policy, given)
 
 
-@pytest.mark.parametrize("cache", ["score-window:window=2", "score-window"])
+@settings(max_examples=40, deadline=None)
+@given(traces(max_layers=4), st.sampled_from(ASSIGNMENTS), options, ahead)
+def test_prefetches_are_the_same_in_both_engines(drawn, policy, given, ahead):
+    check(drawn, policy, given | ahead, PREDICTORS)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    traces(max_layers=4),
+    st.sampled_from(ASSIGNMENTS),
+    options,
+    ahead,
+    st.sampled_from(HOST_CACHES),
+    st.sampled_from([0.0, 0.1, 0.3, 0.6, 0.9]),
+)
+def test_reads_from_the_ssd_are_the_same(
+    drawn, policy, given, ahead, host_cache, host_ratio
+):
+    given = given | ahead | {"host_cache": host_cache}
+    check(drawn, policy, given, PREDICTORS, host_ratio)
+
+
+def test_by_hand_a_read_then_its_copy_then_its_product(tmp_path):
+    """An expert that is nowhere is read, then copied, then computed: each begins when
+    the one before ends.
+    """
+    trace = hand_trace(tmp_path / "t.parquet", [[[0]]], experts=4, prompt=0)
+    run = moesim.replay(
+        trace,
+        "on-demand",
+        cache="lru",
+        staging=1,
+        host_memory_bytes=100,
+        engine="compiled",
+    )
+    spans = run.timeline.frame()
+    read, copy, product = (
+        spans[spans["kind"] == kind].iloc[0] for kind in ("read", "fetch", "compute")
+    )
+    assert read["bytes"] == copy["bytes"] == 100
+    assert copy["start_s"] == read["end_s"]
+    assert product["start_s"] == copy["end_s"]
+
+
+def test_by_hand_a_prefetch_follows_demand_on_the_link(tmp_path):
+    """Layer 0 fetches its expert; then layer 1's is prefetched, and not fetched again."""
+    trace = hand_trace(tmp_path / "t.parquet", [[[0], [1]]], experts=4, prompt=0)
+    run = moesim.replay(
+        trace, "on-demand", cache="lru", prefetch="clairvoyant", engine="compiled"
+    )
+    spans = run.timeline.frame()
+    copies = spans[spans["bytes"] > 0]
+    assert list(copies["kind"]) == ["fetch", "prefetch"]
+    assert list(copies["layer"]) == [0, 1]
+    assert list(copies["expert"]) == [0, 1]
+    assert copies["start_s"].iloc[1] == copies["end_s"].iloc[0]
+
+
+def test_by_hand_products_that_wait_begin_when_the_last_copy_has_landed(tmp_path):
+    """A whole layer of four is streamed for two experts: both begin after the fourth."""
+    trace = hand_trace(tmp_path / "t.parquet", [[[0, 1]]], experts=4, prompt=0)
+    run = moesim.replay(
+        trace,
+        "on-demand",
+        cache="none",
+        prefetch="whole-layer",
+        staging=4,
+        engine="compiled",
+    )
+    spans = run.timeline.frame()
+    copies = spans[spans["bytes"] > 0]
+    products = spans[spans["kind"] == "compute"]
+    assert len(copies) == 4
+    assert products["start_s"].iloc[0] == copies["end_s"].max()
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        "score-window:window=2",
+        "score-window",
+        "mrs",
+        "mrs:alpha=0.3,p=2,tie=touched,fill=lowest",
+    ],
+)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_caches_that_read_gate_scores(make_trace, cache, batch):
     trace = open_trace(
@@ -122,23 +259,27 @@ def test_by_hand_two_misses_share_one_link(tmp_path):
 
 
 def test_auto_says_which_engine_ran_and_why(make_trace):
-    trace = make_trace()
+    trace = make_trace(columns=("scores", "pred1_raw"))
     run = moesim.replay(trace, "greedy", cache="lru")
     assert run.config["engine"] == "compiled"
     assert run.config["engine_reason"] is None
-    run = moesim.replay(trace, "exact", cache="lru")
+    run = moesim.replay(trace, "daop", cache="lru")
     assert run.config["engine"] == "simpy"
-    assert run.config["engine_reason"] == "assignment policy 'exact': no kernels"
+    reason = "experts that are computed ahead of their gate"
+    assert run.config["engine_reason"] == reason
     assert moesim.replay(trace, "greedy", engine="simpy").config["engine"] == "simpy"
 
 
 def test_what_is_not_compiled_is_refused_in_one_line(make_trace):
+    trace = make_trace(columns=("weights",))
     with pytest.raises(PolicyError, match="--engine compiled: not possible"):
-        moesim.replay(make_trace(), "exact", engine="compiled")
+        moesim.replay(trace, routing="adaptive-gating", engine="compiled")
 
 
 def test_an_answer_overridden_in_python_is_not_passed_over(make_trace):
-    """A subclass that inherits kernels would otherwise be run as its parent."""
+    """A subclass that inherits kernels would otherwise be run as its parent: Python is
+    asked.
+    """
 
     class Moody(LRU):
         def victims(self, incoming, candidates):
@@ -146,9 +287,59 @@ def test_an_answer_overridden_in_python_is_not_passed_over(make_trace):
 
     assert brings_kernels(LRU)
     assert not brings_kernels(Moody)
+    trace = open_trace(make_trace(sequences=((4, 6), (2, 5))))
+    options = {"cache_ratio": 0.4}
     with registered(cache_moody=Moody):
-        run = moesim.replay(make_trace(), "greedy", cache="moody")
-    assert run.config["engine"] == "simpy"
+        moody = both(trace, "on-demand", cache="moody", **options)
+    assert_equal(*moody)
+    _, parent = both(trace, "on-demand", cache="lru", **options)
+    assert moody[1].metrics != parent.metrics
+
+
+IN_PYTHON = (
+    ("exact", "lru", "next-gate"),
+    ("beam", "lecar", "none"),
+    ("fetch-split", "s3-fifo", "residual"),
+    ("layer-wise:upload_tokens=2", "lru", "whole-layer"),
+    ("greedy", "sieve", "random"),
+    ("ik-break-even", "arc", "noisy-oracle"),
+    ("on-demand", "random", "statistical:preceding=2"),
+    ("hybrimoe-schedule", "mrs", "hybrimoe-released"),
+    ("fiddler", "belady", "activation-matrix"),
+    ("on-demand", "workload-window:window=2", "partial-hidden"),
+)
+
+
+@pytest.mark.parametrize(("policy", "cache", "prefetch"), IN_PYTHON)
+@pytest.mark.parametrize("limited", [False, True])
+def test_policies_without_kernels_are_asked_in_python(
+    make_trace, policy, cache, prefetch, limited
+):
+    columns = ("scores", "weights", "pred1_raw", "pred1_res")
+    trace = open_trace(make_trace(sequences=((4, 6), (2, 5), (0, 3)), columns=columns))
+    options = {"cache": cache, "prefetch": prefetch, "cache_ratio": 0.4, "staging": 3}
+    if limited:
+        options |= {"host_memory_bytes": 10 << 20, "host_cache": cache}
+    assert_equal(*both(trace, policy, **options))
+
+
+def test_what_a_policy_raises_ends_the_run(make_trace):
+    """An exception crosses the compiled loop, with the lines of the policy."""
+
+    class Broken(LRU):
+        def victims(self, incoming, candidates):
+            raise KeyError("mislaid")
+
+    with registered(cache_broken=Broken), pytest.raises(PolicyFault) as fault:
+        moesim.replay(
+            make_trace(),
+            "on-demand",
+            cache="broken",
+            cache_ratio=0.2,
+            engine="compiled",
+        )
+    assert "mislaid" in str(fault.value)
+    assert "raise KeyError" in fault.value.frames
 
 
 @pytest.mark.parametrize("kind", ["assignment", "cache", "prefetch"])

@@ -12,20 +12,29 @@ import pandas as pd
 import pytest
 from real_machine import host_profile
 
-from moesim.hwprofiles.calibration.disturbance import lost_shares, undisturbed_medians
+from moesim.hwprofiles import paths
+from moesim.hwprofiles.calibration.disturbance import undisturbed_medians
 from moesim.hwprofiles.prediction_error import prediction_error, rate_interval
 from moesim.reporting.text import ranking_lines
 from moesim.runs.memory import MemoryOptions
 from moesim.runs.result import Run
 from moesim.runtime.executor.trace_driven import shape_for
-from moesim.runtime.measure.thread_evidence import ThreadEvidence
+from moesim.runtime.measure.evidence.system import SystemEvidence, SystemShares
+from moesim.runtime.measure.evidence.threads import ThreadEvidence
 from moesim.traces.timeline.metrics import summarise
-from moesim.traces.timeline.operations import OperationTable, Part
+from moesim.traces.timeline.operations import OperationTable, Part, lost_shares
 from moesim.traces.timeline.spans import COMPUTE, Timeline
-from moesim.validation.calibrate import learn, prediction_errors
+from moesim.validation.calibrate import (
+    _chosen_steps,
+    _system_reports,
+    is_enough,
+    learn,
+    prediction_errors,
+)
 from moesim.validation.calibration_runs import ROUTED, designs, drawn_steps
 from moesim.validation.paired_runs import Trial, TrialRunner, simulate
-from moesim.validation.profile_checks import DISTURBED, doubts_of
+from moesim.validation.profile_checks import DISTURBED, PRESSURE, STOLEN, doubts_of
+from moesim.validation.wide import wide_constants
 
 LINUX = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux counts what a thread waits for"
@@ -113,6 +122,40 @@ def test_disturbed_repetitions_are_left_out_whatever_their_length():
     assert undisturbed_medians(lengths_s, lost).tolist() == [2, 2, 1]
 
 
+def test_what_a_hypervisor_takes_is_a_share_of_all_cores(tmp_path):
+    """Of 100 further ticks 25 were stolen; guests' ticks are users' as well."""
+    stat = tmp_path / "stat"
+    pressure = tmp_path / "cpu"
+    stat.write_text("cpu  10 0 10 80 0 0 0 5 7 0\ncpu0 1 1\n")
+    pressure.write_text("some avg10=0.0 avg60=0.0 avg300=0.0 total=0\nfull total=9\n")
+    evidence = SystemEvidence(stat, pressure)
+    stat.write_text("cpu  50 0 10 115 0 0 0 30 9 0\ncpu0 1 1\n")
+    pressure.write_text("some avg10=0.0 total=3600000000\nfull total=9\n")
+    shares = evidence.shares()
+    assert shares.stolen == 0.25
+    assert shares.pressure == 1.0, "an hour of it since a moment ago"
+
+
+def test_where_nothing_is_counted_nothing_is_known(tmp_path):
+    evidence = SystemEvidence(tmp_path / "none", tmp_path / "none")
+    assert np.isnan(evidence.shares()).all()
+    (tmp_path / "old").write_text("cpu  1 2 3 4\n")
+    evidence = SystemEvidence(tmp_path / "old", tmp_path / "old")
+    assert np.isnan(evidence.shares()).all()
+    assert _system_reports([SystemShares(float("nan"), 0.5)]).keys() == {PRESSURE}
+
+
+def test_a_repetition_whose_cores_were_stolen_does_not_count():
+    """The second of three repetitions would be the median."""
+    shape = shape_for(ROUTED, "olmoe-1b-7b/8", "float32")
+    (trial, *_) = [design.trial for design in designs(shape, quick=True)]
+    runs = [(shape, trial, simulate(trial, shape, host_profile())) for _ in range(3)]
+    chosen, lost = _chosen_steps(runs, [0.2, 0.0, float("nan")])
+    assert not chosen[0].any()
+    assert sum(map(np.count_nonzero, chosen)) == len(trial.steps)
+    assert (lost == 0.0).all()
+
+
 # The verdict.
 
 
@@ -130,6 +173,7 @@ def test_a_profile_is_doubted_for_what_its_calibration_saw():
         (DISTURBED, 0.2, "20 % of half of the steps"),
         ("noise_floor", 0.3, "identical runs differ by 30 %"),
         ("drift", 0.4, "changed its speed by 40 %"),
+        (STOLEN, 0.1, "gave 10 % of the cores' time to others"),
     ):
         (doubt,) = doubts_of(replace(quiet, fit={**quiet.fit, name: report(share)}))
         assert word in doubt
@@ -184,6 +228,43 @@ def test_a_rate_has_the_interval_of_its_profile():
     assert prediction_error(profile) == pytest.approx(0.1)
     low, high = rate_interval(49.5, 0.1)
     assert (low, high) == pytest.approx((45.0, 55.0))
+
+
+def test_what_is_still_wide_is_named_with_what_it_does():
+    """A rate known to half of itself is felt; one that nothing uses is not."""
+    base = host_profile()
+    shape = shape_for(ROUTED, "olmoe-1b-7b/8", "float32")
+    assert wide_constants(base, shape) == []
+
+    def known_to(path, relative):
+        number = base.numbers[path]
+        ends = ((1 - relative) * number.value, (1 + relative) * number.value)
+        return {path: replace(number, interval=ends)}
+
+    rate = paths.link("h2d").bytes_per_s
+    numbers = base.numbers | known_to(rate, 0.5) | known_to(paths.PER_OPERATION_S, 0.05)
+    numbers |= known_to(paths.link("d2h").bytes_per_s, 0.9)
+    (wide,) = wide_constants(replace(base, numbers=numbers), shape)
+    assert (wide.path, wide.half_width) == (rate, pytest.approx(0.5))
+    assert wide.effect > 0.05
+    assert f"{rate} is known to ±50 %: predictions move by up to" in wide.words()
+
+
+def test_measuring_goes_on_until_it_is_narrow_or_time_is_over():
+    def wide():
+        return 0.05
+
+    def narrow():
+        return 0.01
+
+    def unasked():
+        raise AssertionError("a fit that decides nothing")
+
+    assert not is_enough(2, 3, left_s=-9.0, pass_s=5.0, widest=unasked)
+    assert is_enough(3, 3, left_s=-9.0, pass_s=5.0, widest=unasked)
+    assert is_enough(3, 3, left_s=4.0, pass_s=5.0, widest=unasked)
+    assert not is_enough(3, 3, left_s=6.0, pass_s=5.0, widest=wide)
+    assert is_enough(3, 3, left_s=6.0, pass_s=5.0, widest=narrow)
 
 
 def run_of(error):

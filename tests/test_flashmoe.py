@@ -22,8 +22,11 @@ from moesim.analysis.eviction_recorder import EvictionRecorder
 from moesim.analysis.trace_split import all_passes, split
 from moesim.policies.base import CachePolicy, PolicyError
 from moesim.policies.cache._learned_network import History, Network, sizes
+from moesim.policies.cache._one_request import FlashMoERequests, LRURequests
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache.flashmoe import FlashMoE
+from moesim.policies.cache_replay import replay as replay_steps
+from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
 from moesim.runs import replay as api
 from moesim.runs.artefacts import load_artefacts
@@ -529,3 +532,46 @@ def test_folders_without_artefacts_are_refused(tmp_path):
         load_artefacts(tmp_path)
     np.save(tmp_path / "transitions.npy", np.ones((2, 3)))
     assert load_artefacts(tmp_path)["transitions"].shape == (2, 3)
+
+
+# -- one request at a time --------------------------------------------------------------
+
+
+def constant_network(*outputs: float) -> Network:
+    """A network of one layer that says the same of its experts whatever they did."""
+    arrays = {
+        name: np.zeros(size, np.float32)
+        for name, size in sizes(1, len(outputs), 2).items()
+    }
+    arrays["b3"] = np.array([outputs], np.float32)
+    return Network.of(arrays, "test")
+
+
+def served(cache, *layer_steps: list[int]) -> list[int]:
+    """Hits of each layer step."""
+    return [cache.serve(0, np.array(experts)) for experts in layer_steps]
+
+
+def test_the_released_code_may_evict_what_the_same_step_needs():
+    """Ranking 0, 1, 3, 2; two slots hold 1 and 3. The miss of 0 evicts 1, whose own
+    miss evicts 3. Held, 1 would be a hit.
+    """
+    network = constant_network(0.9, 0.8, 0.1, 0.2)
+    by_request = FlashMoERequests(network, 2)
+    assert served(by_request, [1], [3], [0, 1], [0, 1]) == [0, 0, 0, 2]
+    assert served(LRURequests(1, 2), [1], [3], [0, 1], [0, 1]) == [0, 0, 0, 2]
+    layer_steps = steps(*[[routed(0, *used)] for used in ([1], [3], [0, 1], [0, 1])])
+    size = CacheSize.of((100,), 4, slots_per_layer=2)
+    extras = {"flashmoe": network._asdict()}
+    held = replay_steps(
+        FlashMoE(), "flashmoe", shape(), size, layer_steps, extras=extras
+    )
+    assert held.hits == 1 + 2
+
+
+def test_the_released_ranking_is_walked_through_once_per_step():
+    """One slot holds 2, the last of the ranking. The miss of 0 uses the ranking up, so
+    the miss of 1 evicts the oldest.
+    """
+    by_request = FlashMoERequests(constant_network(0.9, 0.8, 0.1, 0.2), 1)
+    assert served(by_request, [2], [0, 1], [1], [0]) == [0, 0, 1, 0]

@@ -12,11 +12,17 @@ from real_machine import host_profile
 from moesim.runs import replay as api
 from moesim.runs.measured import run_trace
 from moesim.runtime.executor.trace_driven import ForcedRouting
+from moesim.runtime.models.dense import DenseSizes, DenseStack
 from moesim.runtime.store.footprint import WORKING_BYTES, Footprint
 from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import ModelShape
 from moesim.traces.models import model_shape
 
 MIB = 1 << 20
+SMALL = ModelShape(
+    "s", 1, 2, 1, hidden=2, expert_intermediate=2, expert_bytes=(48,), other_bytes=1,
+    heads=1, kv_heads=1, head_dim=2, vocab=3, dtype="f32",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +70,7 @@ def test_a_run_of_a_30b_shape_stays_within_its_budget(routing, store):
         "shelves are written, so they are there"
     )
     assert took.peak <= took.budget, "and nothing else is held"
+    assert took.peak == pytest.approx(took.budget, rel=0.02), "the bill is no guess"
     assert found.to_json()["memory"]["budget_bytes"] == took.budget
     assert not any("budget" in warning for warning in found.warnings)
 
@@ -82,6 +89,17 @@ def test_a_run_that_takes_more_is_told_so(routing, store, monkeypatch):
     found = run(routing, store, steps=1)
     assert found.footprint.peak > found.footprint.budget
     assert "memory: the run took more than its budget" in found.warnings
+
+
+def test_what_a_step_computes_with_grows_with_its_tokens():
+    """By hand: width 2, one head of 2, no shared expert, 3 words, float32. A token has 6
+    hidden states of 2 and twice queries, keys, values, and what was attended.
+    """
+    sizes = replace(DenseSizes.of(SMALL), shared=0)
+    dense = DenseStack(sizes, torch.float32, torch.device("cpu"))
+    per_token = 6 * 2 + 2 * (3 * 2 + 2 * 2)
+    assert dense.working_bytes(5, 9, 2) == 4 * (5 * per_token + 2 * 3)
+    assert dense.working_bytes(50, 9, 2) > 9 * dense.working_bytes(5, 9, 2)
 
 
 def test_a_budget_is_the_sum_of_its_parts():

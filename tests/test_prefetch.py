@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesim.policies.base import PolicyError
-from moesim.policies.prefetch._kernels import predicted_workload
 from moesim.policies.prefetch.next_gate import NextGate
 from moesim.policies.prefetch.none import NoPrefetch
 from moesim.policies.prefetch.residual import Residual
+from moesim.traces.predictions import predicted_workload
 
 
 def experts(keys):

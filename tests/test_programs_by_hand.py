@@ -182,13 +182,25 @@ def test_ktransformers_computes_where_weights_are():
     assert spans(timeline, "fetch") == []
 
 
-def test_moe_lightning_streams_a_fixed_share():
+@pytest.mark.parametrize(
+    ("prefetch", "seconds"),
+    [
+        # On demand: 2 + 4 + 1, 2 + 10, 2 + 4 + 1.
+        ("none", 7 + 12 + 7),
+        # All three of layer 1 follow the copy for layer 0, which ends at 6: 6-10, and
+        # at 9 its gate speaks, so the other two are dropped; those for layer 2 are
+        # copied 10-14, 14-18, 18-22, of which its expert 1 is the second. The CPU takes
+        # 9-19, a dense part 19-21, and the product 21-22.
+        ("moe-lightning", 22),
+    ],
+)
+def test_moe_lightning_streams_a_fixed_share(prefetch, seconds):
     """Four experts, one of which a token has: n streamed ones take n x 4 / 4 s of the
     link and leave (4 - n) x 10 / 4 to the CPU. Least is the longer of both for three, so
-    3 stays on the CPU: 2 + 10, and the others 2 + 4 + 1.
+    3 stays on the CPU.
     """
-    planner = planner_of("moe-lightning")
-    assert end_s(planner, one_token(0, 3, 1)) == 7 + 12 + 7
+    planner = planner_of(compose("moe-lightning", prefetch=prefetch))
+    assert end_s(planner, one_token(0, 3, 1)) == seconds
 
 
 # -- everything on the GPU --------------------------------------------------------------
@@ -247,3 +259,89 @@ def test_edgemoe_predicts_by_two_layers():
         last = frame[(frame["kind"] == "prefetch") & (frame["step"] == 2)]
         assert last["expert"].tolist() == expected
         assert set(last["layer"]) <= {2}
+
+
+def test_edgemoe_keeps_what_comes_next():
+    """Two slots for all layers. Layer 2's fetch finds (0, 0), which comes next, and (1,
+    1), one layer further off: as often used, the latter leaves. So layer 0 hits, 2 + 1;
+    layer 1's fetch finds (0, 0) used twice, two layers off, and (2, 2) used once, one
+    layer off: the lower leaves, and layer 2 hits. By frequency alone (0, 0) leaves
+    first and layer 0 misses, 2 + 4 + 1.
+    """
+    passes = [one_token(0, 1, 2), one_token(0, 1, 2)]
+    for cache, seconds in (("edgemoe", 21 + 3 + 7 + 3), ("lfu", 21 + 7 + 7 + 3)):
+        system = compose("edgemoe", cache=cache, prefetch="none")
+        planner = planner_of(system, scope="global", ratio=2 / 12)
+        assert end_s(planner, *passes) == seconds
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "seconds"),
+    [
+        # Layer 0 hits: dense part 21-23, product 23-24. On demand: 24-26-30-31-33-37-38.
+        ("none", 38),
+        # The sequence before used (1, 1) and (2, 2) next. (1, 1) is copied 23-27 in the
+        # place of (2, 2), as (0, 0) is in use; dense part 24-26, product 27-28. (2, 2)
+        # follows 27-31; dense part 28-30, product 31-32.
+        ("activation-matrix", 32),
+    ],
+)
+def test_moe_infinity_learns_from_the_sequence_before(prefetch, seconds):
+    """Two sequences of one prompt token, two slots for all layers. The first one misses
+    three times, 2 + 4 + 1 each. For (2, 2) leaves (1, 1), whose layer counts less than
+    that of (0, 0).
+    """
+    system = compose("moe-infinity", prefetch=prefetch)
+    planner = planner_of(system, ratio=2 / 12)
+    passes = [one_token(0, 1, 2)] * 2
+    assert end_s(planner, *passes, phase=Phase.PREFILL) == seconds
+
+
+# -- HybriMoE as released ---------------------------------------------------------------
+
+
+def scored(layer, *experts):
+    """One token whose experts have the highest scores."""
+    scores = np.full((1, 4), 0.05, np.float16)
+    scores[0, list(experts)] = 0.3
+    return routed(layer, *experts, scores=scores)
+
+
+def test_hybrimoe_released_takes_a_list_from_both_ends():
+    """Expert 0 is resident; the CPU takes 3 s. Head of the list to the GPU: 0, to 1 s.
+    Next 1 would end at 4 + 1 there, the tail at 3 on the CPU: 2 goes there. Of 1, 5 s
+    on the GPU are less than 6: it is fetched. Dense part 2, copy to 6, product to 7.
+    """
+    planner = planner_of("hybrimoe-released", HandCosts(cpu=3.0), slots=1)
+    passes = steps([scored(layer, 0, 1, 2) for layer in range(LAYERS)])
+    result, timeline = run(planner, passes)
+    assert result.makespan_s == LAYERS * 7
+    first = set(spans(timeline, "compute")[:3])
+    assert first == {("gpu0", 0, 2, 3), ("cpu", 2, 2, 5), ("gpu0", 1, 6, 7)}
+    # Decode alone is scheduled: a prompt goes to the GPU as a whole. Copies to 6 and
+    # 10, the last product to 11.
+    planner = planner_of("hybrimoe-released", HandCosts(cpu=3.0), slots=1)
+    result, _ = run(
+        planner,
+        steps([scored(layer, 0, 1, 2) for layer in range(LAYERS)], phase=Phase.PREFILL),
+    )
+    assert result.makespan_s == LAYERS * 11
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "seconds"),
+    [
+        # The CPU's 3 s are less than 4 + 1: twice 2 + 1, 2 + 3, 2 + 3.
+        ("none", 26),
+        # In the second pass layer 0 asks at 15 for what layer 1 used before: copied
+        # 15-19, dense part 16-18, product 19-20. So does layer 1 at 18: 19-23, dense
+        # part 20-22, product 23-24.
+        ("hybrimoe-released:size=1", 24),
+    ],
+)
+def test_hybrimoe_released_prefetches_what_scored_before(prefetch, seconds):
+    """Expert 0 is resident; layers use 0, 1 and 2, twice."""
+    system = compose("hybrimoe-released", prefetch=prefetch)
+    planner = planner_of(system, HandCosts(cpu=3.0), slots=1)
+    forward_pass = [scored(layer, layer) for layer in range(LAYERS)]
+    assert end_s(planner, forward_pass, forward_pass) == seconds

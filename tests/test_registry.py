@@ -243,8 +243,10 @@ def test_properties_of_policies_are_listed_not_their_names():
     """What used to be lists of names elsewhere is read off the classes."""
     assert names_with("prefetch", "oracle") == [
         "clairvoyant",
+        "moe-speq",
         "noisy-oracle",
         "pre-gated",
+        "sp-moe",
     ]
     assert set(names("prefetch")) - set(names_with("prefetch", "prefetches")) == {
         "none"

@@ -29,19 +29,22 @@ SHAPE = ModelShape(
 )
 
 
-def test_a_run_is_held_against_the_bare_loops_right_before_and_after_it(monkeypatch):
-    """Bare loops of 2, 4, 6 seconds around runs of 6 and 5: shares of 3/6 and 5/5, loop
-    over loop 4/2 and 6/4.
+@pytest.mark.parametrize("draw", [0.0, 0.9], ids=["run first", "loop first"])
+def test_a_run_is_held_against_the_bare_loop_of_its_turn(monkeypatch, draw):
+    """Loops of 3 and 4 seconds beside runs of 6 and 5, whoever begins: shares of 3/6
+    and 4/5; the loops before took 2 and 3.
     """
-    runs = iter((9.0, 6.0, 5.0))
-    loops = iter((2.0, 4.0, 6.0))
+    runs = iter((6.0, 5.0))
+    loops = iter((2.0, 3.0, 4.0))
+    drawn = SimpleNamespace(random=lambda: draw)
+    monkeypatch.setattr(bench.random, "Random", lambda _: drawn)
     monkeypatch.setattr(bench, "TURNS", 2)
     monkeypatch.setattr(bench, "_run", lambda *_, **__: None)
     monkeypatch.setattr(bench, "_median_s", lambda *_: next(runs))
     link = bench.Link("on-demand", "ssd", "read", 0.85, lambda *_: next(loops))
     assert bench.in_turns(link, None, SimpleNamespace(slot_bytes=1), None) == {
-        "share": [0.5, 1.0],
-        "control": [2.0, 1.5],
+        "share": [0.5, 0.8],
+        "control": [3 / 2, 4 / 3],
     }
 
 

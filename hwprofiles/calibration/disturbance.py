@@ -7,36 +7,12 @@ could have worked and others did.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from moesim.traces.timeline.operations import REQUEST
-
-if TYPE_CHECKING:
-    from moesim.traces.timeline.operations import OperationTable
-
 TOLERATED: Final = 0.01
 """Share of a step's time that may be lost beyond that of the best repetition."""
-
-
-def lost_shares(operations: OperationTable | None, lengths_s: np.ndarray) -> np.ndarray:
-    """Share of each step's time that its threads waited for a core.
-
-    Args:
-        operations: of a run; None where nothing was counted.
-        lengths_s: float64 [S], seconds of each forward pass.
-
-    Returns:
-        float64 [S]; zero where nothing was counted.
-    """
-    lost_s = np.zeros(len(lengths_s))
-    if operations is None:
-        return lost_s
-    columns = operations.columns()
-    counted = np.isfinite(columns["waited_s"]) & (columns["kind"] < REQUEST)
-    np.add.at(lost_s, columns["step"][counted], columns["waited_s"][counted])
-    return lost_s / np.maximum(lengths_s, 1e-9)
 
 
 def undisturbed_medians(lengths_s: np.ndarray, lost: np.ndarray) -> np.ndarray:
@@ -47,7 +23,8 @@ def undisturbed_medians(lengths_s: np.ndarray, lost: np.ndarray) -> np.ndarray:
 
     Args:
         lengths_s: float64 [R, S], seconds by repetition and step.
-        lost: float64 [R, S], shares of `lost_shares`.
+        lost: float64 [R, S], shares as
+            `moesim.traces.timeline.operations.lost_shares` counts them.
 
     Returns:
         int64 [S], repetition by step.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from moesim.analysis.eviction_recorder import CALLS, EvictionRecorder, mean_delay
+from moesim.policies.cache._one_request import FlashMoERequests, LRURequests
 from moesim.policies.cache.flashmoe import FlashMoE
 from moesim.policies.cache_replay import replay
 from moesim.policies.planner.observers import observed_policy
@@ -120,6 +121,26 @@ def evaluate(
     return evaluations
 
 
+def per_request(
+    steps: Iterable[RoutedStep], trained: Network, slots: int
+) -> dict[str, float | None]:
+    """Hit rates where requests are served one by one, by policy: the learned one as in
+    the released code, and LRU.
+    """
+    caches: dict[str, FlashMoERequests | LRURequests] = {
+        LEARNED: FlashMoERequests(trained, slots),
+        "lru": LRURequests(trained.layers, slots),
+    }
+    hits = dict.fromkeys(caches, 0)
+    accesses = 0
+    for step in steps:
+        for routed in step.layers:
+            accesses += len(routed.experts)
+            for name, cache in caches.items():
+                hits[name] += cache.serve(routed.layer, routed.experts)
+    return {name: _share(count, accesses) for name, count in hits.items()}
+
+
 def _share(count: int, total: int) -> float | None:
     return count / total if total else None
 
@@ -164,6 +185,7 @@ def report(
                 "slots": count,
                 "ratio": count / shape.experts,
                 "policies": [asdict(evaluation) for evaluation in evaluations],
+                "per_request": per_request(held_out, trained, count),
             }
         )
     return {

@@ -45,6 +45,8 @@ def report_text(report: Mapping[str, Any]) -> str:
             *_table(size["policies"]),
             "",
             conclusion(size["policies"]),
+            "",
+            _requests_line(size["per_request"]),
         ]
     return "\n".join(lines) + "\n"
 
@@ -63,6 +65,11 @@ def _training_line(facts: Mapping[str, Any], evaluation_s: float) -> str:
         f" {facts['bytes_per_layer'] / 1024:.1f} KiB per layer,"
         f" {evaluation_s * 1e6:.0f} µs per evaluation here."
     )
+
+
+def _requests_line(rates: Mapping[str, float | None]) -> str:
+    shown = ", ".join(f"{name} {_percent(rate)}" for name, rate in rates.items())
+    return f"Served one request at a time, as the released code does: {shown}."
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:

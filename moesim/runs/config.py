@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from moesim.runtime.record.residual import Residual
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.reader import Trace
+    from moesim.traces.passes import Passes
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
@@ -219,6 +220,30 @@ class RunConfig:
     steps: int | None = _option(
         None, "Keep the first N forward passes.", kind=int, metavar="N", minimum=1
     )
+    micro_batch: int | None = _option(
+        None,
+        "Most prompt tokens of a forward pass, llama.cpp's -ub. Default: the system's,"
+        " else whole prompts.",
+        kind=int,
+        metavar="N",
+        minimum=1,
+    )
+    draft_tokens: int | None = _option(
+        None,
+        "Tokens that a draft proposes for each forward pass to verify; 0 for none."
+        " Default: the system's.",
+        kind=int,
+        metavar="N",
+        minimum=0,
+    )
+    acceptance: float = _option(
+        0.8,
+        "Probability that a drafted token is right, if all before it are.",
+        kind=float,
+        metavar="P",
+        minimum=0,
+        maximum=1,
+    )
     seed: int = _option(0, "For policies that draw.", kind=int, metavar="N", minimum=0)
     warm: str | Path | Trace | None = _option(
         None,
@@ -381,6 +406,24 @@ class RunConfig:
             cache=self.cache,
             prefetch=self.prefetch,
             routing=self.routing,
+        )
+
+    @property
+    def passes(self) -> Passes:
+        """What the forward passes of a run hold."""
+        from moesim.traces.passes import Passes  # noqa: PLC0415 - imports numpy
+
+        system = self.system
+        micro_batch = self.micro_batch
+        drafted = self.draft_tokens
+        if drafted is None:
+            # Sequences of a batch would advance at different paces.
+            drafted = system.draft_tokens if self.batch == 1 else 0
+        return Passes(
+            system.micro_batch if micro_batch is None else micro_batch,
+            draft_tokens=drafted,
+            acceptance=self.acceptance,
+            seed=self.seed,
         )
 
     @property

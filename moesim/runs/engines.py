@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 from moesim.policies.base import PolicyError
 from moesim.traces.format.batch import compose
 from moesim.traces.format.layer_steps import layer_steps, of_steps
+from moesim.traces.format.schema import PREDICTION_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.planner import Planner
     from moesim.sim.results import ReplayResult
     from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.format.reader import Trace
     from moesim.traces.timeline.spans import Timeline
 
@@ -77,17 +79,51 @@ class Engine:
 
         from moesim.sim.compiled.engine import CompiledReplay  # noqa: PLC0415 - as above
 
-        if columns:
-            walk = compose(trace, batch=batch, steps=steps, columns=columns)
-            blocks = of_steps(walk, scores="scores" in columns)
-        else:
-            blocks = layer_steps(trace, batch=batch, steps=steps)
+        blocks = _blocks(trace, planner, columns, batch=batch, steps=steps)
         return CompiledReplay(
             profile, planner.costs, planner, timeline, noise_seed=noise_seed
         ).run(blocks, progress)
 
 
-def choose_engine(wanted: str, planner: Planner, profile: HardwareProfile) -> Engine:
+def _blocks(
+    trace: Trace,
+    planner: Planner,
+    columns: tuple[str, ...],
+    *,
+    batch: int,
+    steps: int | None,
+) -> Iterator[LayerSteps]:
+    """What the compiled engine reads of a trace, for the policies of a run."""
+    from moesim.sim.compiled.support import (  # noqa: PLC0415 - as above
+        all_bring_kernels,
+        answers_with_kernels,
+    )
+
+    prefetch = planner.policies.prefetch
+    predictors: tuple[str, ...] = ()
+    routing = False
+    if answers_with_kernels(prefetch):
+        predictors = tuple(
+            name for name in prefetch.needs if name in PREDICTION_COLUMNS
+        )
+        routing = prefetch.reads_routing
+    routed = not all_bring_kernels(planner)
+    # Without any of these, no object per layer step is needed.
+    if not (columns or routing or routed):
+        return layer_steps(trace, batch=batch, steps=steps)
+    return of_steps(
+        compose(trace, batch=batch, steps=steps, columns=columns),
+        scores="scores" in columns,
+        predictors=predictors,
+        routing=routing,
+        routed=routed,
+        experts=trace.shape.experts,
+    )
+
+
+def choose_engine(
+    wanted: str, planner: Planner, profile: HardwareProfile, *, drafts: bool = False
+) -> Engine:
     """Choose the engine of a run.
 
     Args:
@@ -95,6 +131,7 @@ def choose_engine(wanted: str, planner: Planner, profile: HardwareProfile) -> En
             everything that is involved.
         planner: of the run.
         profile: the machine.
+        drafts: whether a draft proposes tokens.
 
     Raises:
         PolicyError: the compiled engine is wanted and does not know something.
@@ -104,6 +141,8 @@ def choose_engine(wanted: str, planner: Planner, profile: HardwareProfile) -> En
     from moesim.sim.compiled.support import unsupported  # noqa: PLC0415 - as above
 
     reason = unsupported(planner, profile, planner.costs)
+    if drafts:
+        reason = "tokens that a draft proposes"
     if reason is None:
         return Engine(COMPILED)
     if wanted == COMPILED:

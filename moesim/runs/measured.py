@@ -27,6 +27,7 @@ from moesim.runs.setup import (
     figures_of,
     needed_columns,
     refuse_arrivals,
+    refuse_drafts,
     trace_of,
     watts,
 )
@@ -149,6 +150,7 @@ def run_trace(
 
     config = MeasuredConfig.of(trace, policy, memory=memory, **options)
     refuse_arrivals(config, "a measured run")
+    refuse_drafts(config, "a measured run")
     opened = trace_of(config)
     profile = machine_profile(config.hw)
     dtype = config.dtype or ("float32" if profile.accelerator == "host" else "bfloat16")
@@ -200,8 +202,13 @@ def run_trace(
 
     # Memory of a GPU is no host memory.
     in_host = device.device.type == "cpu"
+    computing = dense.working_bytes(
+        tokens=max((step.tokens for step in walk), default=1),
+        context=max((step.context_tokens for step in walk), default=1),
+        sequences=max((step.sequences for step in walk), default=1),
+    )
     run.footprint = meter.footprint(
-        dense.bytes * in_host, dense.kv_cache_bytes * in_host
+        dense.bytes * in_host, dense.kv_cache_bytes * in_host, computing * in_host
     )
     if run.footprint.peak > run.footprint.budget:
         run.warnings.append("memory: the run took more than its budget")

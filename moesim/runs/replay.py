@@ -23,6 +23,7 @@ from moesim.runs.setup import (
     figures_of,
     needed_columns,
     profile_of,
+    refuse_drafts,
     trace_of,
     warm_counts,
     watts,
@@ -119,7 +120,8 @@ def replay(
         summary = Summary(profile.lanes)
     timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
 
-    engine = choose_engine(config.engine, planner, profile)
+    drafts = opened.passes.draft_tokens > 0
+    engine = choose_engine(config.engine, planner, profile, drafts=drafts)
     requests = None
     try:
         with policy_faults():
@@ -200,12 +202,14 @@ def _requests(
     Raises:
         PolicyError: a policy that sees the future, which depends on who comes when.
         TraceError: no such arrivals, or limits.
+        ConfigError: drafts.
     """
     if setup.future is not None:
         raise PolicyError(
             "arrivals: expected policies that see the past only, since steps depend on"
             f" who comes when; {config.policy} sees the future"
         )
+    refuse_drafts(config, "a batch that is formed as requests come")
     parse_slo(config.slo)
     return RequestSteps(
         trace,
@@ -268,6 +272,13 @@ def _warnings(
         warnings.append(
             f"--noise-seed: nothing was drawn, since profile {profile.name} knows no"
             " distributions; `moesim calibrate` measures those of this machine"
+        )
+
+    config = setup.config
+    if config.draft_tokens is None and config.batch > 1 and setup.system.draft_tokens:
+        warnings.append(
+            f"{config.policy} drafts tokens for one sequence at a time: this batch of"
+            f" {config.batch} is decoded without drafts"
         )
 
     gpu_bytes = setup.gpu_bytes()

@@ -238,6 +238,9 @@ class Setup:
             "prefetch_budget_bytes": plan.prefetch_budget_bytes,
             "gpu_split": plan.gpu_split,
             "batch": config.batch,
+            "micro_batch": config.passes.micro_batch_tokens,
+            "draft_tokens": config.passes.draft_tokens,
+            "acceptance": config.passes.acceptance,
             "steps": config.steps,
             "seed": config.seed,
             "noise_seed": config.noise_seed,
@@ -287,6 +290,20 @@ def refuse_arrivals(config: RunConfig, caller: str) -> None:
         raise ConfigError(
             f"arrivals: {caller} knows no requests that come later, found"
             f" {config.arrivals!r}; remove it, or use `moesim replay`"
+        )
+
+
+def refuse_drafts(config: RunConfig, caller: str) -> None:
+    """Refuse a configuration that drafts tokens where nothing can draft them.
+
+    Raises:
+        ConfigError: it does.
+    """
+    drafted = config.passes.draft_tokens
+    if drafted:
+        raise ConfigError(
+            f"draft_tokens: {caller} cannot draft, found {drafted}; set it to 0, or use"
+            " `moesim replay`"
         )
 
 
@@ -349,7 +366,7 @@ def opened(config: RunConfig) -> tuple[RunConfig, Trace]:
 
 
 def trace_of(config: RunConfig) -> Trace:
-    """The trace of a configuration, opened.
+    """The trace of a configuration, opened, in the passes of its system.
 
     Raises:
         TraceError: no such trace, or a damaged one.
@@ -357,9 +374,9 @@ def trace_of(config: RunConfig) -> Trace:
     """
     if config.trace is None:
         raise ConfigError("trace: expected a trace, got none")
-    if isinstance(config.trace, Trace):
-        return config.trace
-    return open_trace(config.trace)
+    trace = config.trace
+    opened = trace if isinstance(trace, Trace) else open_trace(trace)
+    return opened.cut(config.passes)
 
 
 def profile_of(hw: str | Path | HardwareProfile | None) -> HardwareProfile:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from moesim.hwprofiles.calibration.disturbance import lost_shares, undisturbed_medians
+from moesim.hwprofiles.calibration.disturbance import undisturbed_medians
 from moesim.hwprofiles.calibration.estimates import FitReport
 from moesim.hwprofiles.calibration.fit_runs import DesignedRun
 from moesim.hwprofiles.calibration.fit_runs import calibrate as fit
@@ -32,6 +33,7 @@ from moesim.policies.systems import compose
 from moesim.runs.machine import machine_profile
 from moesim.traces.files import ScratchFolder
 from moesim.traces.timeline.metrics import summarise
+from moesim.traces.timeline.operations import lost_shares
 from moesim.validation.calibration_runs import ROUTED, Design, designs
 from moesim.validation.drift import ReferenceRuns, with_reference_runs
 from moesim.validation.paired_runs import (
@@ -41,11 +43,19 @@ from moesim.validation.paired_runs import (
     simulate,
     step_lengths,
 )
-from moesim.validation.profile_checks import DISTURBED, MOST_LOST, doubts_of
+from moesim.validation.profile_checks import (
+    DISTURBED,
+    MOST_LOST,
+    PRESSURE,
+    STOLEN,
+    doubts_of,
+)
+from moesim.validation.wide import wide_constants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from moesim.runtime.measure.evidence.system import SystemShares
     from moesim.traces.format.schema import ModelShape
     from moesim.traces.timeline.spans import Timeline
 
@@ -54,17 +64,22 @@ SHAPES = ("olmoe-1b-7b/2", "olmoe-1b-7b/4")
 overhead from bandwidth.
 """
 
+NARROW = 0.02
+"""Change of a prediction within a constant's interval that needs no further runs."""
 _PASSES = 5
 _QUICK_PASSES = 3
 """How often all designed runs are run."""
 
 
 class FinishedRun(NamedTuple):
-    """A designed run that was really made."""
+    """A designed run that was really made, and what the whole machine lost
+    meanwhile.
+    """
 
     shape: ModelShape
     trial: Trial
     timeline: Timeline
+    system: SystemShares
 
 
 def learn(
@@ -74,6 +89,7 @@ def learn(
     date: str,
     name: str,
     seed: int = 0,
+    stolen: Sequence[float] | None = None,
 ) -> HardwareProfile:
     """Put what finished runs show into a profile of the machine they ran on.
 
@@ -83,9 +99,11 @@ def learn(
         date: day of the measurement, ISO 8601.
         name: of the new profile.
         seed: of the resampling behind intervals.
+        stolen: share of the cores' time that a hypervisor gave to others, by run; NaN
+            where it is not counted.
     """
     designed = []
-    chosen_steps, lost = _chosen_steps(runs)
+    chosen_steps, lost = _chosen_steps(runs, stolen or [0.0] * len(runs))
     for (shape, trial, timeline), kept in zip(runs, chosen_steps, strict=True):
         designed.append(
             DesignedRun(
@@ -117,10 +135,10 @@ def learn(
 
 
 def disturbance_report(lost: np.ndarray) -> dict[str, float]:
-    """Report what steps lost to other programs.
+    """Report what was lost to others.
 
     Args:
-        lost: share of each step's time, float64 [steps].
+        lost: share of each step's or run's time, float64 [N].
     """
     report = FitReport(
         samples=len(lost),
@@ -131,8 +149,22 @@ def disturbance_report(lost: np.ndarray) -> dict[str, float]:
     return report.as_table()
 
 
+def _system_reports(shares: Sequence[SystemShares]) -> dict[str, dict[str, float]]:
+    """Report what the kernel counted of the whole machine, where it did."""
+    reports = {}
+    for name, counted in (
+        (STOLEN, [share.stolen for share in shares]),
+        (PRESSURE, [share.pressure for share in shares]),
+    ):
+        known = np.array(counted)
+        known = known[np.isfinite(known)]
+        if len(known):
+            reports[name] = disturbance_report(known)
+    return reports
+
+
 def _chosen_steps(
-    runs: Sequence[tuple[ModelShape, Trial, Timeline]],
+    runs: Sequence[tuple[ModelShape, Trial, Timeline]], stolen: Sequence[float]
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Choose, for every step of a trial, the repetition that counts.
 
@@ -157,6 +189,9 @@ def _chosen_steps(
                 for timeline, lengths in zip(timelines, seconds, strict=True)
             ]
         )
+        # No thread sees what is stolen; it is known of the whole run only.
+        stolen_of = np.array([stolen[number] for number in numbers])
+        lost += np.nan_to_num(stolen_of)[:, None]
         best = undisturbed_medians(seconds, lost)
         lost_by_step.append(lost[best, np.arange(len(best))])
         for repetition, number in enumerate(numbers):
@@ -174,6 +209,7 @@ def calibrate(
     stores: Path | None = None,
     seed: int = 0,
     force: bool = False,
+    minutes: float | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> HardwareProfile:
     """Calibrate this machine and write its profile, if it can be trusted.
@@ -190,6 +226,9 @@ def calibrate(
         stores: folder for the experts' stores; a temporary one when None.
         seed: of the drawn routing.
         force: write a profile that cannot be trusted all the same.
+        minutes: repeat designed runs for so long, or until no constant is so wide that
+            predictions move by more than `NARROW`; None makes the usual number of
+            repetitions.
         progress: called with what is done next and the share that is done.
 
     Raises:
@@ -197,12 +236,16 @@ def calibrate(
         TraceError, StoreError, RuntimeFault: in one line.
     """
     from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415
+    from moesim.runtime.measure.evidence.system import (  # noqa: PLC0415 - torch
+        SystemEvidence,
+    )
     from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
 
     report_progress = progress or (lambda _purpose, _share: None)
     target = Path(out)
     load = os.getloadavg()[0]
-    passes = _QUICK_PASSES if quick else _PASSES
+    date = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    least_passes = _QUICK_PASSES if quick else _PASSES
     # Stores are deleted last: runners read from them until they are closed.
     with ScratchFolder(stores) as folder, ExitStack() as runners:
         report_progress("the machine's lanes", 0.0)
@@ -228,21 +271,42 @@ def calibrate(
             planned += [(runner, design) for design in of_shape]
 
         reference = ReferenceRuns(base, chosen_dtype, folder, runners)
+        evidence = SystemEvidence()
         runs: list[FinishedRun] = []
-        total = passes * len(planned)
-        for number in range(passes):
+        passes = 0
+        pass_s = 0.0
+        begin_s = time.monotonic()
+
+        def widest() -> float:
+            """Largest effect of a constant that is still wide."""
+            so_far = [(run.shape, run.trial, run.timeline) for run in runs]
+            learned = learn(so_far, base, date=date, name="so-far", seed=seed)
+            wide = wide_constants(learned, planned[0][0].shape)
+            return max((constant.effect for constant in wide), default=0.0)
+
+        while True:
+            left_s = 60.0 * (minutes or 0.0) - (time.monotonic() - begin_s)
+            if is_enough(passes, least_passes, left_s, pass_s, widest):
+                break
+            pass_begin_s = time.monotonic()
             # Forth and back: what drifts meanwhile hits all alike.
-            order = planned[::-1] if number % 2 else planned
+            order = planned[::-1] if passes % 2 else planned
+            total = max(passes + 1, least_passes) * len(planned)
             for runner, design in order:
                 shape = runner.shape
                 report_progress(f"{shape.name}: {design.purpose}", len(runs) / total)
                 reference.run_if_due()
+                evidence.shares()
                 timeline = runner.run(design.trial, base, seed=seed)
-                runs.append(FinishedRun(shape, design.trial, timeline))
+                system = evidence.shares()
+                runs.append(FinishedRun(shape, design.trial, timeline, system))
+            passes += 1
+            pass_s = time.monotonic() - pass_begin_s
 
-    date = dt.datetime.now(tz=dt.UTC).date().isoformat()
     # The reference runs join last: no fit may learn from them.
-    profile = learn(runs, base, date=date, name=target.stem, seed=seed)
+    trials = [(run.shape, run.trial, run.timeline) for run in runs]
+    stolen = [run.system.stolen for run in runs]
+    profile = learn(trials, base, date=date, name=target.stem, seed=seed, stolen=stolen)
     profile = with_reference_runs(profile, reference.quantities(date))
     profile = replace(
         profile,
@@ -251,11 +315,15 @@ def calibrate(
             f" designed runs, {passes} times each, with {', '.join(shapes)}"
             f" ({chosen_dtype}); load average {load:.1f} when it began"
         ),
-        fit={**profile.fit, **_stability(_tpot_by_pass(runs, passes))},
+        fit={
+            **profile.fit,
+            **_stability(_tpot_by_pass(runs, passes)),
+            **_system_reports([run.system for run in runs]),
+        },
         where=target.name,
     )
     profile = replace(
-        profile, fit={**profile.fit, PREDICTIONS: prediction_errors(runs, profile)}
+        profile, fit={**profile.fit, PREDICTIONS: prediction_errors(trials, profile)}
     )
     doubts = doubts_of(profile)
     if doubts and not force:
@@ -267,6 +335,30 @@ def calibrate(
     save_profile(profile, target)
     report_progress("done", 1.0)
     return profile
+
+
+def is_enough(
+    made: int,
+    least: int,
+    left_s: float,
+    pass_s: float,
+    widest: Callable[[], float],
+) -> bool:
+    """Tell whether designed runs were repeated often enough.
+
+    Args:
+        made: repetitions so far.
+        least: that are made in any case.
+        left_s: seconds that are left.
+        pass_s: seconds of one more repetition.
+        widest: largest change of a prediction by a constant that is still wide; asked
+            only where it decides, since it takes a fit.
+    """
+    if made < least:
+        return False
+    if left_s < pass_s or left_s <= 0.0:
+        return True
+    return widest() <= NARROW
 
 
 def prediction_errors(
@@ -292,6 +384,13 @@ def prediction_errors(
         residual_worst=float(np.max(errors)),
     )
     return report.as_table()
+
+
+def shape_of(spec: str, dtype: str = "float32") -> ModelShape:
+    """The designed runs' model with experts of another's sizes."""
+    from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415 - torch
+
+    return shape_for(ROUTED, spec, dtype)
 
 
 def differences(

@@ -29,13 +29,20 @@ from moesim.traces.files import ScratchFolder
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.timeline.metrics import summarise
+from moesim.traces.timeline.operations import lost_shares
 from moesim.validation.drift import (
     ReferenceRuns,
     drift,
     has_reference_runs,
     nearest_run,
 )
-from moesim.validation.paired_runs import Trial, TrialRunner, default_dtype, simulate
+from moesim.validation.paired_runs import (
+    Trial,
+    TrialRunner,
+    default_dtype,
+    simulate,
+    step_lengths,
+)
 from moesim.validation.profile_checks import warnings_of
 from moesim.validation.results import FIGURES, Cell, Coordinates
 from moesim.validation.summary import Validation
@@ -325,7 +332,9 @@ class _Grid:
 
 def _figures(timeline: Timeline) -> dict[str, Any]:
     metrics = summarise(timeline)
+    lost = lost_shares(timeline.operations, step_lengths(timeline))
     return {
+        "lost": float(np.median(lost)),
         **{key: metrics[key] for key in FIGURES},
         "busy_s": metrics["busy_s"],
         "bytes": metrics["bytes"],

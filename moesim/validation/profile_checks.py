@@ -21,7 +21,11 @@ MOST_LOST = 0.03
 MOST_NOISE = 0.15
 """By how much two identical runs of a calibration may differ in the median."""
 DISTURBED = "disturbed"
-"""Name of the report of what steps lost."""
+STOLEN = "stolen"
+PRESSURE = "pressure"
+"""Names of the reports of what steps lost, of what a hypervisor gave to others, and of
+time in which some thread of the system waited for a core.
+"""
 _QUIET_LOAD = 0.5
 """Load average up to which other programs do not disturb a measurement."""
 _COMPARED_VERSIONS = ("cpu", "accelerator", "torch")
@@ -59,6 +63,12 @@ def doubts_of(profile: HardwareProfile) -> list[str]:
         doubts.append(
             f"other programs took {100 * lost:.0f} % of half of the steps even where"
             f" they took least (at most {100 * MOST_LOST:.0f} %)"
+        )
+    stolen = fit.get(STOLEN, {}).get("residual_median", 0.0)
+    if stolen > MOST_LOST:
+        doubts.append(
+            f"the hypervisor gave {100 * stolen:.0f} % of the cores' time to others (at"
+            f" most {100 * MOST_LOST:.0f} %)"
         )
     noise = fit.get("noise_floor", {}).get("residual_median", 0.0)
     if noise > MOST_NOISE:

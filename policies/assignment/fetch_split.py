@@ -5,8 +5,17 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numba import types as nb
 
-from moesim.policies.assignment._gpu_choice import gpu_lanes, in_flight, transfer_s
+from moesim.policies.assignment import _kernels
+from moesim.policies.assignment._gpu_choice import gpu_state, link_s
+from moesim.policies.assignment._kernels import (
+    flying,
+    launch,
+    some_gpu,
+    spread,
+    transfers,
+)
 from moesim.policies.base import (
     Assignment,
     AssignmentPolicy,
@@ -14,11 +23,127 @@ from moesim.policies.base import (
     MachineView,
     RunContext,
 )
+from moesim.policies.compilation import (
+    EXPERT_IDS,
+    LANES,
+    ORDER,
+    SECONDS,
+    SECONDS_BY_GPU,
+    joined,
+)
+from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect
-from moesim.policies.ranking import highest_first
+from moesim.traces.compilation import input_array, linked
 
 # Products of a share and a count, and times that should be equal, differ by rounding.
 _TOLERANCE = 1e-9
+
+
+@joined
+def _fetches(
+    misses: np.ndarray,
+    cpu_s: np.ndarray,
+    host_s: np.ndarray,
+    transfer_s: np.ndarray,
+    table: np.ndarray,
+    rates: np.ndarray,
+) -> int:
+    """How many of the misses to fetch: by a table unless that is empty, else by the
+    share that `rates` gives, or the times where that is negative.
+
+    `rates` float64 [3]: the share, the slowdowns of link and CPU.
+    """
+    count = len(misses)
+    if not count:
+        return 0
+    if len(table):
+        last = len(table) - 1
+        return table[min(count, last)] + max(0, count - last)
+
+    # Any pair of times with this ratio gives a fraction back.
+    fetch_s = 1.0 - rates[0]
+    compute_s = rates[0]
+    if rates[0] < 0.0:
+        gpus = len(transfer_s)
+        arrive_s = 0.0
+        compute_s = 0.0
+        for i in misses:
+            for g in range(gpus):
+                arrive_s += transfer_s[g, i]
+            compute_s += max(host_s[i], cpu_s[i])
+        fetch_s = arrive_s / (gpus * count) * rates[1] / gpus
+        compute_s = compute_s / count * rates[2]
+
+    total_s = fetch_s + compute_s
+    share = compute_s / total_s if total_s > 0.0 else 1.0
+    fewer = min(math.floor(share * count + _TOLERANCE), count - 1)
+    fewer_s = max(fewer * fetch_s, (count - fewer) * compute_s)
+    # One more fetch: above q* the link is the longer of the two.
+    more_s = (fewer + 1) * fetch_s
+    return fewer if fewer_s <= more_s * (1.0 + _TOLERANCE) else fewer + 1
+
+
+@linked(
+    nb.Tuple((LANES, ORDER))(
+        EXPERT_IDS,
+        SECONDS,
+        SECONDS,
+        SECONDS_BY_GPU,
+        SECONDS_BY_GPU,
+        SECONDS,
+        input_array(nb.int8),
+        input_array(nb.int64),
+        SECONDS,
+    ),
+    _kernels,
+)
+def _split(
+    tokens: np.ndarray,
+    cpu_s: np.ndarray,
+    host_s: np.ndarray,
+    gpu_s: np.ndarray,
+    arrive_s: np.ndarray,
+    link_s: np.ndarray,
+    gpu_state: np.ndarray,
+    table: np.ndarray,
+    rates: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Place residents, then split the misses: lanes int8 [A] and order int64 [A]."""
+    active = len(tokens)
+    # What is on a GPU, or bound for it, stays; a miss may be fetched to any.
+    allowed = flying(gpu_state, arrive_s)
+    for g in range(len(arrive_s)):
+        for i in range(active):
+            allowed[g, i] |= arrive_s[g, i] == 0.0
+    on_gpu = some_gpu(allowed)
+    misses = np.flatnonzero(~on_gpu)
+    largest_first = np.argsort(-tokens[misses], kind="mergesort")
+    misses = misses[largest_first]
+    order = np.concatenate((np.flatnonzero(on_gpu), misses))
+
+    transfer_s = transfers(arrive_s, link_s)
+    count = _fetches(misses, cpu_s, host_s, transfer_s, table, rates)
+    for i in misses[:count]:
+        on_gpu[i] = True
+        allowed[:, i] = True
+    return spread(on_gpu, allowed, gpu_s, arrive_s, link_s), order
+
+
+@linked(ASSIGN, _kernels)
+def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+    placed, decided = _split(
+        work.tokens,
+        work.cpu_s,
+        work.host_s,
+        work.gpu_s,
+        work.arrive_s,
+        work.link_s,
+        gpu_state=work.gpu_state,
+        table=state.integers,
+        rates=state.numbers,
+    )
+    launch(lanes, order, placed, decided)
+    return False
 
 
 class FetchSplit(AssignmentPolicy):
@@ -74,7 +199,8 @@ class FetchSplit(AssignmentPolicy):
         self.table = table
         self.link_slowdown = link_slowdown
         self.cpu_slowdown = cpu_slowdown
-        self._fetches_of = None if table is None else _read_table(table)
+        fetches = [] if table is None else _read_table(table)
+        self._fetches_of = np.array(fetches, np.int64)
         self._overlap = (link_slowdown or 1.0, cpu_slowdown or 1.0)
 
     def start(self, context: RunContext) -> None:
@@ -90,52 +216,28 @@ class FetchSplit(AssignmentPolicy):
         view: MachineView,
     ) -> Assignment:
         """Place residents, then split the misses."""
-        present = (work.arrive_s == 0.0) | in_flight(work, view)
-        on_gpu = present.any(axis=0)
-        misses = np.flatnonzero(~on_gpu)
-        misses = highest_first(misses, work.tokens[misses])
-        order = np.concatenate((np.flatnonzero(on_gpu), misses))
+        lanes_and_order = _split(
+            work.tokens,
+            work.cpu_s,
+            work.host_s,
+            work.gpu_s,
+            work.arrive_s,
+            link_s(work),
+            gpu_state=gpu_state(work, view),
+            table=self._fetches_of,
+            rates=self._rates(),
+        )
+        return Assignment(*lanes_and_order)
 
-        fetched = misses[: self._fetches(work, misses)]
-        on_gpu[fetched] = True
-        # A miss may be fetched to any GPU; what is on one, or bound for it, stays.
-        allowed = present.copy()
-        allowed[:, fetched] = True
-        return Assignment(gpu_lanes(work, on_gpu, allowed), order)
+    def kernels(self) -> AssignmentKernels:
+        """The same in compiled runs."""
+        known = state(numbers=self._rates(), integers=self._fetches_of)
+        return AssignmentKernels(_assign, known)
 
-    def _fetches(
-        self,
-        work: LayerWork,
-        misses: np.ndarray,
-    ) -> int:
-        """How many of the misses to fetch."""
-        count = len(misses)
-        if not count:
-            return 0
-
-        if self._fetches_of is not None:
-            last = len(self._fetches_of) - 1
-            return self._fetches_of[min(count, last)] + max(0, count - last)
-
-        if self.fraction is None:
-            link_slowdown, cpu_slowdown = self._overlap
-            gpus = len(work.arrive_s)
-            cpu_s = np.maximum(work.host_s, work.cpu_s)
-            arrive_s = float(transfer_s(work)[:, misses].mean())
-            fetch_s = arrive_s * link_slowdown / gpus
-            compute_s = float(cpu_s[misses].mean()) * cpu_slowdown
-        else:
-            # Any pair of times with this ratio gives the fraction back.
-            fetch_s = 1.0 - self.fraction
-            compute_s = self.fraction
-
-        total_s = fetch_s + compute_s
-        share = compute_s / total_s if total_s > 0.0 else 1.0
-        fewer = min(math.floor(share * count + _TOLERANCE), count - 1)
-        fewer_s = max(fewer * fetch_s, (count - fewer) * compute_s)
-        # One more fetch: above q* the link is the longer of the two.
-        more_s = (fewer + 1) * fetch_s
-        return fewer if fewer_s <= more_s * (1.0 + _TOLERANCE) else fewer + 1
+    def _rates(self) -> np.ndarray:
+        """The share, negative for none, and the slowdowns of link and CPU."""
+        fraction = -1.0 if self.fraction is None else self.fraction
+        return np.array([fraction, *self._overlap])
 
 
 def _read_table(text: str) -> list[int]:

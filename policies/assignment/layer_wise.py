@@ -149,7 +149,9 @@ class LayerWise(AssignmentPolicy):
             chosen[filled[:count]] = True
         return chosen
 
-    def kernels(self) -> AssignmentKernels:
-        """The same in compiled runs."""
+    def kernels(self) -> AssignmentKernels | None:
+        """The same in compiled runs, but for uploads: kernels do not count tokens."""
+        if self.upload_tokens is not None:
+            return None
         layers = [self._choose(split_experts=several) for several in (False, True)]
         return AssignmentKernels(_assign, state(marks=layers))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.policies.base import IN_FLIGHT, RESIDENT, CachePolicy, ExpertKey, Swap
-from moesim.policies.kernels import kernel_work, replaces_nothing
+from moesim.policies.kernels import kernel_work, own
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 
 class CompiledCache(CachePolicy):
-    """Answers with the kernels that a subclass brings, in every engine."""
+    """Answers with the kernels that a subclass brings, in every engine.
+
+    Attributes:
+        replaces: whether it brings a kernel for copies of its own.
+    """
+
+    replaces: bool = False
 
     @abstractmethod
     def bring(self, context: RunContext) -> CacheKernels:
@@ -32,11 +38,6 @@ class CompiledCache(CachePolicy):
         """The same in compiled runs."""
         return self._brought
 
-    @property
-    def replaces(self) -> bool:
-        """Whether it brings a kernel for copies of its own."""
-        return self._brought.replacements is not replaces_nothing
-
     def accessed(self, work: LayerWork) -> None:
         """Ask the kernel of this name."""
         self._brought.accessed(self._brought.state, kernel_work(work))
@@ -44,7 +45,8 @@ class CompiledCache(CachePolicy):
     def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
         """Ask the kernel of this name."""
         answers = np.empty(len(incoming), np.bool_)
-        self._brought.admits(self._brought.state, kernel_work(work), incoming, answers)
+        known = self._brought.state
+        self._brought.admits(known, kernel_work(work), own(incoming), answers)
         return answers
 
     def precedence(self, incoming: np.ndarray) -> np.ndarray:
@@ -56,16 +58,17 @@ class CompiledCache(CachePolicy):
     def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Ask the kernel of this name."""
         chosen = np.empty(len(incoming), np.int64)
-        self._brought.victims(self._brought.state, incoming, candidates, chosen)
+        known = self._brought.state
+        self._brought.victims(known, own(incoming), own(candidates), chosen)
         return chosen
 
     def admitted(self, keys: np.ndarray) -> None:
         """Ask the kernel of this name."""
-        self._brought.admitted(self._brought.state, keys)
+        self._brought.admitted(self._brought.state, own(keys))
 
     def evicted(self, keys: np.ndarray) -> None:
         """Ask the kernel of this name."""
-        self._brought.evicted(self._brought.state, keys)
+        self._brought.evicted(self._brought.state, own(keys))
 
     def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
         """Ask the kernel of this name."""
@@ -92,3 +95,12 @@ class CompiledCache(CachePolicy):
             )
             for leaving, entering in pairs
         ]
+
+
+class AdmittingCompiledCache(CompiledCache):
+    """As `CompiledCache`, of kernels that admit everything in launch order: nobody asks
+    then.
+    """
+
+    admits = CachePolicy.admits
+    precedence = CachePolicy.precedence

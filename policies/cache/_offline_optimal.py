@@ -9,18 +9,72 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from moesim.policies.base import CachePolicy, PolicyError
+from moesim.policies.base import PolicyError
+from moesim.policies.cache._compiled import CompiledCache
 from moesim.policies.cache._offline_bounds import Stays, Uses, best_stays
+from moesim.policies.kernels import (
+    ACCESSED,
+    ADMITS,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+    state,
+)
+from moesim.traces.compilation import compiled
 
 if TYPE_CHECKING:
-    from moesim.policies.base import LayerWork, RunContext
+    from moesim.policies.base import RunContext
 
 # 115,200 uses took 8 s on one core, and 46 s where beginnings cost extra (measured).
 MOST_USES = 120_000
 """Uses that one pool may have."""
 
+# Rows of the state's marks.
+_KEEP = 0
+"""By key: whether it stays."""
 
-class OfflineOptimalCache(CachePolicy):
+_EDGES = 1
+"""By layer step: where its uses begin."""
+
+_KEYS = 2
+_PLAN = 3
+"""By use: the expert, and whether it stays after it."""
+
+
+@compiled(ACCESSED)
+def _accessed(state: State, work: Work) -> None:
+    """Look up which of the active experts stay."""
+    time = work.step * state.integers[0] + work.layer
+    marks = state.marks
+    for use in range(marks[_EDGES, time], marks[_EDGES, time + 1]):
+        marks[_KEEP, marks[_KEYS, use]] = marks[_PLAN, use]
+
+
+@compiled(ADMITS)
+def _admits(
+    state: State, work: Work, incoming: np.ndarray, answers: np.ndarray
+) -> None:
+    """Admit what is to stay."""
+    for n in range(len(incoming)):
+        answers[n] = state.marks[_KEEP, incoming[n]] != 0
+
+
+@compiled(VICTIMS)
+def _victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    """Evict what is not to stay, lower ids first; decline when nothing is left."""
+    count = 0
+    for key in candidates:
+        if count < len(incoming) and not state.marks[_KEEP, key]:
+            chosen[count] = key
+            count += 1
+    for n in range(count, len(incoming)):
+        chosen[n] = -1
+
+
+class OfflineOptimalCache(CompiledCache):
     """Follows `best_stays`; subclasses price the uses in `uses`.
 
     The plan may let an expert leave in the very step that uses it. The planner holds
@@ -37,7 +91,7 @@ class OfflineOptimalCache(CachePolicy):
     oracle: ClassVar[bool] = True
     stays: list[Stays]
 
-    def start(self, context: RunContext) -> None:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Solve every pool.
 
         Raises:
@@ -58,19 +112,17 @@ class OfflineOptimalCache(CachePolicy):
         workloads = [future.tokens(step, layer) for step, layer in step_layers]
         lengths = [len(experts_of_time) for experts_of_time in active]
         # Uses of time t are numbered from edge t to edge t + 1.
-        self._edges = np.zeros(len(active) + 1, np.int64)
-        self._edges[1:] = np.cumsum(lengths)
-        time = np.repeat(np.arange(len(active)), np.diff(self._edges))
+        edges = np.zeros(len(active) + 1, np.int64)
+        edges[1:] = np.cumsum(lengths)
+        time = np.repeat(np.arange(len(active)), lengths)
         # The empty array in front keeps a run without any layer step legal.
         empty = np.empty(0, np.int32)
         ids = np.concatenate([empty, *active])
         tokens = np.concatenate([empty, *workloads])
 
-        self._layers = layers
         layer_of = time % layers
-        self._keys = layer_of * experts + ids.astype(np.int64)
-        self._plan = np.zeros(len(self._keys), np.bool_)
-        self._keep = np.zeros(layers * experts, np.bool_)
+        keys = layer_of * experts + ids.astype(np.int64)
+        plan = np.zeros(len(keys), np.bool_)
 
         if len(context.capacity_slots) == 1:
             pools = [np.arange(len(time))]
@@ -87,14 +139,25 @@ class OfflineOptimalCache(CachePolicy):
                 )
             uses, capacity = self.uses(
                 time=time[members],
-                key=self._keys[members],
+                key=keys[members],
                 tokens=tokens[members],
                 slots=slots,
                 context=context,
             )
             stays = best_stays(uses, capacity)
             self.stays.append(stays)
-            self._plan[members] = stays.kept
+            plan[members] = stays.kept
+
+        marks = np.zeros((4, max(layers * experts, len(edges), len(keys))), np.int64)
+        marks[_EDGES, : len(edges)] = edges
+        marks[_KEYS, : len(keys)] = keys
+        marks[_PLAN, : len(keys)] = plan
+        return CacheKernels(
+            state(marks=marks, integers=[layers]),
+            victims=_victims,
+            accessed=_accessed,
+            admits=_admits,
+        )
 
     @property
     def _label(self) -> str:
@@ -113,30 +176,3 @@ class OfflineOptimalCache(CachePolicy):
         """Price the uses of one pool, `time`, `key` int64 [U], `tokens` int32 [U];
         return them and the pool's capacity.
         """
-
-    def accessed(self, work: LayerWork) -> None:
-        """Look up which of the active experts stay."""
-        time = work.step * self._layers + work.layer
-        span = slice(*self._edges[time : time + 2])
-        self._keep[self._keys[span]] = self._plan[span]
-
-    def admits(
-        self,
-        work: LayerWork,
-        incoming: np.ndarray,
-    ) -> np.ndarray:
-        """Admit what is to stay."""
-        del work
-        return self._keep[incoming]
-
-    def victims(
-        self,
-        incoming: np.ndarray,
-        candidates: np.ndarray,
-    ) -> np.ndarray:
-        """Evict what is not to stay, lower ids first; decline when nothing is left."""
-        is_spare = ~self._keep[candidates]
-        spare = candidates[is_spare][: len(incoming)]
-        chosen = np.full(len(incoming), -1, np.int64)
-        chosen[: len(spare)] = spare
-        return chosen

@@ -4,23 +4,149 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.policies.cache._per_request import (
-    PerRequestCache,
-    RequestQueues,
-    first,
-    forget_oldest,
+from moesim.policies.cache import _request_lists
+from moesim.policies.cache._compiled import AdmittingCompiledCache
+from moesim.policies.cache._request_lists import (
+    CAPACITY,
+    INTEGERS,
+    append,
+    confirm,
+    drop_from_list,
+    first_free,
+    following,
+    forget_evicted,
+    head_of,
+    list_of,
+    pass_hits,
+    remove,
+    request_state,
+    serve_misses,
+    size_of,
+)
+from moesim.policies.compilation import joined
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
 )
 from moesim.policies.parameters import expect_choice
+from moesim.traces.compilation import linked
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    import numpy as np
 
     from moesim.policies.base import RunContext
 
 Ratio = Literal["whole", "real"]
 
+# Lists of a pool, each least recent first.
+_ONCE = 0
+_OFTEN = 1
+_GHOST_ONCE = 2
+_GHOST_OFTEN = 3
+"""T1, T2 and their ghosts B1, B2. The pool's score is the paper's target p."""
 
-class ARC(PerRequestCache):
+_WHOLE = INTEGERS
+
+
+@joined
+def _size(state: State, pool: int, number: int) -> int:
+    return size_of(state, head_of(state, pool, number))
+
+
+@joined
+def _hit(state: State, pool: int, key: int) -> None:
+    remove(state, key)
+    append(state, head_of(state, pool, _OFTEN), key)
+
+
+@joined
+def _miss(state: State, pool: int, key: int) -> int:
+    # Measured before `_fill` removes the ghost, as the paper does.
+    ghost = list_of(state, pool, key)
+    target = state.scores[0, pool]
+    if ghost == _GHOST_ONCE:
+        shift = _shift(state, pool, _GHOST_OFTEN, _GHOST_ONCE)
+        target = min(target + shift, float(state.marks[CAPACITY, pool]))
+    elif ghost == _GHOST_OFTEN:
+        shift = _shift(state, pool, _GHOST_ONCE, _GHOST_OFTEN)
+        target = max(target - shift, 0.0)
+    state.scores[0, pool] = target
+
+    size = _size(state, pool, _ONCE)
+    victims = _OFTEN
+    if size > target or (ghost == _GHOST_OFTEN and size == target):
+        victims = _ONCE
+    victim = first_free(state, head_of(state, pool, victims))
+    # The other list is asked where the first has only held experts.
+    if victim < 0:
+        victims = _OFTEN if victims == _ONCE else _ONCE
+        victim = first_free(state, head_of(state, pool, victims))
+    remove(state, victim)
+    append(state, head_of(state, pool, _GHOST_ONCE + victims), victim)
+    _fill(state, pool, key)
+    return victim
+
+
+@joined
+def _fill(state: State, pool: int, key: int) -> None:
+    """Enter T2 from a ghost list, else T1; then forget ghosts beyond c in L1 and 2c in
+    all (cases A and B).
+    """
+    if list_of(state, pool, key) >= 0:
+        remove(state, key)
+        append(state, head_of(state, pool, _OFTEN), key)
+    else:
+        append(state, head_of(state, pool, _ONCE), key)
+
+    capacity = state.marks[CAPACITY, pool]
+    once = _size(state, pool, _ONCE) + _size(state, pool, _GHOST_ONCE)
+    _forget_oldest(state, pool, _GHOST_ONCE, once - capacity)
+    every = 0
+    for number in range(4):
+        every += _size(state, pool, number)
+    _forget_oldest(state, pool, _GHOST_OFTEN, every - 2 * capacity)
+
+
+@joined
+def _forget_oldest(state: State, pool: int, number: int, count: int) -> None:
+    """Remove so many keys from a list, or all."""
+    head = head_of(state, pool, number)
+    for _ in range(min(count, size_of(state, head))):
+        remove(state, following(state, head))
+
+
+@joined
+def _shift(state: State, pool: int, other: int, returning: int) -> float:
+    """How far a hit in the ghost list `returning` moves the target."""
+    others = _size(state, pool, other)
+    ghosts = _size(state, pool, returning)
+    if state.integers[_WHOLE]:
+        return max(1.0, float(others // ghosts))
+    return max(1.0, others / ghosts)
+
+
+@linked(ACCESSED, _request_lists)
+def _accessed(state: State, work: Work) -> None:
+    pass_hits(state, work, _hit, drop_from_list)
+
+
+@linked(VICTIMS, _request_lists)
+def _victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    serve_misses(state, incoming, candidates, chosen, _miss, drop_from_list)
+
+
+@linked(MOVED, _request_lists)
+def _admitted(state: State, keys: np.ndarray) -> None:
+    confirm(state, keys, _fill)
+
+
+class ARC(AdmittingCompiledCache):
     """Divide the cache between experts used once (T1) and more often (T2), and shift
     the division when an evicted one returns.
 
@@ -44,96 +170,13 @@ class ARC(PerRequestCache):
         expect_choice("ratio", ratio, Ratio)
         self.ratio = ratio
 
-    def pool(
-        self,
-        capacity: int,
-        context: RunContext,
-    ) -> RequestQueues:
-        """Make four empty lists."""
-        del context
-        return _Lists(capacity, integers=self.ratio == "whole")
-
-
-class _Lists:
-    """T1, T2 and their ghosts B1, B2, each least recent first; `target` is the paper's
-    p.
-    """
-
-    # Dictionaries without values: they keep their order, and find a key at once.
-
-    def __init__(self, capacity: int, *, integers: bool) -> None:
-        self.capacity = capacity
-        self.integers = integers
-        self.target = 0.0
-        self.once: dict[int, None] = {}
-        self.often: dict[int, None] = {}
-        self.ghost_once: dict[int, None] = {}
-        self.ghost_often: dict[int, None] = {}
-
-    def __contains__(self, key: int) -> bool:
-        return key in self.once or key in self.often
-
-    def hit(self, key: int) -> None:
-        queue = self.once if key in self.once else self.often
-        del queue[key]
-        self.often[key] = None
-
-    def miss(self, key: int, free: Container[int]) -> int:
-        # Measured before `fill` removes the ghost, as the paper does.
-        returning = key in self.ghost_often
-        if key in self.ghost_once:
-            shift = self._shift(self.ghost_often, self.ghost_once)
-            self.target = min(self.target + shift, self.capacity)
-        elif returning:
-            shift = self._shift(self.ghost_once, self.ghost_often)
-            self.target = max(self.target - shift, 0.0)
-
-        size = len(self.once)
-        once_first = size > self.target or (returning and size == self.target)
-        lists = [
-            (self.once, self.ghost_once),
-            (self.often, self.ghost_often),
-        ]
-        if not once_first:
-            lists.reverse()
-        victim = -1
-        # The second list is asked where the first has only held experts.
-        for queue, ghosts in lists:
-            victim = first(queue, free)
-            if victim >= 0:
-                del queue[victim]
-                ghosts[victim] = None
-                break
-        self.fill(key)
-        return victim
-
-    def fill(self, key: int) -> None:
-        """Enter T2 from a ghost list, else T1; then forget ghosts beyond c in L1 and 2c
-        in all (cases A and B).
-        """
-        if key in self.ghost_once or key in self.ghost_often:
-            self.ghost_once.pop(key, None)
-            self.ghost_often.pop(key, None)
-            self.often[key] = None
-        else:
-            self.once[key] = None
-
-        excess = len(self.once) + len(self.ghost_once) - self.capacity
-        for _ in range(min(excess, len(self.ghost_once))):
-            forget_oldest(self.ghost_once)
-
-        cached = len(self.once) + len(self.often)
-        ghosts = len(self.ghost_once) + len(self.ghost_often)
-        excess = cached + ghosts - 2 * self.capacity
-        for _ in range(min(excess, len(self.ghost_often))):
-            forget_oldest(self.ghost_often)
-
-    def drop(self, key: int) -> None:
-        self.once.pop(key, None)
-        self.often.pop(key, None)
-
-    def _shift(self, other: dict[int, None], hit: dict[int, None]) -> float:
-        """How far a hit in the ghost list `hit` moves the target."""
-        if self.integers:
-            return max(1, len(other) // len(hit))
-        return max(1, len(other) / len(hit))
+    def bring(self, context: RunContext) -> CacheKernels:
+        """Make four empty lists for each pool."""
+        rounded = int(self.ratio == "whole")
+        return CacheKernels(
+            request_state(context, lists=4, ghosts=2, integers=(rounded,)),
+            victims=_victims,
+            accessed=_accessed,
+            admitted=_admitted,
+            evicted=forget_evicted,
+        )

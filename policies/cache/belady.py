@@ -7,15 +7,67 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from moesim.policies.base import PolicyError
+from moesim.policies.cache import _kernels
 from moesim.policies.cache._kernels import (
     by_descending_score,
+    lowest_victims,
     outscored_victims,
     score_next_uses,
 )
 from moesim.policies.cache._score_based import ScoreBasedCache
+from moesim.policies.kernels import (
+    ACCESSED,
+    PRECEDENCE,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+    state,
+)
+from moesim.traces.compilation import linked
+from moesim.traces.format.future import RecordedFuture
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
+
+# Rows of the state's marks.
+_EDGES = 0
+"""By layer step: where its accesses begin in the integers."""
+
+_SIZES = 3
+"""Integers before the first access: experts, layers, never."""
+
+
+@linked(ACCESSED, _kernels)
+def _accessed(state: State, work: Work) -> None:
+    width = state.integers[0]
+    layers = state.integers[1]
+    first = work.layer * width
+    begin = state.marks[_EDGES, work.step * layers + work.layer]
+    score_next_uses(
+        state.scores[0][first : first + width],
+        work.experts,
+        state.integers[begin : begin + len(work.experts)],
+        work.layer,
+        layers,
+        state.integers[2],
+    )
+
+
+@linked(PRECEDENCE, _kernels)
+def _precedence(state: State, incoming: np.ndarray) -> None:
+    ordered = by_descending_score(incoming, state.scores[0])
+    for n in range(len(incoming)):
+        incoming[n] = ordered[n]
+
+
+@linked(VICTIMS, _kernels)
+def _victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    best = outscored_victims(incoming, candidates, state.scores[0])
+    for n in range(len(incoming)):
+        chosen[n] = best[n]
 
 
 class Belady(ScoreBasedCache):
@@ -78,6 +130,23 @@ class Belady(ScoreBasedCache):
         if self.must_admit:
             return super().victims(incoming, candidates)
         return outscored_victims(incoming, candidates, self.score)
+
+    def kernels(self) -> CacheKernels | None:
+        """The same in compiled runs; none where the future is not a recorded one."""
+        future = self._future
+        if not isinstance(future, RecordedFuture):
+            return None
+        sizes = (self.experts, self._layers, future.never)
+        return CacheKernels(
+            state(
+                [self.score],
+                [future.edges + _SIZES],
+                integers=np.concatenate((sizes, future.following)),
+            ),
+            victims=lowest_victims if self.must_admit else _victims,
+            accessed=_accessed,
+            precedence=_precedence,
+        )
 
     def _refresh(
         self,

@@ -4,16 +4,91 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.policies.cache._per_request import PerRequestCache, RequestQueues, first
+from moesim.policies.cache import _request_lists
+from moesim.policies.cache._compiled import AdmittingCompiledCache
+from moesim.policies.cache._request_lists import (
+    INTEGERS,
+    ROWS,
+    append,
+    confirm,
+    drop_from_list,
+    first_free,
+    forget_evicted,
+    head_of,
+    pass_hits,
+    remove,
+    request_state,
+    serve_misses,
+)
+from moesim.policies.compilation import joined
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+)
 from moesim.policies.parameters import expect
+from moesim.traces.compilation import linked
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    import numpy as np
 
     from moesim.policies.base import RunContext
 
+_USES = ROWS
+"""Row of the marks: uses by key."""
 
-class Clock(PerRequestCache):
+_ROUNDS = INTEGERS
+
+
+@joined
+def _hit(state: State, pool: int, key: int) -> None:
+    uses = state.marks[_USES]
+    uses[key] = min(uses[key] + 1, state.integers[_ROUNDS])
+
+
+@joined
+def _miss(state: State, pool: int, key: int) -> int:
+    uses = state.marks[_USES]
+    queue = head_of(state, pool, 0)
+    victim = first_free(state, queue)
+    remove(state, victim)
+    while uses[victim]:
+        # Entered anew, so it stands behind all others.
+        uses[victim] -= 1
+        append(state, queue, victim)
+        victim = first_free(state, queue)
+        remove(state, victim)
+    _fill(state, pool, key)
+    return victim
+
+
+@joined
+def _fill(state: State, pool: int, key: int) -> None:
+    append(state, head_of(state, pool, 0), key)
+    state.marks[_USES, key] = 0
+
+
+@linked(ACCESSED, _request_lists)
+def _accessed(state: State, work: Work) -> None:
+    pass_hits(state, work, _hit, drop_from_list)
+
+
+@linked(VICTIMS, _request_lists)
+def _victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    serve_misses(state, incoming, candidates, chosen, _miss, drop_from_list)
+
+
+@linked(MOVED, _request_lists)
+def _admitted(state: State, keys: np.ndarray) -> None:
+    confirm(state, keys, _fill)
+
+
+class Clock(AdmittingCompiledCache):
     """Evict the oldest expert that was not used since it was last considered.
 
     One that was used becomes the newest instead, with one use fewer. Held experts keep
@@ -32,44 +107,12 @@ class Clock(PerRequestCache):
         expect(rounds >= 1, "rounds", ">= 1", rounds)
         self.rounds = rounds
 
-    def pool(
-        self,
-        capacity: int,
-        context: RunContext,
-    ) -> RequestQueues:
-        """Make an empty queue."""
-        # The capacity plays no part: keys enter only where the planner has a slot.
-        del capacity, context
-        return _Queue(self.rounds)
-
-
-class _Queue:
-    """Uses by key, oldest first."""
-
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-        self.uses: dict[int, int] = {}
-
-    def __contains__(self, key: int) -> bool:
-        return key in self.uses
-
-    def hit(self, key: int) -> None:
-        uses = self.uses[key] + 1
-        self.uses[key] = min(uses, self.rounds)
-
-    def miss(self, key: int, free: Container[int]) -> int:
-        victim = first(self.uses, free)
-        uses = self.uses.pop(victim)
-        while uses:
-            # Entered anew, so it stands behind all others.
-            self.uses[victim] = uses - 1
-            victim = first(self.uses, free)
-            uses = self.uses.pop(victim)
-        self.fill(key)
-        return victim
-
-    def fill(self, key: int) -> None:
-        self.uses[key] = 0
-
-    def drop(self, key: int) -> None:
-        del self.uses[key]
+    def bring(self, context: RunContext) -> CacheKernels:
+        """Make an empty queue for each pool."""
+        return CacheKernels(
+            request_state(context, lists=1, rows=1, integers=(self.rounds,)),
+            victims=_victims,
+            accessed=_accessed,
+            admitted=_admitted,
+            evicted=forget_evicted,
+        )

@@ -7,18 +7,58 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numba import types as nb
 
-from moesim.policies.base import flat_keys
+from moesim.policies.cache import _kernels
+from moesim.policies.cache._kernels import lowest_victims, stamp, stamp_keys
 from moesim.policies.cache._score_based import ScoreBasedCache
 from moesim.policies.cache.static import Static
+from moesim.policies.compilation import SECONDS
+from moesim.policies.kernels import ACCESSED, MOVED, CacheKernels, State, Work, state
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.ranking import ranked
+from moesim.traces.compilation import compiled, linked
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
 
 Fill = Literal["empty", "lowest"]
 Tie = Literal["id", "touched"]
+
+
+@compiled(nb.void(nb.float64[::1], SECONDS, nb.float64, nb.int64))
+def _mix(average: np.ndarray, scores: np.ndarray, alpha: float, top: int) -> None:
+    """Mix the `top` largest of a step's scores into a layer's average, both float64
+    [E]; ties go to the lower id.
+    """
+    # All decay, also the experts outside the best.
+    for expert in range(len(average)):
+        average[expert] *= 1.0 - alpha
+    mixed = np.zeros(len(scores), np.bool_)
+    for _ in range(top):
+        best = -1
+        for expert in range(len(scores)):
+            if not mixed[expert] and (best < 0 or scores[expert] > scores[best]):
+                best = expert
+        mixed[best] = True
+        average[best] += alpha * scores[best]
+
+
+@linked(ACCESSED, _kernels)
+def _accessed(state: State, work: Work) -> None:
+    state.numbers[0] += 1.0
+    width = state.integers[0]
+    first = work.layer * width
+    if len(state.scores) > 1:
+        stamp(state.scores[1], work.experts, first, state.numbers[0])
+    if len(work.scores):
+        average = state.scores[0][first : first + width]
+        _mix(average, work.scores, state.numbers[1], state.integers[1])
+
+
+@linked(MOVED, _kernels)
+def _admitted(state: State, keys: np.ndarray) -> None:
+    if len(state.scores) > 1:
+        stamp_keys(state.scores[1], keys, state.numbers[0])
 
 
 class MRS(ScoreBasedCache):
@@ -86,24 +126,36 @@ class MRS(ScoreBasedCache):
     def accessed(self, work: LayerWork) -> None:
         """Mix this step's best scores into the layer's S."""
         self._now += 1.0
+        first = work.layer * self.experts
         if self.tie_rule == "touched":
-            self.tie[flat_keys(work, self.experts)] = self._now
+            stamp(self.tie, work.experts, first, self._now)
         if work.scores is None:
             return
 
         if self.first_row:
-            scores = work.scores[0]
+            scores = work.scores[0].astype(np.float64)
         else:
             scores = work.scores.mean(axis=0, dtype=np.float64)
-        best = ranked(scores)[: self._top]
         # A view, so that the layer's part of all scores changes in place.
-        layer = self.score[self.keys_of(work.layer)]
-        # All decay, also the experts outside the best p.
-        layer *= 1.0 - self.alpha
-        best_scores = scores[best].astype(np.float64)
-        layer[best] += self.alpha * best_scores
+        _mix(self.score[self.keys_of(work.layer)], scores, self.alpha, self._top)
 
     def admitted(self, keys: np.ndarray) -> None:
         """Entering is a touch."""
         if self.tie_rule == "touched":
-            self.tie[keys] = self._now
+            stamp_keys(self.tie, keys, self._now)
+
+    def kernels(self) -> CacheKernels | None:
+        """The same in compiled runs; none for the first row, which they do not know."""
+        if self.first_row:
+            return None
+        scores = [self.score] if self.tie_rule == "id" else [self.score, self.tie]
+        return CacheKernels(
+            state(
+                scores,
+                numbers=[self._now, self.alpha],
+                integers=[self.experts, self._top],
+            ),
+            victims=lowest_victims,
+            accessed=_accessed,
+            admitted=_admitted,
+        )

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-from itertools import cycle
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.policies.cache._per_request import (
-    PerRequestCache,
-    RequestQueues,
-    first,
-    forget_oldest,
+from moesim.policies.cache import _request_lists
+from moesim.policies.cache._compiled import AdmittingCompiledCache
+from moesim.policies.cache._request_lists import (
+    CAPACITY,
+    INTEGERS,
+    ROWS,
+    append,
+    confirm,
+    drop_from_list,
+    first_free,
+    following,
+    forget_evicted,
+    head_of,
+    list_of,
+    pass_hits,
+    remove,
+    request_state,
+    serve_misses,
+    size_of,
+)
+from moesim.policies.compilation import joined
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
 )
 from moesim.policies.parameters import expect, expect_choice
+from moesim.traces.compilation import linked
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    import numpy as np
 
     from moesim.policies.base import RunContext
 
@@ -23,8 +46,145 @@ Variant = Literal["paper", "libcachesim"]
 # A 2-bit counter.
 _MOST_USES = 3
 
+# Lists of a pool, oldest first.
+_PROBATION = 0
+_MAIN = 1
+_GHOSTS = 2
 
-class S3FIFO(PerRequestCache):
+# Rows of the marks: by key, then by pool.
+_USES = ROWS
+_SMALL = ROWS + 1
+_MOST_GHOSTS = ROWS + 2
+_EVICTED_BEFORE = ROWS + 3
+
+# Places in the integers.
+_QUALIFYING_USES = INTEGERS
+_AS_PUBLISHED = INTEGERS + 1
+
+
+@joined
+def _size(state: State, pool: int, number: int) -> int:
+    return size_of(state, head_of(state, pool, number))
+
+
+@joined
+def _enter(state: State, pool: int, number: int, key: int) -> None:
+    append(state, head_of(state, pool, number), key)
+    state.marks[_USES, key] = 0
+
+
+@joined
+def _take_ghost(state: State, pool: int, key: int) -> bool:
+    """Remove `key` from the ghosts; whether it was one."""
+    if list_of(state, pool, key) != _GHOSTS:
+        return False
+    remove(state, key)
+    return True
+
+
+@joined
+def _hit(state: State, pool: int, key: int) -> None:
+    uses = state.marks[_USES]
+    uses[key] = min(uses[key] + 1, _MOST_USES)
+
+
+@joined
+def _miss(state: State, pool: int, key: int) -> int:
+    state.marks[_EVICTED_BEFORE, pool] = 1
+    # Before a victim is chosen: its ghost may push this one out of the list.
+    returning = _take_ghost(state, pool, key)
+
+    from_probation = _probation_first(state, pool)
+    victim = -1
+    # Again and again, as promotions out of one queue may fill the other.
+    while victim < 0:
+        if from_probation:
+            victim = _from_probation(state, pool)
+        else:
+            victim = _from_main(state, pool)
+        from_probation = not from_probation
+    _enter(state, pool, _MAIN if returning else _PROBATION, key)
+    return victim
+
+
+@joined
+def _fill(state: State, pool: int, key: int) -> None:
+    returning = _take_ghost(state, pool, key)
+    marks = state.marks
+    overflows = (
+        not state.integers[_AS_PUBLISHED]
+        and not marks[_EVICTED_BEFORE, pool]
+        and _size(state, pool, _PROBATION) >= marks[_SMALL, pool]
+    )
+    _enter(state, pool, _MAIN if returning or overflows else _PROBATION, key)
+
+
+@joined
+def _probation_first(state: State, pool: int) -> bool:
+    """Whether the small queue is to give the victim."""
+    small = state.marks[_SMALL, pool]
+    waiting = _size(state, pool, _PROBATION)
+    if state.integers[_AS_PUBLISHED]:
+        return waiting >= small
+    large = state.marks[CAPACITY, pool] - small
+    return _size(state, pool, _MAIN) <= large and waiting > 0
+
+
+@joined
+def _from_probation(state: State, pool: int) -> int:
+    """Promote used keys until one has too few uses: the victim. -1 if all were promoted
+    or held.
+    """
+    probation = head_of(state, pool, _PROBATION)
+    ghosts = head_of(state, pool, _GHOSTS)
+    key = first_free(state, probation)
+    while key >= 0:
+        remove(state, key)
+        if state.marks[_USES, key] < state.integers[_QUALIFYING_USES]:
+            append(state, ghosts, key)
+            if size_of(state, ghosts) > state.marks[_MOST_GHOSTS, pool]:
+                remove(state, following(state, ghosts))
+            break
+        _enter(state, pool, _MAIN, key)
+        key = first_free(state, probation)
+    return key
+
+
+@joined
+def _from_main(state: State, pool: int) -> int:
+    """Put used keys behind all others, one use fewer, until one has none: the victim.
+    -1 if all are held.
+    """
+    main = head_of(state, pool, _MAIN)
+    key = first_free(state, main)
+    while key >= 0:
+        remove(state, key)
+        if not state.marks[_USES, key]:
+            break
+        append(state, main, key)
+        state.marks[_USES, key] -= 1
+        key = first_free(state, main)
+    return key
+
+
+@linked(ACCESSED, _request_lists)
+def _accessed(state: State, work: Work) -> None:
+    pass_hits(state, work, _hit, drop_from_list)
+
+
+@linked(VICTIMS, _request_lists)
+def _victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    serve_misses(state, incoming, candidates, chosen, _miss, drop_from_list)
+
+
+@linked(MOVED, _request_lists)
+def _admitted(state: State, keys: np.ndarray) -> None:
+    confirm(state, keys, _fill)
+
+
+class S3FIFO(AdmittingCompiledCache):
     """Evict new experts early from a small queue, unless they were used there: then
     they move to the main queue.
 
@@ -65,110 +225,17 @@ class S3FIFO(PerRequestCache):
         self.uses = uses
         self.variant = variant
 
-    def pool(
-        self,
-        capacity: int,
-        context: RunContext,
-    ) -> RequestQueues:
-        """Make the three queues."""
-        del context
-        return _Queues(self, capacity)
-
-
-class _Queues:
-    """`probation` and `main` hold uses by key, oldest first; so do ghosts, without
-    uses.
-    """
-
-    def __init__(self, policy: S3FIFO, capacity: int) -> None:
-        self.policy = policy
-        self.small = max(1, int(capacity * policy.small))
-        self.large = capacity - self.small
-        self.most_ghosts = int(capacity * policy.ghosts)
-        self.as_published = policy.variant == "paper"
-        self.probation: dict[int, int] = {}
-        self.main: dict[int, int] = {}
-        self.ghosts: dict[int, None] = {}
-        self.evicted_before = False
-
-    def __contains__(self, key: int) -> bool:
-        return key in self.probation or key in self.main
-
-    def hit(self, key: int) -> None:
-        queue = self.probation if key in self.probation else self.main
-        queue[key] = min(queue[key] + 1, _MOST_USES)
-
-    def miss(self, key: int, free: Container[int]) -> int:
-        self.evicted_before = True
-        # Before a victim is chosen: its ghost may push this one out of the list.
-        returning = self._take_ghost(key)
-
-        evictions = [self._from_probation, self._from_main]
-        if not self._probation_first():
-            evictions.reverse()
-        victim = -1
-        # Again and again, as promotions out of one queue may fill the other.
-        for evict in cycle(evictions):
-            victim = evict(free)
-            if victim >= 0:
-                break
-
-        queue = self.main if returning else self.probation
-        queue[key] = 0
-        return victim
-
-    def fill(self, key: int) -> None:
-        returning = self._take_ghost(key)
-        overflows = (
-            not self.as_published
-            and not self.evicted_before
-            and len(self.probation) >= self.small
+    def bring(self, context: RunContext) -> CacheKernels:
+        """Make the three queues for each pool."""
+        rules = (self.uses, int(self.variant == "paper"))
+        known = request_state(context, lists=3, ghosts=1, rows=4, integers=rules)
+        for pool, slots in enumerate(context.capacity_slots.tolist()):
+            known.marks[_SMALL, pool] = max(1, int(slots * self.small))
+            known.marks[_MOST_GHOSTS, pool] = int(slots * self.ghosts)
+        return CacheKernels(
+            known,
+            victims=_victims,
+            accessed=_accessed,
+            admitted=_admitted,
+            evicted=forget_evicted,
         )
-        queue = self.main if returning or overflows else self.probation
-        queue[key] = 0
-
-    def drop(self, key: int) -> None:
-        queue = self.probation if key in self.probation else self.main
-        del queue[key]
-
-    def _take_ghost(self, key: int) -> bool:
-        """Remove `key` from the ghosts; whether it was one."""
-        if key not in self.ghosts:
-            return False
-        del self.ghosts[key]
-        return True
-
-    def _probation_first(self) -> bool:
-        """Whether the small queue is to give the victim."""
-        if self.as_published:
-            return len(self.probation) >= self.small
-        main_fits = len(self.main) <= self.large
-        return main_fits and len(self.probation) > 0
-
-    def _from_probation(self, free: Container[int]) -> int:
-        """Promote used keys until one has too few uses: the victim. -1 if all were
-        promoted or held.
-        """
-        key = first(self.probation, free)
-        while key >= 0:
-            if self.probation.pop(key) < self.policy.uses:
-                self.ghosts[key] = None
-                if len(self.ghosts) > self.most_ghosts:
-                    forget_oldest(self.ghosts)
-                break
-            self.main[key] = 0
-            key = first(self.probation, free)
-        return key
-
-    def _from_main(self, free: Container[int]) -> int:
-        """Put used keys behind all others, one use fewer, until one has none: the
-        victim. -1 if all are held.
-        """
-        key = first(self.main, free)
-        while key >= 0:
-            uses = self.main.pop(key)
-            if uses == 0:
-                break
-            self.main[key] = uses - 1
-            key = first(self.main, free)
-        return key

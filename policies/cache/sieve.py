@@ -4,15 +4,115 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from moesim.policies.cache._per_request import PerRequestCache, RequestQueues
+from moesim.policies.cache import _request_lists
+from moesim.policies.cache._compiled import AdmittingCompiledCache
+from moesim.policies.cache._request_lists import (
+    ROWS,
+    append,
+    confirm,
+    following,
+    forget,
+    head_of,
+    is_free,
+    pass_hits,
+    remove,
+    request_state,
+    serve_misses,
+)
+from moesim.policies.compilation import joined
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+)
+from moesim.traces.compilation import linked
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    import numpy as np
 
     from moesim.policies.base import RunContext
 
+# Rows of the marks.
+_USED = ROWS
+"""By key: whether it was used since the hand last passed it."""
 
-class SIEVE(PerRequestCache):
+_HAND = ROWS + 1
+"""By pool: the key that the hand will look at next; the head behind the newest."""
+
+
+@joined
+def _hit(state: State, pool: int, key: int) -> None:
+    state.marks[_USED, key] = 1
+
+
+@joined
+def _miss(state: State, pool: int, key: int) -> int:
+    used = state.marks[_USED]
+    queue = head_of(state, pool, 0)
+    victim = state.marks[_HAND, pool]
+    while True:
+        # Behind the newest comes the oldest.
+        if victim == queue:
+            victim = following(state, queue)
+        if is_free(state, victim):
+            if not used[victim]:
+                break
+            used[victim] = 0
+        victim = following(state, victim)
+
+    state.marks[_HAND, pool] = following(state, victim)
+    remove(state, victim)
+    _fill(state, pool, key)
+    return victim
+
+
+@joined
+def _fill(state: State, pool: int, key: int) -> None:
+    queue = head_of(state, pool, 0)
+    # It has walked off the newest: back to the oldest, before `key` enters.
+    if state.marks[_HAND, pool] == queue:
+        state.marks[_HAND, pool] = following(state, queue)
+    append(state, queue, key)
+    state.marks[_USED, key] = 0
+    # There was no oldest.
+    if state.marks[_HAND, pool] == queue:
+        state.marks[_HAND, pool] = key
+
+
+@joined
+def _drop(state: State, pool: int, key: int) -> None:
+    if state.marks[_HAND, pool] == key:
+        state.marks[_HAND, pool] = following(state, key)
+    remove(state, key)
+
+
+@linked(MOVED, _request_lists)
+def _evicted(state: State, keys: np.ndarray) -> None:
+    for key in keys:
+        forget(state, key, _drop)
+
+
+@linked(ACCESSED, _request_lists)
+def _accessed(state: State, work: Work) -> None:
+    pass_hits(state, work, _hit, _drop)
+
+
+@linked(VICTIMS, _request_lists)
+def _victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    serve_misses(state, incoming, candidates, chosen, _miss, _drop)
+
+
+@linked(MOVED, _request_lists)
+def _admitted(state: State, keys: np.ndarray) -> None:
+    confirm(state, keys, _fill)
+
+
+class SIEVE(AdmittingCompiledCache):
     """Evict the first expert not used since a hand last passed it; the hand moves from
     the oldest to the newest.
 
@@ -26,59 +126,15 @@ class SIEVE(PerRequestCache):
 
     reference: ClassVar[tuple[str, ...]] = ("",)
 
-    def pool(
-        self,
-        capacity: int,
-        context: RunContext,
-    ) -> RequestQueues:
-        """Make an empty queue."""
-        del capacity, context
-        return _Queue()
-
-
-class _Queue:
-    """Keys oldest first; `hand` is the position it will look at next."""
-
-    def __init__(self) -> None:
-        self.queue: list[int] = []
-        self.used: dict[int, bool] = {}
-        self.hand = 0
-
-    def __contains__(self, key: int) -> bool:
-        return key in self.used
-
-    def hit(self, key: int) -> None:
-        self.used[key] = True
-
-    def miss(self, key: int, free: Container[int]) -> int:
-        while True:
-            # Behind the newest comes the oldest.
-            if self.hand >= len(self.queue):
-                self.hand = 0
-            victim = self.queue[self.hand]
-            if victim in free:
-                if not self.used[victim]:
-                    break
-                self.used[victim] = False
-            self.hand += 1
-
-        # The hand keeps its position, where the key after the victim now stands.
-        del self.queue[self.hand]
-        del self.used[victim]
-        self.fill(key)
-        return victim
-
-    def fill(self, key: int) -> None:
-        # It has walked off the newest: back to the oldest, before `key` enters.
-        if self.hand >= len(self.queue):
-            self.hand = 0
-        self.queue.append(key)
-        self.used[key] = False
-
-    def drop(self, key: int) -> None:
-        position = self.queue.index(key)
-        del self.queue[position]
-        del self.used[key]
-        # What stood before the hand moves it down with it.
-        if position < self.hand:
-            self.hand -= 1
+    def bring(self, context: RunContext) -> CacheKernels:
+        """Make an empty queue for each pool, with its hand."""
+        known = request_state(context, lists=1, rows=2)
+        for pool in range(len(context.capacity_slots)):
+            known.marks[_HAND, pool] = head_of(known, pool, 0)
+        return CacheKernels(
+            known,
+            victims=_victims,
+            accessed=_accessed,
+            admitted=_admitted,
+            evicted=_evicted,
+        )

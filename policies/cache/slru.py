@@ -4,18 +4,121 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.policies.cache._per_request import PerRequestCache, RequestQueues, first
+from moesim.policies.cache import _request_lists
+from moesim.policies.cache._compiled import AdmittingCompiledCache
+from moesim.policies.cache._request_lists import (
+    CAPACITY,
+    INTEGERS,
+    append,
+    confirm,
+    drop_from_list,
+    first_free,
+    following,
+    forget_evicted,
+    head_of,
+    list_of,
+    pass_hits,
+    remove,
+    request_state,
+    serve_misses,
+    size_of,
+)
+from moesim.policies.compilation import joined
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+)
 from moesim.policies.parameters import expect, expect_choice
+from moesim.traces.compilation import linked
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    import numpy as np
 
     from moesim.policies.base import RunContext
 
 Entry = Literal["lowest", "free"]
 
+# Places in the integers.
+_SEGMENTS = INTEGERS
+_ENTERS_FREE = INTEGERS + 1
 
-class SLRU(PerRequestCache):
+
+@joined
+def _share(state: State, pool: int) -> int:
+    """Slots of every segment above the lowest."""
+    return state.marks[CAPACITY, pool] // state.integers[_SEGMENTS]
+
+
+@joined
+def _put(state: State, pool: int, key: int, level: int) -> None:
+    """Make `key` the most recent of a segment, and hand down what no longer fits."""
+    share = _share(state, pool)
+    append(state, head_of(state, pool, level), key)
+    # The lowest has no limit of its own: the capacity of the pool is one.
+    while level > 0:
+        segment = head_of(state, pool, level)
+        if size_of(state, segment) <= share:
+            return
+        oldest = following(state, segment)
+        remove(state, oldest)
+        level -= 1
+        append(state, head_of(state, pool, level), oldest)
+
+
+@joined
+def _hit(state: State, pool: int, key: int) -> None:
+    level = list_of(state, pool, key)
+    remove(state, key)
+    _put(state, pool, key, min(level + 1, state.integers[_SEGMENTS] - 1))
+
+
+@joined
+def _miss(state: State, pool: int, key: int) -> int:
+    victim = -1
+    level = 0
+    # A lowest segment with held experts alone leaves the choice to the next.
+    while victim < 0:
+        victim = first_free(state, head_of(state, pool, level))
+        level += 1
+    # Left before the newcomer enters, or a segment would seem to overflow.
+    remove(state, victim)
+    _fill(state, pool, key)
+    return victim
+
+
+@joined
+def _fill(state: State, pool: int, key: int) -> None:
+    if state.integers[_ENTERS_FREE]:
+        share = _share(state, pool)
+        for level in range(state.integers[_SEGMENTS]):
+            if size_of(state, head_of(state, pool, level)) < share:
+                _put(state, pool, key, level)
+                return
+    _put(state, pool, key, 0)
+
+
+@linked(ACCESSED, _request_lists)
+def _accessed(state: State, work: Work) -> None:
+    pass_hits(state, work, _hit, drop_from_list)
+
+
+@linked(VICTIMS, _request_lists)
+def _victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    serve_misses(state, incoming, candidates, chosen, _miss, drop_from_list)
+
+
+@linked(MOVED, _request_lists)
+def _admitted(state: State, keys: np.ndarray) -> None:
+    confirm(state, keys, _fill)
+
+
+class SLRU(AdmittingCompiledCache):
     """Evict from the lowest of several LRU segments; every hit moves an expert one
     segment up.
 
@@ -44,67 +147,13 @@ class SLRU(PerRequestCache):
         self.segments = segments
         self.entry = entry
 
-    def pool(
-        self,
-        capacity: int,
-        context: RunContext,
-    ) -> RequestQueues:
-        """Make empty segments."""
-        del context
-        return _Segments(self, capacity)
-
-
-class _Segments:
-    """One dictionary of keys per segment, lowest first, each least recent first."""
-
-    def __init__(self, policy: SLRU, capacity: int) -> None:
-        self.policy = policy
-        self.share = capacity // policy.segments
-        self.segments: list[dict[int, None]] = [{} for _ in range(policy.segments)]
-        self.level: dict[int, int] = {}
-
-    def __contains__(self, key: int) -> bool:
-        return key in self.level
-
-    def hit(self, key: int) -> None:
-        level = self.level[key]
-        del self.segments[level][key]
-        highest = len(self.segments) - 1
-        self._put(key, min(level + 1, highest))
-
-    def miss(self, key: int, free: Container[int]) -> int:
-        # A lowest segment with held experts alone leaves the choice to the next.
-        in_order = (first(segment, free) for segment in self.segments)
-        victim = next(candidate for candidate in in_order if candidate >= 0)
-        # Left before the newcomer enters, or a segment would seem to overflow.
-        self.drop(victim)
-        self.fill(key)
-        return victim
-
-    def fill(self, key: int) -> None:
-        level = 0
-        if self.policy.entry == "free":
-            not_full = (
-                n
-                for n, segment in enumerate(self.segments)
-                if len(segment) < self.share
-            )
-            level = next(not_full, 0)
-        self._put(key, level)
-
-    def drop(self, key: int) -> None:
-        del self.segments[self.level.pop(key)][key]
-
-    def _put(self, key: int, level: int) -> None:
-        """Make `key` the most recent of a segment, and hand down what no longer
-        fits.
-        """
-        self.segments[level][key] = None
-        self.level[key] = level
-        # The lowest has no limit of its own: the capacity of the pool is one.
-        while level > 0 and len(self.segments[level]) > self.share:
-            oldest = next(iter(self.segments[level]))
-            del self.segments[level][oldest]
-            level -= 1
-            self.segments[level][oldest] = None
-            self.level[oldest] = level
+    def bring(self, context: RunContext) -> CacheKernels:
+        """Make empty segments for each pool."""
+        rules = (self.segments, int(self.entry == "free"))
+        return CacheKernels(
+            request_state(context, lists=self.segments, integers=rules),
+            victims=_victims,
+            accessed=_accessed,
+            admitted=_admitted,
+            evicted=forget_evicted,
+        )

@@ -2,29 +2,133 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
-from moesim.policies.base import ExpertKey, Swap
-from moesim.policies.cache._own_replacements import OwnReplacementsCache
+from moesim.policies.base import RESIDENT, RunContext
+from moesim.policies.cache import _kernels
+from moesim.policies.cache._compiled import CompiledCache
+from moesim.policies.cache._kernels import mark_keys
 from moesim.policies.cache.static import Static
+from moesim.policies.compilation import joined
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    REPLACEMENTS,
+    CacheKernels,
+    State,
+    Work,
+    admits_nothing,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.ranking import highest_first, lowest_first
+from moesim.traces.compilation import compiled, linked
 from moesim.traces.format.schema import Phase
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import LayerWork, MachineView, RunContext
 
 Trigger = Literal["aligned", "literal"]
 Swaps = Literal["always", "gain-only"]
 Deadline = Literal["visit", "none"]
 Fill = Literal["random", "calibrated", "lowest"]
 
+PREFILL = int(Phase.PREFILL)
 
-class WorkloadWindow(OwnReplacementsCache):
+# Rows of the state's marks: by key, and steps of the window by layer.
+_SUMS = 0
+_INSIDE = 1
+_STEPS = 2
+
+# Places in the state's integers.
+_EXPERTS = 0
+_WINDOW = 1
+_MOST_SWAPS = 2
+_LITERAL = 3
+_GAIN_ONLY = 4
+_PREFILL_COUNTS = 5
+
+
+@compiled(ACCESSED)
+def _accessed(state: State, work: Work) -> None:
+    """Add this step's tokens to the layer's sums."""
+    if work.phase == PREFILL and not state.integers[_PREFILL_COUNTS]:
+        return
+    first = work.layer * state.integers[_EXPERTS]
+    for i in range(len(work.experts)):
+        state.marks[_SUMS, first + work.experts[i]] += work.tokens[i]
+    state.marks[_STEPS, work.layer] += 1
+
+
+@linked(MOVED, _kernels)
+def _admitted(state: State, keys: np.ndarray) -> None:
+    mark_keys(state.marks[_INSIDE], keys, 1)
+
+
+@linked(MOVED, _kernels)
+def _evicted(state: State, keys: np.ndarray) -> None:
+    mark_keys(state.marks[_INSIDE], keys, 0)
+
+
+@joined
+def _largest(sums: np.ndarray, among: np.ndarray) -> int:
+    """The expert with the largest sum, ties to the lower id; -1 if there is none."""
+    best = -1
+    for expert in range(len(sums)):
+        if among[expert] and (best < 0 or sums[expert] > sums[best]):
+            best = expert
+    return best
+
+
+@compiled(REPLACEMENTS)
+def _replacements(
+    state: State,
+    work: Work,
+    states: np.ndarray,
+    outgoing: np.ndarray,
+    incoming: np.ndarray,
+) -> int:
+    """At the end of a window, pair the busiest outside with the idlest inside, and
+    begin a new window.
+    """
+    if work.phase == PREFILL and not state.integers[_PREFILL_COUNTS]:
+        return 0
+    # Algorithm 2 counts from 0, so its first window ends after one step.
+    done = state.marks[_STEPS, work.layer] - state.integers[_LITERAL]
+    if done % state.integers[_WINDOW]:
+        return 0
+
+    width = state.integers[_EXPERTS]
+    first = work.layer * width
+    sums = state.marks[_SUMS, first : first + width].copy()
+    # The window ends here even if nothing is swapped.
+    state.marks[_SUMS, first : first + width] = 0
+
+    # What is inside may still be in flight, and then it cannot leave yet.
+    may_enter = np.zeros(width, np.bool_)
+    may_leave = np.zeros(width, np.bool_)
+    for expert in range(width):
+        may_enter[expert] = state.marks[_INSIDE, first + expert] == 0
+        for gpu in range(len(states)):
+            may_leave[expert] |= states[gpu, first + expert] == RESIDENT
+        may_leave[expert] &= not may_enter[expert]
+
+    count = 0
+    while count < state.integers[_MOST_SWAPS]:
+        busiest = _largest(sums, may_enter)
+        idlest = _largest(-sums, may_leave)
+        if busiest < 0 or idlest < 0:
+            break
+        # Both only get closer: once a pair gains nothing, none does.
+        if state.integers[_GAIN_ONLY] and sums[busiest] <= sums[idlest]:
+            break
+        outgoing[count] = first + idlest
+        incoming[count] = first + busiest
+        count += 1
+        may_enter[busiest] = False
+        may_leave[idlest] = False
+    return count
+
+
+class WorkloadWindow(CompiledCache):
     """Every `window` steps, replace the residents with the fewest tokens by the absent
     experts with the most.
 
@@ -57,6 +161,8 @@ class WorkloadWindow(OwnReplacementsCache):
     §1.7.
     """
 
+    replaces = True
+
     def __init__(
         self,
         *,
@@ -83,61 +189,38 @@ class WorkloadWindow(OwnReplacementsCache):
         self.lands_by_next_visit = deadline == "visit"
         self.fill: Fill = fill
 
-    def start(self, context: RunContext) -> None:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Begin all sums at 0."""
-        super().start(context)
         self._initial_content = Static(fill=self.fill)
         self._initial_content.start(context)
-        self._sums = np.zeros(self.inside.shape, np.int64)
-        self._steps = [0] * len(self.inside)
+        shape = context.shape
+        rules = (
+            self.window,
+            self.swaps,
+            self.trigger == "literal",
+            self.gain == "gain-only",
+            self.prefill,
+        )
+        return CacheKernels(
+            state(
+                marks=np.zeros((3, shape.layers * shape.experts)),
+                integers=[shape.experts, *rules],
+            ),
+            accessed=_accessed,
+            admits=admits_nothing,
+            admitted=_admitted,
+            evicted=_evicted,
+            replacements=_replacements,
+        )
+
+    @property
+    def inside(self) -> np.ndarray:
+        """Experts that have entered and not left, copies in flight included: bool
+        [L * E].
+        """
+        inside: np.ndarray = self.kernels().state.marks[_INSIDE] != 0
+        return inside
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Fill the cache as `fill` says: int64 flat keys, ascending."""
         return self._initial_content.initial(capacity_slots)
-
-    def accessed(self, work: LayerWork) -> None:
-        """Add this step's tokens to the layer's sums."""
-        if self._counts(work):
-            self._sums[work.layer, work.experts] += work.tokens
-            self._steps[work.layer] += 1
-
-    def replacements(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[Swap]:
-        """At the end of a window, pair the busiest outside with the idlest inside, and
-        begin a new window.
-        """
-        layer = work.layer
-        # Algorithm 2 counts from 0, so its first window ends after one step.
-        done = self._steps[layer]
-        if self.trigger == "literal":
-            done -= 1
-        if not self._counts(work) or done % self.window:
-            return ()
-
-        sums = self._sums[layer].copy()
-        # The window ends here even if nothing is swapped.
-        self._sums[layer] = 0
-        inside = np.flatnonzero(self.settled(layer, view))
-        outside = np.flatnonzero(~self.inside[layer])
-        leaving = lowest_first(inside, sums[inside])[: self.swaps]
-        entering = highest_first(outside, sums[outside])[: self.swaps]
-
-        # The shorter list decides how many are swapped.
-        pairs = zip(leaving.tolist(), entering.tolist(), strict=False)
-        swaps = []
-        for outgoing, incoming in pairs:
-            if self.gain == "always" or sums[incoming] > sums[outgoing]:
-                swaps.append(
-                    Swap(
-                        outgoing=ExpertKey(layer, outgoing),
-                        incoming=ExpertKey(layer, incoming),
-                    )
-                )
-        return swaps
-
-    def _counts(self, work: LayerWork) -> bool:
-        """Whether this layer step belongs to a window."""
-        return self.prefill or work.phase != Phase.PREFILL

@@ -59,6 +59,22 @@ class Wish:
         self.leaving: list[int] | None = None
 
 
+def preferred(cache: CachePolicy, name: str, incoming: np.ndarray) -> np.ndarray:
+    """`incoming` in the order of precedence of a cache policy of this name.
+
+    Raises:
+        PolicyError: the policy lost one in reordering.
+    """
+    order = cache.precedence(incoming)
+    same = np.array_equal(np.sort(order), np.sort(incoming))
+    if len(order) != len(incoming) or not same:
+        raise PolicyError(
+            f"cache policy {name!r}: precedence {order.tolist()} is not an"
+            f" order of {incoming.tolist()}"
+        )
+    return order
+
+
 class MemoryLevel:
     """A `Residency` with its cache policy. The planner is its only caller.
 
@@ -181,7 +197,7 @@ class MemoryLevel:
         free = self.memory.free_bytes(layer) - self._promised_bytes[pool]
         room = max(0, free // size)
         if len(entering) > room and not self._in_launch_order:
-            entering = self._preferred(entering)
+            entering = preferred(self.cache, self.name, entering)
         for key in entering[:room].tolist():
             self._promise(key, pool, size, NO_VICTIMS)
         if len(entering) <= room:
@@ -273,17 +289,6 @@ class MemoryLevel:
         holds = self._holds
         for victim in wish.leaving:
             holds[victim] -= 1
-
-    def _preferred(self, incoming: np.ndarray) -> np.ndarray:
-        """`incoming` in the policy's order of precedence."""
-        order = self.cache.precedence(incoming)
-        same = np.array_equal(np.sort(order), np.sort(incoming))
-        if len(order) != len(incoming) or not same:
-            raise PolicyError(
-                f"cache policy {self.name!r}: precedence {order.tolist()} is not an"
-                f" order of {incoming.tolist()}"
-            )
-        return order
 
     # -- starts -----------------------------------------------------------------------
 

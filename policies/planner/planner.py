@@ -183,6 +183,25 @@ class Planner(MachineState):
                 plan.swaps += [(gpu, swap) for swap in swaps]
         return plan
 
+    def foretell(
+        self, experts: np.ndarray, draft_s: float, now_s: float
+    ) -> list[Copies]:
+        """Wish for what a drafted token foretells.
+
+        Args:
+            experts: uint16 [L, K], those that the token really uses.
+            draft_s: seconds that a drafted token takes.
+            now_s: the time.
+
+        Returns:
+            Prefetches, most wanted first.
+        """
+        self.now_s = now_s
+        copies: list[Copies] = []
+        named = self.policies.prefetch.foretold(experts, draft_s, self)
+        prefetches.wish_for_foretold(self, named, copies)
+        return copies
+
     def complete(self, plan: Plan, now_s: float) -> list[Copies]:
         """Note that a layer step has joined: release its holds, forget what was staged
         for it.

@@ -9,8 +9,70 @@ chooses `e` in layer `l + 1`. Rows sum to the number of experts per token, or to
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Self
 
 import numpy as np
+from numba import types as nb
+
+from moesim.traces.compilation import compiled, input_array
+
+_ROUTING = input_array(nb.uint16, 2)
+_IDS = input_array(nb.int32)
+
+
+@compiled(nb.void(nb.float64[:, ::1], nb.int64[::1], nb.int64, _ROUTING, _ROUTING))
+def count_pairs(
+    pairs: np.ndarray,
+    seen: np.ndarray,
+    first: int,
+    before: np.ndarray,
+    after: np.ndarray,
+) -> None:
+    """Count the experts of the same tokens in a layer and in the one after it.
+
+    Args:
+        pairs: float64 [L * E, E], how often each expert of a layer was followed by each
+            of the next.
+        seen: int64 [L * E], how often each was chosen.
+        first: key of the earlier layer's first expert.
+        before, after: ids [T, K] in both layers; unused columns hold ids >= E.
+    """
+    experts = pairs.shape[1]
+    for t in range(len(before)):
+        for a in before[t]:
+            if a >= experts:
+                continue
+            seen[first + a] += 1
+            for e in after[t]:
+                if e < experts:
+                    pairs[first + a, e] += 1.0
+
+
+@compiled(
+    nb.float64[::1](
+        input_array(nb.float64, 2), input_array(nb.int64), nb.int64, _IDS, _IDS
+    )
+)
+def following_workload(
+    pairs: np.ndarray,
+    seen: np.ndarray,
+    first: int,
+    experts: np.ndarray,
+    tokens: np.ndarray,
+) -> np.ndarray:
+    """Predict the next layer's workload, float64 [E], of a layer's active `experts` [A]
+    and their `tokens` [A].
+
+    What was never seen predicts nothing. `pairs`, `seen` and `first` as in
+    `count_pairs`.
+    """
+    workload = np.zeros(pairs.shape[1])
+    for i in range(len(experts)):
+        key = first + experts[i]
+        times = max(1, seen[key])
+        for e in range(len(workload)):
+            workload[e] += tokens[i] * (pairs[key, e] / times)
+    return workload
 
 
 class Transitions:
@@ -20,8 +82,15 @@ class Transitions:
 
     def __init__(self, layers: int, experts: int) -> None:
         self.experts = experts
-        self._pairs = np.zeros((layers, experts, experts))
-        self._seen = np.zeros((layers, experts))
+        self.pairs = np.zeros((layers * experts, experts))
+        self.seen = np.zeros(layers * experts, np.int64)
+
+    @classmethod
+    def known(cls, table: np.ndarray) -> Self:
+        """The transitions of a table, float64 [L, E, E]; they are not counted on."""
+        transitions = cls(len(table), table.shape[1])
+        transitions.pairs[:] = table.reshape(transitions.pairs.shape)
+        return transitions
 
     def observe(
         self,
@@ -36,33 +105,33 @@ class Transitions:
             before: ids [T, K]; unused columns hold ids >= E.
             after: ids [T, K'], row by row the same tokens.
         """
-        # Wider integers, as pairs are numbered `first * E + second`.
-        before = before.astype(np.int64)
-        after = after.astype(np.int64)
-        used_before = before < self.experts
-        used_after = after < self.experts
-        np.add.at(self._seen[layer], before[used_before], 1.0)
+        count_pairs(
+            self.pairs,
+            self.seen,
+            layer * self.experts,
+            np.ascontiguousarray(before, np.uint16),
+            np.ascontiguousarray(after, np.uint16),
+        )
 
-        pairs = used_before[:, :, None] & used_after[:, None, :]
-        first = np.broadcast_to(before[:, :, None], pairs.shape)[pairs]
-        second = np.broadcast_to(after[:, None, :], pairs.shape)[pairs]
-        flat = self._pairs[layer].reshape(-1)
-        np.add.at(flat, first * self.experts + second, 1.0)
-
-    def rows(
-        self,
-        layer: int,
-        experts: np.ndarray,
+    def workload(
+        self, layer: int, experts: np.ndarray, tokens: np.ndarray
     ) -> np.ndarray:
-        """Probabilities of what follows some experts of a layer: float64 [A, E]."""
-        seen = np.maximum(self._seen[layer, experts], 1.0)
-        return self._pairs[layer, experts] / seen[:, None]
+        """Predict the workload of the layer behind `layer`, float64 [E], by the active
+        experts of `layer` and their tokens.
+        """
+        return following_workload(
+            self.pairs,
+            self.seen,
+            layer * self.experts,
+            np.ascontiguousarray(experts, np.int32),
+            np.ascontiguousarray(tokens, np.int32),
+        )
 
     def table(self) -> np.ndarray:
         """The full table: float64 [L, E, E]."""
         # At least 1, so that rows that were never seen stay 0.
-        seen = np.maximum(self._seen, 1.0)
-        return self._pairs / seen[:, :, None]
+        seen = np.maximum(self.seen, 1)
+        return (self.pairs / seen[:, None]).reshape(-1, self.experts, self.experts)
 
 
 class PairTransitions:

@@ -40,10 +40,9 @@ class ActivationMatrix(PrefetchPolicy):
         capacity: sequences kept; 1000 in the released code. Calibrated ones
             (``extras["activation_matrices"]``, see
             `moesim.policies.prefetch._activation_store`) are never forgotten.
-        size: absent experts wanted per layer step. The released code queues all of
-            them, and gives them slots when their copies start; here a slot is given
-            when a copy is queued, so only the head of the queue is put in: more than a
-            link can start within one layer.
+        size: absent experts wanted per layer step; none for all, as the released code
+            queues them. With a queue that is sorted anew at every layer its head gives
+            the same copies in a fraction of the time (docs/measurements/systems.md).
         requeue: whether the queue is sorted anew at every layer, as the released code
             does; otherwise what was put in earlier goes first.
 
@@ -56,12 +55,12 @@ class ActivationMatrix(PrefetchPolicy):
         *,
         mask: Mask = "released",
         capacity: int = 1000,
-        size: int = 8,
+        size: int | None = 8,
         requeue: bool = True,
     ) -> None:
         expect_choice("mask", mask, Mask)
         expect(capacity >= 1, "capacity", "a number >= 1", capacity)
-        expect(size >= 0, "size", "a number >= 0", size)
+        expect(size is None or size >= 0, "size", "a number >= 0 or none", size)
         self.mask = mask
         self.capacity = capacity
         self.size = size
@@ -99,7 +98,7 @@ class ActivationMatrix(PrefetchPolicy):
         self._store.observe(work.layer, work.experts, work.tokens)
 
         first = work.layer + 1
-        if first >= view.layers or not len(self._store) or not self.size:
+        if first >= view.layers or not len(self._store) or self.size == 0:
             return ()
 
         compared = slice(first, None)
@@ -115,7 +114,9 @@ class ActivationMatrix(PrefetchPolicy):
             row[present(view, first + j)] = 0.0
 
         flat = value.reshape(-1)
-        size = min(self.size, int(np.count_nonzero(flat)))
+        size = int(np.count_nonzero(flat))
+        if self.size is not None:
+            size = min(self.size, size)
         if not size:
             return ()
         # Only what reaches the size-th largest value is sorted, not all layers.

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from moesim.policies.base import ExpertKey
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._future import FuturePrefetch
+from moesim.policies.prefetch._compiled import CompiledPrefetch
+from moesim.traces.compilation import compiled
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import LayerWork, MachineView
+    import numpy as np
 
 
-class Clairvoyant(FuturePrefetch):
+@compiled(PREFETCH)
+def _coming(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
+    experts = view.states.shape[1] // (work.layer + len(view.coming_edges))
+    count = 0
+    # Nearer layers first: the queue serves keys in the order they are named.
+    for n in range(min(state.integers[0], len(view.coming_edges) - 1)):
+        first = (work.layer + 1 + n) * experts
+        for expert in view.coming[view.coming_edges[n] : view.coming_edges[n + 1]]:
+            named[count] = first + expert
+            count += 1
+    return count
+
+
+class Clairvoyant(CompiledPrefetch):
     """Prefetch exactly the experts that the coming layers of this step will use.
 
     Nearest layer first, then ascending id. The bound on what a predictor can bring,
-    given cache and link.
+    given cache and link. All of them are named; those present are shielded by that.
 
     Args:
         depth: layers ahead; 1 is what the papers' predictors look at, and more can
@@ -27,19 +46,10 @@ class Clairvoyant(FuturePrefetch):
     Source: ours; what Belady is for caches.
     """
 
+    oracle: ClassVar[bool] = True
+
     def __init__(self, *, depth: int = 1) -> None:
         expect(depth >= 1, "depth", "a number >= 1", depth)
         self.depth = depth
-
-    def prefetch(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[ExpertKey]:
-        """Name them all; those present are shielded by being named."""
-        keys: list[ExpertKey] = []
-        for depth in range(1, self.depth + 1):
-            # Nearer layers first: the queue serves keys in the order they are named.
-            experts = self.coming(work, view, depth).tolist()
-            keys += [ExpertKey(work.layer + depth, expert) for expert in experts]
-        return keys
+        self.ahead = 0
+        self.brought = PrefetchKernels(_coming, state(integers=[depth]))

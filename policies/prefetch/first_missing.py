@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from moesim.policies.base import Evaluations, PrefetchPolicy
+from moesim.policies.base import Evaluations
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._prediction import by_predicted_workload
+from moesim.policies.prefetch._prediction import PredictedWorkload
 from moesim.traces.format.schema import Phase
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-    from moesim.policies.base import ExpertKey, LayerWork, MachineView
-
-
-class FirstMissing(PrefetchPolicy):
+class FirstMissing(PredictedWorkload):
     """Prefetch the best absent expert among the few that the next gate prefers for this
     layer's input.
 
@@ -37,28 +30,10 @@ class FirstMissing(PrefetchPolicy):
         expect(count >= 0, "count", "a number >= 0", count)
         self.top = top
         self.count = count
+        # Present experts use up their rank, so only the best `top` are considered.
+        self.ranks(size=top, refill=False, tie="score", most=count, decode_only=True)
 
     def evaluations(self, following: int, phase: Phase) -> Evaluations:
         """The next layer's gate, in decode."""
         del following
         return Evaluations(gates=int(phase == Phase.DECODE))
-
-    def prefetch(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[ExpertKey]:
-        """Look one layer ahead."""
-        if work.phase != Phase.DECODE:
-            return ()
-        # Present experts use up their rank, so only the best `top` are considered.
-        absent = by_predicted_workload(
-            work,
-            view,
-            column="pred1_raw",
-            depth=1,
-            size=self.top,
-            refill=False,
-            tie="score",
-        )
-        return absent[: self.count]

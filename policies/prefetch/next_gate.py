@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.policies.base import Evaluations, Late, PrefetchPolicy
+from moesim.policies.base import Evaluations, Late
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._prediction import Tie, by_predicted_workload
+from moesim.policies.prefetch._prediction import PredictedWorkload, Tie
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import ExpertKey, LayerWork, MachineView
     from moesim.traces.format.schema import Phase
 
 # One per layer ahead, nearest first.
 _COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")
 
 
-class NextGate(PrefetchPolicy):
+class NextGate(PredictedWorkload):
     """Prefetch the experts that the next gates choose for this layer's gate input.
 
     Adjacent layers see similar hidden states, so gate l+1 on the input of gate l is a
@@ -68,27 +65,9 @@ class NextGate(PrefetchPolicy):
         self.requeue = requeue
         # A trace without the farther predictions still serves a smaller depth.
         self.needs = _COLUMNS[:depth]
+        self.ranks(size=size, refill=refill, tie=tie)
 
     def evaluations(self, following: int, phase: Phase) -> Evaluations:
         """One gate for each layer ahead."""
         del phase
         return Evaluations(gates=min(self.depth, following))
-
-    def prefetch(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[ExpertKey]:
-        """Rank each layer ahead by itself; nearer layers come first."""
-        keys: list[ExpertKey] = []
-        for depth, column in enumerate(self.needs, start=1):
-            keys += by_predicted_workload(
-                work,
-                view,
-                column=column,
-                depth=depth,
-                size=self.size,
-                refill=self.refill,
-                tie=self.tie,
-            )
-        return keys

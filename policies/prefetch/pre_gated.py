@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from moesim.policies.base import ExpertKey
-from moesim.policies.prefetch._future import FuturePrefetch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import LayerWork, MachineView
+from moesim.policies.prefetch.clairvoyant import Clairvoyant
 
 
-class PreGated(FuturePrefetch):
+class PreGated(Clairvoyant):
     """Prefetch the next layer's experts, which this layer's gate already knows.
 
     To a trace of an unchanged model that is perfect foresight of one layer, so it
@@ -23,12 +15,6 @@ class PreGated(FuturePrefetch):
     Source: Pre-gated MoE; our reference, section 6.6.
     """
 
-    def prefetch(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[ExpertKey]:
-        """Name the next layer's experts in ascending id."""
+    def __init__(self) -> None:
         # Perfect foresight stands in for the retrained gate.
-        experts = self.coming(work, view, depth=1).tolist()
-        return [ExpertKey(work.layer + 1, expert) for expert in experts]
+        super().__init__(depth=1)

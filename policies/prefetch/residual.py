@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.policies.base import Evaluations, PrefetchPolicy
+from moesim.policies.base import Evaluations
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._prediction import Tie, by_predicted_workload
+from moesim.policies.prefetch._prediction import PredictedWorkload, Tie
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import ExpertKey, LayerWork, MachineView
     from moesim.traces.format.schema import Phase
 
 
-class Residual(PrefetchPolicy):
+class Residual(PredictedWorkload):
     """Prefetch the experts with the highest workload predicted from residual-corrected
     features.
 
@@ -46,24 +43,9 @@ class Residual(PrefetchPolicy):
         self.buffer_slots = size
         self.refill = refill
         self.tie = tie
+        self.ranks(size=size, refill=refill, tie=tie)
 
     def evaluations(self, following: int, phase: Phase) -> Evaluations:
         """One more gate, on the corrected input."""
         del following, phase
         return Evaluations(gates=1)
-
-    def prefetch(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[ExpertKey]:
-        """Rank the next layer."""
-        return by_predicted_workload(
-            work,
-            view,
-            column="pred1_res",
-            depth=1,
-            size=self.size,
-            refill=self.refill,
-            tie=self.tie,
-        )

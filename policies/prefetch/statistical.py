@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from moesim.policies.base import PolicyError, PrefetchPolicy
+from moesim.policies.base import PolicyError
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+)
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.prefetch import _kernels, _transitions
 from moesim.policies.prefetch._absent_experts import absent_experts
-from moesim.policies.prefetch._transitions import PairTransitions, Transitions
+from moesim.policies.prefetch._compiled import CompiledPrefetch
+from moesim.policies.prefetch._kernels import name_absent, ranked_experts
+from moesim.policies.prefetch._transitions import (
+    PairTransitions,
+    Transitions,
+    count_pairs,
+    following_workload,
+)
 from moesim.policies.ranking import ranked
+from moesim.traces.compilation import linked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +36,36 @@ if TYPE_CHECKING:
 Table = Literal["auto", "calibrated", "online"]
 
 
-class Statistical(PrefetchPolicy):
+@linked(PREFETCH, _kernels, _transitions)
+def _following(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
+    size, refill, learns = state.integers
+    experts = state.scores.shape[1]
+    first = work.layer * experts
+    # Layers of a ragged prefill hold different tokens.
+    if learns and len(view.before) == len(view.routing):
+        count_pairs(
+            state.scores, state.marks[0], first - experts, view.before, view.routing
+        )
+    # The last layer predicts nothing, but how it was reached is learned.
+    if first + experts == len(state.scores):
+        return 0
+    workload = following_workload(
+        state.scores, state.marks[0], first, work.experts, work.tokens
+    )
+    # Experts that never followed are not wanted.
+    return name_absent(
+        ranked_experts(workload, np.zeros(experts)),
+        work.layer + 1,
+        experts,
+        view.states,
+        size,
+        refill != 0,
+        named,
+        0,
+    )
+
+
+class Statistical(CompiledPrefetch):
     """Prefetch the experts that most often follow this layer's active experts.
 
     The predicted workload of expert e is the sum over tokens, and over each token's
@@ -42,6 +87,8 @@ class Statistical(PrefetchPolicy):
 
     Source: EdgeMoE; our reference, section 6.7.
     """
+
+    reads_routing: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -80,13 +127,26 @@ class Statistical(PrefetchPolicy):
                 "prefetch policy 'statistical': calibration 'transitions': expected"
                 f" shape {(layers, experts, experts)}, got {np.shape(table)}"
             )
-        self._calibrated = table
-        if table is not None:
-            self._calibrated = np.asarray(table, np.float64)
-        self._learned = Transitions(layers, experts)
+        self._learns = table is None
+        if table is None:
+            self._transitions = Transitions(layers, experts)
+        else:
+            self._transitions = Transitions.known(np.asarray(table, np.float64))
+        # The kernel works on the same arrays.
+        known = State(
+            self._transitions.pairs,
+            self._transitions.seen[None],
+            np.empty(0),
+            np.array([self.size, self.refill, self._learns], np.int64),
+        )
+        self.brought = PrefetchKernels(_following, known)
         self._pairs = PairTransitions(experts)
         # What was routed in this pass so far, the last two layers.
         self._before: list[LayerWork] = []
+
+    def kernels(self) -> PrefetchKernels | None:
+        """The same in compiled runs, but for pairs of layers: their table grows."""
+        return self.brought if self.preceding == 1 else None
 
     def prefetch(
         self,
@@ -94,6 +154,8 @@ class Statistical(PrefetchPolicy):
         view: MachineView,
     ) -> Sequence[ExpertKey]:
         """Predict the next layer; on the way learn how this one followed the last."""
+        if self.preceding == 1:
+            return super().prefetch(work, view)
         # The last layer predicts nothing, but how it was reached is learned.
         before = self._preceding(work)
         self._learn(work, before)
@@ -102,10 +164,10 @@ class Statistical(PrefetchPolicy):
         if layer >= view.layers:
             return ()
 
-        if self.preceding == 2 and before:
+        if before:
             workload = self._by_pairs(work, before[-1])
         else:
-            workload = work.tokens @ self._follows(work.layer, work.experts)
+            workload = self._transitions.workload(work.layer, work.experts, work.tokens)
         # Experts that never followed are not wanted.
         followed = np.count_nonzero(workload)
         return absent_experts(
@@ -116,20 +178,16 @@ class Statistical(PrefetchPolicy):
             refill=self.refill,
         )
 
-    def _follows(self, layer: int, experts: np.ndarray) -> np.ndarray:
-        """Probabilities of what follows some experts: float64 [A, E]."""
-        if self._calibrated is None:
-            return self._learned.rows(layer, experts)
-        return self._calibrated[layer, experts]
-
     def _by_pairs(self, work: LayerWork, before: LayerWork) -> np.ndarray:
         """Workload predicted by two layers, and by one for tokens of unseen pairs."""
         workload, unseen = self._pairs.workload(
             work.layer, before.routing, work.routing
         )
-        experts = work.routing[unseen].astype(np.int64).reshape(-1)
-        experts = experts[experts < self._pairs.experts]
-        return workload + self._follows(work.layer, experts).sum(axis=0)
+        routed = work.routing[unseen].astype(np.int64).reshape(-1)
+        experts, tokens = np.unique(
+            routed[routed < self._pairs.experts], return_counts=True
+        )
+        return workload + self._transitions.workload(work.layer, experts, tokens)
 
     def _preceding(self, work: LayerWork) -> list[LayerWork]:
         """The layers of this pass right before, as far as they hold the same tokens."""
@@ -151,9 +209,9 @@ class Statistical(PrefetchPolicy):
         if not before:
             return
         last = before[-1]
-        if self._calibrated is None:
-            self._learned.observe(last.layer, last.routing, work.routing)
-        if self.preceding == 2 and len(before) == 2:
+        if self._learns:
+            self._transitions.observe(last.layer, last.routing, work.routing)
+        if len(before) == 2:
             self._pairs.observe(
                 last.layer, before[0].routing, last.routing, work.routing
             )

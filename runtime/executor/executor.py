@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from moesim.policies.planner.planner import Planner
     from moesim.runtime.executor.device import Device
     from moesim.runtime.executor.lanes import Worker
-    from moesim.runtime.measure.thread_evidence import Counters
+    from moesim.runtime.measure.evidence.threads import Counters
     from moesim.runtime.models.expert_math import Groups
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.batch import RoutedLayer

@@ -26,14 +26,14 @@ from moesim.engine.operations import DEMAND
 from moesim.hwprofiles.lanes import CONTROL, CPU
 from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.executor.interrupts import Interrupts
-from moesim.runtime.measure.thread_evidence import ThreadEvidence
+from moesim.runtime.measure.evidence.threads import ThreadEvidence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.runtime.measure.thread_evidence import Counters
+    from moesim.runtime.measure.evidence.threads import Counters
 
 _JOIN_S: Final = 20.0
 """How long `Lanes.close` waits for a thread that is inside an operation: a read of a

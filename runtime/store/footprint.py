@@ -1,8 +1,8 @@
 """The host memory that a run may take, and how much it took.
 
 A budget is a sum: what the process held before, the expert slots of each memory, the
-weights that are no experts, keys and values, and a stated allowance for what a run
-works with (activations, its records, code that is loaded on first use). The kernel
+weights that are no experts, keys and values, what a step computes with, and a stated
+allowance for the rest (a run's records, code that is loaded on first use). The kernel
 keeps the highest mark of what was resident; set back before a run, it says whether the
 sum was right.
 """
@@ -10,6 +10,7 @@ sum was right.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -19,9 +20,9 @@ import psutil
 if TYPE_CHECKING:
     from moesim.runtime.executor.executor import Executor
 
-WORKING_BYTES: Final = 64 << 20
-"""Allowance for everything that has no size of its own in a budget; beside it, one
-record while memories are filled.
+WORKING_BYTES: Final = 16 << 20
+"""Allowance for everything that has no size of its own in a budget: a run's records,
+and code that is loaded on first use. Beside it, one record while memories are filled.
 """
 
 _PROC: Final = Path("/proc/self")
@@ -39,7 +40,7 @@ class Footprint(NamedTuple):
         kept: keys and values, likewise.
         host_slots: experts in host memory.
         device_slots: slots of the host accelerator; those of a GPU are no host memory.
-        working: allowance for the rest.
+        working: what a step computes with, and the allowance for the rest.
         peak: most that was resident at one time during the run.
     """
 
@@ -69,6 +70,8 @@ class Meter:
     """
 
     def __init__(self) -> None:
+        # What an earlier run left in circles of references is no part of this one.
+        gc.collect()
         with contextlib.suppress(OSError):
             (_PROC / "clear_refs").write_text(_RESET_PEAK, encoding="ascii")
         self._before = int(psutil.Process().memory_info().rss)
@@ -89,9 +92,13 @@ class Meter:
             self._device_slots = executor.memories.slots.slots.total_bytes
         self._peak = peak_bytes()
 
-    def footprint(self, dense: int, kept: int) -> Footprint:
-        """Sum up, given the bytes of non-expert weights and of keys and values in host
-        memory.
+    def footprint(self, dense: int, kept: int, computing: int) -> Footprint:
+        """Sum up.
+
+        Args:
+            dense: bytes of non-expert weights in host memory.
+            kept: bytes of keys and values there.
+            computing: bytes that a step computes with there.
         """
         return Footprint(
             before=self._before,
@@ -99,7 +106,7 @@ class Meter:
             kept=kept,
             host_slots=self._host_slots,
             device_slots=self._device_slots,
-            working=WORKING_BYTES + self._record,
+            working=WORKING_BYTES + self._record + computing,
             peak=self._peak,
         )
 

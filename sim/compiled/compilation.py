@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numba
+from numba import types as nb
 
 from moesim.policies import kernels
 from moesim.traces.compilation import linked
@@ -17,6 +18,7 @@ PARTS = tuple(
     Path(__file__).with_name(f"{name}.py")
     for name in (
         "compilation",
+        "host",
         "lanes",
         "loop",
         "memory",
@@ -34,10 +36,23 @@ _R = TypeVar("_R")
 
 def part(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Compile a part of the loop together with it, callable from there alone."""
-    piece: Callable[_P, _R] = numba.njit(
+    piece: Any = numba.njit(
         no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy"
     )(function)
-    return piece
+    template_of = piece.get_call_template
+
+    def of_plain_numbers(arguments: Any, names: Any) -> Any:
+        return template_of(tuple(map(_plain, arguments)), names)
+
+    # Once, and not once more for each constant that it is called with.
+    piece.get_call_template = of_plain_numbers
+    return piece  # type: ignore[no-any-return]
+
+
+def _plain(kind: Any) -> Any:
+    """The type of an argument, without its value or its size as an integer."""
+    kind = nb.unliteral(kind)
+    return nb.int64 if isinstance(kind, nb.Integer) else kind
 
 
 def entry(signature: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -8,22 +8,25 @@ import numpy as np
 
 from moesim.hwprofiles import lanes
 from moesim.policies.base import CachePolicy, PolicyError
-from moesim.policies.kernels import State
+from moesim.policies.kernels import CacheKernels, State
 from moesim.policies.planner.residency import GLOBAL
 from moesim.sim.compiled import memory, records
 from moesim.sim.compiled.loop import run_steps
 from moesim.sim.compiled.planning import plan_layer_step
+from moesim.sim.compiled.python_policies import PythonPolicies
 from moesim.sim.compiled.records import NONE
+from moesim.sim.compiled.support import answers_with_kernels
 from moesim.sim.compiled.transfers import (
     DROP,
     LATE_DROP,
     LATE_KEEP,
+    LATE_WAIT,
     STAGE,
     WAIT,
     end_operation,
     serve_worker,
 )
-from moesim.sim.compiled.world import World
+from moesim.sim.compiled.world import OF_CACHES, World
 from moesim.sim.noise import Noise
 from moesim.sim.results import ReplayResult, SimulationError
 from moesim.traces.format.batch import RoutedStep
@@ -40,7 +43,19 @@ if TYPE_CHECKING:
     from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.timeline.spans import Chunk, Timeline
 
-_LATE = {"drop": LATE_DROP, "active": LATE_DROP, "keep": LATE_KEEP}
+_LATE = {
+    "drop": LATE_DROP,
+    "active": LATE_DROP,
+    "keep": LATE_KEEP,
+    "wait": LATE_WAIT,
+}
+_PARTS = {
+    "serve_worker": serve_worker,
+    "end_operation": end_operation,
+    "plan_layer_step": plan_layer_step,
+}
+"""Parts of the loop that it calls through its table."""
+
 _NO_PLACE = {"stage": STAGE, "wait": WAIT, "drop": DROP}
 
 
@@ -67,9 +82,18 @@ class CompiledReplay:
         self._accesses: list[Chunk] = []
         self._steps = 0
         self._layer_steps = 0
+        for name, program in _PARTS.items():
+            self._world.give_kernel(name, program)
         self._make_lanes()
+        self._python = PythonPolicies(planner, self._world)
         self._make_memories()
         self._make_constants()
+
+    @property
+    def _levels(self) -> list[MemoryLevel]:
+        """Memories: GPUs, then limited host memory."""
+        host = self._planner.host
+        return self._planner.gpu + ([] if host is None else [host.level])
 
     # -- arrays -----------------------------------------------------------------------
 
@@ -81,7 +105,10 @@ class CompiledReplay:
         count = len(profile.lanes)
 
         world["run"] = np.zeros(1, records.RUN)
-        most = 2 * keys * self._planner.gpus + 2 * shape.experts + 64
+        world["run"]["read_step"] = NONE
+        world["run"]["barred_layer"] = NONE
+        # Copies to every GPU and reads, queued and waiting; products; one of control.
+        most = 2 * keys * (self._planner.gpus + 1) + 2 * shape.experts + 64
         operations = np.zeros(most, records.OPERATION)
         operations["next"] = np.arange(1, most + 1)
         world["operations"] = operations
@@ -116,8 +143,9 @@ class CompiledReplay:
         alone = bool((slowdown == 1.0).all())
         world["slowdown"] = np.zeros((0, 0)) if alone else slowdown
         world["held"] = np.zeros(shape.experts, np.int64)
-        world["deferred"] = np.zeros(2 * keys, records.DEFERRED)
-        self._most = 2 * shape.experts + 2 * keys * self._planner.gpus + 8
+        world["barred"] = np.zeros(shape.experts, np.int64)
+        world["deferred"] = np.zeros(most, records.DEFERRED)
+        self._most = 2 * shape.experts + 2 * keys * (self._planner.gpus + 1) + 8
         self._make_spans(CHUNK_SPANS + 2 * self._most)
 
     def _make_spans(self, count: int) -> None:
@@ -158,21 +186,29 @@ class CompiledReplay:
         planner = self._planner
         shape = planner.shape
         keys = shape.layers * shape.experts
-        levels = planner.gpu
+        levels = self._levels
 
         world["state"] = np.array([level.memory.state.ravel() for level in levels])
         world["holds"] = np.zeros((len(levels), keys), np.int16)
         experts = np.zeros((len(levels), keys), records.EXPERT)
-        for name in ("queued", "awaiting", "replaces", "victim"):
+        for name in (
+            "queued",
+            "awaiting",
+            "first_copy",
+            "last_copy",
+            "replaces",
+            "victim",
+        ):
             experts[name] = NONE
         world["experts"] = experts
         world["pools"] = np.zeros((len(levels), shape.layers), records.POOL)
         world["memories"] = np.zeros(len(levels), records.MEMORY)
+        world["prefetched_layers"] = np.zeros(shape.layers, np.int64)
         for m, level in enumerate(levels):
             self._make_memory(m, level)
         for name in ("copies", "promoted", "swaps"):
-            world[name] = np.zeros(planner.gpus * keys, records.COPY)
-        world["keys"] = np.zeros((6, keys), np.int64)
+            world[name] = np.zeros(planner.gpus * keys + shape.experts, records.COPY)
+        world["keys"] = np.zeros((7, keys), np.int64)
         world["answers"] = np.zeros(keys, np.bool_)
 
     def _make_memory(self, m: int, level: MemoryLevel) -> None:
@@ -192,9 +228,20 @@ class CompiledReplay:
         table["used_bytes"] = books.used_high_bytes
         for layer in range(1 if table["is_global"] else len(pools)):
             pools[layer]["free_bytes"] = books.free_bytes(layer)
-        brought = cache.kernels()
-        assert brought is not None
+        of_host = m == self._planner.gpus
+        brought = self._kernels_of_cache(cache, of_host=of_host)
+        if of_host:
+            for name in OF_CACHES:
+                self._world.give_kernel(f"host_{name}", getattr(brought, name))
+        else:
+            self._give_kernels(brought)
         table["at"], table["sizes"] = self._keep(brought.state)
+
+    def _kernels_of_cache(self, cache: CachePolicy, *, of_host: bool) -> CacheKernels:
+        if answers_with_kernels(cache):
+            brought: CacheKernels = cache.kernels()
+            return brought
+        return self._python.cache(cache, of_host=of_host)
 
     def _make_constants(self) -> None:
         world = self._world
@@ -217,24 +264,46 @@ class CompiledReplay:
         constants["dispatch_s"] = costs.dispatch_s
         constants["cpu_first_s"] = costs.cpu_first_s
         constants["gpu_first_s"] = costs.gpu_first_s
-        constants["planning_s"] = costs.planning_terms(planner.assignment_name)
-        constants["first_op_s"] = costs.first_op_terms
-        constants["join_s"] = costs.join_terms
+        tiered = planner.host is not None
+        constants["planning_s"] = costs.planning_terms(
+            planner.assignment_name, tiered=tiered
+        )
+        constants["first_op_s"] = costs.first_op_terms(tiered=tiered)
+        constants["join_s"] = costs.join_terms(tiered=tiered)
+        constants["host"] = NONE
+        layers = range(shape.layers)
+        world["read_s"] = np.zeros(0)
+        if tiered:
+            constants["host"] = gpus
+            world["read_s"] = np.array([costs.read_s(layer) for layer in layers])
+            constants["first_read_s"] = costs.ssd_first_s
+            constants["dense_after_read"] = costs.after_read("dense")
+            constants["copy_after_read"] = costs.after_read("h2d")
+            constants["compute_after_read"] = costs.after_read("cpu")
         constants["splits_layers"] = planner.splits_layers
         # On the host accelerator all memory is shared: results need no way back.
         constants["moves_activations"] = profile.accelerator != "host"
         constants["prefetches"] = prefetch.prefetches
         constants["requeue"] = prefetch.requeue
+        constants["oracle"] = prefetch.oracle
+        constants["reads_routing"] = prefetch.reads_routing
 
-        self._assignment = planner.policies.assignment.kernels()
-        self._prefetch = prefetch.kernels()
-        self._cache = planner.policies.caches[0].kernels()
-        assert self._assignment is not None
-        assert self._prefetch is not None
+        assignment = planner.policies.assignment
+        brought_by_assignment = (
+            assignment.kernels()
+            if answers_with_kernels(assignment)
+            else self._python.assignment(assignment)
+        )
+        brought_by_prefetch = (
+            prefetch.kernels()
+            if answers_with_kernels(prefetch)
+            else self._python.prefetch(prefetch)
+        )
         for name, brought in (
-            ("assignment", self._assignment),
-            ("prefetch", self._prefetch),
+            ("assignment", brought_by_assignment),
+            ("prefetch", brought_by_prefetch),
         ):
+            self._give_kernels(brought)
             constants[f"{name}_at"], constants[f"{name}_sizes"] = self._keep(
                 brought.state
             )
@@ -264,8 +333,17 @@ class CompiledReplay:
         world["work_lanes"] = np.zeros(shape.experts, np.int8)
         world["work_order"] = np.zeros(shape.experts, np.int64)
         world["work_link_s"] = np.zeros(gpus)
+        world["host_work_s"] = np.zeros((4, gpus * shape.experts))
+        world["host_work_state"] = np.zeros(shape.experts, np.int8)
+        world["host_work_experts"] = np.zeros((2, shape.experts), np.int32)
         self._most_tokens = -1
         self._activation_s = np.zeros(0)
+
+    def _give_kernels(self, brought: Any) -> None:
+        """Give the loop all that a policy brings but its state."""
+        for name, kernel in brought._asdict().items():
+            if name != "state":
+                self._world.give_kernel(name, kernel)
 
     def _keep(self, state: State) -> tuple[list[int], list[int]]:
         """Where the arrays of a policy's state lie, and their sizes."""
@@ -295,7 +373,7 @@ class CompiledReplay:
         self._give_spans()
         self._give_accesses()
         run = self._world["run"][0]
-        for m, level in enumerate(self._planner.gpu):
+        for m, level in enumerate(self._levels):
             high_bytes = int(self._world["memories"][m]["used_high_bytes"])
             level.memory.used_high_bytes = high_bytes
         return ReplayResult(
@@ -311,19 +389,12 @@ class CompiledReplay:
         world = self._world
         run = world["run"][0]
         passes = self._put(block)
-        kernels: list[Any] = [
-            self._assignment.assign,
-            self._prefetch.prefetch,
-            *(getattr(self._cache, name) for name in _OF_CACHES),
-            serve_worker,
-            end_operation,
-            plan_layer_step,
-        ]
+        if block.routed is not None:
+            self._python.begin(block)
         begin = 0
         while begin < len(block.layer):
             self._draw()
-            bounds = [begin, CHUNK_SPANS, CHUNK_ACCESSES]
-            end = run_steps(*[world.table.ctypes.data, *kernels, *bounds])
+            end = run_steps(world.table.ctypes.data, begin, CHUNK_SPANS, CHUNK_ACCESSES)
             if run["error"]:
                 self._fail(int(run["error"]), block, end)
             self._note_accesses(block, begin, end)
@@ -358,6 +429,7 @@ class CompiledReplay:
         world["tokens"] = np.ascontiguousarray(block.tokens, np.int32)
         scores = np.zeros((0, 0)) if block.scores is None else block.scores
         world["scores"] = np.ascontiguousarray(scores)
+        self._put_predictions(block)
         world["lane_of"] = np.zeros(len(block.experts), np.int8)
         world["state_of"] = np.zeros(len(block.experts), np.int8)
         world["start_s"] = np.zeros(count)
@@ -382,7 +454,8 @@ class CompiledReplay:
         world["dense_s"] = np.repeat(np.array(dense_s, np.float64), shape.layers)
         world["gate_s"] = np.repeat(np.array(gate_s, np.float64), shape.layers)
 
-        most_tokens = int(block.tokens.max(initial=0))
+        # Predictions may give an expert more tokens than it gets.
+        most_tokens = int(block.rows.max(initial=0))
         if most_tokens > self._most_tokens:
             tokens = np.arange(most_tokens + 1)
             layers = range(shape.layers)
@@ -395,6 +468,23 @@ class CompiledReplay:
             self._activation_s = np.array(by_rows)
         world["activation_s"] = self._activation_s[block.rows]
         return last
+
+    def _put_predictions(self, block: LayerSteps) -> None:
+        """Give the loop what the prefetch policy reads of a block."""
+        world = self._world
+        experts = self._planner.shape.experts
+        if block.workload is None or block.score_sums is None:
+            # One layer step without predictors stands for all.
+            world["workload"] = np.zeros((1, 0, experts), np.int32)
+            world["score_sums"] = np.zeros((1, 0, experts), np.float32)
+        else:
+            world["workload"] = block.workload
+            world["score_sums"] = block.score_sums
+        routing = np.zeros((0, 0)) if block.routing is None else block.routing
+        world["routing"] = np.ascontiguousarray(routing, np.uint16)
+        row_edges = np.zeros(len(block.rows) + 1, np.int64)
+        np.cumsum(block.rows, out=row_edges[1:])
+        world["row_edges"] = row_edges
 
     def _draw(self) -> None:
         """Draw as many factors as operations have used."""
@@ -466,28 +556,33 @@ class CompiledReplay:
         last: int,
         progress: Callable[[RoutedStep], None] | None,
     ) -> None:
+        step = int(block.step[last])
         phase = Phase(int(block.phase[last]))
-        ended = RoutedStep(
-            step=int(block.step[last]),
-            phase=phase,
-            batch=int(block.batch[last]),
-            tokens=int(block.pass_tokens[last]),
-            context_tokens=int(block.context_tokens[last]),
-            sequences=int(block.sequences[last]),
-            layers=[],
-        )
+        batch = int(block.batch[last])
+        tokens = int(block.pass_tokens[last])
+        sequences = int(block.sequences[last])
         self._timeline.step(
-            ended.step,
+            step,
             phase,
-            ended.batch,
-            ended.tokens,
-            ended.sequences,
+            batch,
+            tokens,
+            sequences,
             start_s=float(self._world["start_s"][last]),
             end_s=float(self._world["end_s"][last]),
         )
         self._steps += 1
         if progress is not None:
-            progress(ended)
+            progress(
+                RoutedStep(
+                    step=step,
+                    phase=phase,
+                    batch=batch,
+                    tokens=tokens,
+                    context_tokens=int(block.context_tokens[last]),
+                    sequences=sequences,
+                    layers=[],
+                )
+            )
 
     def _fail(self, error: int, block: LayerSteps, s: int) -> None:
         """Raise what a run has failed with.
@@ -496,6 +591,8 @@ class CompiledReplay:
             PolicyError: a policy answered something illegal.
             SimulationError: nothing ran although something was awaited.
         """
+        if self._python.raised is not None:
+            raise self._python.raised
         names = self._planner.policies.names
         kind, problem = _ERRORS[error]
         where = f"step {block.step[s]}, layer {block.layer[s]}"
@@ -503,16 +600,6 @@ class CompiledReplay:
             raise SimulationError(f"{where}: {problem}")
         raise PolicyError(f"{kind} policy {names.get(kind)!r}: {where}: {problem}")
 
-
-_OF_CACHES = (
-    "accessed",
-    "admits",
-    "precedence",
-    "victims",
-    "admitted",
-    "evicted",
-    "replacements",
-)
 
 _ERRORS = {
     memory.BAD_ASSIGNMENT: (

@@ -16,6 +16,7 @@ COMPUTED = 1
 FETCHED = 2
 COPIED = 3
 PREDICTED = 4
+HAS_READ = 5
 """What follows an operation's end."""
 
 
@@ -44,6 +45,7 @@ def operation(
     made.nbytes = nbytes
     made.on_end = on_end
     made.start_s = -1.0
+    made.awaits_read = False
     made.next = NONE
     made.previous = NONE
     return i

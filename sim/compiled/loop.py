@@ -9,20 +9,20 @@ from numba import types as nb
 from moesim.engine.operations import DEMAND, REPLACEMENT
 from moesim.engine.operations import PREFETCH as BEHIND_DEMAND
 from moesim.policies.base import RESIDENT
-from moesim.policies.planner.plan import FETCH, PREFETCH
+from moesim.policies.kernels import SERIAL, WAITS
+from moesim.policies.planner.plan import FETCH, PREFETCH, READ
+from moesim.sim.compiled import host, memory, planning, transfers
 from moesim.sim.compiled import lanes as kinds
-from moesim.sim.compiled import memory, planning, transfers
 from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.lanes import operation
 from moesim.sim.compiled.records import NONE
-from moesim.sim.compiled.world import KERNELS, address_of, world_at
+from moesim.sim.compiled.world import address_of, world_at
 from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
 
 CONTROL = 0
-SSD = 1
 CPU = 2
 GPU = 3
-"""Places in `world.lane_by_use`; lanes of GPUs follow each other."""
+"""Places in `world.lane_by_use`, beside the SSD's; lanes of GPUs follow each other."""
 
 
 @part
@@ -37,8 +37,10 @@ def _link_back(world: Any, gpu: int) -> int:
 
 @part
 def _control_s(cost: Any, active: int, copies: int) -> float:
-    """Seconds of ``base + per_expert x active + per_copy x copies``."""
-    return cost[0] + cost[1] * active + cost[2] * copies
+    """Seconds of ``base + per_expert x active + per_copy x copies``, and what an SSD
+    adds.
+    """
+    return cost[0] + cost[1] * active + cost[2] * copies + cost[3]
 
 
 @part
@@ -79,13 +81,19 @@ def _enqueue(world: Any) -> None:
     run = world.run
     for n in range(run.copies):
         copy = world.copies[n]
+        if copy.kind == READ:
+            transfers.read(world, copy.layer, copy.expert, DEMAND, copy.read)
+            continue
+        copy_s = world.copy_s[copy.gpu, copy.layer]
+        if copy.read:
+            copy_s *= constants.copy_after_read
         i = operation(
             world,
             _link_to(world, copy.gpu),
             copy.kind,
             copy.layer,
             copy.expert,
-            world.copy_s[copy.gpu, copy.layer] + constants.dispatch_s,
+            copy_s + constants.dispatch_s,
             world.expert_bytes[copy.layer],
             kinds.COPIED,
         )
@@ -95,16 +103,46 @@ def _enqueue(world: Any) -> None:
         elif copy.kind == PREFETCH:
             priority = BEHIND_DEMAND
             run.prefetches += 1
+            _note_prefetched(world, copy.layer)
         world.operations[i].priority = priority
         key = copy.layer * constants.experts + copy.expert
         world.experts[copy.gpu, key].queued = i
         run.queued += 1
-        transfers.submit(world, i, priority)
+        world.pools[0, copy.layer].outstanding += 1
+        behind_read = copy.read
+        if constants.host != NONE:
+            behind_read |= world.experts[constants.host, key].queued != NONE
+        if behind_read:
+            transfers.read(world, copy.layer, copy.expert, priority, copy.read)
+            transfers.await_read(world, i)
+        else:
+            transfers.submit(world, i, priority)
     run.copies = 0
 
 
 @part
-def _dispatch(world: Any, s: int, serial: bool, first_op_s: float) -> bool:
+def _note_prefetched(world: Any, layer: int) -> None:
+    """Note a layer when a prefetch is queued for it the first time."""
+    run = world.run
+    pool = world.pools[0, layer]
+    if not pool.prefetched:
+        pool.prefetched = True
+        world.prefetched_layers[run.prefetched] = layer
+        run.prefetched += 1
+
+
+@part
+def _note_reads(world: Any) -> None:
+    """Note whether the layer step demands a read."""
+    run = world.run
+    run.has_read = False
+    for n in range(run.copies):
+        copy = world.copies[n]
+        run.has_read |= copy.kind == READ or (copy.kind == FETCH and copy.read)
+
+
+@part
+def _dispatch(world: Any, s: int, flags: int, first_op_s: float) -> bool:
     """Queue the layer step's products in launch order; whether the CPU has one."""
     constants = world.constants
     run = world.run
@@ -122,8 +160,11 @@ def _dispatch(world: Any, s: int, serial: bool, first_op_s: float) -> bool:
         i = world.work_order[n]
         code = world.work_lanes[i]
         expert = world.active[first + i]
+        key = layer * constants.experts + expert
         if code == 0:
             seconds = world.work_s[0, i]
+            if constants.host != NONE and world.experts[constants.host, key].cpu_reads:
+                seconds *= constants.compute_after_read
             first_s = constants.cpu_first_s
         else:
             seconds = gpu_s[code - 1 if several else 0, i]
@@ -145,19 +186,23 @@ def _dispatch(world: Any, s: int, serial: bool, first_op_s: float) -> bool:
         count += 1
         if code == 0:
             cpu_used = True
-            if serial:
+            if flags & SERIAL:
                 world.held[run.held] = product
                 run.held += 1
             else:
-                transfers.submit(world, product, DEMAND)
+                transfers.start_on_cpu(world, product)
             continue
         gpu = code - 1
-        key = layer * constants.experts + expert
-        if serial and world.state[gpu, key] != RESIDENT:
+        if flags & SERIAL and world.state[gpu, key] != RESIDENT:
             run.fetched += 1
             world.operations[product].on_end = kinds.FETCHED
-        transfers.start_on_gpu(world, gpu, product)
+        if flags & WAITS:
+            world.barred[run.barred] = product
+            run.barred += 1
+        else:
+            transfers.start_on_gpu(world, gpu, product)
     run.pending += count
+    transfers.open_when_landed(world, layer)
     if run.held and not run.fetched:
         transfers.release_held(world)
     return cpu_used
@@ -177,9 +222,11 @@ def _complete(world: Any, s: int) -> None:
             for key in range(first, first + world.constants.experts):
                 if world.experts[gpu, key].staged:
                     planning.forget_staged(world, gpu, key)
+    if world.constants.host != NONE:
+        host.complete(world, layer)
     run.joined_s = run.now_s
     if run.swaps:
-        planning.wish_swaps(world)
+        planning.wish_swaps(world, planning.work_of(world, s))
         _enqueue(world)
     transfers.offer(world)
 
@@ -195,6 +242,8 @@ def _layer_step(world: Any, s: int) -> None:
     phase = world.phase[s]
 
     work_s = world.dense_s[s]
+    if run.has_read:
+        work_s *= constants.dense_after_read
     gates = world.evaluations[layer, phase, 0]
     if gates:
         work_s += gates * world.gate_s[s]
@@ -206,7 +255,8 @@ def _layer_step(world: Any, s: int) -> None:
     end = world.edges[s + 1]
     active = end - first
     transfers.begin_decisions(world, layer, world.active[first:end])
-    serial = world.plan_layer_step(address_of(world), s)
+    run.place = s
+    flags = world.plan_layer_step(address_of(world), s)
     if run.error:
         return
     copied = run.promoted + run.copies
@@ -215,12 +265,14 @@ def _layer_step(world: Any, s: int) -> None:
     _alone(world, world.lane_by_use[CONTROL], PLAN, layer, plan_s)
     if run.error:
         return
+    if constants.host != NONE:
+        _note_reads(world)
     for n in range(run.promoted):
         promoted = world.promoted[n]
         transfers.promote(world, promoted.gpu, layer, promoted.expert)
     _enqueue(world)
     first_op_s = _control_s(constants.first_op_s, active, copied)
-    cpu_used = _dispatch(world, s, serial, first_op_s)
+    cpu_used = _dispatch(world, s, flags, first_op_s)
     _predict(world, s, world.evaluations[layer, phase, 1])
     if not run.pending:
         run.turn = True
@@ -253,38 +305,12 @@ def _predict(world: Any, s: int, dense_parts: int) -> None:
     transfers.submit(world, i, DEMAND)
 
 
-@entry(
-    nb.int64(
-        nb.int64,
-        *[nb.FunctionType(signature) for signature in KERNELS.values()],
-        nb.int64,
-        nb.int64,
-        nb.int64,
-    )
-)
-def run_steps(
-    address: int,
-    assign: Any,
-    prefetch: Any,
-    accessed: Any,
-    admits: Any,
-    precedence: Any,
-    victims: Any,
-    admitted: Any,
-    evicted: Any,
-    replacements: Any,
-    serve_worker: Any,
-    end_operation: Any,
-    plan_layer_step: Any,
-    first: int,
-    full_spans: int,
-    full_steps: int,
-) -> int:
+@entry(nb.int64(nb.int64, nb.int64, nb.int64, nb.int64))
+def run_steps(address: int, first: int, full_spans: int, full_steps: int) -> int:
     """Run layer steps of a block from the first on.
 
     Args:
         address: of the world's table.
-        assign: and the following are what is called through the table.
         first: layer step to begin with.
         full_spans: stop after the forward pass that has brought so many spans.
         full_steps: stop after the forward pass that has brought so many layer steps.
@@ -294,18 +320,6 @@ def run_steps(
         middle of a pass the room for spans is short, or ``run.error`` says what failed.
     """
     world = world_at(address)
-    world.assign = assign
-    world.prefetch = prefetch
-    world.accessed = accessed
-    world.admits = admits
-    world.precedence = precedence
-    world.victims = victims
-    world.admitted = admitted
-    world.evicted = evicted
-    world.replacements = replacements
-    world.serve_worker = serve_worker
-    world.end_operation = end_operation
-    world.plan_layer_step = plan_layer_step
     run = world.run
     # Of one layer step: its products, all queued copies, and what surrounds them.
     most = 2 * world.constants.experts + 2 * world.state.size + 8
@@ -315,6 +329,7 @@ def run_steps(
             return s
         if world.layer[s] == 0:
             run.pass_s = run.now_s
+            run.has_read = False
         _layer_step(world, s)
         if run.error:
             return s

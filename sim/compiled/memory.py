@@ -23,6 +23,7 @@ BAD_VICTIMS = 2
 BAD_PREFETCH = 3
 BAD_SWAP = 4
 STUCK = 5
+RAISED = 6
 """What a run may fail with."""
 
 RESERVED_SLOTS = 1
@@ -34,6 +35,51 @@ def cache_state(world: Any, m: int) -> State:
     """The state of a memory's cache policy."""
     memory = world.memories[m]
     return state_at(memory.at, memory.sizes)
+
+
+@part
+def _admits(world: Any, m: int, work: Work, incoming: Any, answers: Any) -> None:
+    state = cache_state(world, m)
+    if m == world.constants.host:
+        world.host_admits(state, work, incoming, answers)
+    else:
+        world.admits(state, work, incoming, answers)
+
+
+@part
+def _precedence(world: Any, m: int, incoming: Any) -> None:
+    state = cache_state(world, m)
+    if m == world.constants.host:
+        world.host_precedence(state, incoming)
+    else:
+        world.precedence(state, incoming)
+
+
+@part
+def _victims(world: Any, m: int, incoming: Any, candidates: Any, chosen: Any) -> None:
+    state = cache_state(world, m)
+    if m == world.constants.host:
+        world.host_victims(state, incoming, candidates, chosen)
+    else:
+        world.victims(state, incoming, candidates, chosen)
+
+
+@part
+def _admitted(world: Any, m: int, keys: Any) -> None:
+    state = cache_state(world, m)
+    if m == world.constants.host:
+        world.host_admitted(state, keys)
+    else:
+        world.admitted(state, keys)
+
+
+@part
+def _evicted(world: Any, m: int, keys: Any) -> None:
+    state = cache_state(world, m)
+    if m == world.constants.host:
+        world.host_evicted(state, keys)
+    else:
+        world.evicted(state, keys)
 
 
 # -- places ----------------------------------------------------------------------------
@@ -159,14 +205,13 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
     for key in keys:
         wish(world, m, key, False, True)
     memory = world.memories[m]
-    state = cache_state(world, m)
     entering = world.keys[1][: len(keys)]
     if memory.admits_all:
         for n in range(len(keys)):
             entering[n] = keys[n]
     else:
         answers = world.answers[: len(keys)]
-        world.admits(state, work, keys, answers)
+        _admits(world, m, work, keys, answers)
         count = 0
         for n in range(len(keys)):
             if answers[n]:
@@ -179,7 +224,7 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
     pool = pool_of(world, m, layer)
     room = max(0, (pool.free_bytes - pool.promised_bytes) // size)
     if len(entering) > room and not memory.in_launch_order:
-        world.precedence(state, entering)
+        _precedence(world, m, entering)
     for n in range(min(room, len(entering))):
         _promise(world, m, entering[n], layer, size, NONE)
     if len(entering) <= room:
@@ -191,7 +236,7 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
     if not len(incoming):
         return
     chosen = world.keys[3][: len(incoming)]
-    world.victims(state, incoming, candidates[:count], chosen)
+    _victims(world, m, incoming, candidates[:count], chosen)
     _check(world, chosen, candidates[:count])
     for n in range(len(incoming)):
         if chosen[n] >= 0:
@@ -218,7 +263,7 @@ def prefetch(world: Any, work: Work, m: int, key: int) -> None:
     enters = True
     if not world.memories[m].admits_all:
         world.keys[1][0] = key
-        world.admits(cache_state(world, m), work, world.keys[1][:1], world.answers[:1])
+        _admits(world, m, work, world.keys[1][:1], world.answers[:1])
         enters = world.answers[0]
     wish(world, m, key, enters, False)
 
@@ -245,7 +290,7 @@ def start(
         world.state[m, key] = IN_FLIGHT
         wished.landing_s = landing_s
         world.keys[1][0] = key
-        world.admitted(cache_state(world, m), world.keys[1][:1])
+        _admitted(world, m, world.keys[1][:1])
         return CACHED
 
     if wished.demanded or (wished.replaces == NONE and may_stage):
@@ -294,9 +339,7 @@ def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
             return False
         world.keys[1][0] = key
         chosen = world.keys[3][:1]
-        world.victims(
-            cache_state(world, m), world.keys[1][:1], candidates[:kept], chosen
-        )
+        _victims(world, m, world.keys[1][:1], candidates[:kept], chosen)
         if chosen[0] < 0:
             return False
         _check(world, chosen, candidates[:kept])
@@ -325,7 +368,7 @@ def _evict(world: Any, m: int, victims: Any) -> None:
         layer = victim // experts
         _take(world, m, layer, -world.expert_bytes[layer])
     if len(victims):
-        world.evicted(cache_state(world, m), victims)
+        _evicted(world, m, victims)
 
 
 # -- staging ---------------------------------------------------------------------------
@@ -343,16 +386,23 @@ def staging_will_have_room(world: Any, m: int) -> bool:
 
 
 @part
-def idle_prefetch(world: Any, m: int, layer: int) -> int:
+def idle_prefetch(world: Any, m: int, layer: int, after: int) -> int:
     """The landed staged expert that nobody computes now, of the most distant layer;
-    -1 if there is none.
+    the one that follows `after`, if that is no `NONE`; -1 if there is none.
     """
-    for distance in range(world.constants.layers - 1, -1, -1):
-        distant = (layer + distance) % world.constants.layers
+    experts = world.constants.experts
+    layers = world.constants.layers
+    farthest = layers - 1
+    if after != NONE:
+        farthest = (after // experts - layer) % layers
+    for distance in range(farthest, -1, -1):
+        distant = (layer + distance) % layers
         if not world.pools[m, distant].staged:
             continue
-        first = distant * world.constants.experts
-        for key in range(first, first + world.constants.experts):
+        first = distant * experts
+        for key in range(first, first + experts):
+            if after != NONE and distance == farthest and key <= after:
+                continue
             expert = world.experts[m, key]
             landed = world.state[m, key] == RESIDENT
             if expert.staged and landed and not expert.used:

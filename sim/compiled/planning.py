@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from moesim.policies.base import ABSENT, RESIDENT
-from moesim.policies.kernels import Work
-from moesim.policies.planner.plan import FETCH, PREFETCH, REPLACE
-from moesim.sim.compiled import memory
+from moesim.policies.kernels import WAITS, KernelView, Work
+from moesim.policies.planner.plan import FETCH, PREFETCH, READ, REPLACE
+from moesim.sim.compiled import host, memory
 from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.memory import cache_state
 from moesim.sim.compiled.records import NONE
-from moesim.sim.compiled.transfers import link_enqueue
+from moesim.sim.compiled.transfers import LATE_WAIT, link_enqueue
 from moesim.sim.compiled.world import ENTRIES, rows_at, state_at, world_at
 
 _COMPUTE_LANES = 2
@@ -36,13 +36,19 @@ def rows_of(world: Any) -> int:
 
 
 @part
+def gpu_states(world: Any) -> Any:
+    """State of every expert on every GPU, without host memory."""
+    return world.state[: world.constants.gpus]
+
+
+@part
 def gpu_seconds(world: Any, active: int) -> Any:
-    """Seconds of the active experts on each GPU, as `look` has found them."""
+    """Seconds of the active experts on each GPU, as `_look` has found them."""
     return rows_at(world.work_s[2], rows_of(world), active)
 
 
 @part
-def look(world: Any, s: int) -> Work:
+def _look(world: Any, s: int) -> None:
     """Look the active experts up: states, costs and expected arrivals."""
     constants = world.constants
     run = world.run
@@ -64,11 +70,12 @@ def look(world: Any, s: int) -> Work:
     for i in range(active):
         cpu_s[i] = world.cpu_s[layer, tokens[i]]
         host_s[i] = 0.0
+        if constants.host != NONE:
+            host_s[i] = host.wait_s(world, layer, experts[i])
         state[i] = ABSENT
     for row in range(rows):
         gpu = at_home + row
         left_s = max(0.0, world.memories[gpu].busy_until_s - run.now_s)
-        absent_s = left_s + world.copy_s[gpu, layer]
         link_s[row] = left_s
         for i in range(active):
             key = first + experts[i]
@@ -77,7 +84,8 @@ def look(world: Any, s: int) -> Work:
             if here == RESIDENT:
                 arrive_s[row, i] = 0.0
             elif here == ABSENT:
-                arrive_s[row, i] = absent_s
+                # A copy starts when link and expert are there, whichever is later.
+                arrive_s[row, i] = max(left_s, host_s[i]) + world.copy_s[gpu, layer]
             else:
                 lands_s = world.experts[gpu, key].landing_s
                 arrive_s[row, i] = max(0.0, lands_s - run.now_s)
@@ -86,34 +94,42 @@ def look(world: Any, s: int) -> Work:
                 here = np.int8(RESIDENT)
             gpu_state[row * active + i] = here
 
+
+@part
+def work_of(world: Any, s: int) -> Work:
+    """The work of a layer step, as it was last looked up."""
+    rows = rows_of(world)
+    experts = world.active[world.edges[s] : world.edges[s + 1]]
+    tokens = world.tokens[world.edges[s] : world.edges[s + 1]]
+    active = len(experts)
     scores = world.work_s[0][:0]
     if len(world.scores):
         scores = world.scores[s]
     return Work(
         world.step[s],
-        layer,
+        world.layer[s],
         np.int64(world.phase[s]),  # type: ignore[arg-type] # an int64 it must be
         world.batch[s],
         experts,
         tokens,
-        state,
-        cpu_s,
-        host_s,
-        gpu_s,
-        arrive_s,
-        link_s,
-        gpu_state,
+        world.work_state[0][:active],
+        world.work_s[0][:active],
+        world.work_s[1][:active],
+        gpu_seconds(world, active),
+        rows_at(world.work_s[3], rows, active),
+        world.work_link_s[:rows],
+        world.work_state[1][: rows * active],
         scores,
-        constants.cpu_first_s,
+        world.constants.cpu_first_s,
     )
 
 
 @part
-def assign(world: Any, work: Work, lanes: Any, order: Any) -> bool:
-    """Ask for lanes and launch order, and check them; whether the plan is serial."""
+def assign(world: Any, work: Work, lanes: Any, order: Any) -> int:
+    """Ask for lanes and launch order, and check them; flags of the plan."""
     constants = world.constants
     run = world.run
-    serial = world.assign(
+    flags = world.assign(
         state_at(constants.assignment_at, constants.assignment_sizes),
         work,
         lanes,
@@ -128,14 +144,14 @@ def assign(world: Any, work: Work, lanes: Any, order: Any) -> bool:
             run.error = memory.BAD_ASSIGNMENT
         if order[i] < 0 or order[i] >= len(order) or seen[order[i]]:
             run.error = memory.BAD_ASSIGNMENT
-            return serial
+            return flags
         seen[order[i]] = True
     at_home = home(world, work.layer)
     if at_home:
         for i in range(len(lanes)):
             if lanes[i] > 0:
                 lanes[i] += at_home
-    return serial
+    return flags
 
 
 @part
@@ -150,6 +166,8 @@ def note_accesses(world: Any, work: Work, lanes: Any) -> None:
                 world.experts[gpu, key].used = True
         if world.pools[gpu, work.layer].staged:
             _forget_wrong_guesses(world, gpu, first)
+    if world.constants.host != NONE:
+        host.note_accesses(world, work, lanes)
     at_home = home(world, work.layer)
     for gpu in range(at_home, at_home + rows_of(world)):
         world.accessed(cache_state(world, gpu), work)
@@ -181,6 +199,7 @@ def forget_staged(world: Any, gpu: int, key: int) -> None:
 @part
 def _add(copies: Any, n: int, kind: int, gpu: int, layer: int, expert: int) -> None:
     copy = copies[n]
+    copy.read = False
     copy.kind = kind
     copy.gpu = gpu
     copy.layer = layer
@@ -188,13 +207,16 @@ def _add(copies: Any, n: int, kind: int, gpu: int, layer: int, expert: int) -> N
 
 
 @part
-def queue(world: Any, kind: int, gpu: int, key: int) -> None:
-    """Put a copy on the plan and on the books of its link."""
+def queue(world: Any, kind: int, gpu: int, key: int, read: bool) -> None:
+    """Put a copy on the plan and on the books of its link; whether a read comes
+    first.
+    """
     run = world.run
     layer = key // world.constants.experts
     link_enqueue(world, gpu, layer)
     expert = key - layer * world.constants.experts
     _add(world.copies, run.copies, kind, gpu, layer, expert)
+    world.copies[run.copies].read = read
     run.copies += 1
 
 
@@ -212,12 +234,19 @@ def _promoted(world: Any, gpu: int, layer: int, expert: int) -> None:
 
 @part
 def promote_due(world: Any, layer: int) -> None:
-    """Promote replacements of a layer that should have landed before it came."""
+    """Promote queued copies of a layer that should have landed before it came.
+
+    That is all of them if its products wait for them, else replacements of caches with
+    a deadline.
+    """
     constants = world.constants
     run = world.run
     first = layer * constants.experts
     for gpu in range(constants.gpus):
-        if not world.memories[gpu].hurries or not world.memories[gpu].queued:
+        everything = constants.late == LATE_WAIT
+        if not (everything or world.memories[gpu].hurries):
+            continue
+        if not world.memories[gpu].queued:
             continue
         keys = world.keys[0]
         count = 0
@@ -234,7 +263,14 @@ def promote_due(world: Any, layer: int) -> None:
             count += 1
         for key in keys[:count]:
             wished = world.experts[gpu, key]
+            if everything:
+                wished.demanded = True
+                host.promote(world, key)
+                _promoted(world, gpu, layer, key - first)
+                continue
             late = wished.replaces != NONE and not wished.hurried
+            # A guess must not block the SSD.
+            late &= host.holds_expert(world, key)
             if late and memory.may_leave(world, gpu, wished.replaces):
                 wished.hurried = True
                 _add(world.promoted, run.promoted, NONE, gpu, layer, key - first)
@@ -257,16 +293,90 @@ def demand(world: Any, work: Work, gpu: int, lanes: Any, order: Any) -> None:
             count += 1
         elif not wished.demanded:
             wished.demanded = True
+            host.promote(world, key)
             _promoted(world, gpu, work.layer, work.experts[i])
     if not count:
         return
     memory.demand(world, work, gpu, keys[:count])
+    read = host.need(world, work, keys[:count], True)
     for key in keys[:count]:
-        queue(world, FETCH, gpu, key)
+        queue(world, FETCH, gpu, key, _contains(read, key))
 
 
 @part
-def prefetch(world: Any, work: Work) -> None:
+def _contains(keys: Any, key: int) -> bool:
+    for other in keys:
+        if other == key:
+            return True
+    return False
+
+
+@part
+def _read_for_cpu(world: Any, work: Work, lanes: Any, order: Any) -> None:
+    """Wish for reads of what the CPU computes; the layer step itself holds it."""
+    run = world.run
+    m = world.constants.host
+    first = work.layer * world.constants.experts
+    keys = world.keys[0]
+    reads = world.keys[6]
+    count = 0
+    unread = 0
+    for i in order:
+        key = first + work.experts[i]
+        if lanes[i] != 0 or world.state[m, key] != ABSENT:
+            continue
+        keys[count] = key
+        count += 1
+        if not world.experts[m, key].wished:
+            reads[unread] = key
+            unread += 1
+    for key in keys[:count]:
+        host.promote(world, key)
+    if unread:
+        memory.demand(world, work, m, reads[:unread])
+    for key in keys[:count]:
+        world.experts[m, key].cpu_reads = True
+        _add(world.copies, run.copies, READ, NONE, work.layer, key - first)
+        world.copies[run.copies].read = _contains(reads[:unread], key)
+        run.copies += 1
+
+
+@part
+def _view(world: Any, s: int) -> KernelView:
+    """What the prefetch policy sees beside the layer step."""
+    constants = world.constants
+    run = world.run
+    layer = world.layer[s]
+    routing = world.routing[:0]
+    before = world.routing[:0]
+    if constants.reads_routing:
+        routing = world.routing[world.row_edges[s] : world.row_edges[s + 1]]
+        if layer:
+            before = world.routing[world.row_edges[s - 1] : world.row_edges[s]]
+    coming = world.active[:0]
+    coming_edges = world.edges[:0]
+    if constants.oracle:
+        coming = world.active
+        coming_edges = world.edges[s + 1 : s + 1 + constants.layers - layer]
+    link = world.memories[0]
+    return KernelView(
+        gpu_states(world),
+        routing,
+        before,
+        world.workload[min(s, len(world.workload) - 1)],
+        world.score_sums[min(s, len(world.score_sums) - 1)],
+        coming,
+        coming_edges,
+        world.copy_s[0],
+        world.cpu_s,
+        world.gpu_s,
+        max(0.0, link.busy_until_s - run.now_s) + link.queued_s,
+        run.gap_s,
+    )
+
+
+@part
+def prefetch(world: Any, work: Work, s: int) -> None:
     """Wish for what the prefetch policy names, within its byte budget."""
     constants = world.constants
     run = world.run
@@ -275,7 +385,7 @@ def prefetch(world: Any, work: Work) -> None:
     count = world.prefetch(
         state_at(constants.prefetch_at, constants.prefetch_sizes),
         work,
-        world.state,
+        _view(world, s),
         named,
     )
     for n in range(count):
@@ -305,7 +415,11 @@ def prefetch(world: Any, work: Work) -> None:
                 break
             budget -= world.expert_bytes[layer]
         memory.prefetch(world, work, gpu, key)
-        queue(world, PREFETCH, gpu, key)
+        # The products of this very layer may wait for it: then it is no guess.
+        awaited = layer == work.layer and constants.late == LATE_WAIT
+        world.experts[gpu, key].demanded = awaited
+        read = host.need(world, work, named[n : n + 1], awaited)
+        queue(world, FETCH if awaited else PREFETCH, gpu, key, len(read) > 0)
 
 
 @part
@@ -328,7 +442,7 @@ def ask_replacements(world: Any, work: Work) -> None:
         outgoing = world.keys[0]
         incoming = world.keys[1]
         count = world.replacements(
-            cache_state(world, gpu), work, world.state, outgoing, incoming
+            cache_state(world, gpu), work, gpu_states(world), outgoing, incoming
         )
         for n in range(count):
             enters = world.state[gpu, incoming[n]] != RESIDENT
@@ -341,7 +455,7 @@ def ask_replacements(world: Any, work: Work) -> None:
 
 
 @part
-def wish_swaps(world: Any) -> None:
+def wish_swaps(world: Any, work: Work) -> None:
     """Wish for replacements, unless copies have overtaken them."""
     run = world.run
     for n in range(run.swaps):
@@ -353,35 +467,66 @@ def wish_swaps(world: Any) -> None:
             continue
         memory.wish(world, swap.gpu, key, True, False)
         world.experts[swap.gpu, key].replaces = swap.kind
-        queue(world, REPLACE, swap.gpu, key)
+        world.keys[0][0] = key
+        read = host.need(world, work, world.keys[0][:1], False)
+        queue(world, REPLACE, swap.gpu, key, len(read) > 0)
+
+
+@part
+def _can_stage_all(world: Any, layer: int) -> bool:
+    """Whether staging could hold every queued copy of a layer at once, beside what it
+    holds already.
+    """
+    run = world.run
+    at_home = home(world, layer)
+    for gpu in range(at_home, at_home + rows_of(world)):
+        # Slots of prefetches for other layers can be taken from them.
+        count = world.pools[gpu, layer].staged
+        for n in range(run.copies):
+            copy = world.copies[n]
+            count += copy.gpu == gpu and copy.layer == layer
+        for n in range(run.promoted):
+            count += world.promoted[n].gpu == gpu
+        if count > world.memories[gpu].staging:
+            return False
+    return True
 
 
 @entry(ENTRIES["plan_layer_step"])
-def plan_layer_step(address: int, s: int) -> bool:
-    """Plan one layer step in the order of the contract; whether its CPU waits."""
+def plan_layer_step(address: int, s: int) -> int:
+    """Plan one layer step in the order of the contract; flags of the plan."""
     world = world_at(address)
     run = world.run
     layer = world.layer[s]
     if layer:
         run.gap_s = run.now_s - run.joined_s
-    work = look(world, s)
+    _look(world, s)
+    work = work_of(world, s)
     first = world.edges[s]
     active = len(work.experts)
     lanes = world.work_lanes[:active]
     order = world.work_order[:active]
-    serial = assign(world, work, lanes, order)
+    flags = assign(world, work, lanes, order)
     if run.error:
-        return serial
+        return flags
     note_accesses(world, work, lanes)
     run.promoted = 0
     promote_due(world, layer)
     at_home = home(world, layer)
     for gpu in range(at_home, at_home + rows_of(world)):
         demand(world, work, gpu, lanes, order)
+    if world.constants.host != NONE:
+        _read_for_cpu(world, work, lanes, order)
+        host.release_gpu_experts(world, work, lanes)
     if world.constants.prefetches:
-        prefetch(world, work)
+        prefetch(world, work, s)
+    # Products that wait free no slot: staging must hold all that they wait for.
+    waits = flags & WAITS != 0 or world.constants.late == LATE_WAIT
+    flags &= ~WAITS
+    if waits and _can_stage_all(world, layer):
+        flags |= WAITS
     ask_replacements(world, work)
     for i in range(active):
         world.lane_of[first + i] = world.lane_by_use[_COMPUTE_LANES + lanes[i]]
         world.state_of[first + i] = work.state[i]
-    return serial
+    return flags

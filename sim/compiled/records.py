@@ -43,11 +43,18 @@ RUN = _record(
         ("wishes", np.int64),
         ("queued", np.int64),  # copies that have not landed
         ("prefetches", np.int64),  # queued prefetches
+        ("prefetched", np.int64),  # layers in `prefetched_layers`
+        ("place", np.int64),  # of the layer step under way in its block
+        ("barred", np.int64),  # products that wait for all copies of their layer
+        ("barred_layer", np.int64),  # whose copies these are; -1 before all are known
         ("step", np.int64),
         ("layer_steps", np.int64),
         ("pass_s", np.float64),
         ("error", np.int64),
+        ("read_step", np.int64),  # of the last read that a layer step demanded
+        ("read_layer", np.int64),
         ("turn", np.bool_),
+        ("has_read", np.bool_),  # the last layer step demanded reads
         ("closed", np.bool_),
         ("predicting", np.bool_),
     ]
@@ -73,6 +80,7 @@ OPERATION = _record(
         ("left_s", np.float64),
         ("rate", np.float64),
         ("settled_s", np.float64),
+        ("awaits_read", np.bool_),  # a copy behind the read of its expert
     ]
 )
 """As `moesim.sim.contention.Operation`; `next` and `previous` link a queue."""
@@ -107,10 +115,13 @@ EXPERT = _record(
         ("room", np.int64),
         ("victim", np.int64),
         ("replaces", np.int64),
-        ("queued", np.int64),  # the copy's operation
-        ("awaiting", np.int64),  # the product that waits for the copy
+        ("queued", np.int64),  # the copy's operation; in host memory, the read's
+        ("awaiting", np.int64),  # the product that waits for it
+        ("first_copy", np.int64),  # copies that wait for a read
+        ("last_copy", np.int64),
         ("staged", np.bool_),
         ("used", np.bool_),
+        ("cpu_reads", np.bool_),  # this layer step reads it for the CPU
         ("shielded", np.bool_),
         ("orphan", np.bool_),
         ("copying", np.bool_),
@@ -149,12 +160,17 @@ POOL = _record(
         ("free_bytes", np.int64),
         ("promised_bytes", np.int64),
         ("staged", np.int64),
+        ("outstanding", np.int64),  # copies for it to any GPU that have not landed
+        ("prefetched", np.bool_),  # a prefetch was queued for it, ever
     ]
 )
-"""Of one memory and layer; with the global scope bytes stand at layer 0."""
+"""Of one memory and layer; with the global scope bytes stand at layer 0. The last two
+are the first memory's alone.
+"""
 
 COPY = _record(
     [
+        ("read", np.bool_),  # its expert must first be read
         ("kind", np.int64),
         ("gpu", np.int64),
         ("layer", np.int64),
@@ -164,10 +180,9 @@ COPY = _record(
 """A copy that a plan wishes for; a swap has its outgoing expert as `kind`."""
 
 DEFERRED = _record(
-    [("copied", np.bool_), ("gpu", np.int64), ("layer", np.int64), ("expert", np.int64)]
+    [("kind", np.int64), ("gpu", np.int64), ("layer", np.int64), ("expert", np.int64)]
 )
-"""A report that waits until decisions are over."""
-
+"""A report, by what has ended, that waits until decisions are over."""
 
 CONSTANTS = _record(
     [
@@ -180,10 +195,16 @@ CONSTANTS = _record(
         ("dispatch_s", np.float64),
         ("cpu_first_s", np.float64),
         ("gpu_first_s", np.float64),
-        # Base, per expert, per copy.
-        ("planning_s", np.float64, (3,)),
-        ("first_op_s", np.float64, (3,)),
-        ("join_s", np.float64, (3,)),
+        # Base, per expert, per copy, and with an SSD.
+        ("planning_s", np.float64, (4,)),
+        ("first_op_s", np.float64, (4,)),
+        ("join_s", np.float64, (4,)),
+        ("host", np.int64),  # which memory is limited host memory; -1 for none
+        ("first_read_s", np.float64),
+        # Factors on what follows a read.
+        ("dense_after_read", np.float64),
+        ("copy_after_read", np.float64),
+        ("compute_after_read", np.float64),
         # Where the arrays of the policies' states lie, and their sizes.
         ("assignment_at", np.int64, (4,)),
         ("assignment_sizes", np.int64, (6,)),
@@ -193,6 +214,8 @@ CONSTANTS = _record(
         ("moves_activations", np.bool_),
         ("prefetches", np.bool_),
         ("requeue", np.bool_),
+        ("oracle", np.bool_),  # the prefetch policy knows the future
+        ("reads_routing", np.bool_),
     ]
 )
 """What does not change within a run; knobs of the prefetch policy as numbers."""
@@ -209,6 +232,7 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "slowdown": (np.float64, 2),  # [N, N]; empty where nothing slows anything
     "noise": (np.float64, 2),  # [N, draws]; empty for none
     "held": (np.int64, 1),  # what the CPU of a serial plan will start with
+    "barred": (np.int64, 1),
     "deferred": (DEFERRED, 1),
     # Spans.
     "codes": (np.int8, 2),  # [2, spans]: lane, kind
@@ -221,16 +245,18 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "experts": (EXPERT, 2),  # [M, K]
     "memories": (MEMORY, 1),
     "pools": (POOL, 2),  # [M, L]
+    "prefetched_layers": (np.int64, 1),  # in the order of their first prefetches
     # The plan under way.
     "copies": (COPY, 1),
     "promoted": (COPY, 1),
     "swaps": (COPY, 1),
-    # Room for lists of keys, [6, K], and for answers.
+    # Room for lists of keys, [7, K], and for answers.
     "keys": (np.int64, 2),
     "answers": (np.bool_, 1),
     # Sizes and seconds.
     "expert_bytes": (np.int64, 1),  # [L]
     "copy_s": (np.float64, 2),  # [G, L]
+    "read_s": (np.float64, 1),  # [L]; empty where host memory holds everything
     "cpu_s": (np.float64, 2),  # [L, T + 1], by tokens
     "gpu_s": (np.float64, 2),
     "evaluations": (np.int64, 3),  # [L, phases, 2]: gates, dense parts
@@ -244,6 +270,10 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "active": (np.int32, 1),  # experts, access by access
     "tokens": (np.int32, 1),
     "scores": (np.float64, 2),  # [S, E] or [0, 0]
+    "workload": (np.int32, 3),  # [S, P, E], predicted
+    "score_sums": (np.float32, 3),
+    "routing": (np.uint16, 2),  # [R, K] or [0, 0]
+    "row_edges": (np.int64, 1),
     "dense_s": (np.float64, 1),
     "gate_s": (np.float64, 1),
     "head_s": (np.float64, 1),  # negative but in the last layer step of a pass
@@ -259,5 +289,8 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "work_lanes": (np.int8, 1),
     "work_order": (np.int64, 1),
     "work_link_s": (np.float64, 1),
+    "host_work_s": (np.float64, 2),  # as above, of what is asked of host memory
+    "host_work_state": (np.int8, 1),
+    "host_work_experts": (np.int32, 2),  # [2, E]: experts, tokens
 }
 """Types and numbers of axes of all arrays."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 
+from moesim.hwprofiles import lanes
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import (
     AssignmentPolicy,
@@ -23,7 +24,9 @@ from moesim.sim.compiled.records import MOST_LANES
 if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
 
-_READ_ONLY = frozenset({"kernels", "initial", "start", "replaces"})
+_READ_ONLY = frozenset(
+    {"kernels", "initial", "start", "replaces", "evaluations", "foretold"}
+)
 """Members of a policy that a kernel has no part in."""
 
 
@@ -37,13 +40,16 @@ def unsupported(planner: Any, profile: HardwareProfile, costs: Any) -> str | Non
         return "costs that are not a hardware profile's"
     if len(profile.lanes) > MOST_LANES:
         return f"a machine of more than {MOST_LANES} lanes"
+    # Its thread is taken and given back between operations, which only SimPy models.
+    control, cpu = lanes.CONTROL.lane(), lanes.CPU.lane()
+    for served in profile.workers.values():
+        if control in served and not {control, cpu}.issuperset(served):
+            return "control on a thread that copies or computes on a GPU"
     if profile.memory.unified:
         return "memory that CPU and GPU share"
     policies = planner.policies
     if policies.routing.alters:
         return f"routing policy {policies.names.get('routing')!r}"
-    if planner.host is not None:
-        return "limited host memory"
     if policies.writes_back:
         return "copies back to host memory"
     return _unsupported_policies(planner)
@@ -51,27 +57,34 @@ def unsupported(planner: Any, profile: HardwareProfile, costs: Any) -> str | Non
 
 def _unsupported_policies(planner: Planner) -> str | None:
     policies = planner.policies
-    if policies.prefetch.late == "wait":
-        return "prefetches that their layer step waits for"
-    for kind, policy in (
-        ("assignment", policies.assignment),
-        ("prefetch", policies.prefetch),
-        ("cache", policies.caches[0]),
-    ):
-        if not brings_kernels(type(policy)) or policy.kernels() is None:
-            return f"{kind} policy {policies.names.get(kind)!r}: no kernels"
-    columns = {column for policy in policies.all() for column in policy.needs}
-    if columns - {"scores"}:
-        return f"the trace's column {min(columns - {'scores'})!r}"
-    sizes = planner.shape.expert_bytes
-    if planner.sizes.gpu.scope == GLOBAL and len(set(sizes)) > 1:
-        return "experts of unequal sizes in one pool"
-    if policies.prefetch.requeue and len(set(sizes)) > 1:
-        return "a prefetch queue of unequal experts that is sorted anew"
     cache = policies.caches[0]
+    name = policies.names.get("cache")
+    if type(policies.assignment).precompute is not AssignmentPolicy.precompute:
+        return "experts that are computed ahead of their gate"
+    if type(cache).exposed_s is not CachePolicy.exposed_s:
+        return f"cache policy {name!r}: its choice of victims takes time"
     if cache.replaces and cache.replaces_first:
-        return f"cache policy {policies.names.get('cache')!r}: replaces before the step"
+        return f"cache policy {name!r}: replaces before the step"
+    sizes = planner.shape.expert_bytes
+    pools = (planner.sizes.gpu, planner.sizes.host)
+    shared = any(size is not None and size.scope == GLOBAL for size in pools)
+    if shared and len(set(sizes)) > 1:
+        return "experts of unequal sizes in one pool"
     return None
+
+
+def all_bring_kernels(planner: Planner) -> bool:
+    """Whether no policy's Python is asked in a compiled run."""
+    policies = planner.policies
+    asked: list[Policy] = [policies.assignment, policies.prefetch, policies.caches[0]]
+    if policies.host_cache is not None:
+        asked.append(policies.host_cache)
+    return all(map(answers_with_kernels, asked))
+
+
+def answers_with_kernels(policy: Policy) -> bool:
+    """Whether a policy, once started, brings kernels for every answer that it gives."""
+    return brings_kernels(type(policy)) and policy.kernels() is not None
 
 
 def brings_kernels(policy: type[Policy]) -> bool:
@@ -84,16 +97,17 @@ def brings_kernels(policy: type[Policy]) -> bool:
     owner = _depth(kinds, "kernels")
     if kinds[owner] is base or kinds[owner] is Policy:
         return False
-    answers = [name for name in vars(base) if name not in _READ_ONLY]
+    answers = [
+        name
+        for name in vars(base)
+        if not name.startswith("_")
+        and name not in _READ_ONLY
+        and callable(getattr(base, name))
+    ]
     overridden = [
-        name for name in answers if not name.startswith("_") and callable_of(base, name)
+        name for name in answers if getattr(policy, name) is not getattr(base, name)
     ]
     return all(_depth(kinds, name) >= owner for name in overridden)
-
-
-def callable_of(kind: type, name: str) -> bool:
-    """Whether a class answers something by this name."""
-    return callable(getattr(kind, name))
 
 
 def _depth(kinds: tuple[type, ...], name: str) -> int:

@@ -10,21 +10,26 @@ from typing import Any
 
 from moesim.engine.operations import DEMAND
 from moesim.policies.base import RESIDENT
-from moesim.policies.planner.plan import PREFETCH
-from moesim.sim.compiled import memory
+from moesim.policies.planner.plan import PREFETCH, READ
+from moesim.sim.compiled import host, memory
 from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.lanes import (
     COMPUTED,
     COPIED,
     FETCHED,
+    HAS_READ,
     PREDICTED,
     begin,
     forget,
+    operation,
     push,
     withdraw,
 )
 from moesim.sim.compiled.records import NONE
 from moesim.sim.compiled.world import ENTRIES, address_of, world_at
+
+SSD = 1
+"""Place in `world.lane_by_use`."""
 
 _START = 0
 _WAIT = 1
@@ -32,6 +37,7 @@ _DROP = 2
 
 LATE_DROP = 0
 LATE_KEEP = 1
+LATE_WAIT = 2
 
 STAGE = 0
 WAIT = 1
@@ -124,11 +130,14 @@ def _admit(world: Any, i: int) -> int:
         return _WAIT
     gpu = world.lanes[copy.lane].gpu
     key = copy.layer * world.constants.experts + copy.expert
+    if copy.kind == READ:
+        return _START if _start_read(world, copy.layer, key) else _WAIT
     if not _start_copy(world, gpu, copy.layer, key):
         if run.error or not _gives_up(world, gpu, key):
             return _WAIT
         cancel_copy(world, gpu, copy.layer, key)
         _unqueue(world, gpu, key)
+        settle(world, copy.layer)
         return _DROP
     _unqueue(world, gpu, key)
     world.experts[gpu, key].copying = True
@@ -159,11 +168,55 @@ def _frees_staging(world: Any, gpu: int, layer: int) -> bool:
     """Drop a prefetch that waits in staging; say whether there was one."""
     if not world.memories[gpu].staged:
         return False
-    idle = memory.idle_prefetch(world, gpu, layer)
+    idle = memory.idle_prefetch(world, gpu, layer, NONE)
     if idle == NONE:
         return False
     memory.drop_staged(world, gpu, idle)
     return True
+
+
+@part
+def _start_read(world: Any, layer: int, key: int) -> bool:
+    """Take a place in host memory for a read that starts now."""
+    m = world.constants.host
+    landing_s = world.run.now_s + world.read_s[layer]
+    kept = memory.RESERVED_SLOTS
+    place = memory.start(world, m, key, landing_s, kept, True)
+    if place == memory.NO_PLACE and _yields(world, layer, key):
+        place = memory.start(world, m, key, landing_s, kept, True)
+    if place == memory.NO_PLACE:
+        return False
+    world.memories[m].busy_until_s = landing_s
+    world.experts[m, key].copying = True
+    return True
+
+
+@part
+def _yields(world: Any, layer: int, read: int) -> bool:
+    """Give up a prefetch for a read that finds no place; whether there was one.
+
+    A read that a layer step waits for goes before guesses whose experts lie in host
+    memory's staging area until a link takes them.
+    """
+    m = world.constants.host
+    if not world.experts[m, read].demanded or not world.memories[m].staged:
+        return False
+    key = memory.idle_prefetch(world, m, layer, NONE)
+    while key != NONE:
+        copies = 0
+        demanded = False
+        for gpu in range(world.constants.gpus):
+            wished = world.experts[gpu, key]
+            copies += wished.wished
+            demanded |= wished.wished and wished.demanded
+        # Staging itself is one hold. More holds than copies: another need.
+        if copies and not demanded and world.holds[m, key] == 1 + copies:
+            for gpu in range(world.constants.gpus):
+                if world.experts[gpu, key].wished:
+                    _take_back(world, gpu, key)
+            return True
+        key = memory.idle_prefetch(world, m, layer, key)
+    return False
 
 
 @part
@@ -184,6 +237,22 @@ def cancel_copy(world: Any, gpu: int, layer: int, key: int) -> None:
     """Forget the wish for a queued copy to a GPU."""
     memory.cancel(world, gpu, key)
     link_withdraw(world, gpu, layer)
+    host.unneed(world, key)
+
+
+@part
+def _take_back(world: Any, gpu: int, key: int) -> None:
+    """Cancel a queued copy, with the read that only it needs."""
+    i = world.experts[gpu, key].queued
+    copy = world.operations[i]
+    cancel_copy(world, gpu, copy.layer, key)
+    _unqueue(world, gpu, key)
+    settle(world, copy.layer)
+    if copy.awaits_read:
+        _leave_read(world, i, key)
+    else:
+        withdraw(world, i, copy.priority)
+    forget(world, i)
 
 
 @part
@@ -210,7 +279,8 @@ def begin_decisions(world: Any, layer: int, active: Any) -> None:
     if not constants.requeue:
         _drop_late(world, layer, layer, active)
         return
-    for target in range(constants.layers):
+    # Sums of seconds depend on the order in which copies leave the link's queue.
+    for target in world.prefetched_layers[: run.prefetched]:
         _drop_late(world, target, layer, active)
 
 
@@ -218,6 +288,8 @@ def begin_decisions(world: Any, layer: int, active: Any) -> None:
 def _drop_late(world: Any, target: int, layer: int, active: Any) -> None:
     """Drop queued prefetches for a layer, but those that stay."""
     constants = world.constants
+    if target == layer and constants.late == LATE_WAIT:
+        return
     first = target * constants.experts
     for gpu in range(constants.gpus):
         for key in range(first, first + constants.experts):
@@ -230,11 +302,7 @@ def _drop_late(world: Any, target: int, layer: int, active: Any) -> None:
                     awaited |= first + expert == key
                 if not awaited:
                     continue
-            cancel_copy(world, gpu, target, key)
-            priority = world.operations[i].priority
-            _unqueue(world, gpu, key)
-            withdraw(world, i, priority)
-            forget(world, i)
+            _take_back(world, gpu, key)
 
 
 @part
@@ -244,10 +312,7 @@ def end_decisions(world: Any) -> None:
     run.closed = False
     for n in range(run.deferred):
         report = world.deferred[n]
-        if report.copied:
-            _landed(world, report.gpu, report.layer, report.expert)
-        else:
-            _computed(world, report.gpu, report.layer, report.expert)
+        _note_end(world, report.kind, report.gpu, report.layer, report.expert)
     run.deferred = 0
     offer(world)
 
@@ -255,9 +320,12 @@ def end_decisions(world: Any) -> None:
 @part
 def promote(world: Any, gpu: int, layer: int, expert: int) -> None:
     """Let a queued copy go first: a layer step waits for it."""
-    i = world.experts[gpu, layer * world.constants.experts + expert].queued
+    key = layer * world.constants.experts + expert
+    i = world.experts[gpu, key].queued
     copy = world.operations[i]
-    if copy.priority != DEMAND:
+    if copy.awaits_read:
+        _promote_read(world, key)
+    elif copy.priority != DEMAND:
         withdraw(world, i, copy.priority)
         submit(world, i, DEMAND)
     copy.priority = DEMAND
@@ -275,6 +343,131 @@ def start_on_gpu(world: Any, gpu: int, i: int) -> None:
         submit(world, i, DEMAND)
 
 
+@part
+def start_on_cpu(world: Any, i: int) -> None:
+    """Start a product as soon as its expert is in host memory."""
+    m = world.constants.host
+    if m != NONE:
+        product = world.operations[i]
+        key = product.layer * world.constants.experts + product.expert
+        if world.experts[m, key].queued != NONE:
+            world.experts[m, key].awaiting = i
+            return
+    submit(world, i, DEMAND)
+
+
+# -- reads -----------------------------------------------------------------------------
+
+
+@part
+def read(world: Any, layer: int, expert: int, priority: int, new: bool) -> None:
+    """Queue a read from the SSD, or hurry the one that is pending."""
+    constants = world.constants
+    run = world.run
+    key = layer * constants.experts + expert
+    if not new:
+        if priority == DEMAND:
+            _promote_read(world, key)
+        return
+    work_s = world.read_s[layer] + constants.dispatch_s
+    # The first one that a layer step demands takes longer.
+    first = run.read_step != run.step or run.read_layer != layer
+    if priority == DEMAND and first:
+        run.read_step = run.step
+        run.read_layer = layer
+        work_s += constants.first_read_s
+    i = operation(
+        world,
+        world.lane_by_use[SSD],
+        READ,
+        layer,
+        expert,
+        work_s,
+        world.expert_bytes[layer],
+        HAS_READ,
+    )
+    world.operations[i].priority = priority
+    pending = world.experts[constants.host, key]
+    pending.queued = i
+    pending.copying = False
+    submit(world, i, priority)
+
+
+@part
+def await_read(world: Any, i: int) -> None:
+    """Let a queued copy wait for the read of its expert."""
+    copy = world.operations[i]
+    copy.awaits_read = True
+    key = copy.layer * world.constants.experts + copy.expert
+    pending = world.experts[world.constants.host, key]
+    copy.next = NONE
+    copy.previous = pending.last_copy
+    if pending.last_copy == NONE:
+        pending.first_copy = i
+    else:
+        world.operations[pending.last_copy].next = i
+    pending.last_copy = i
+
+
+@part
+def _promote_read(world: Any, key: int) -> None:
+    """Let a pending read go first: a layer step waits for it."""
+    pending = world.experts[world.constants.host, key]
+    i = pending.queued
+    queued = world.operations[i]
+    if not pending.copying and queued.priority != DEMAND:
+        withdraw(world, i, queued.priority)
+        submit(world, i, DEMAND)
+    queued.priority = DEMAND
+
+
+@part
+def _leave_read(world: Any, i: int, key: int) -> None:
+    """Withdraw the read behind a copy if nothing else needs it."""
+    m = world.constants.host
+    pending = world.experts[m, key]
+    copy = world.operations[i]
+    if copy.previous == NONE:
+        pending.first_copy = copy.next
+    else:
+        world.operations[copy.previous].next = copy.next
+    if copy.next == NONE:
+        pending.last_copy = copy.previous
+    else:
+        world.operations[copy.next].previous = copy.previous
+    needed = pending.first_copy != NONE or pending.awaiting != NONE
+    if pending.copying or needed:
+        return
+    unread = pending.queued
+    withdraw(world, unread, world.operations[unread].priority)
+    forget(world, unread)
+    pending.queued = NONE
+    memory.cancel(world, m, key)
+
+
+@part
+def _has_read(world: Any, i: int) -> None:
+    """Queue what waited for an expert in host memory."""
+    ended = world.operations[i]
+    _report(world, HAS_READ, NONE, ended.layer, ended.expert)
+    key = ended.layer * world.constants.experts + ended.expert
+    pending = world.experts[world.constants.host, key]
+    pending.queued = NONE
+    pending.copying = False
+    copy = pending.first_copy
+    product = pending.awaiting
+    pending.first_copy = NONE
+    pending.last_copy = NONE
+    pending.awaiting = NONE
+    while copy != NONE:
+        following = world.operations[copy].next
+        world.operations[copy].awaits_read = False
+        submit(world, copy, world.operations[copy].priority)
+        copy = following
+    if product != NONE:
+        submit(world, product, DEMAND)
+
+
 # -- ends ------------------------------------------------------------------------------
 
 
@@ -285,7 +478,7 @@ def release_held(world: Any) -> None:
     count = run.held
     run.held = 0
     for n in range(count):
-        submit(world, world.held[n], DEMAND)
+        start_on_cpu(world, world.held[n])
 
 
 @part
@@ -293,7 +486,7 @@ def _copied(world: Any, i: int) -> None:
     """Start the product that waited for an expert on a GPU."""
     copy = world.operations[i]
     gpu = world.lanes[copy.lane].gpu
-    _report(world, True, gpu, copy.layer, copy.expert)
+    _report(world, COPIED, gpu, copy.layer, copy.expert)
     key = copy.layer * world.constants.experts + copy.expert
     expert = world.experts[gpu, key]
     expert.copying = False
@@ -301,26 +494,69 @@ def _copied(world: Any, i: int) -> None:
         product = expert.awaiting
         expert.awaiting = NONE
         submit(world, product, DEMAND)
+    settle(world, copy.layer)
 
 
 @part
-def _report(world: Any, copied: bool, gpu: int, layer: int, expert: int) -> None:
+def settle(world: Any, layer: int) -> None:
+    """Count a copy that has landed or was given up."""
+    pool = world.pools[0, layer]
+    pool.outstanding -= 1
+    if not pool.outstanding and world.run.barred_layer == layer:
+        _open(world)
+
+
+@part
+def _open(world: Any) -> None:
+    """Start the GPU products that waited for all copies of their layer."""
+    run = world.run
+    run.barred_layer = NONE
+    count = run.barred
+    run.barred = 0
+    for n in range(count):
+        product = world.barred[n]
+        start_on_gpu(world, world.lanes[world.operations[product].lane].gpu, product)
+
+
+@part
+def open_when_landed(world: Any, layer: int) -> None:
+    """Start products once all copies of their layer have landed, or now."""
+    run = world.run
+    if not run.barred:
+        return
+    if world.pools[0, layer].outstanding:
+        run.barred_layer = layer
+    else:
+        _open(world)
+
+
+@part
+def _report(world: Any, kind: int, gpu: int, layer: int, expert: int) -> None:
     """Note what has ended, now or when decisions are over."""
     run = world.run
     if run.closed:
         report = world.deferred[run.deferred]
-        report.copied = copied
+        report.kind = kind
         report.gpu = gpu
         report.layer = layer
         report.expert = expert
         run.deferred += 1
         return
-    if copied:
-        freed = _landed(world, gpu, layer, expert)
-    else:
-        freed = _computed(world, gpu, layer, expert)
-    if freed:
+    if _note_end(world, kind, gpu, layer, expert):
         offer(world)
+
+
+@part
+def _note_end(world: Any, kind: int, gpu: int, layer: int, expert: int) -> bool:
+    """Note what has ended; whether a staging slot is free again."""
+    if kind == COPIED:
+        return _landed(world, gpu, layer, expert)
+    key = layer * world.constants.experts + expert
+    if kind == HAS_READ:
+        return host.land(world, key)
+    if gpu == NONE:
+        return host.computed(world, key)
+    return _computed(world, gpu, key)
 
 
 @part
@@ -328,17 +564,18 @@ def _landed(world: Any, gpu: int, layer: int, expert: int) -> bool:
     """Note that a copy to a GPU is complete; whether a staging slot is free again."""
     key = layer * world.constants.experts + expert
     world.state[gpu, key] = RESIDENT
-    if not world.experts[gpu, key].orphan:
-        return False
-    world.experts[gpu, key].orphan = False
-    memory.drop_staged(world, gpu, key)
-    return True
+    freed = world.experts[gpu, key].orphan
+    if freed:
+        world.experts[gpu, key].orphan = False
+        memory.drop_staged(world, gpu, key)
+    # Host memory is told in any case.
+    unneeded = host.unneed(world, key)
+    return freed or unneeded
 
 
 @part
-def _computed(world: Any, gpu: int, layer: int, expert: int) -> bool:
+def _computed(world: Any, gpu: int, key: int) -> bool:
     """Note that a product on a GPU has ended; whether a staging slot is free again."""
-    key = layer * world.constants.experts + expert
     if not world.experts[gpu, key].staged:
         return False
     memory.drop_staged(world, gpu, key)
@@ -351,11 +588,12 @@ def end_operation(address: int, i: int) -> None:
     world = world_at(address)
     run = world.run
     ended = world.operations[i]
+    # Busy until all consequences are queued: the worker chooses among all of them.
     w = world.lanes[ended.lane].worker
-    worker = world.workers[w]
-    worker.busy = False
     if ended.on_end == COPIED:
         _copied(world, i)
+    elif ended.on_end == HAS_READ:
+        _has_read(world, i)
     else:
         if ended.on_end == FETCHED:
             run.fetched -= 1
@@ -363,8 +601,13 @@ def end_operation(address: int, i: int) -> None:
                 release_held(world)
         if ended.on_end == COMPUTED or ended.on_end == FETCHED:  # noqa: PLR1714
             gpu = world.lanes[ended.lane].gpu
-            if gpu != NONE and world.memories[gpu].staged:
-                _report(world, False, gpu, ended.layer, ended.expert)
+            # Where nothing is staged there is nothing to let go of.
+            if gpu == NONE:
+                lets_go = world.constants.host != NONE
+            else:
+                lets_go = world.memories[gpu].staged > 0
+            if lets_go:
+                _report(world, COMPUTED, gpu, ended.layer, ended.expert)
         if ended.on_end == PREDICTED:
             run.predicting = False
             offer(world)
@@ -373,8 +616,8 @@ def end_operation(address: int, i: int) -> None:
             run.turn = True
             run.turns += 1
     forget(world, i)
-    if worker.waiting and not worker.busy:
-        serve(world, w)
+    world.workers[w].busy = False
+    serve(world, w)
 
 
 @entry(ENTRIES["serve_worker"])

@@ -9,6 +9,7 @@ For the loop, `world.state` and the like are plain arrays, and `world.run` a rec
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numba
@@ -16,12 +17,13 @@ import numpy as np
 from llvmlite import ir
 from numba import types as nb
 from numba.core import cgutils
-from numba.core.typing.templates import AttributeTemplate
+from numba.core.typing import signature as signature_of
+from numba.core.typing.templates import AbstractTemplate, AttributeTemplate
 from numba.extending import (
     infer_getattr,
     intrinsic,
+    lower_builtin,
     lower_getattr_generic,
-    lower_setattr_generic,
     models,
     register_model,
 )
@@ -34,13 +36,18 @@ from moesim.sim.compiled.records import ARRAYS, RECORDS
 ENTRIES = {
     "serve_worker": nb.void(nb.int64, nb.int64),
     "end_operation": nb.void(nb.int64, nb.int64),
-    "plan_layer_step": nb.boolean(nb.int64, nb.int64),
+    "plan_layer_step": nb.int64(nb.int64, nb.int64),
 }
 """The loop's own parts that are compiled, and kept on disk, by themselves: one program
 of all took the compiler twice as long (measured). Each takes the table's address.
 """
 
-KERNELS = {**POLICY_KERNELS, **ENTRIES}
+OF_CACHES = ("accessed", "admits", "precedence", "victims", "admitted", "evicted")
+"""What the cache policy of any memory answers."""
+
+_OF_HOST_CACHE = {f"host_{name}": POLICY_KERNELS[name] for name in OF_CACHES}
+
+KERNELS = {**POLICY_KERNELS, **_OF_HOST_CACHE, **ENTRIES}
 """Everything that is called through the table."""
 
 _INT = ir.IntType(64)
@@ -63,9 +70,8 @@ def _array_type(dtype: Any, ndim: int) -> Any:
 _TYPES: dict[str, Any] = {
     **{name: _array_type(*kind) for name, kind in ARRAYS.items()},
     **{name: numba.from_dtype(dtype) for name, dtype in RECORDS.items()},
-    **{name: nb.FunctionType(signature) for name, signature in KERNELS.items()},
 }
-_PLACES = {name: _ENTRY * place for place, name in enumerate(_TYPES)}
+_PLACES = {name: _ENTRY * place for place, name in enumerate([*_TYPES, *KERNELS])}
 
 
 @register_model(_WorldType)
@@ -79,6 +85,8 @@ class _WorldAttributes(AttributeTemplate):  # type: ignore[misc]
     key = _WorldType
 
     def generic_resolve(self, _: Any, name: str) -> Any:
+        if name in KERNELS:
+            return nb.BoundFunction(_METHODS[name], WORLD)
         return _TYPES[name]
 
 
@@ -114,13 +122,13 @@ def _number(builder: Any, world: Any, place: int) -> Any:
 
 @lower_getattr_generic(_WorldType)
 def _load(context: Any, builder: Any, _: Any, world: Any, name: str) -> Any:
+    if name in KERNELS:
+        # A method: all that it needs is the world.
+        return world
     kind = _TYPES[name]
     place = _PLACES[name]
-    value_type = context.get_value_type(kind)
-    if name in KERNELS:
-        address = builder.add(world, ir.Constant(_INT, 8 * place))
-        return builder.load(builder.inttoptr(address, value_type.as_pointer()))
     if name in RECORDS:
+        value_type = context.get_value_type(kind)
         return builder.inttoptr(_number(builder, world, place), value_type)
     array = make_array(kind)(context, builder)
     itemsize = context.get_abi_sizeof(context.get_data_type(kind.dtype))
@@ -139,12 +147,50 @@ def _load(context: Any, builder: Any, _: Any, world: Any, name: str) -> Any:
     return array._getvalue()  # noqa: SLF001 - how numba's own code asks
 
 
-@lower_setattr_generic(_WorldType)
-def _store(context: Any, builder: Any, signature: Any, values: Any, name: str) -> None:
-    del context, signature
-    world, kernel = values
-    address = builder.add(world, ir.Constant(_INT, 8 * _PLACES[name]))
-    builder.store(kernel, builder.inttoptr(address, kernel.type.as_pointer()))
+def _method(name: str, signature: Any) -> type[AbstractTemplate]:
+    """Make a kernel callable as ``world.name(...)``.
+
+    Numba's own values for functions bring code to every call that looks for another
+    way to call them: half of all that was to be compiled (measured).
+    """
+
+    class Method(AbstractTemplate):  # type: ignore[misc]
+        key = f"World.{name}"
+
+        def generic(self, args: Any, kws: Any) -> Any:
+            del args, kws
+            return signature_of(signature.return_type, *signature.args, recvr=WORLD)
+
+    @lower_builtin(Method.key, WORLD, *signature.args)  # type: ignore[misc]
+    def _call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        world, *values = arguments
+        convention = context.call_conv
+        result, kinds = signature.return_type, signature.args
+        function = builder.inttoptr(
+            _number(builder, world, _PLACES[name]),
+            convention.get_function_type(result, kinds).as_pointer(),
+        )
+        status, value = convention.call_function(
+            builder, function, result, kinds, values
+        )
+        with cgutils.if_unlikely(builder, status.is_error):
+            convention.return_status_propagate(builder, status)
+        return value
+
+    return Method
+
+
+_METHODS = {name: _method(name, signature) for name, signature in KERNELS.items()}
+
+
+@cache
+def _address(kernel: Any, name: str) -> int:
+    """Where a kernel's machine code lies."""
+    program = kernel.get_compile_result(KERNELS[name])
+    address: int = program.library.get_pointer_to_function(
+        program.fndesc.llvm_func_name
+    )
+    return address
 
 
 @intrinsic
@@ -201,7 +247,7 @@ class World:
     """
 
     def __init__(self) -> None:
-        self.table = np.zeros(_ENTRY * len(_TYPES), np.int64)
+        self.table = np.zeros(_ENTRY * len(_PLACES), np.int64)
         self._arrays: dict[str, np.ndarray] = {}
 
     def __setitem__(self, name: str, array: np.ndarray) -> None:
@@ -215,6 +261,10 @@ class World:
         self.table[place + 1 : place + 1 + ndim] = array.shape
         # Kept alive as long as the loop may look at it.
         self._arrays[name] = array
+
+    def give_kernel(self, name: str, kernel: Any) -> None:
+        """Give the loop what it calls by this name, one of `KERNELS`."""
+        self.table[_PLACES[name]] = _address(kernel, name)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """An array of the loop."""

@@ -209,7 +209,7 @@ class RequestSteps:
             if not count
         }
         if group.has_prompt:
-            yield group.prefill()
+            yield from group.prefills()
         self._running = [each for each in self._running if id(each[0]) not in ended]
 
     def _note_first(self, joining: list[tuple[Request, SequenceRows]]) -> None:

@@ -2,7 +2,7 @@
 
 A batch is a group of consecutive sequences. Its prefill step holds all their prompt
 tokens, its decode step *i* the *i*-th generated token of each sequence that is still
-alive.
+alive; other ways to cut them are those of `moesim.traces.passes`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from moesim.traces.errors import TraceError
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
+from moesim.traces.passes import check_passes, micro_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -62,6 +63,9 @@ class RoutedStep:
         context_tokens: largest position plus one.
         sequences: sequences taking part.
         layers: one entry per MoE layer, in order.
+        drafted: tokens of them that a draft proposed; they stand behind the first.
+        kept: tokens that the sequence keeps of those that a draft proposed, and the
+            one that follows from them; None where nothing was drafted.
     """
 
     step: int
@@ -71,6 +75,13 @@ class RoutedStep:
     context_tokens: int
     sequences: int
     layers: list[RoutedLayer]
+    drafted: int = 0
+    kept: int | None = None
+
+    @property
+    def made(self) -> int:
+        """Tokens by which the sequences have advanced."""
+        return self.tokens if self.kept is None else self.kept
 
 
 def compose(
@@ -83,7 +94,7 @@ def compose(
     """Cut a trace into the forward passes of batches of `batch` consecutive sequences.
 
     Args:
-        trace: an opened trace.
+        trace: an opened trace, which says what a pass holds (`Trace.cut`).
         batch: sequences that run together, >= 1.
         steps: keep the first so many forward passes; None keeps all.
         columns: optional columns the policies need; others are never read.
@@ -93,6 +104,7 @@ def compose(
             damaged trace.
     """
     check_counts(batch, steps)
+    check_passes(trace.passes, batch)
     needed = tuple(columns)
     trace.require(needed, "this replay")
     # Checked at the call, not when the first step is asked for.
@@ -163,13 +175,17 @@ class SequenceGroup:
         ]
         # Generated tokens of each sequence: each of them has all layers.
         self._generated = np.array(decode_rows) // self._layers
+        self._passes = trace.passes
         # No policy sees token ids.
         self._columns = [name for name in group[0].columns if name != "token"]
 
     def steps(self) -> Iterator[RoutedStep]:
         """Its prefill, if there is one, and its decode steps."""
         if self.has_prompt:
-            yield self.prefill()
+            yield from self.prefills()
+        if self._passes.draft_tokens:
+            yield from self._verifying()
+            return
 
         longest = int(self._generated.max())
         row_counts = self._layers * max(self._experts, len(self._group))
@@ -213,9 +229,29 @@ class SequenceGroup:
             layers=layers,
         )
 
-    def prefill(self) -> RoutedStep:
-        """The step that computes all prompts of the group."""
-        rows = self._gather([slice(0, prompt) for prompt in self._prompt_rows])
+    def prefills(self) -> Iterator[RoutedStep]:
+        """The steps that compute all prompts of the group: one, or one for each
+        micro-batch. A prompt of which some layers hold fewer tokens is not cut.
+        """
+        prompts = [slice(0, prompt) for prompt in self._prompt_rows]
+        most = self._passes.micro_batch_tokens
+        if most is None or any(self._is_ragged(*pair) for pair in enumerate(prompts)):
+            yield self._prefill(prompts)
+            return
+        tokens = [prompt // self._layers for prompt in self._prompt_rows]
+        for parts in micro_batches(tokens, most):
+            yield self._prefill(
+                [slice(self._layers * a, self._layers * b) for a, b in parts]
+            )
+
+    def _is_ragged(self, sequence: int, prompt: slice) -> bool:
+        """Whether some layers hold fewer tokens of a prompt than others."""
+        tokens = len(np.unique(self._group[sequence].pos[prompt]))
+        return prompt.stop != tokens * self._layers
+
+    def _prefill(self, spans: list[slice]) -> RoutedStep:
+        """The step that computes the prompt tokens in `spans` of each sequence."""
+        rows = self._gather(spans)
         layer = rows["layer"]
         # Stable, so that the tokens of a layer stay in the order of their sequences.
         by_layer = np.argsort(layer, kind="stable")
@@ -231,9 +267,9 @@ class SequenceGroup:
         )
 
         prompts = [
-            rows.pos[:prompt]
-            for rows, prompt in zip(self._group, self._prompt_rows, strict=True)
-            if prompt
+            rows.pos[span]
+            for rows, span in zip(self._group, spans, strict=True)
+            if span.stop > span.start
         ]
         return RoutedStep(
             step=0,
@@ -244,6 +280,27 @@ class SequenceGroup:
             sequences=len(prompts),
             layers=layers,
         )
+
+    def _verifying(self) -> Iterator[RoutedStep]:
+        """The decode steps of one sequence, each of which verifies a draft."""
+        for place, computed, kept in self._passes.verified(int(self._generated[0])):
+            first = self._prompt_rows[0] + self._layers * place
+            span = slice(first, first + self._layers * computed)
+            # Every token as if it were a sequence of its own.
+            tokens = [slice(0, self._layers)] * computed
+            yield RoutedStep(
+                step=0,
+                phase=Phase.DECODE,
+                batch=self._index,
+                tokens=computed,
+                context_tokens=1 + int(self._group[0].pos[span.stop - 1]),
+                sequences=1,
+                layers=self._of_sequences(
+                    self._gather([span]), tokens, np.array([computed])
+                ),
+                drafted=computed - 1,
+                kept=kept,
+            )
 
     def _decode(
         self,

@@ -119,6 +119,13 @@ class RecordedFuture:
         """
         return self._following
 
+    @property
+    def edges(self) -> np.ndarray:
+        """int64 [layer steps + 1]: layer step i, ``step * layers + layer``, owns the
+        accesses ``edges[i]:edges[i + 1]``.
+        """
+        return np.asarray(self._edges)
+
     def active(
         self,
         step: int,

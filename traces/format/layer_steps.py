@@ -14,11 +14,13 @@ import numpy as np
 
 from moesim.traces.format.batch import check_counts, compose
 from moesim.traces.format.schema import Phase
+from moesim.traces.passes import Passes
+from moesim.traces.predictions import tallies
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.batch import RoutedLayer, RoutedStep
     from moesim.traces.format.reader import SequenceRows, Trace
 
 # Accesses of a block, about: memory does not grow with the trace.
@@ -43,7 +45,13 @@ class LayerSteps:
         context_tokens: int64 [N], largest position plus one in that pass.
         sequences: int64 [N], how many take part in it.
         scores: float64 [N, E], gate scores, mean over the tokens of each layer step;
-            None where nobody asked for them.
+            None where nobody asked for them. So are the following ones.
+        workload: int32 [N, P, E], tokens that each predictor gives to the experts of
+            its layer (`moesim.traces.predictions`).
+        score_sums: float32 [N, P, E], their predicted scores, summed over the tokens.
+        routing: uint16 [R, K], experts of every token; layer step i owns as many of the
+            following rows as `rows` says.
+        routed: objects [N], every layer step as `compose` gives it.
     """
 
     step: np.ndarray
@@ -58,6 +66,10 @@ class LayerSteps:
     context_tokens: np.ndarray
     sequences: np.ndarray
     scores: np.ndarray | None = None
+    workload: np.ndarray | None = None
+    score_sums: np.ndarray | None = None
+    routing: np.ndarray | None = None
+    routed: np.ndarray | None = None
 
     def first(self, count: int) -> LayerSteps:
         """The first `count` layer steps."""
@@ -85,7 +97,7 @@ def layer_steps(
     Raises:
         TraceError: `batch` or `steps` below 1, or a damaged trace.
     """
-    if batch > 1:
+    if batch > 1 or trace.passes != Passes():
         return of_steps(compose(trace, batch=batch, steps=steps))
 
     # One sequence after the other needs no composing, which is most of the time.
@@ -95,21 +107,67 @@ def layer_steps(
 
 
 def of_steps(
-    steps: Iterable[RoutedStep], *, scores: bool = False
+    steps: Iterable[RoutedStep],
+    *,
+    scores: bool = False,
+    predictors: tuple[str, ...] = (),
+    routing: bool = False,
+    routed: bool = False,
+    experts: int = 0,
 ) -> Iterator[LayerSteps]:
-    """Return composed forward passes as blocks, with their gate scores if asked for."""
-    if not scores:
+    """Return composed forward passes as blocks.
+
+    Args:
+        steps: composed with the columns that are asked for.
+        scores: with gate scores.
+        predictors: with the workloads that these predict.
+        routing: with the experts of every token.
+        routed: with the composed layer steps themselves.
+        experts: of a layer, where `predictors` are asked for.
+    """
+    if not (scores or predictors or routing or routed):
         return joined(map(_of_step, steps))
-    # Scores of all experts are many more numbers than those of the active ones.
-    return joined(map(_with_scores, steps), BLOCK_ACCESSES // 16)
+    parts = (
+        _with_more(
+            step, predictors, experts, scores=scores, routing=routing, routed=routed
+        )
+        for step in steps
+    )
+    # Numbers of all experts are many more than those of the active ones.
+    return joined(parts, BLOCK_ACCESSES // 16)
 
 
-def _with_scores(step: RoutedStep) -> LayerSteps:
-    means = []
-    for routed in step.layers:
-        assert routed.scores is not None, "composed without the column"
-        means.append(routed.scores.mean(axis=0, dtype=np.float64))
-    return replace(_of_step(step), scores=np.array(means))
+def _with_more(
+    step: RoutedStep,
+    predictors: tuple[str, ...],
+    experts: int,
+    *,
+    scores: bool,
+    routing: bool,
+    routed: bool,
+) -> LayerSteps:
+    part = _of_step(step)
+    more: dict[str, np.ndarray] = {}
+    if scores:
+        more["scores"] = np.array([_mean_scores(layer) for layer in step.layers])
+    if predictors:
+        counted = [
+            tallies(layer.predicted, predictors, layer.routing.shape[1], experts)
+            for layer in step.layers
+        ]
+        more["workload"] = np.array([workload for workload, _ in counted])
+        more["score_sums"] = np.array([sums for _, sums in counted])
+    if routing:
+        more["routing"] = np.concatenate([layer.routing for layer in step.layers])
+    if routed:
+        more["routed"] = np.array(step.layers, object)
+    return replace(part, **more)
+
+
+def _mean_scores(layer: RoutedLayer) -> np.ndarray:
+    assert layer.scores is not None, "composed without the column"
+    mean: np.ndarray = layer.scores.mean(axis=0, dtype=np.float64)
+    return mean
 
 
 def _first(

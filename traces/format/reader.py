@@ -7,6 +7,7 @@ named by file, row and column instead of surfacing later as a wrong number.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from moesim.traces.format.schema import (
 from moesim.traces.format.sorting import joined
 from moesim.traces.format.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_width
 from moesim.traces.parquet_seal import Digests, Footer, check_footer, digests
+from moesim.traces.passes import Passes
 from moesim.traces.shipped import SHIPPED, resolve_trace
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class Trace:
     Attributes:
         path: of the file.
         name: what it was opened by: its path, or the name of a trace that ships.
+        passes: what the forward passes hold that are composed of it.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Trace:
         self._digests: Digests | None = None
         # Results hold the name, so that they are the same wherever moesim is installed.
         self.name = name or str(path)
+        self.passes = Passes()
         self.header = header
         self.shape: ModelShape = header.shape
         self.columns: frozenset[str] = frozenset(OPTIONAL_COLUMNS) & frozenset(
@@ -109,6 +113,12 @@ class Trace:
     def __repr__(self) -> str:
         """Say which file, which model and how many rows."""
         return f"Trace({str(self.path)!r}, {self.shape.name}, {self.rows} rows)"
+
+    def cut(self, passes: Passes) -> Trace:
+        """The same trace, whose forward passes hold something else."""
+        other = copy(self)
+        other.passes = passes
+        return other
 
     def digest(self) -> str:
         """sha256 of the file, in hexadecimal.

@@ -90,8 +90,11 @@ class StepAggregator:
         self._speeds = {Phase.PREFILL: (0.0, 0), Phase.DECODE: (0.0, 0)}
         self._batch = -1
         self._last_s = 0.0
-        # Of each decode step of this batch: sequences alive, and its end.
-        self._decoded: list[tuple[int, float]] = []
+        # Tokens, sequences and seconds of this batch's prompts, in one pass or several.
+        self._prefilled = (0, 0, 0.0)
+        # Of each decode step of this batch: sequences alive, tokens that each of them
+        # has made by then, and its end.
+        self._decoded: list[tuple[int, float, float]] = []
         self._decode_start_s = 0.0
 
     def add(self, steps: Chunk) -> None:
@@ -119,14 +122,21 @@ class StepAggregator:
         # From the end of the step before: what lies between belongs to the gap.
         duration_s = end_s - self._last_s
         if phase == Phase.PREFILL:
-            self.ttft_s.append(duration_s)
-            speed = tokens / duration_s if duration_s else 0.0
-            self._add_prefill(speed, sequences)
+            before = self._prefilled
+            self._prefilled = (
+                before[0] + tokens,
+                max(before[1], sequences),
+                before[2] + duration_s,
+            )
         else:
+            self._end_prefill()
+            made = self._decoded[-1][1] if self._decoded else 0.0
             if not self._decoded:
                 self._decode_start_s = self._last_s
-            self.gaps_s.append(duration_s)
-            self._decoded.append((sequences, end_s))
+            # A pass that verifies a draft makes several tokens of one sequence.
+            each = tokens / sequences
+            self.gaps_s.extend([duration_s / each] * round(each))
+            self._decoded.append((sequences, made + each, end_s))
 
         self.tokens[Phase(phase)] += tokens
         self.seconds[Phase(phase)] += duration_s
@@ -144,28 +154,29 @@ class StepAggregator:
         total, count = self._speeds[phase]
         return total / count if count else None
 
-    def _add_prefill(
-        self,
-        tokens_per_s: float,
-        sequences: int,
-    ) -> None:
-        """Add a batch's prefill: the speeds of its sequences add up to
-        `tokens_per_s`.
-        """
+    def _end_prefill(self) -> None:
+        """Add a batch's prefill: the speeds of its sequences add up to the batch's."""
+        tokens, sequences, duration_s = self._prefilled
+        if not sequences:
+            return
+        self.ttft_s.append(duration_s)
+        speed = tokens / duration_s if duration_s else 0.0
         total, count = self._speeds[Phase.PREFILL]
-        self._speeds[Phase.PREFILL] = (total + tokens_per_s, count + sequences)
+        self._speeds[Phase.PREFILL] = (total + speed, count + sequences)
+        self._prefilled = (0, 0, 0.0)
 
     def _end_batch(self) -> None:
         """Add the decode speeds of a batch.
 
-        A sequence that ends after decode step i has made i tokens: its speed follows
-        from how many were alive in each step.
+        The speed of a sequence that ends after a decode step follows from the tokens
+        that were made by then, and from how many are alive in each step.
         """
-        alive = [sequences for sequences, _ in self._decoded] + [0]
+        self._end_prefill()
+        alive = [sequences for sequences, _, _ in self._decoded] + [0]
         total, count = self._speeds[Phase.DECODE]
 
-        for made, (_, end_s) in enumerate(self._decoded, start=1):
-            ended = alive[made - 1] - alive[made]
+        for n, (sequences, made, end_s) in enumerate(self._decoded):
+            ended = sequences - alive[n + 1]
             if ended > 0 and end_s > self._decode_start_s:
                 total += ended * made / (end_s - self._decode_start_s)
                 count += ended

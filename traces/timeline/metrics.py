@@ -39,17 +39,17 @@ METRICS: dict[str, str] = {
     "hit_rate_gpu": "the same over GPU-assigned experts only; null if there are none",
     "hit_rate_token": "tokens of hits / tokens of accesses",
     "ttft_s": (
-        "seconds from the start of a batch to the end of its prefill, mean over"
-        " batches; null without prefill"
+        "seconds from the start of a batch to the end of its prefill, micro-batches"
+        " included, mean over batches; null without prefill"
     ),
     "tpot_s": (
         "seconds between the ends of consecutive steps of a batch, mean over decode"
-        " steps; null without decode"
+        " steps, or over the tokens that steps keep of drafts; null without decode"
     ),
     "tpot_p50_s": "median of the same",
     "tpot_p95_s": "95th percentile of the same, linearly interpolated",
     "prefill_tokens": "prompt tokens computed",
-    "decode_tokens": "tokens generated one by one",
+    "decode_tokens": "tokens generated, those of drafts as far as they were kept",
     "prefill_tokens_per_s": (
         "prompt tokens of all sequences / prefill seconds; null without prefill"
     ),

@@ -146,3 +146,22 @@ class OperationTable:
         read = cls()
         read._bytes = bytearray(rows.tobytes())
         return read
+
+
+def lost_shares(operations: OperationTable | None, lengths_s: np.ndarray) -> np.ndarray:
+    """Share of each step's time that its threads waited for a core.
+
+    Args:
+        operations: of a run; None where nothing was counted.
+        lengths_s: float64 [S], seconds of each forward pass.
+
+    Returns:
+        float64 [S]; zero where nothing was counted.
+    """
+    lost_s = np.zeros(len(lengths_s))
+    if operations is None:
+        return lost_s
+    columns = operations.columns()
+    counted = np.isfinite(columns["waited_s"]) & (columns["kind"] < REQUEST)
+    np.add.at(lost_s, columns["step"][counted], columns["waited_s"][counted])
+    return lost_s / np.maximum(lengths_s, 1e-9)

@@ -58,6 +58,17 @@ def calibrate(
             metavar="FILE", help="Say how far its predictions are from this profile's."
         ),
     ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            metavar="M",
+            min=0,
+            help=(
+                "Repeat runs for so long at most, until no constant is so wide that"
+                " predictions move by more than 2 %."
+            ),
+        ),
+    ] = None,
     force: Annotated[
         bool,
         typer.Option(
@@ -80,7 +91,9 @@ def calibrate(
     """
     if from_runs:
         refuse_options(
-            context, ("quick", "shapes", "against", "stores"), "designed runs"
+            context,
+            ("quick", "shapes", "against", "minutes", "stores"),
+            "designed runs",
         )
         _from(runs or [], out, hw, seed=seed, force=force, as_json=as_json)
         return
@@ -95,6 +108,7 @@ def calibrate(
     from moesim.hwprofiles.profile import load_profile
     from moesim.validation import calibrate as library
     from moesim.validation.profile_checks import speed_change
+    from moesim.validation.wide import wide_constants
 
     # Read first: a missing file should not cost minutes of measuring.
     reference = None if against is None else load_profile(against)
@@ -114,6 +128,7 @@ def calibrate(
             stores=stores,
             seed=seed,
             force=force,
+            minutes=minutes,
             progress=progress,
         )
 
@@ -140,6 +155,9 @@ def calibrate(
         print(json.dumps(facts, indent=2))
         return
     _print(profile, difference)
+    shape = library.shape_of(sizes[0])
+    for wide in wide_constants(profile, shape):
+        print(f"still wide: {wide.words()}")
     output.print_written([out])
 
 

@@ -13,7 +13,7 @@ from moesim.cli.options import AsJson, Seed, Stores, ThisMachine
 DEFAULT_POLICIES = "all-cpu+none,on-demand+lru,fixed-mapping+lru,static-threshold+lru,greedy+lru,greedy+lfu"
 
 DIFFERENT = 1
-"""Exit code of a structure that differs."""
+"""Exit code of a structure that differs, and of aims that are not met."""
 
 
 def validate(
@@ -72,6 +72,24 @@ def validate(
             help="Instead: predict other people's measurements in this folder.",
         ),
     ] = None,
+    protocol: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help=(
+                "Instead: follow docs/measurements/protocol.md, calibrations included;"
+                " sittings and the result go there."
+            ),
+        ),
+    ] = None,
+    sittings: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="With --protocol: sittings now; 0 judges those that are there.",
+        ),
+    ] = None,
     earlier: Annotated[
         Path | None,
         typer.Option(
@@ -91,7 +109,13 @@ def validate(
       moesim validate q.parquet --hw hw.toml --host-ratios 0.5 --with report/validation.json --out both
       moesim validate --structure run1 run2
       moesim validate --machines measured --out report
+      moesim validate --protocol out/protocol
     """
+    if sittings is not None and protocol is None:
+        raise typer.BadParameter("it is meant for --protocol", param_hint="--sittings")
+    if protocol is not None:
+        _protocol(protocol, sittings, seed=seed, as_json=as_json)
+        return
     check_places(folder=out)
     if structure:
         _structure(traces or [], as_json=as_json)
@@ -195,3 +219,49 @@ def _machines(folder: Path, out: Path | None, *, as_json: bool) -> None:
         return
     print(terminal_text(comparison))
     output.print_written(written)
+
+
+def _protocol(folder: Path, sittings: int | None, *, seed: int, as_json: bool) -> None:
+    """Make sittings of the protocol, judge all that are there, and write the page.
+
+    Args:
+        folder: of the sittings, ``protocol.md`` and ``protocol.json``.
+        sittings: to be made now; None makes those that the protocol still lacks.
+        seed: of the first sitting; each later one has its own.
+        as_json: print JSON instead of the table.
+
+    Raises:
+        typer.Exit: code 1 where an aim is not met.
+    """
+    check_places(folder=folder)
+    from moesim.cli.progress import steps_of
+    from moesim.reporting.tables import aligned
+    from moesim.traces.files import write_text
+    from moesim.validation.protocol.judgement import judge
+    from moesim.validation.protocol.page import aim_rows, protocol_page
+    from moesim.validation.protocol.plan import PLAN
+    from moesim.validation.protocol.sittings import earlier, make_sitting
+
+    measured = earlier(folder, PLAN)
+    if sittings is None:
+        sittings = max(0, PLAN.sittings - len(measured))
+    for number in range(sittings):
+        with steps_of(f"sitting {number + 1} of {sittings}") as progress:
+            sitting = make_sitting(
+                folder, PLAN, seed=seed + len(measured), progress=progress
+            )
+        measured.append(sitting)
+
+    verdict = judge(PLAN, measured)
+    page = protocol_page(PLAN, measured, verdict, output.command_line())
+    places = [folder / "protocol.md", folder / "protocol.json"]
+    result = json.dumps(verdict.to_json(), indent=2)
+    write_text(places[0], page)
+    write_text(places[1], result + "\n")
+    if as_json:
+        print(result)
+    else:
+        print("\n".join(aligned(aim_rows(PLAN, verdict))).replace("*", ""))
+        output.print_written(places)
+    if not all(verdict.met.values()):
+        raise typer.Exit(DIFFERENT)

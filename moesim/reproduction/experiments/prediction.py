@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.policies.prefetch._kernels import predicted_workload
 from moesim.policies.prefetch._transitions import Transitions
 from moesim.reproduction.experiments.base import Excerpt, Experiment, percent
+from moesim.traces.predictions import predicted_workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +75,7 @@ def accuracy(
                 continue
             # EdgeMoE has no gate to ask: its table says which experts follow which.
             if column is None:
-                predicted = layer.tokens @ table.rows(layer.layer, layer.experts)
+                predicted = table.workload(layer.layer, layer.experts, layer.tokens)
             else:
                 predicted = _predicted_workload(layer, column, following)
             true = _workload(following, experts)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.calibration.disturbance import lost_shares
 from moesim.hwprofiles.calibration.fit_operations import SPAN_KINDS
 from moesim.hwprofiles.calibration.gaps import add_gaps
 from moesim.hwprofiles.calibration.observations import DesignedRun, Gaps
@@ -22,6 +21,7 @@ from moesim.hwprofiles.calibration.run_spans import RunSpans
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.lanes import COMPUTE_KINDS
 from moesim.sim.replay import Replay
+from moesim.traces.timeline.operations import lost_shares
 from moesim.traces.timeline.spans import COMPUTE, Timeline
 from moesim.validation.paired_runs import step_lengths
 from moesim.validation.profile_checks import MOST_LOST

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.policies.base import ABSENT, PolicyError
+from moesim.policies.base import ABSENT, LayerWork, PolicyError
 from moesim.policies.planner.plan import FETCH, PREFETCH, Copies
+from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moesim.policies.base import LayerWork
+    from moesim.policies.base import ExpertKey
     from moesim.policies.planner.machine_state import MachineState
 
 
@@ -21,9 +22,31 @@ def wish_for_named(
 ) -> None:
     """Wish for what the prefetch policy names, within its byte budget."""
     named = machine.policies.prefetch.prefetch(work, machine)
-    _shield(machine, work.layer, named)
-    if not named:
-        return
+    _check(machine, named)
+    # A new prediction of a layer takes the place of the last one; when the layer has
+    # come, its prediction has served.
+    for past in {work.layer, *(layer for layer, _ in named)}:
+        machine.gpu[machine.home(past)].shielded[past] = False
+    _wish(machine, work, named, copies)
+
+
+def wish_for_foretold(
+    machine: MachineState, named: Sequence[ExpertKey], copies: list[Copies]
+) -> None:
+    """Wish for what a drafted token foretells, beside what those before it did."""
+    _check(machine, named)
+    _wish(machine, _BETWEEN_LAYERS, named, copies)
+
+
+def _wish(
+    machine: MachineState,
+    work: LayerWork,
+    named: Sequence[ExpertKey],
+    copies: list[Copies],
+) -> None:
+    """Wish for named experts that are absent, and shield all of them."""
+    for layer, expert in named:
+        machine.gpu[machine.home(layer)].shielded[layer, expert] = True
     budget = machine.sizes.prefetch_budget_bytes
     for layer, expert in named:
         gpu = machine.home(layer)
@@ -78,21 +101,32 @@ def drop_late(
     return dropped
 
 
-def _shield(
-    machine: MachineState, layer: int, named: Sequence[tuple[int, int]]
-) -> None:
-    """Protect what a prediction wants from its own copies.
+def _check(machine: MachineState, named: Sequence[ExpertKey]) -> None:
+    """Refuse experts that the model has not.
 
-    A new prediction of a layer takes the place of the last one; when the layer has
-    come, its prediction has served.
+    Raises:
+        PolicyError: naming the policy.
     """
-    for coming, expert in named:
-        if not (0 <= coming < machine.layers and 0 <= expert < machine.experts):
+    for layer, expert in named:
+        if not (0 <= layer < machine.layers and 0 <= expert < machine.experts):
             raise PolicyError(
                 f"prefetch policy {machine.policies.names.get('prefetch')!r}: no"
-                f" expert {coming, expert}"
+                f" expert {layer, expert}"
             )
-    for past in {layer, *(coming for coming, _ in named)}:
-        machine.gpu[machine.home(past)].shielded[past] = False
-    for coming, expert in named:
-        machine.gpu[machine.home(coming)].shielded[coming, expert] = True
+
+
+_NOTHING = np.zeros(0)
+_BETWEEN_LAYERS = LayerWork(
+    step=-1,
+    layer=-1,
+    phase=Phase.DECODE,
+    experts=np.zeros(0, np.int32),
+    tokens=np.zeros(0, np.int32),
+    state=np.zeros(0, np.int8),
+    cpu_s=_NOTHING,
+    host_s=_NOTHING,
+    gpu_s=np.zeros((1, 0)),
+    arrive_s=np.zeros((1, 0)),
+    routing=np.zeros((0, 0), np.uint16),
+)
+"""Asks for nothing: what caches are told of prefetches that no layer step named."""

@@ -1,0 +1,270 @@
+"""What the admitted departures of systems are worth: each is closed, or bounded.
+
+Replays shared traces with and without a stand-in for what a system's composition leaves
+out, and prints one table per departure. Traces are those that `benchmarks.prefetchers
+prepare` writes::
+
+    python -m benchmarks.departures INPUTS edgemoe moe-infinity moe-lightning smoe
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.prefetchers import SINGLE, parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moesim.runs.result import Run
+
+HW = "rtx3090-epyc7532"
+STEPS = 40
+RATIOS = (0.25, 0.5)
+TRACES = (
+    "mixtral_8x7b_like",
+    "deepseek_v2_lite_like",
+    "qwen3_30b_a3b_top6",
+    "olmoe_1b_7b_decode299",
+)
+
+
+def replayed(inputs: Path, trace: str, system: str, **options: Any) -> Run:
+    """Replay one shared trace."""
+    from moesim import replay
+
+    options = {"hw": HW, "steps": STEPS, **options}
+    return replay(inputs / f"{trace}.parquet", system, **options)
+
+
+def step_ms(run: Run) -> float:
+    """Milliseconds per forward pass."""
+    return float(1e3 * run.metrics["makespan_s"] / run.metrics["steps"])
+
+
+def rows(*cells: object) -> None:
+    """Print one row of a table."""
+    texts = [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells]
+    print(f"| {' | '.join(texts)} |", flush=True)
+
+
+def edgemoe(inputs: Path) -> None:
+    """Eviction by layers as well, and experts of unequal widths."""
+    print("\nedgemoe: eviction by frequency alone and by layer too; ms per pass")
+    rows("trace", "scope", "cache", "lfu", "edgemoe", "edgemoe / lfu", "hits")
+    for trace in TRACES:
+        for scope in ("layer", "global"):
+            for ratio in RATIOS:
+                plain, both = (
+                    replayed(
+                        inputs,
+                        trace,
+                        "edgemoe",
+                        cache=cache,
+                        cache_scope=scope,
+                        cache_ratio=ratio,
+                    )
+                    for cache in ("lfu", "edgemoe")
+                )
+                hits = [run.metrics["hit_rate_active"] for run in (plain, both)]
+                change = step_ms(both) / step_ms(plain)
+                shown = f"{hits[0]:.1%} / {hits[1]:.1%}"
+                rows(trace, scope, ratio, step_ms(plain), step_ms(both), change, shown)
+
+    print("\nedgemoe: link bytes with half of the experts at half the width")
+    rows("trace", "cache", "at random, widest of 20", "the rarest half narrow")
+    for trace in TRACES:
+        for ratio in RATIOS:
+            run = replayed(inputs, trace, "edgemoe", cache_ratio=ratio)
+            rows(trace, ratio, *_of_widths(run))
+
+
+def _of_widths(run: Run) -> tuple[float, float]:
+    """Bytes over the link with unequal widths, over those with equal ones of the same
+    mean: largest deviation of random choices, and with the rarely used half narrow.
+    """
+    accesses = run.timeline.access_frame()
+    layers = len(run.config["cache_slots"])
+    experts = int(accesses["expert"].max()) + 1
+    used = np.zeros((layers, experts))
+    np.add.at(used, (accesses["layer"], accesses["expert"]), 1)
+    spans = run.timeline.frame()
+    copied = spans[spans["lane"].astype(str).str.startswith("h2d")]
+    counts = np.zeros((layers, experts))
+    np.add.at(counts, (copied["layer"], copied["expert"]), 1)
+
+    narrow, wide = 2 / 3, 4 / 3
+    draws = np.random.default_rng(0)
+    random = []
+    for _ in range(20):
+        order = draws.random((layers, experts)).argsort(axis=1)
+        width = np.where(order < experts // 2, narrow, wide)
+        random.append(float((counts * width).sum() / counts.sum()))
+    by_use = used.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
+    width = np.where(by_use < experts // 2, narrow, wide)
+    farthest = max(random, key=lambda share: abs(share - 1))
+    return farthest, float((counts * width).sum() / counts.sum())
+
+
+def moe_infinity(inputs: Path) -> None:
+    """The whole queue instead of its head, and what a batch's sequences could tell."""
+    print("\nmoe-infinity: the head of its queue or all of it; ms per pass")
+    rows("trace", "batch", "cache", "head of 8", "all", "prefetched", "prefetched")
+    for trace in TRACES[:2]:
+        for batch in (1, 8):
+            for ratio in RATIOS:
+                # Something is known only when the first sequences have ended.
+                head, whole = (
+                    replayed(
+                        inputs,
+                        trace,
+                        "moe-infinity",
+                        prefetch=f"activation-matrix:size={size}",
+                        batch=batch,
+                        steps=140,
+                        cache_ratio=ratio,
+                    )
+                    for size in ("8", "none")
+                )
+                counts = [run.metrics["prefetched"] for run in (head, whole)]
+                rows(trace, batch, ratio, step_ms(head), step_ms(whole), *counts)
+
+    print("\nmoe-infinity: a batch as one sequence, and two bounds; ms per pass")
+    rows("trace", "batch", "cache", "none", "as one", "all guesses right")
+    for trace in TRACES[:2]:
+        for batch in (1, 8, 32):
+            for ratio in RATIOS:
+                runs = [
+                    replayed(
+                        inputs,
+                        trace,
+                        "moe-infinity",
+                        prefetch=prefetch,
+                        batch=batch,
+                        steps=140,
+                        cache_ratio=ratio,
+                    )
+                    for prefetch in ("none", "activation-matrix", "clairvoyant")
+                ]
+                rows(trace, batch, ratio, *map(step_ms, runs))
+
+
+def moe_lightning(inputs: Path) -> None:
+    """What streaming ahead is worth, and what attention elsewhere and micro-batches
+    could save at most: everything but the longest lane.
+    """
+    print("\nmoe-lightning: its stream on demand and ahead; shares of a pass")
+    rows("trace", "batch", "cache", "on demand", "ahead", "dense", "KV", "busiest lane")
+    for trace in TRACES[:2]:
+        for batch in (1, 8, 32, 96):
+            for ratio in RATIOS:
+                on_demand, ahead = (
+                    replayed(
+                        inputs,
+                        trace,
+                        "moe-lightning",
+                        prefetch=prefetch,
+                        batch=batch,
+                        cache_ratio=ratio,
+                        steps=24,
+                    )
+                    for prefetch in ("none", "moe-lightning")
+                )
+                busy = {
+                    lane: seconds / ahead.metrics["makespan_s"]
+                    for lane, seconds in ahead.metrics["busy_s"].items()
+                    if not lane.startswith("control")
+                }
+                lane = max(busy, key=lambda name: busy[name])
+                total_ms = step_ms(ahead)
+                rows(
+                    trace,
+                    batch,
+                    ratio,
+                    step_ms(on_demand),
+                    total_ms,
+                    f"{1e3 * parts(ahead)['dense'] / total_ms:.1%}",
+                    f"{_kv_share(inputs, trace, batch, total_ms):.2%}",
+                    f"{lane} {busy[lane]:.1%}",
+                )
+
+
+def _kv_share(inputs: Path, trace: str, batch: int, step_ms: float) -> float:
+    """Share of a pass that reading keys and values takes, at 128 tokens of context."""
+    from moesim import open_trace
+    from moesim.hwprofiles.costs import Costs
+    from moesim.hwprofiles.profile import load_profile
+
+    shape = open_trace(inputs / f"{trace}.parquet").shape
+    costs = Costs(load_profile(HW), shape)
+    with_context_s = costs.dense_s(batch, 128, batch)
+    without_s = costs.dense_s(batch, 1, batch)
+    return 1e3 * shape.layers * (with_context_s - without_s) / step_ms
+
+
+def smoe(inputs: Path) -> None:
+    """Its predictor at several accuracies: 0.82 and 0.95 are published."""
+    from moesim.traces.format.reader import open_trace
+    from moesim.traces.synthetic.predict import predict
+
+    print("\nsmoe: recall of what stands in for the partial hidden state; ms per pass")
+    recalls = (0.75, 0.82, 0.95)
+    rows("trace", "batch", "cache", *recalls, "no prefetch")
+    for trace in TRACES[:2]:
+        with tempfile.TemporaryDirectory() as folder:
+            for recall in recalls:
+                source = inputs / "unpredicted" / f"{trace}.parquet"
+                target = Path(folder) / f"{recall}" / f"{trace}.parquet"
+                target.parent.mkdir()
+                predict(source, target, recall=(recall,), scores=True)
+                assert open_trace(target).rows
+            batches = (1,) if trace in SINGLE else (1, 8)
+            for batch in batches:
+                for ratio in RATIOS:
+                    runs = [
+                        replayed(
+                            Path(folder) / f"{recall}",
+                            trace,
+                            "smoe",
+                            batch=batch,
+                            cache_ratio=ratio,
+                        )
+                        for recall in recalls
+                    ]
+                    last = Path(folder) / f"{recalls[-1]}"
+                    without = replayed(
+                        last,
+                        trace,
+                        "smoe",
+                        prefetch="none",
+                        batch=batch,
+                        cache_ratio=ratio,
+                    )
+                    rows(trace, batch, ratio, *map(step_ms, [*runs, without]))
+
+
+DEPARTURES: dict[str, Callable[[Path], None]] = {
+    "edgemoe": edgemoe,
+    "moe-infinity": moe_infinity,
+    "moe-lightning": moe_lightning,
+    "smoe": smoe,
+}
+
+
+def main() -> None:
+    """Print the tables of the systems that are named, or of all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("inputs", type=Path)
+    parser.add_argument("systems", nargs="*", help=f"of {', '.join(DEPARTURES)}")
+    chosen = parser.parse_args()
+    for name in chosen.systems or DEPARTURES:
+        DEPARTURES[name](chosen.inputs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A validation whose cells, repetitions and aims are stated before it is measured."""

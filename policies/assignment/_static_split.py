@@ -1,0 +1,92 @@
+"""MoE-Lightning's offline search: which experts of a layer a GPU computes, for average
+workloads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moesim.policies.ranking import ranked
+
+if TYPE_CHECKING:
+    from moesim.policies.base import MachineView, RunContext
+    from moesim.traces.format.schema import Phase
+
+# Keeps the division by an activation probability of zero harmless.
+_SMALLEST = 1e-12
+
+
+class StaticSplit:
+    """Plans of all layers and phases, each made when it is first asked for.
+
+    Experts that are resident at that moment stay on the GPU. Of the others the most
+    popular are streamed, as many as minimise ``max(T_cpu, T_gpu, T_link)`` for the
+    average step, ties to fewer. In an average step of T tokens an expert of popularity
+    p, the share of all choices that fall on it, is active with probability ``a = 1 - (1
+    - K p) ** T`` and then has ``T K p / a`` tokens; its costs count a times. Popularity
+    comes from the calibration trace; without one all experts are equally popular.
+
+    Args:
+        context: sizes and calibration.
+        tokens: T; None takes the tokens that a phase is first asked for with.
+    """
+
+    def __init__(self, context: RunContext, tokens: int | None) -> None:
+        shape = context.shape
+        counts = np.ones((shape.layers, shape.experts))
+        if context.calibration is not None:
+            counts = np.asarray(context.calibration, np.float64)
+        total = counts.sum(axis=1, keepdims=True)
+        # A layer that the calibration never reached counts as uniform.
+        popularity = counts / np.maximum(total, 1.0)
+        self._popularity = np.where(total > 0.0, popularity, 1.0 / shape.experts)
+        self._stated = tokens
+        self._plans: dict[tuple[Phase, int], np.ndarray] = {}
+        self._tokens: dict[Phase, int] = {}
+
+    def of(
+        self, phase: Phase, layer: int, tokens: int, view: MachineView
+    ) -> np.ndarray:
+        """Bool [E]: the experts that belong on a GPU, for a step of so many tokens."""
+        plan = self._plans.get((phase, layer))
+        if plan is None:
+            # One T for all layers of a phase, though they are planned one by one.
+            first = self._tokens.setdefault(phase, max(1, tokens))
+            plan = self._search(layer, self._stated or first, view)
+            self._plans[phase, layer] = plan
+        return plan
+
+    def _search(
+        self,
+        layer: int,
+        tokens: int,
+        view: MachineView,
+    ) -> np.ndarray:
+        """The plan of a layer, bool [E]."""
+        chosen_share = np.minimum(1.0, view.shape.top_k * self._popularity[layer])
+        active = 1.0 - (1.0 - chosen_share) ** tokens
+        workload = tokens * chosen_share / np.maximum(active, _SMALLEST)
+        mean = np.maximum(1, np.rint(workload).astype(np.int64))
+        cpu_s = active * view.cpu_s(layer, mean)
+        gpu_s = active * view.gpu_s(layer, mean)
+        copy_s = active * view.copy_s(layer)
+
+        resident = [view.resident(layer, gpu) for gpu in range(view.gpus)]
+        on_gpu = np.any(resident, axis=0)
+        rank = ranked(chosen_share)
+        rank = rank[~on_gpu[rank]]
+
+        # Entry n: seconds of each lane when the n most popular absent are streamed.
+        link = _running_sum(copy_s[rank])
+        gpu = gpu_s[on_gpu].sum() + _running_sum(gpu_s[rank])
+        cpu = cpu_s[rank].sum() - _running_sum(cpu_s[rank])
+        slowest = np.maximum(cpu, np.maximum(gpu, link) / view.gpus)
+        on_gpu[rank[: np.argmin(slowest)]] = True
+        return on_gpu
+
+
+def _running_sum(seconds: np.ndarray) -> np.ndarray:
+    """Sums of the first 0, 1, … n entries: float64 [n + 1]."""
+    return np.concatenate(([0.0], np.cumsum(seconds)))

@@ -1,0 +1,53 @@
+"""MoE-Lightning's stream of weights: the next layer's planned experts, ahead of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moesim.policies.assignment._static_split import StaticSplit
+from moesim.policies.base import ExpertKey, PrefetchPolicy
+from moesim.policies.parameters import expect
+from moesim.policies.planner.resident_mask import present
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moesim.policies.base import LayerWork, MachineView, RunContext
+
+
+class MoELightning(PrefetchPolicy):
+    """Stream what the plan of the assignment policy of this name puts on a GPU, one
+    layer ahead.
+
+    The plan is fixed, so no gate has to be waited for: attention, dense parts and
+    products of a layer hide the copies for the next one. Experts that nobody turns out
+    to use come as well, as far as the link has begun with them.
+
+    Args:
+        tokens: as of the assignment policy, whose plan this one repeats.
+
+    Source: MoE-Lightning (arXiv 2411.11217), its pipeline of paged weights, without
+    the order of pages within a layer; a step's first layer is fetched on demand.
+    """
+
+    late = "drop"
+    no_place = "wait"
+
+    def __init__(self, *, tokens: int | None = None) -> None:
+        expect(tokens is None or tokens >= 1, "tokens", "a number >= 1 or none", tokens)
+        self.tokens = tokens
+
+    def start(self, context: RunContext) -> None:
+        """Begin without plans."""
+        self._split = StaticSplit(context, self.tokens)
+
+    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+        """Name what is absent of the next layer's planned experts, in ascending id."""
+        layer = work.layer + 1
+        if layer >= view.layers:
+            return ()
+        plan = self._split.of(work.phase, layer, len(work.routing), view)
+        wanted = np.flatnonzero(plan & ~present(view, layer))
+        return [ExpertKey(layer, expert) for expert in wanted.tolist()]

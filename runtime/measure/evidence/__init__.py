@@ -1,0 +1,1 @@
+"""What the operating system counts while something is measured: was it disturbed?"""

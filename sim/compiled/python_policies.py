@@ -1,0 +1,306 @@
+"""Policies that bring no kernels, in compiled runs: the loop asks their Python.
+
+Everything between two answers is compiled all the same: lanes, copies, the books of
+memories, records.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moesim.policies.base import (
+    IN_FLIGHT,
+    RESIDENT,
+    CachePolicy,
+    ExpertKey,
+    LayerWork,
+)
+from moesim.policies.kernels import (
+    SERIAL,
+    WAITS,
+    AssignmentKernels,
+    CacheKernels,
+    PrefetchKernels,
+    State,
+)
+from moesim.policies.planner.memory_level import preferred
+from moesim.sim.compiled import asking
+from moesim.sim.compiled.memory import BAD_ASSIGNMENT, BAD_VICTIMS, RAISED
+from moesim.traces.format.schema import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moesim.policies.base import AssignmentPolicy, PrefetchPolicy
+    from moesim.policies.planner.planner import Planner
+    from moesim.sim.compiled.world import World
+    from moesim.traces.format.layer_steps import LayerSteps
+
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
+
+
+class MachineArrays:
+    """A `MachineView` of a compiled run."""
+
+    def __init__(self, planner: Planner, world: World) -> None:
+        self.shape = planner.shape
+        self.layers = planner.layers
+        self.experts = planner.experts
+        self.gpus = planner.gpus
+        self.cpu_first_s = planner.cpu_first_s
+        self.capacity = planner.capacity
+        self.home = planner.home
+        self.copy_s = planner.copy_s
+        self.cpu_s = planner.cpu_s
+        self.gpu_s = planner.gpu_s
+        self._run = world["run"]
+        self._memories = world["memories"]
+        self._state = world["state"].reshape(-1, self.layers, self.experts)
+
+    @property
+    def gap_s(self) -> float:
+        """See `MachineView`."""
+        return float(self._run["gap_s"][0])
+
+    def resident(self, layer: int, gpu: int = 0) -> np.ndarray:
+        """See `MachineView`."""
+        mask: np.ndarray = self._state[gpu, layer] == RESIDENT
+        return mask
+
+    def in_flight(self, layer: int, gpu: int = 0) -> np.ndarray:
+        """See `MachineView`."""
+        mask: np.ndarray = self._state[gpu, layer] == IN_FLIGHT
+        return mask
+
+    def link_wait_s(self, gpu: int = 0) -> float:
+        """See `MachineView`."""
+        link = self._memories[gpu]
+        left_s = max(0.0, float(link["busy_until_s"] - self._run["now_s"][0]))
+        return left_s + float(link["queued_s"])
+
+
+class PythonPolicies:
+    """Answers the questions of a compiled run with the policies' own methods.
+
+    Attributes:
+        raised: what a policy has raised; the run ends then.
+    """
+
+    def __init__(self, planner: Planner, world: World) -> None:
+        self.raised: BaseException | None = None
+        self._planner = planner
+        self._world = world
+        self._run = world["run"]
+        self._place = self._run["place"]
+        keys = planner.layers * planner.experts
+        self._marks = np.zeros((asking.ROWS, max(keys, 4)), np.int64)
+        self._function = _FUNCTION(self._ask)
+        self._address = ctypes.cast(self._function, ctypes.c_void_p).value
+        self._answers: list[list[Callable[[], None]]] = []
+        self._view: Any = None
+        self._block: LayerSteps | None = None
+        self._made: tuple[int, LayerWork] | None = None
+
+    def begin(self, block: LayerSteps) -> None:
+        """Take the next block, whose layer steps the loop will ask about."""
+        self._block = block
+        self._made = None
+        self._view = MachineArrays(self._planner, self._world)
+
+    # -- kernels ----------------------------------------------------------------------
+
+    def assignment(self, policy: AssignmentPolicy) -> AssignmentKernels:
+        """Kernels that ask an assignment policy."""
+
+        def assign() -> None:
+            work = self._work()
+            lanes, order, serial, waits = policy.assign(work, self._view)
+            count = len(work.experts)
+            if order is None:
+                order = np.arange(count)
+            lanes = np.asarray(lanes)
+            order = np.asarray(order)
+            legal = len(lanes) == count == len(order)
+            # Other types could hide a lane that is none.
+            if legal and lanes.dtype != np.int8 and count:
+                legal = lanes.min() >= 0 and lanes.max() <= self._planner.gpus
+            if not legal:
+                self._run["error"] = BAD_ASSIGNMENT
+                return
+            self._world["work_lanes"][:count] = lanes
+            self._world["work_order"][:count] = order
+            self._marks[asking.COUNTS, 2] = SERIAL * serial + WAITS * waits
+
+        return AssignmentKernels(asking.assign, self._state({"assign": assign}))
+
+    def prefetch(self, policy: PrefetchPolicy) -> PrefetchKernels:
+        """Kernels that ask a prefetch policy."""
+        experts = self._planner.experts
+
+        def prefetch() -> None:
+            named = policy.prefetch(self._work(), self._view)
+            keys = [
+                layer * experts + expert
+                if 0 <= expert < experts
+                else self._planner.layers * experts
+                for layer, expert in named
+            ]
+            self._give(5, keys)
+
+        return PrefetchKernels(asking.prefetch, self._state({"prefetch": prefetch}))
+
+    def cache(self, policy: CachePolicy, *, of_host: bool = False) -> CacheKernels:
+        """Kernels that ask a cache policy."""
+        marks = self._marks
+        name = self._planner.policies.names.get("cache", "cache")
+
+        def incoming() -> np.ndarray:
+            count = marks[asking.COUNTS, 0]
+            keys: np.ndarray = marks[asking.INCOMING, :count].copy()
+            return keys
+
+        def answer(answers: np.ndarray) -> None:
+            count = marks[asking.COUNTS, 0]
+            if len(answers) != count:
+                self._run["error"] = BAD_VICTIMS
+                return
+            marks[asking.ANSWERS, :count] = answers
+
+        def accessed() -> None:
+            policy.accessed(self._host_work() if of_host else self._work())
+
+        def victims() -> None:
+            count = marks[asking.COUNTS, 1]
+            candidates = marks[asking.CANDIDATES, :count].copy()
+            answer(policy.victims(incoming(), candidates))
+
+        def replacements() -> None:
+            swaps = policy.replacements(self._work(), self._view)
+            self._give(1, [self._key(swap.incoming) for swap in swaps])
+            self._give(0, [self._key(swap.outgoing) for swap in swaps])
+
+        state = self._state(
+            {
+                "accessed": accessed,
+                "admits": lambda: answer(policy.admits(self._work(), incoming())),
+                "precedence": lambda: answer(preferred(policy, name, incoming())),
+                "victims": victims,
+                "admitted": lambda: policy.admitted(incoming()),
+                "evicted": lambda: policy.evicted(incoming()),
+                "replacements": replacements,
+            }
+        )
+        # What a policy leaves out needs no Python.
+        asked: dict[str, Any] = {
+            name: getattr(asking, name)
+            for name in CacheKernels._fields
+            if name != "state" and _overrides(policy, name)
+        }
+        return CacheKernels(state, **asked)
+
+    def _state(self, answers: dict[str, Callable[[], None]]) -> State:
+        """The state of one policy: its number, and the marks that all share."""
+        number = len(self._answers)
+        self._answers.append(
+            [answers.get(question, _nothing) for question in asking.QUESTIONS]
+        )
+        return State(
+            np.zeros((0, 0)),
+            self._marks,
+            np.zeros(0),
+            np.array([self._address, number], np.int64),
+        )
+
+    # -- questions --------------------------------------------------------------------
+
+    def _ask(self, policy: int, question: int) -> None:
+        """What the C function does. It must not raise: the loop is no Python."""
+        try:
+            self._answers[policy][question]()
+        except BaseException as error:  # noqa: BLE001 - raised again when the loop is left
+            self.raised = error
+            self._marks[asking.COUNTS, 2] = 0
+            # The loop ends soon; until then it needs keys that there are.
+            self._marks[asking.ANSWERS] = -1
+            if asking.QUESTIONS[question] == "precedence":
+                self._marks[asking.ANSWERS] = self._marks[asking.INCOMING]
+            self._run["error"] = RAISED
+
+    def _key(self, expert: ExpertKey) -> int:
+        return expert.layer * self._planner.experts + expert.expert
+
+    def _give(self, row: int, keys: list[int]) -> None:
+        room = self._world["keys"][row]
+        if len(keys) > len(room):
+            # What is named twice is no copy.
+            keys = list(dict.fromkeys(keys))[: len(room)]
+        room[: len(keys)] = keys
+        self._marks[asking.COUNTS, 2] = len(keys)
+
+    def _work(self) -> LayerWork:
+        """The work of the layer step under way, in arrays of its own."""
+        s = int(self._place[0])
+        if self._made is not None and self._made[0] == s:
+            return self._made[1]
+        work = self._of_layer_step(s)
+        self._made = s, work
+        return work
+
+    def _of_layer_step(self, s: int) -> LayerWork:
+        block = self._block
+        assert block is not None
+        assert block.routed is not None
+        routed = block.routed[s]
+        world = self._world
+        count = len(routed.experts)
+        rows = 1 if self._planner.splits_layers else self._planner.gpus
+        seconds = world["work_s"]
+        link_s = world["work_link_s"][:rows]
+        return LayerWork(
+            step=int(block.step[s]),
+            layer=routed.layer,
+            phase=Phase(block.phase[s]),
+            experts=routed.experts,
+            tokens=routed.tokens,
+            state=world["work_state"][0, :count].copy(),
+            cpu_s=seconds[0, :count].copy(),
+            host_s=seconds[1, :count].copy(),
+            gpu_s=seconds[2, : rows * count].reshape(rows, count).copy(),
+            arrive_s=seconds[3, : rows * count].reshape(rows, count).copy(),
+            routing=routed.routing,
+            weights=routed.weights,
+            scores=routed.scores,
+            predicted=routed.predicted,
+            batch=int(block.batch[s]),
+            link_s=link_s.copy() if link_s.any() else None,
+        )
+
+    def _host_work(self) -> LayerWork:
+        """What of it is asked of host memory."""
+        work = self._work()
+        world = self._world
+        count = int(self._marks[asking.COUNTS, 0])
+        rows = len(work.gpu_s)
+        seconds = world["host_work_s"]
+        return replace(
+            work,
+            experts=world["host_work_experts"][0, :count].copy(),
+            tokens=world["host_work_experts"][1, :count].copy(),
+            state=world["host_work_state"][:count].copy(),
+            cpu_s=seconds[0, :count].copy(),
+            host_s=seconds[1, :count].copy(),
+            gpu_s=seconds[2, : rows * count].reshape(rows, count).copy(),
+            arrive_s=seconds[3, : rows * count].reshape(rows, count).copy(),
+        )
+
+
+def _nothing() -> None:
+    """Answer nothing."""
+
+
+def _overrides(policy: CachePolicy, name: str) -> bool:
+    return getattr(type(policy), name) is not getattr(CachePolicy, name)
