@@ -122,6 +122,7 @@ def _interruptible() -> Iterator[list[int]]:
             deadline.daemon = True
             deadline.start()
             raise KeyboardInterrupt
+        # The first one never reached the command.
         if swallowed:
             swallowed.clear()
             raise KeyboardInterrupt
