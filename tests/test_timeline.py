@@ -272,10 +272,8 @@ def test_a_table_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(pq.ParquetWriter, "write_table", fail)
-    with (
-        pytest.raises(OSError, match="No space left"),
-        Timeline(("cpu",), tmp_path) as t,
-    ):
-        t.span(0, 2, 0, 0, 1, 0.0, 1.0, 0)
-        t.close()
+    timeline = Timeline(("cpu",), tmp_path)
+    timeline.span(0, 2, 0, 0, 1, 0.0, 1.0, 0)
+    with pytest.raises(OSError, match="No space left"):
+        timeline.close()
     assert list(tmp_path.iterdir()) == []

@@ -76,6 +76,7 @@ def layout_names(path: Path, text: str, meanings: Mapping[str, str]) -> dict[str
     """
     words = named_by(path, text, tuple(meanings))
     names = {name: name for name in meanings.values()}
+    # Two words may mean one column, ours and the layout's own.
     mapped: set[str] = set()
     for word, source in words.items():
         name = meanings[word]
