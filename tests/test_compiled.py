@@ -263,7 +263,7 @@ def test_auto_says_which_engine_ran_and_why(make_trace):
     run = moesim.replay(trace, "greedy", cache="lru")
     assert run.config["engine"] == "compiled"
     assert run.config["engine_reason"] is None
-    run = moesim.replay(trace, "daop", cache="lru")
+    run = moesim.replay(trace, "daop", cache="lru", routing="as-recorded")
     assert run.config["engine"] == "simpy"
     reason = "experts that are computed ahead of their gate"
     assert run.config["engine_reason"] == reason

@@ -72,6 +72,7 @@ class CompiledPrefetch(PrefetchPolicy):
 
     def _view(self, work: LayerWork, view: MachineView) -> KernelView:
         end = min(view.layers, work.layer + 1 + self.ahead)
+        # Copies of masks, layer by layer: a view has no flat array to give.
         states = np.zeros((view.gpus, view.layers, view.experts), np.int8)
         for gpu in range(view.gpus):
             for layer in range(work.layer + 1, end):

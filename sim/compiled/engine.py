@@ -15,7 +15,10 @@ from moesim.sim.compiled.loop import run_steps
 from moesim.sim.compiled.planning import plan_layer_step
 from moesim.sim.compiled.python_policies import PythonPolicies
 from moesim.sim.compiled.records import NONE
-from moesim.sim.compiled.support import answers_with_kernels
+from moesim.sim.compiled.support import (
+    answers_with_kernels,
+    host_answers_with_kernels,
+)
 from moesim.sim.compiled.transfers import (
     DROP,
     LATE_DROP,
@@ -238,7 +241,8 @@ class CompiledReplay:
         table["at"], table["sizes"] = self._keep(brought.state)
 
     def _kernels_of_cache(self, cache: CachePolicy, *, of_host: bool) -> CacheKernels:
-        if answers_with_kernels(cache):
+        answers = host_answers_with_kernels if of_host else answers_with_kernels
+        if answers(cache):
             brought: CacheKernels = cache.kernels()
             return brought
         return self._python.cache(cache, of_host=of_host)

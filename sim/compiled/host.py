@@ -126,6 +126,7 @@ def need(world: Any, work: Work, keys: Any, demanded: bool) -> Any:
             reads[count] = key
             count += 1
         world.holds[m, key] += 1
+    # A read that is queued already serves this copy, too.
     unread = reads[:count]
     if demanded:
         for key in keys:

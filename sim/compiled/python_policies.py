@@ -244,6 +244,7 @@ class PythonPolicies:
     def _work(self) -> LayerWork:
         """The work of the layer step under way, in arrays of its own."""
         s = int(self._place[0])
+        # One object for all policies, as the planner makes it.
         if self._made is not None and self._made[0] == s:
             return self._made[1]
         work = self._of_layer_step(s)
@@ -256,6 +257,7 @@ class PythonPolicies:
         assert block.routed is not None
         routed = block.routed[s]
         world = self._world
+        # Copies, as policies may keep what they are shown.
         count = len(routed.experts)
         rows = 1 if self._planner.splits_layers else self._planner.gpus
         seconds = world["work_s"]

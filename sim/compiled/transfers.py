@@ -390,6 +390,7 @@ def read(world: Any, layer: int, expert: int, priority: int, new: bool) -> None:
     pending = world.experts[constants.host, key]
     pending.queued = i
     pending.copying = False
+    # It may start at once: then it has a place, and is under way.
     submit(world, i, priority)
 
 
