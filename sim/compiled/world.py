@@ -161,7 +161,7 @@ def _method(name: str, signature: Any) -> type[AbstractTemplate]:
             del args, kws
             return signature_of(signature.return_type, *signature.args, recvr=WORLD)
 
-    @lower_builtin(Method.key, WORLD, *signature.args)  # type: ignore[misc]
+    @lower_builtin(Method.key, WORLD, *signature.args)
     def _call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         world, *values = arguments
         convention = context.call_conv
