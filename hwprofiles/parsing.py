@@ -197,6 +197,7 @@ def _quantity(entry: Mapping[str, Any], path: str, where: str) -> Quantity:
             f"{where}: {path}: expected a number {relation} {least.value:g}, found"
             f" {value!r}"
         )
+    # 16e9 is as whole as 16000000000.
     if path in WHOLE_NUMBERS and value != int(value):
         raise ProfileError(f"{where}: {path}: expected a whole number, found {value!r}")
 

@@ -163,6 +163,13 @@ def test_no_check_can_end_the_others():
     assert "--report" in one.finding.way_out
 
 
+def test_on_one_core_nothing_is_said_to_overlap(monkeypatch):
+    monkeypatch.setattr(runs, "rough_profile", host_profile)
+    monkeypatch.setattr(runs, "this_machine", lambda: ("host", 1))
+    monkeypatch.setattr(runs, "_exact", lambda *_: (True, "left out"))
+    assert dict(runs.check_runs())["copies and products"] is lanes.ONE_CORE
+
+
 def test_a_wrong_expert_is_found_by_the_doctor(monkeypatch, tmp_path):
     """Exact output and plans on the shipped model, and what a fault makes of them."""
     from moesim.runtime.executor.slot_map import HostSlotMap

@@ -226,3 +226,41 @@ def test_the_deadline_holds_though_a_child_ends_meanwhile(tmp_path):
         check=False,
     )
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+LOST = """
+import os
+import signal
+import time
+from moesim.cli.errors import guarded
+
+class Ending:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+def work():
+    Ending()
+    time.sleep(60)
+
+guarded(work, [])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no such signal")
+def test_an_interrupt_in_the_end_of_an_object_is_not_lost(tmp_path):
+    """Python prints what is raised there, and goes on."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", LOST]
+    began_s = time.monotonic()
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    # Half a minute less than it would have slept: machines may be busy.
+    assert time.monotonic() - began_s < 30

@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 from itertools import pairwise
@@ -261,3 +262,18 @@ def test_a_replay_that_keeps_nothing_says_the_same_and_holds_one_chunk(monkeypat
     assert max(chunks) < 2_000
     assert not any(held)
     assert dropped.timeline.frame().empty
+
+
+def test_a_table_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    """Arrow closes a writer whose write failed, so its file has no room for a seal."""
+
+    def fail(writer, *_arguments, **_options):
+        writer.close()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", fail)
+    timeline = Timeline(("cpu",), tmp_path)
+    timeline.span(0, 2, 0, 0, 1, 0.0, 1.0, 0)
+    with pytest.raises(OSError, match="No space left"):
+        timeline.close()
+    assert list(tmp_path.iterdir()) == []

@@ -37,6 +37,7 @@ def check(
         TraceError: the file was altered.
     """
     others = {key: metadata[key] for key in metadata if key != SEAL_KEY}
+    # Without a digest nothing could be said of tensors of ours that changed.
     if OURS in metadata and SEAL_KEY not in metadata:
         raise TraceError(
             f"{path}: expected a digest, as in every tensor file of moesim, found none;"

@@ -222,6 +222,7 @@ def ranking_lines(table: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
     lead = lead_needed(run)
     near = causal[causal["makespan_s"] <= best["makespan_s"] * (1 + lead)]["policy"]
     if len(near) > 1:
+        # Where the profile states an interval, it is the reason.
         error = None if run is None else _error_of(run)
         within = "" if error is None else f" within the profile's ±{percent(error, 0)}"
         names = ", ".join(near)

@@ -198,6 +198,7 @@ def _fault_of(named: dict[str, np.ndarray]) -> str | None:
             "expected as many tokens as experts, and a routing of tokens, found"
             f" {tokens.shape}, {experts.shape} and {routing.shape}"
         )
+    # Both follow from the routing, so a difference says that one of them was altered.
     if not np.array_equal(experts, np.unique(routing)) or (experts < 0).any():
         return "expected the experts of the routing, ascending, found others"
     if not np.array_equal(tokens, [(routing == expert).sum() for expert in experts]):

@@ -97,6 +97,7 @@ class Residual:
                 f" {type(error).__name__}: {error}; calibrate again"
             ) from None
 
+        # One vector that is no number would make every prediction of its layer none.
         vectors = loaded.vectors
         if vectors.ndim != 2 or not vectors.size or not np.isfinite(vectors).all():
             raise TraceError(

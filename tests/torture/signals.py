@@ -44,6 +44,8 @@ def attack(stage, command, dice, report, name, longest_s):
 
     where = f"{command.name}, {first.name} after {after_s:.3f} s, attack {name}"
     lines = ended.err.strip().splitlines()
+    # A recording says what it keeps, and how to go on.
+    lines = [line for line in lines if "--resume goes on" not in line]
     if ended.code == 0:
         # It had ended, or came too late to be noticed.
         report.count(f"{command.name}:", "had ended")

@@ -69,6 +69,7 @@ def _mapped_columns(path: Path, words: str) -> list[str] | None:
     ours = {theirs: name for name, theirs in names.items()}
     header = head(path, 4096).split(b"\n")[0].decode("utf-8", "replace")
     columns = [word.strip() for word in header.split(",")]
+    # A table with more columns tells tokens, and another importer reads it.
     if sorted(columns) != sorted(ours):
         return None
     return [ours[column] for column in columns]

@@ -81,6 +81,7 @@ def recognises(path: Path, *, map: str = "") -> bool:  # noqa: A002 - the option
     is one long line).
     """
     names = layout_names(path, map, _MAPPED)
+    # A record may have more keys, as those with hidden states beside it do.
     keys = {names[key] for key in _KEYS}
     first = first_object(path)
     if isinstance(first, dict):

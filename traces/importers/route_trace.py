@@ -406,9 +406,9 @@ def _header_columns(
     if len(set(columns)) != len(columns):
         raise layout_error(path, f"line {number}", "every column once", line[:80])
 
-    own = {theirs: name for name, theirs in names.items()}
+    by_theirs = {theirs: name for name, theirs in names.items()}
     # One that bears the name of a mapped column is another one.
-    return [own.get(column, f"their {column}") for column in columns]
+    return [by_theirs.get(column, f"their {column}") for column in columns]
 
 
 # -- rows ------------------------------------------------------------------------------

@@ -188,6 +188,7 @@ def _row(record: Mapping[str, Any], place: str) -> BenchRow | None:
         )
     prompt = _number(record, "n_prompt", place)
     generated = _number(record, "n_gen", place)
+    # They would count as none, and the row as a test of the other kind.
     if min(prompt, generated) < 0:
         raise AdviceError(
             f"{place}: n_prompt and n_gen: expected tokens from 0, found {prompt:g} and"

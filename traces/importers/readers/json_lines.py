@@ -69,6 +69,7 @@ class JsonLinesReader:
 
     def __init__(self, structure: Any, keys: Mapping[str, str] | None = None) -> None:
         if keys:
+            # Parsed under the names in the file, and renamed behind the parser.
             structure = {keys.get(key, key): kind for key, kind in structure.items()}
         self._names = {theirs: ours for ours, theirs in (keys or {}).items()}
         quoted = _quoted(json.dumps(structure))

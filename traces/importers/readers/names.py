@@ -60,13 +60,13 @@ def named_by(path: Path, text: str, known: tuple[str, ...]) -> dict[str, str]:
     return words
 
 
-def layout_names(path: Path, text: str, own: Mapping[str, str]) -> dict[str, str]:
+def layout_names(path: Path, text: str, meanings: Mapping[str, str]) -> dict[str, str]:
     """Read the option ``map`` for a layout with names of its own: its name -> theirs.
 
     Args:
         path: the file, for errors.
         text: words ``ours=theirs``, joined by commas.
-        own: what may stand on the left -> the layout's name of it.
+        meanings: what may stand on the left -> the layout's name of it.
 
     Returns:
         All names of the layout; those that are not mapped stand for themselves.
@@ -74,11 +74,12 @@ def layout_names(path: Path, text: str, own: Mapping[str, str]) -> dict[str, str
     Raises:
         TraceError: a word that is no mapping, or two for one name.
     """
-    words = named_by(path, text, tuple(own))
-    names = {name: name for name in own.values()}
+    words = named_by(path, text, tuple(meanings))
+    names = {name: name for name in meanings.values()}
+    # Two words may mean one column, ours and the layout's own.
     mapped: set[str] = set()
     for word, source in words.items():
-        name = own[word]
+        name = meanings[word]
         if name in mapped or source in [names[other] for other in mapped]:
             raise layout_error(
                 path, "option map", "each column once", f"{word}={source}", ""

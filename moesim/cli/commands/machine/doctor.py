@@ -37,9 +37,10 @@ def doctor(
       moesim doctor --disk /mnt/nvme --report doctor.json
     """
     check_places(files=[report])
-    from moesim.cli.progress import bar
+    from moesim.cli.progress import bar, quiet_libraries
     from moesim.doctor.diagnosis import diagnose
 
+    quiet_libraries()
     with bar("checking", 1.0) as show:
         diagnosis = diagnose(disk, lambda _name, done: show(done))
     if as_json:
