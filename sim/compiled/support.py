@@ -50,9 +50,26 @@ def unsupported(planner: Any, profile: HardwareProfile, costs: Any) -> str | Non
     policies = planner.policies
     if policies.routing.alters:
         return f"routing policy {policies.names.get('routing')!r}"
+    if planner.host is not None and _reads_disturb(profile):
+        return "reads that slow other work, or that control shares a thread with"
     if policies.writes_back:
         return "copies back to host memory"
     return _unsupported_policies(planner)
+
+
+def _reads_disturb(profile: HardwareProfile) -> bool:
+    """Whether reads and other work slow each other, or control computes experts.
+
+    Times are the same in both engines there, but counts of events are not.
+    """
+    control, cpu = lanes.CONTROL.lane(), lanes.CPU.lane()
+    for served in profile.workers.values():
+        if control in served and cpu in served:
+            return True
+    slowdown = profile.contention.slowdown
+    others = [kind.name for kind in lanes.LANE_KINDS]
+    ssd = lanes.SSD.name
+    return any(slowdown(ssd, n) != 1.0 or slowdown(n, ssd) != 1.0 for n in others)
 
 
 def _unsupported_policies(planner: Planner) -> str | None:
