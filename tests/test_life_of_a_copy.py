@@ -387,3 +387,25 @@ def test_a_copy_of_this_very_plan_is_not_promoted_before_it_is_queued(prefetch):
         "tiny", "greedy", cache="prefill-swap", prefetch=prefetch, steps=4
     )
     assert run.metrics["steps"] == 4
+
+
+@pytest.mark.parametrize("engine", ["simpy", "compiled"])
+def test_an_awaited_read_takes_the_slot_that_a_landed_copy_has_left_to_a_guess(engine):
+    """Host memory has one slot, and an expert in it that two GPUs want for later. While
+    one copy runs the other cannot yield alone. When it has landed the read must be
+    offered again, or everybody waits for ever.
+    """
+    replayed = moesim.replay(
+        "tiny",
+        "on-demand",
+        cache="decayed-frequency:half_life=2,margin=0.1",
+        hw="dali-2x-rtx3090",
+        gpu_split="experts",
+        cache_ratio=0.3,
+        host_memory_bytes=13 * 86016,
+        host_cache="none",
+        staging=1,
+        batch=2,
+        engine=engine,
+    )
+    assert replayed.metrics["steps"] == 196

@@ -119,10 +119,13 @@ class HostMemory:
         """End the need of one copy or product.
 
         Returns:
-            Whether a staging slot is free again.
+            Whether a staging slot is free again, or kept by copies that yield to a
+            read that is awaited.
         """
+        was_staged = bool(self.memory.staged[layer, expert])
         self.memory.holds[layer, expert] -= 1
-        return self._drop_if_unneeded(layer, expert)
+        self._drop_if_unneeded(layer, expert)
+        return was_staged
 
     def release(self, layer: int, experts: np.ndarray) -> None:
         """End the holds of a layer step, and forget what was staged for it alone."""
@@ -142,9 +145,7 @@ class HostMemory:
         if not self.level.used[layer, expert]:
             return False
         self.level.used[layer, expert] = False
-        was_staged = bool(self.memory.staged[layer, expert])
-        self.unneed(layer, expert)
-        return was_staged
+        return self.unneed(layer, expert)
 
     def complete(self, layer: int) -> None:
         """End the holds of a layer step that `computed` has not ended."""

@@ -176,11 +176,19 @@ def land(world: Any, key: int) -> bool:
 
 @part
 def unneed(world: Any, key: int) -> bool:
-    """End the need of one copy or product; whether a staging slot is free again."""
-    if world.constants.host == NONE:
+    """End the need of one copy or product.
+
+    Returns:
+        Whether a staging slot is free again, or kept by copies that yield to a read
+        that is awaited.
+    """
+    m = world.constants.host
+    if m == NONE:
         return False
-    world.holds[world.constants.host, key] -= 1
-    return _drop_if_unneeded(world, key)
+    was_staged = world.experts[m, key].staged
+    world.holds[m, key] -= 1
+    _drop_if_unneeded(world, key)
+    return was_staged
 
 
 @part
@@ -195,9 +203,7 @@ def computed(world: Any, key: int) -> bool:
     if not expert.used:
         return False
     expert.used = False
-    was_staged = expert.staged
-    unneed(world, key)
-    return was_staged
+    return unneed(world, key)
 
 
 @part
