@@ -156,7 +156,8 @@ def test_no_replay_beats_the_bound(data, drawn, tmp_path_factory):
             scope=data.draw(st.sampled_from(["layer", "global"])),
             host_memory_bytes=(
                 data.draw(st.sampled_from([None, 3 << 20]))
-                if hw == "two-core-host"
+                # MoE-Lightning stages two layers, which need room.
+                if hw == "two-core-host" and policy != "moe-lightning"
                 else None
             ),
         )

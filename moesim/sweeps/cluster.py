@@ -109,7 +109,8 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
             LocalCluster(
                 n_workers=int(local[1]),
                 threads_per_worker=1,
-                dashboard_address=None,
+                # Any free port: its usual one may be another cluster's.
+                dashboard_address="127.0.0.1:0",
                 # Results are small, and a full disk is none of their business.
                 memory_limit=0,
                 loop=loop,
