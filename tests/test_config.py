@@ -417,7 +417,13 @@ def test_an_option_for_all_runs_is_a_field_and_the_line_that_uses_it(tmp_path):
         done = subprocess.run(
             [sys.executable, *map(str, words)],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(copy), "PYTHONSAFEPATH": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(copy),
+                "PYTHONSAFEPATH": "1",
+                # Compiling anew would only cost time.
+                "NUMBA_DISABLE_JIT": "1",
+            },
             capture_output=True,
             text=True,
             check=False,
