@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from doc_examples import examples
+from interrupts import end_by_two_interrupts
 from small_trace import write_small_trace
 
 import moesim
@@ -189,13 +189,5 @@ def test_two_interrupts_end_a_local_cluster_in_two_seconds(tmp_path, request, mo
         time.sleep(6)
     children = parent.children(recursive=True)
 
-    before_s = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
-    time.sleep(0.1)
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert time.monotonic() - before_s < 2
-    assert process.returncode == 130
-    assert err == "interrupted\n"
+    end_by_two_interrupts(process, 0.1)
     assert psutil.wait_procs(children, timeout=30)[1] == []

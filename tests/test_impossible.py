@@ -285,6 +285,7 @@ def test_structures_of_profiles(machine, tmp_path, place, value):
 
 # -- configurations and run.json -------------------------------------------------------
 
+MOST_OF_TOML = (1 << 63) - 1
 OPTIONS = cases(
     ("cache_ratio", [-0.1, 1.5, NAN, "much"]),
     ("gpu_memory_bytes host_memory_bytes", [-1, NAN, 10**30, "lots", [1]]),
@@ -300,16 +301,22 @@ OPTIONS = cases(
 )
 
 
-@pytest.mark.parametrize("kind", ["run.json", "exp.toml"])
-@pytest.mark.parametrize(("key", "value"), OPTIONS)
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        (key, value, kind)
+        for key, value in OPTIONS
+        for kind in ("run.json", "exp.toml")
+        # TOML has no larger integers.
+        if kind == "run.json" or not (isinstance(value, int) and value > MOST_OF_TOML)
+    ],
+)
 def test_options_of_runs(tmp_path, key, value, kind):
     options = {"trace": "tiny", "policy": "greedy", "hw": "rtx4060ti", key: value}
     path = tmp_path / kind
     if kind == "run.json":
         config = {"version": "0.1.0", "git_commit": "abc", "options": options}
         path.write_text(json.dumps({"config": config}))
-    elif isinstance(value, int) and value > 1 << 63:
-        pytest.skip("TOML has no such numbers")
     else:
         path.write_text(tomli_w.dumps(options))
     refused(read_run, path)

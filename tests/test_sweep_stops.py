@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 import psutil
 import pytest
+from interrupts import end_by_two_interrupts
 from small_trace import write_small_trace
 
 import moesim
@@ -22,6 +23,18 @@ from moesim.sweeps.store import read_results
 ROOT = Path(__file__).parents[1]
 POLICIES = ["all-cpu", "on-demand", "greedy", "fiddler"]
 RUNS = 4 * 10
+
+
+def run_script(source, *, cwd):
+    """A Python process of its own, and how it ended."""
+    return subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def start(*words, cwd):
@@ -111,15 +124,7 @@ def test_two_interrupts_end_a_comparison_in_two_seconds(
         wait_for(lambda: len(list(tmp_path.glob("run/**/*.part"))) == 6)
     children = parent.children(recursive=True)
 
-    before_s = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
-    time.sleep(gap_s)
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert time.monotonic() - before_s < 2
-    assert process.returncode == 130
-    assert err == "interrupted\n"
+    end_by_two_interrupts(process, gap_s)
     assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
     assert psutil.wait_procs(children, timeout=30)[1] == []
 
@@ -142,11 +147,7 @@ print(masks)
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signal masks")
 def test_workers_are_born_with_stops_masked(tmp_path):
     """In a fresh process, where no library has started a process of its own yet."""
-    words = [sys.executable, "-c", BORN]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
+    done = run_script(BORN, cwd=tmp_path)
     stops = [int(signal.SIGINT), int(signal.SIGTERM)]
     assert done.stdout == f"{[stops, stops]}\n"
 
@@ -166,16 +167,7 @@ os._exit(130)
 
 def test_what_an_interrupted_command_shared_is_removed_in_silence(tmp_path):
     """At the deadline the command ends, and others clear up behind it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", LEFT]
-    done = subprocess.run(
-        words,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_script(LEFT, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "")
 
 
@@ -215,16 +207,7 @@ _give_up(signal.SIGINT)
 
 
 def test_the_deadline_holds_though_a_child_ends_meanwhile(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", VANISHED]
-    done = subprocess.run(
-        words,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_script(VANISHED, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
@@ -250,17 +233,8 @@ guarded(work, [])
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no such signal")
 def test_an_interrupt_in_the_end_of_an_object_is_not_lost(tmp_path):
     """Python prints what is raised there, and goes on."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", LOST]
     began_s = time.monotonic()
-    done = subprocess.run(
-        words,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_script(LOST, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
     # Half a minute less than it would have slept: machines may be busy.
     assert time.monotonic() - began_s < 30

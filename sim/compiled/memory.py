@@ -250,7 +250,7 @@ def _check(world: Any, victims: Any, candidates: Any) -> None:
         victim = victims[i]
         if victim < 0:
             continue
-        if not _contains(candidates, victim):
+        if not contains(candidates, victim):
             world.run.error = BAD_VICTIMS
         for j in range(i):
             if victims[j] == victim:
@@ -334,7 +334,7 @@ def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
         kept = 0
         for n in range(listed):
             candidates[kept] = candidates[n]
-            kept += not _contains(victims[:count], candidates[n])
+            kept += not contains(victims[:count], candidates[n])
         if not kept:
             return False
         world.keys[1][0] = key
@@ -353,7 +353,8 @@ def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
 
 
 @part
-def _contains(keys: Any, key: int) -> bool:
+def contains(keys: Any, key: int) -> bool:
+    """Whether a key is among others."""
     for other in keys:
         if other == key:
             return True

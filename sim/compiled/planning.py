@@ -300,15 +300,7 @@ def demand(world: Any, work: Work, gpu: int, lanes: Any, order: Any) -> None:
     memory.demand(world, work, gpu, keys[:count])
     read = host.need(world, work, keys[:count], True)
     for key in keys[:count]:
-        queue(world, FETCH, gpu, key, _contains(read, key))
-
-
-@part
-def _contains(keys: Any, key: int) -> bool:
-    for other in keys:
-        if other == key:
-            return True
-    return False
+        queue(world, FETCH, gpu, key, memory.contains(read, key))
 
 
 @part
@@ -337,7 +329,7 @@ def _read_for_cpu(world: Any, work: Work, lanes: Any, order: Any) -> None:
     for key in keys[:count]:
         world.experts[m, key].cpu_reads = True
         _add(world.copies, run.copies, READ, NONE, work.layer, key - first)
-        world.copies[run.copies].read = _contains(reads[:unread], key)
+        world.copies[run.copies].read = memory.contains(reads[:unread], key)
         run.copies += 1
 
 

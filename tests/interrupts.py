@@ -1,0 +1,20 @@
+"""Stops of a process group, as a terminal sends them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+
+def end_by_two_interrupts(process, gap_s):
+    """Interrupt a group twice; it ends within two seconds, with one line."""
+    before_s = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(gap_s)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - before_s < 2
+    assert process.returncode == 130
+    assert err == "interrupted\n"
