@@ -40,6 +40,7 @@ def running(tmp_path_factory):
 def test_all_are_run_before_the_first_other_run_and_before_every_twelfth(running):
     for _ in range(25):
         running.run_if_due()
+    assert running.pace().shape == (25,)
     quantities = running.quantities("2026-01-01")
     assert {
         path: quantity.samples for path, quantity in quantities.items()

@@ -31,6 +31,7 @@ class DesignedRun:
         context_tokens: by step, key/value entries of each sequence.
         workers: worker -> its lanes.
         kept: bool [steps], which forward passes count; all when None.
+        pace: factor by which the machine took longer than usual meanwhile.
     """
 
     timeline: Timeline
@@ -39,6 +40,7 @@ class DesignedRun:
     context_tokens: Sequence[int]
     workers: Mapping[str, tuple[str, ...]]
     kept: np.ndarray | None = None
+    pace: float = 1.0
 
 
 class Operations(NamedTuple):

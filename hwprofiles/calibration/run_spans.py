@@ -33,7 +33,7 @@ class RunSpans:
     Attributes:
         run: the run.
         lane, kind, step, layer, expert: int64 [N].
-        start_s, end_s, seconds: float64 [N].
+        start_s, end_s, seconds: float64 [N], at the machine's usual pace.
         bytes: [N].
         layer_step: int64 [N], number of the layer step.
         kept: bool [N], the span lies in a forward pass that counts.
@@ -60,8 +60,9 @@ class RunSpans:
         columns = _concatenated(run.timeline.chunks())
         order = np.argsort(columns["start_s"], kind="stable")
         columns = {name: column[order] for name, column in columns.items()}
-        self.start_s = columns["start_s"]
-        self.end_s = columns["end_s"]
+        # At the machine's usual pace; that is one, so nothing changes, mostly.
+        self.start_s = columns["start_s"] / run.pace
+        self.end_s = columns["end_s"] / run.pace
         self.bytes = columns["bytes"]
 
         # Narrow in the file; wide here, since keys are made of their products.

@@ -46,6 +46,7 @@ from moesim.validation.paired_runs import (
 from moesim.validation.profile_checks import (
     DISTURBED,
     MOST_LOST,
+    PACE,
     PRESSURE,
     STOLEN,
     doubts_of,
@@ -90,6 +91,7 @@ def learn(
     name: str,
     seed: int = 0,
     stolen: Sequence[float] | None = None,
+    pace: Sequence[float] | None = None,
 ) -> HardwareProfile:
     """Put what finished runs show into a profile of the machine they ran on.
 
@@ -101,10 +103,14 @@ def learn(
         seed: of the resampling behind intervals.
         stolen: share of the cores' time that a hypervisor gave to others, by run; NaN
             where it is not counted.
+        pace: factor by which the machine took longer than usual, by run.
     """
     designed = []
-    chosen_steps, lost = _chosen_steps(runs, stolen or [0.0] * len(runs))
-    for (shape, trial, timeline), kept in zip(runs, chosen_steps, strict=True):
+    paces = [1.0] * len(runs) if pace is None else list(pace)
+    chosen_steps, lost = _chosen_steps(runs, stolen or [0.0] * len(runs), paces)
+    for (shape, trial, timeline), kept, slower in zip(
+        runs, chosen_steps, paces, strict=True
+    ):
         designed.append(
             DesignedRun(
                 timeline,
@@ -114,6 +120,7 @@ def learn(
                 context_tokens=[step.context_tokens for step in trial.steps],
                 workers=base.workers,
                 kept=kept,
+                pace=slower,
             )
         )
     calibration = fit(designed, date=date, seed=seed)
@@ -164,7 +171,9 @@ def _system_reports(shares: Sequence[SystemShares]) -> dict[str, dict[str, float
 
 
 def _chosen_steps(
-    runs: Sequence[tuple[ModelShape, Trial, Timeline]], stolen: Sequence[float]
+    runs: Sequence[tuple[ModelShape, Trial, Timeline]],
+    stolen: Sequence[float],
+    paces: Sequence[float],
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Choose, for every step of a trial, the repetition that counts.
 
@@ -192,7 +201,9 @@ def _chosen_steps(
         # No thread sees what is stolen; it is known of the whole run only.
         stolen_of = np.array([stolen[number] for number in numbers])
         lost += np.nan_to_num(stolen_of)[:, None]
-        best = undisturbed_medians(seconds, lost)
+        # By length at the same pace, or those of one time would be chosen throughout.
+        pace_of = np.array([paces[number] for number in numbers])
+        best = undisturbed_medians(seconds / pace_of[:, None], lost)
         lost_by_step.append(lost[best, np.arange(len(best))])
         for repetition, number in enumerate(numbers):
             chosen[number] = best == repetition
@@ -303,10 +314,19 @@ def calibrate(
             passes += 1
             pass_s = time.monotonic() - pass_begin_s
 
-    # The reference runs join last: no fit may learn from them.
+    # No fit may learn costs from the reference runs, only when the machine was slower.
+    pace = reference.pace()
     trials = [(run.shape, run.trial, run.timeline) for run in runs]
     stolen = [run.system.stolen for run in runs]
-    profile = learn(trials, base, date=date, name=target.stem, seed=seed, stolen=stolen)
+    profile = learn(
+        trials,
+        base,
+        date=date,
+        name=target.stem,
+        seed=seed,
+        stolen=stolen,
+        pace=pace.tolist(),
+    )
     profile = with_reference_runs(profile, reference.quantities(date))
     profile = replace(
         profile,
@@ -319,6 +339,7 @@ def calibrate(
             **profile.fit,
             **_stability(_tpot_by_pass(runs, passes)),
             **_system_reports([run.system for run in runs]),
+            PACE: disturbance_report(np.abs(pace - 1.0)),
         },
         where=target.name,
     )

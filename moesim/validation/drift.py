@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from moesim.hwprofiles import paths
+from moesim.hwprofiles.calibration.pace import pace_at_times, pace_of_runs
 from moesim.hwprofiles.schema import Quantity
 from moesim.runs.memory import MemoryOptions
 from moesim.validation.calibration_runs import ROUTED, drawn_steps
@@ -119,6 +120,17 @@ class ReferenceRuns:
                 timeline = run.runner.run(run.trial, self._profile)
                 run.seconds.append(terms_by_step(timeline))
         self._other_runs += 1
+
+    def pace(self) -> np.ndarray:
+        """Return by what factor the machine took longer than usual during each of the
+        other runs so far: float64 [other runs].
+        """
+        # A step's terms add up to its length.
+        seconds = [
+            [sum(terms.values()) for terms in run.seconds] for run in self.runs.values()
+        ]
+        at_times = pace_at_times(np.array(seconds).swapaxes(0, 1))
+        return pace_of_runs(at_times, _EVERY, self._other_runs)
 
     def quantities(self, date: str) -> dict[str, Quantity]:
         """Return seconds per step of each term of each run so far, by path in a

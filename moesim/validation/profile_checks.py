@@ -23,8 +23,10 @@ MOST_NOISE = 0.15
 DISTURBED = "disturbed"
 STOLEN = "stolen"
 PRESSURE = "pressure"
-"""Names of the reports of what steps lost, of what a hypervisor gave to others, and of
-time in which some thread of the system waited for a core.
+PACE = "pace"
+"""Names of the reports of what steps lost, of what a hypervisor gave to others, of time
+in which some thread of the system waited for a core, and of the factor over time that
+was divided out.
 """
 _QUIET_LOAD = 0.5
 """Load average up to which other programs do not disturb a measurement."""
