@@ -14,7 +14,6 @@ import numpy as np
 
 from moesim.traces.format.batch import check_counts, compose
 from moesim.traces.format.schema import Phase
-from moesim.traces.passes import Passes
 from moesim.traces.predictions import tallies
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def layer_steps(
     Raises:
         TraceError: `batch` or `steps` below 1, or a damaged trace.
     """
-    if batch > 1 or trace.passes != Passes():
+    if batch > 1 or not trace.passes.is_plain:
         return of_steps(compose(trace, batch=batch, steps=steps))
 
     # One sequence after the other needs no composing, which is most of the time.
