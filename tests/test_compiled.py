@@ -94,15 +94,30 @@ PREFETCHES = (
     "pre-gated",
 )
 PREDICTORS = ("pred1_raw", "pred2_raw", "pred3_raw", "pred1_res")
+HOST_RATIOS = (0.0, 0.1, 0.3, 0.6, 0.9)
 HOST_CACHES = ("lru", "lfu", "fifo", "none", "static", "lfru:variant=in-cache")
 
 machines = st.builds(
     machine,
     gpus=st.sampled_from([1, 1, 2]),
-    shared=st.booleans(),
+    shared=st.sampled_from(
+        [
+            (),
+            (),
+            ("gpu", "h2d", "d2h"),
+            ("control", "cpu"),
+            ("control", "gpu", "h2d", "d2h"),
+            ("control", "h2d"),
+            ("control", "cpu", "gpu", "h2d", "d2h"),
+            ("h2d", "ssd"),
+        ]
+    ),
     slowdown=st.sampled_from(
         [
             None,
+            None,
+            {("cpu", "ssd"): 1.1, ("h2d", "ssd"): 1.06, ("cpu", "h2d"): 1.8},
+            {("cpu", "gpu"): 1.14, ("gpu", "cpu"): 1.09, ("gpu", "ssd"): 1.13},
             {("cpu", "h2d"): 1.3, ("h2d", "cpu"): 1.2, ("gpu", "cpu"): 1.1},
             {("gpu", "h2d"): 2.0, ("h2d", "gpu"): 1.7},
         ]
@@ -165,7 +180,7 @@ def test_prefetches_are_the_same_in_both_engines(drawn, policy, given, ahead):
     options,
     ahead,
     st.sampled_from(HOST_CACHES),
-    st.sampled_from([0.0, 0.1, 0.3, 0.6, 0.9]),
+    st.sampled_from(HOST_RATIOS),
 )
 def test_reads_from_the_ssd_are_the_same(
     drawn, policy, given, ahead, host_cache, host_ratio
@@ -194,6 +209,35 @@ def test_by_hand_a_read_then_its_copy_then_its_product(tmp_path):
     assert read["bytes"] == copy["bytes"] == 100
     assert copy["start_s"] == read["end_s"]
     assert product["start_s"] == copy["end_s"]
+
+
+@pytest.mark.parametrize(("shared", "rate_changes"), [((), 4), (("control", "cpu"), 3)])
+def test_by_hand_who_plans_computes_when_copies_and_reads_have_begun(
+    tmp_path, shared, rate_changes
+):
+    """Reads slow the CPU. Step 1 reads 0, then 1 while the CPU computes 0; step 2 reads
+    2 beside 0. Each read ends before the product beside it does.
+
+    A CPU thread of its own begins at once, so each read changes its rate twice: when it
+    starts and when it ends. The thread that has planned serves the CPU's lane last:
+    the second step's read is under way already, and changes the rate once.
+    """
+    trace = hand_trace(
+        tmp_path / "t.parquet", [[[0, 1]], [[0, 2]]], experts=4, prompt=0
+    )
+    runs = both(
+        trace,
+        "all-cpu",
+        hw=machine(shared=shared, slowdown={("cpu", "ssd"): 1.1}),
+        staging=1,
+        cache="lru",
+        host_memory_bytes=300,
+        host_cache="lru",
+    )
+    assert_equal(*runs)
+    spans = 2 * len(("dense", "plan", "activation", "join", "head")) + 3 + 4
+    turns = 2 * len(("dense", "plan", "products", "activation", "join", "head"))
+    assert runs[1].result.events == spans + turns + rate_changes
 
 
 def test_by_hand_a_prefetch_follows_demand_on_the_link(tmp_path):

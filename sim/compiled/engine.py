@@ -132,8 +132,7 @@ class CompiledReplay:
             workers[number]["gated"] = table["gated"][served].any()
             table["worker"][served] = number
         world["lanes"] = table
-        world["workers"] = workers[_by_first_lane(table)]
-        table["worker"] = np.argsort(_by_first_lane(table))[table["worker"]]
+        world["workers"] = workers
         world["running"] = np.zeros(len(workers) + 1, np.int64)
 
         slowdown = np.array(
@@ -331,6 +330,11 @@ class CompiledReplay:
             names += kind.lanes(gpus)
         by_use = [profile.lanes.index(name) for name in names]
         world["lane_by_use"] = np.array(by_use, np.int64)
+        control, _, _, first_gpu, *_ = by_use
+        worker_of = world["lanes"]["worker"]
+        constants["inline"] = worker_of[control] == worker_of[first_gpu]
+        if constants["inline"]:
+            world["workers"]["busy"][worker_of[control]] = True
 
         world["work_s"] = np.zeros((4, gpus * shape.experts))
         world["work_state"] = np.zeros((2, gpus * shape.experts), np.int8)
@@ -618,9 +622,3 @@ _ERRORS = {
     ),
     memory.STUCK: ("", "nothing runs, although something is awaited"),
 }
-
-
-def _by_first_lane(table: np.ndarray) -> np.ndarray:
-    """Workers in the order of their first lanes, in which they are offered work."""
-    workers = table["worker"].tolist()
-    return np.array(list(dict.fromkeys(workers)), np.int64)

@@ -17,6 +17,7 @@ FETCHED = 2
 COPIED = 3
 PREDICTED = 4
 HAS_READ = 5
+KEPT = 6
 """What follows an operation's end."""
 
 

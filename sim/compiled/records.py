@@ -54,6 +54,7 @@ RUN = _record(
         ("read_step", np.int64),  # of the last read that a layer step demanded
         ("read_layer", np.int64),
         ("turn", np.bool_),
+        ("takes", np.bool_),  # control's worker, as soon as it is free
         ("has_read", np.bool_),  # the last layer step demanded reads
         ("closed", np.bool_),
         ("predicting", np.bool_),
@@ -212,6 +213,7 @@ CONSTANTS = _record(
         ("prefetch_sizes", np.int64, (6,)),
         ("splits_layers", np.bool_),
         ("moves_activations", np.bool_),
+        ("inline", np.bool_),  # one thread serves control and the first GPU
         ("prefetches", np.bool_),
         ("requeue", np.bool_),
         ("oracle", np.bool_),  # the prefetch policy knows the future

@@ -28,8 +28,9 @@ from moesim.sim.compiled.lanes import (
 from moesim.sim.compiled.records import NONE
 from moesim.sim.compiled.world import ENTRIES, address_of, world_at
 
+CONTROL = 0
 SSD = 1
-"""Place in `world.lane_by_use`."""
+"""Places in `world.lane_by_use`."""
 
 _START = 0
 _WAIT = 1
@@ -86,6 +87,40 @@ def serve(world: Any, w: int) -> None:
     """Start the next operation that an idle worker may start."""
     if world.workers[w].waiting:
         world.serve_worker(address_of(world), w)
+
+
+@part
+def go_on(world: Any, w: int) -> None:
+    """Let a worker that has ended something, or is given back, do what comes next."""
+    run = world.run
+    if run.takes and w == control_worker(world):
+        run.takes = False
+        run.turn = True
+        run.turns += 1
+        return
+    world.workers[w].busy = False
+    serve(world, w)
+
+
+@part
+def control_worker(world: Any) -> int:
+    """Who plans; its lanes may be others as well."""
+    return world.lanes[world.lane_by_use[CONTROL]].worker
+
+
+@part
+def all_computed(world: Any) -> None:
+    """Let the layer step go on once control is free: it joins before it serves its
+    lanes again.
+    """
+    run = world.run
+    worker = world.workers[control_worker(world)]
+    if worker.busy:
+        run.takes = True
+        return
+    worker.busy = True
+    run.turn = True
+    run.turns += 1
 
 
 @part
@@ -614,11 +649,9 @@ def end_operation(address: int, i: int) -> None:
             offer(world)
         run.pending -= 1
         if not run.pending:
-            run.turn = True
-            run.turns += 1
+            all_computed(world)
     forget(world, i)
-    world.workers[w].busy = False
-    serve(world, w)
+    go_on(world, w)
 
 
 @entry(ENTRIES["serve_worker"])
