@@ -148,14 +148,11 @@ ahead = st.fixed_dictionaries(
 def check(drawn, policy, given, columns=(), host_ratio=None):
     """Run one drawn configuration in both engines."""
     sizes = drawn.shape.expert_bytes
-    if len(set(sizes)) > 1:
-        given = given | {"cache_scope": "layer"}
-        host_ratio = None
     if host_ratio is not None:
         experts = given["staging"] + int(
             host_ratio * drawn.shape.experts * drawn.shape.layers
         )
-        given = given | {"host_memory_bytes": experts * sizes[0]}
+        given = given | {"host_memory_bytes": experts * max(sizes)}
     with tempfile.TemporaryDirectory() as folder:
         trace = open_trace(drawn.write(Path(folder) / "drawn.parquet", columns))
         assert_equal(*both(trace, policy, **given))
@@ -238,6 +235,35 @@ def test_by_hand_who_plans_computes_when_copies_and_reads_have_begun(
     spans = 2 * len(("dense", "plan", "activation", "join", "head")) + 3 + 4
     turns = 2 * len(("dense", "plan", "products", "activation", "join", "head"))
     assert runs[1].result.events == spans + turns + rate_changes
+
+
+@pytest.mark.parametrize(
+    ("pool_bytes", "states"), [(200, [0, 0, 0, 0, 0, 0]), (400, [0, 0, 0, 2, 2, 2])]
+)
+def test_by_hand_two_small_experts_leave_for_a_large_one(tmp_path, pool_bytes, states):
+    """Layers weigh 100, 100 and 200 bytes an expert, in one pool. In 200 bytes the last
+    one takes both places of the others, and loses them to the first in the next pass,
+    which leaves 100 bytes for the second. Had it been staged, the next pass would begin
+    with two hits. In 400 bytes nobody leaves.
+    """
+    trace = hand_trace(
+        tmp_path / "t.parquet",
+        [[[0], [0], [0]]] * 2,
+        experts=4,
+        expert_bytes=[100, 100, 200],
+    )
+    runs = both(
+        trace,
+        "on-demand",
+        cache="lru",
+        cache_scope="global",
+        staging=1,
+        # Beside the pool: one staged expert, and one byte of dense weights.
+        gpu_memory_bytes=pool_bytes + 200 + 1,
+    )
+    assert_equal(*runs)
+    (accesses,) = runs[1].timeline.access_chunks()
+    assert accesses["state"].tolist() == states
 
 
 def test_by_hand_a_prefetch_follows_demand_on_the_link(tmp_path):

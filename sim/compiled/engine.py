@@ -200,6 +200,7 @@ class CompiledReplay:
             "last_copy",
             "replaces",
             "victim",
+            "next_victim",
         ):
             experts[name] = NONE
         world["experts"] = experts
@@ -220,6 +221,8 @@ class CompiledReplay:
         books = level.memory
         kind = type(cache)
         table["is_global"] = books.size.scope == GLOBAL
+        one_size = len(set(books.expert_bytes)) == 1
+        table["equal_sizes"] = one_size or not table["is_global"]
         table["admits_all"] = kind.admits is CachePolicy.admits
         table["in_launch_order"] = kind.precedence is CachePolicy.precedence
         table["replaces"] = cache.replaces

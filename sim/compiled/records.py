@@ -114,7 +114,8 @@ EXPERT = _record(
         ("landing_s", np.float64),
         ("order", np.int64),  # of the wish, among all wishes
         ("room", np.int64),
-        ("victim", np.int64),
+        ("victim", np.int64),  # the first that is promised to leave for it
+        ("next_victim", np.int64),  # that leaves for the same one, after this expert
         ("replaces", np.int64),
         ("queued", np.int64),  # the copy's operation; in host memory, the read's
         ("awaiting", np.int64),  # the product that waits for it
@@ -138,6 +139,7 @@ EXPERT = _record(
 MEMORY = _record(
     [
         ("is_global", np.bool_),
+        ("equal_sizes", np.bool_),  # all experts of a pool weigh the same
         ("admits_all", np.bool_),
         ("in_launch_order", np.bool_),
         ("replaces", np.bool_),

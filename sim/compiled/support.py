@@ -17,7 +17,6 @@ from moesim.policies.base import (
     PrefetchPolicy,
 )
 from moesim.policies.planner.planner import Planner
-from moesim.policies.planner.residency import GLOBAL
 from moesim.sim.compiled.records import MOST_LANES
 
 if TYPE_CHECKING:
@@ -59,11 +58,6 @@ def _unsupported_policies(planner: Planner) -> str | None:
         return f"cache policy {name!r}: its choice of victims takes time"
     if cache.replaces and cache.replaces_first:
         return f"cache policy {name!r}: replaces before the step"
-    sizes = planner.shape.expert_bytes
-    pools = (planner.sizes.gpu, planner.sizes.host)
-    shared = any(size is not None and size.scope == GLOBAL for size in pools)
-    if shared and len(set(sizes)) > 1:
-        return "experts of unequal sizes in one pool"
     return None
 
 
