@@ -34,7 +34,7 @@ from moesim.sim.noise import Noise
 from moesim.sim.results import ReplayResult, SimulationError
 from moesim.traces.format.batch import RoutedStep
 from moesim.traces.format.schema import Phase
-from moesim.traces.timeline.spans import CHUNK_ACCESSES, CHUNK_SPANS
+from moesim.traces.timeline.spans import CHUNK_ACCESSES, CHUNK_SPANS, CHUNK_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -83,7 +83,9 @@ class CompiledReplay:
         self._noise_factors = np.zeros((len(profile.lanes), 0))
         self._kept: list[Any] = []  # states of policies, which the loop points to
         self._accesses: list[Chunk] = []
+        self._passes: list[Chunk] = []
         self._steps = 0
+        self._steps_given = 0
         self._layer_steps = 0
         for name, program in _PARTS.items():
             self._world.give_kernel(name, program)
@@ -383,6 +385,7 @@ class CompiledReplay:
             self._run(block, progress)
         self._give_spans()
         self._give_accesses()
+        self._give_passes()
         run = self._world["run"][0]
         for m, level in enumerate(self._levels):
             high_bytes = int(self._world["memories"][m]["used_high_bytes"])
@@ -418,8 +421,9 @@ class CompiledReplay:
                 self._make_spans(2 * len(world["nbytes"]))
             if full_accesses and at_end:
                 self._give_accesses()
-            for last in passes[(passes >= begin) & (passes < end)].tolist():
-                self._note_pass(block, last, progress)
+            self._note_passes(
+                block, passes[(passes >= begin) & (passes < end)], progress
+            )
             self._layer_steps += end - begin
             begin = end
 
@@ -446,24 +450,18 @@ class CompiledReplay:
         world["start_s"] = np.zeros(count)
         world["end_s"] = np.zeros(count)
 
-        sizes = zip(
-            block.pass_tokens[last].tolist(),
-            block.context_tokens[last].tolist(),
-            block.sequences[last].tolist(),
-            strict=True,
+        tokens = block.pass_tokens[last]
+        dense_s, head_s = costs.dense_of_passes(
+            tokens, block.context_tokens[last], block.sequences[last]
         )
-        dense_s = []
-        head_s = []
-        gate_s = []
-        for tokens, context_tokens, sequences in sizes:
-            dense_s.append(costs.dense_s(tokens, context_tokens, sequences))
-            head_s.append(costs.head_s(tokens, sequences))
-            gate_s.append(costs.gate_s(tokens) if self._gates else 0.0)
+        gate_s = np.zeros(len(last))
+        if self._gates:
+            gate_s[:] = [costs.gate_s(count) for count in tokens.tolist()]
         heads = np.full(count, -1.0)
         heads[last] = head_s
         world["head_s"] = heads
-        world["dense_s"] = np.repeat(np.array(dense_s, np.float64), shape.layers)
-        world["gate_s"] = np.repeat(np.array(gate_s, np.float64), shape.layers)
+        world["dense_s"] = np.repeat(dense_s, shape.layers)
+        world["gate_s"] = np.repeat(gate_s, shape.layers)
 
         # Predictions may give an expert more tokens than it gets.
         most_tokens = int(block.rows.max(initial=0))
@@ -528,17 +526,9 @@ class CompiledReplay:
         )
 
     def _give_accesses(self) -> None:
-        parts = self._accesses
+        self._give("accesses", self._accesses)
         self._accesses = []
         self._world["run"]["layer_steps"] = 0
-        if parts:
-            self._timeline.take(
-                "accesses",
-                {
-                    name: np.concatenate([part[name] for part in parts])
-                    for name in parts[0]
-                },
-            )
 
     def _give_spans(self) -> None:
         world = self._world
@@ -561,39 +551,55 @@ class CompiledReplay:
             },
         )
 
-    def _note_pass(
+    def _note_passes(
         self,
         block: LayerSteps,
-        last: int,
+        last: np.ndarray,
         progress: Callable[[RoutedStep], None] | None,
     ) -> None:
-        step = int(block.step[last])
-        phase = Phase(int(block.phase[last]))
-        batch = int(block.batch[last])
-        tokens = int(block.pass_tokens[last])
-        sequences = int(block.sequences[last])
-        self._timeline.step(
-            step,
-            phase,
-            batch,
-            tokens,
-            sequences,
-            start_s=float(self._world["start_s"][last]),
-            end_s=float(self._world["end_s"][last]),
+        """Note forward passes that have ended, by their last layer steps."""
+        world = self._world
+        self._passes.append(
+            {
+                "step": block.step[last].astype(np.int32),
+                "phase": block.phase[last],
+                "batch": block.batch[last].astype(np.int32),
+                "tokens": block.pass_tokens[last].astype(np.int32),
+                "sequences": block.sequences[last].astype(np.int32),
+                "start_s": world["start_s"][last],
+                "end_s": world["end_s"][last],
+            }
         )
-        self._steps += 1
-        if progress is not None:
+        self._steps += len(last)
+        if self._steps - self._steps_given >= CHUNK_STEPS:
+            self._give_passes()
+        if progress is None:
+            return
+        for place in last.tolist():
             progress(
                 RoutedStep(
-                    step=step,
-                    phase=phase,
-                    batch=batch,
-                    tokens=tokens,
-                    context_tokens=int(block.context_tokens[last]),
-                    sequences=sequences,
+                    step=int(block.step[place]),
+                    phase=Phase(int(block.phase[place])),
+                    batch=int(block.batch[place]),
+                    tokens=int(block.pass_tokens[place]),
+                    context_tokens=int(block.context_tokens[place]),
+                    sequences=int(block.sequences[place]),
                     layers=[],
                 )
             )
+
+    def _give_passes(self) -> None:
+        self._give("steps", self._passes)
+        self._passes = []
+        self._steps_given = self._steps
+
+    def _give(self, table: str, parts: list[Chunk]) -> None:
+        if parts:
+            chunk = {
+                name: np.concatenate([part[name] for part in parts])
+                for name in parts[0]
+            }
+            self._timeline.take(table, chunk)
 
     def _fail(self, error: int, block: LayerSteps, s: int) -> None:
         """Raise what a run has failed with.
