@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from strategies import traces
 
 import moesim
+from moesim.hwprofiles.schema import Quantity
 from moesim.policies.base import PolicyError
 from moesim.policies.cache.lru import LRU
 from moesim.policies.faults import PolicyFault
@@ -35,6 +37,9 @@ ASSIGNMENTS = (
     "fixed-mapping:wait=true,prefill=gpu",
     "layer-wise",
     "layer-wise:side=first",
+    "layer-wise:upload_tokens=2",
+    "layer-wise:upload_tokens=1,counted=expert",
+    "mixtral-offloading",
     "fiddler",
     "fiddler:issue=parallel",
     "hybrimoe-schedule",
@@ -266,6 +271,50 @@ def test_by_hand_two_small_experts_leave_for_a_large_one(tmp_path, pool_bytes, s
     assert accesses["state"].tolist() == states
 
 
+def test_by_hand_who_leaves_is_copied_back_when_the_copy_in_its_place_begins(tmp_path):
+    """One slot: 0 comes, then 1 takes its place, and 0 goes back on a link of its own.
+    Nobody waits for it.
+    """
+    trace = hand_trace(tmp_path / "t.parquet", [[[0]], [[1]]], experts=4)
+    runs = both(trace, "mixtral-offloading", slots_per_layer=1)
+    assert_equal(*runs)
+    spans = runs[1].timeline.frame()
+    copies = spans[spans["bytes"] > 0]
+    rows = list(zip(copies["lane"], copies["kind"], copies["expert"], strict=True))
+    assert rows == [("h2d0", "fetch", 0), ("h2d0", "fetch", 1), ("d2h0", "replace", 0)]
+    assert copies["start_s"].iloc[1] == copies["start_s"].iloc[2]
+
+
+def test_copies_back_may_queue_for_longer_than_the_run(make_trace):
+    """The way back is slow: hundreds wait, more than the loop first has room for."""
+    profile = machine()
+    slow = Quantity(1e9, "assumed", "slower than everything else")
+    numbers = {**profile.numbers, "costs.d2h.bytes_per_s": slow}
+    curves = {k: v for k, v in profile.curves.items() if "d2h" not in k}
+    trace = open_trace(make_trace(sequences=((4, 60), (2, 50))))
+    runs = both(
+        trace,
+        "mixtral-offloading",
+        slots_per_layer=1,
+        hw=replace(profile, numbers=numbers, curves=curves),
+    )
+    assert_equal(*runs)
+    kinds = runs[1].timeline.frame()["kind"].value_counts()
+    waiting = kinds["fetch"] - kinds["replace"]
+    shape = trace.shape
+    assert waiting > 4 * shape.layers * shape.experts + 2 * shape.experts + 64
+
+
+@pytest.mark.parametrize("policy", ["greedy", "on-demand", "all-cpu"])
+def test_one_memory_for_cpu_and_gpu(make_trace, policy):
+    profile = machine()
+    one = {"memory.unified": Quantity(1, "assumed", "one memory")}
+    hw = replace(profile, numbers={**profile.numbers, **one})
+    runs = both(open_trace(make_trace()), policy, hw=hw)
+    assert_equal(*runs)
+    assert set(runs[1].metrics["bytes"].values()) == {0}
+
+
 def test_by_hand_a_prefetch_follows_demand_on_the_link(tmp_path):
     """Layer 0 fetches its expert; then layer 1's is prefetched, and not fetched again."""
     trace = hand_trace(tmp_path / "t.parquet", [[[0], [1]]], experts=4, prompt=0)
@@ -335,7 +384,9 @@ def test_auto_says_which_engine_ran_and_why(make_trace):
     assert run.config["engine_reason"] is None
     run = moesim.replay(trace, "daop", cache="lru", routing="as-recorded")
     assert run.config["engine"] == "simpy"
-    assert run.config["engine_reason"] == "copies back to host memory"
+    assert (
+        run.config["engine_reason"] == "experts that are computed ahead of their gate"
+    )
     assert moesim.replay(trace, "greedy", engine="simpy").config["engine"] == "simpy"
 
 

@@ -112,11 +112,11 @@ class CompiledReplay:
         world["run"] = np.zeros(1, records.RUN)
         world["run"]["read_step"] = NONE
         world["run"]["barred_layer"] = NONE
+        world["run"]["evicted"] = NONE
         # Copies to every GPU and reads, queued and waiting; products; one of control.
         most = 2 * keys * (self._planner.gpus + 1) + 2 * shape.experts + 64
-        operations = np.zeros(most, records.OPERATION)
-        operations["next"] = np.arange(1, most + 1)
-        world["operations"] = operations
+        world["operations"] = np.zeros(0, records.OPERATION)
+        self._make_operations(most)
 
         table = np.zeros(count, records.LANE)
         table["first"] = NONE
@@ -151,6 +151,15 @@ class CompiledReplay:
         world["deferred"] = np.zeros(most, records.DEFERRED)
         self._most = 2 * shape.experts + 2 * keys * (self._planner.gpus + 1) + 8
         self._make_spans(CHUNK_SPANS + 2 * self._most)
+
+    def _make_operations(self, count: int) -> None:
+        """Give the loop so many operations, and keep those that it has."""
+        operations = np.zeros(count, records.OPERATION)
+        held = self._world["operations"]
+        operations[: len(held)] = held
+        # The last one that was free is followed by the first new one.
+        operations["next"][len(held) :] = np.arange(len(held) + 1, count + 1)
+        self._world["operations"] = operations
 
     def _make_spans(self, count: int) -> None:
         """Give the loop room for so many spans, and keep those that it has."""
@@ -289,8 +298,10 @@ class CompiledReplay:
             constants["copy_after_read"] = costs.after_read("h2d")
             constants["compute_after_read"] = costs.after_read("cpu")
         constants["splits_layers"] = planner.splits_layers
-        # On the host accelerator all memory is shared: results need no way back.
-        constants["moves_activations"] = profile.accelerator != "host"
+        # Where all memory is shared, results need no way back.
+        shared = profile.accelerator == "host" or profile.memory.unified
+        constants["moves_activations"] = not shared
+        constants["writes_back"] = planner.policies.writes_back
         constants["prefetches"] = prefetch.prefetches
         constants["requeue"] = prefetch.requeue
         constants["oracle"] = prefetch.oracle
@@ -321,6 +332,12 @@ class CompiledReplay:
         world["copy_s"] = np.array(
             [
                 [costs.copy_s(layer, gpu) for layer in range(shape.layers)]
+                for gpu in range(gpus)
+            ]
+        )
+        world["back_s"] = np.array(
+            [
+                [costs.writeback_s(layer, gpu) for layer in range(shape.layers)]
                 for gpu in range(gpus)
             ]
         )
@@ -408,6 +425,8 @@ class CompiledReplay:
         begin = 0
         while begin < len(block.layer):
             self._draw()
+            if run["operations"] + self._most > len(world["operations"]):
+                self._make_operations(2 * len(world["operations"]))
             end = run_steps(world.table.ctypes.data, begin, CHUNK_SPANS, CHUNK_ACCESSES)
             if run["error"]:
                 self._fail(int(run["error"]), block, end)
@@ -437,6 +456,7 @@ class CompiledReplay:
 
         world["step"] = np.ascontiguousarray(block.step, np.int64)
         world["batch"] = np.ascontiguousarray(block.batch, np.int64)
+        world["rows"] = np.ascontiguousarray(block.rows, np.int64)
         world["layer"] = np.ascontiguousarray(block.layer, np.int64)
         world["edges"] = np.ascontiguousarray(block.edges, np.int64)
         world["phase"] = np.ascontiguousarray(block.phase, np.int8)

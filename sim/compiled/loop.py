@@ -16,24 +16,14 @@ from moesim.sim.compiled import lanes as kinds
 from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.lanes import operation
 from moesim.sim.compiled.records import NONE
+from moesim.sim.compiled.transfers import CONTROL, CPU, GPU
 from moesim.sim.compiled.world import address_of, world_at
 from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
-
-CPU = 2
-GPU = 3
-"""Places in `world.lane_by_use`, beside those of control and the SSD; lanes of GPUs
-follow each other.
-"""
 
 
 @part
 def _link_to(world: Any, gpu: int) -> int:
     return world.lane_by_use[GPU + world.constants.gpus + gpu]
-
-
-@part
-def _link_back(world: Any, gpu: int) -> int:
-    return world.lane_by_use[GPU + 2 * world.constants.gpus + gpu]
 
 
 @part
@@ -296,7 +286,7 @@ def _layer_step(world: Any, s: int) -> None:
     copied = run.promoted + run.copies
 
     plan_s = _control_s(constants.planning_s, active, copied)
-    control = world.lane_by_use[transfers.CONTROL]
+    control = world.lane_by_use[CONTROL]
     _on_control(world, control, PLAN, layer, plan_s)
     if run.error:
         return
@@ -317,7 +307,7 @@ def _layer_step(world: Any, s: int) -> None:
     _wait(world)
 
     if cpu_used and constants.moves_activations and not run.error:
-        lane = _link_back(world, at_home)
+        lane = transfers.link_back(world, at_home)
         _alone(world, lane, ACTIVATION, layer, world.activation_s[s])
     if run.error:
         return
@@ -356,15 +346,18 @@ def run_steps(address: int, first: int, full_spans: int, full_steps: int) -> int
 
     Returns:
         The layer step to go on with: behind the last if the block is done. In the
-        middle of a pass the room for spans is short, or ``run.error`` says what failed.
+        middle of a pass the room for spans or for operations is short, or ``run.error``
+        says what failed.
     """
     world = world_at(address)
     run = world.run
-    # Of one layer step: its products, all queued copies, and what surrounds them.
+    # Of one layer step: its products, all copies, and what surrounds them.
     most = 2 * world.constants.experts + 2 * world.state.size + 8
     s = first
     while s < len(world.layer):
-        if run.spans + most > len(world.nbytes):
+        # What was begun before it may end in it.
+        used = run.operations + most
+        if run.spans + used > len(world.nbytes) or used > len(world.operations):
             return s
         if world.layer[s] == 0:
             run.pass_s = run.now_s

@@ -260,9 +260,7 @@ def _demand_unequal(world: Any, m: int, layer: int, incoming: Any, free: int) ->
     size = world.expert_bytes[layer]
     leaving = world.keys[4]
     for n in range(len(incoming)):
-        count, gained = _name_victims(
-            world, m, layer, True, incoming[n : n + 1], leaving, 0, free
-        )
+        count, gained = _name_victims(world, m, incoming[n : n + 1], 0, free)
         if world.run.error:
             return
         if gained < size:
@@ -273,24 +271,18 @@ def _demand_unequal(world: Any, m: int, layer: int, incoming: Any, free: int) ->
 
 
 @part
-def _name_victims(
-    world: Any,
-    m: int,
-    layer: int,
-    demanded: bool,
-    incoming: Any,
-    victims: Any,
-    count: int,
-    free: int,
-) -> Any:
-    """Ask for victims, beside those named already, until an expert fits.
+def _name_victims(world: Any, m: int, incoming: Any, count: int, free: int) -> Any:
+    """Ask for victims of one expert, beside those listed already, until it fits.
 
     Returns:
         How many there are, and the bytes that are free without them: too few if the
         policy declines, or nobody is left.
     """
+    layer = incoming[0] // world.constants.experts
+    demanded = world.experts[m, incoming[0]].demanded
     size = world.expert_bytes[layer]
     candidates = world.keys[2]
+    victims = world.keys[4]
     while free < size:
         listed = _candidates(world, m, layer, demanded, candidates)
         kept = 0
@@ -365,6 +357,7 @@ def start(
     """Take a place for a copy that starts now; `NO_PLACE` changes nothing."""
     wished = world.experts[m, key]
     layer = key // (world.constants.experts)
+    world.run.evicted = NONE
     _keep_promises(world, m, key, layer, -1)
     if wished.enters and _make_room(world, m, key, layer):
         wished.wished = False
@@ -417,10 +410,7 @@ def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
         free += world.expert_bytes[victim // experts]
         victim = world.experts[m, victim].next_victim
     world.keys[1][0] = key
-    incoming = world.keys[1][:1]
-    count, free = _name_victims(
-        world, m, layer, wished.demanded, incoming, victims, count, free
-    )
+    count, free = _name_victims(world, m, world.keys[1][:1], count, free)
     if free < size or world.run.error:
         return False
     _evict(world, m, victims[:count])
@@ -439,8 +429,13 @@ def contains(keys: Any, key: int) -> bool:
 @part
 def _evict(world: Any, m: int, victims: Any) -> None:
     experts = world.constants.experts
-    for victim in victims:
+    # In a list of their own: they may have to be copied back, one by one.
+    run = world.run
+    for n in range(len(victims) - 1, -1, -1):
+        victim = victims[n]
         world.state[m, victim] = ABSENT
+        world.experts[m, victim].next_victim = run.evicted
+        run.evicted = victim
         layer = victim // experts
         _take(world, m, layer, -world.expert_bytes[layer])
     if len(victims):

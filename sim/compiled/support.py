@@ -38,13 +38,9 @@ def unsupported(planner: Any, profile: HardwareProfile, costs: Any) -> str | Non
         return "costs that are not a hardware profile's"
     if len(profile.lanes) > MOST_LANES:
         return f"a machine of more than {MOST_LANES} lanes"
-    if profile.memory.unified:
-        return "memory that CPU and GPU share"
     policies = planner.policies
     if policies.routing.alters:
         return f"routing policy {policies.names.get('routing')!r}"
-    if policies.writes_back:
-        return "copies back to host memory"
     return _unsupported_policies(planner)
 
 

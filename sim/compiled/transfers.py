@@ -10,7 +10,7 @@ from typing import Any
 
 from moesim.engine.operations import DEMAND
 from moesim.policies.base import RESIDENT
-from moesim.policies.planner.plan import PREFETCH, READ
+from moesim.policies.planner.plan import PREFETCH, READ, REPLACE
 from moesim.sim.compiled import host, memory
 from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.lanes import (
@@ -19,6 +19,7 @@ from moesim.sim.compiled.lanes import (
     FETCHED,
     HAS_READ,
     PREDICTED,
+    UNAWAITED,
     begin,
     forget,
     operation,
@@ -30,7 +31,9 @@ from moesim.sim.compiled.world import ENTRIES, address_of, world_at
 
 CONTROL = 0
 SSD = 1
-"""Places in `world.lane_by_use`."""
+CPU = 2
+GPU = 3
+"""Places in `world.lane_by_use`; lanes of GPUs follow each other."""
 
 _START = 0
 _WAIT = 1
@@ -176,7 +179,39 @@ def _admit(world: Any, i: int) -> int:
         return _DROP
     _unqueue(world, gpu, key)
     world.experts[gpu, key].copying = True
+    if world.constants.writes_back:
+        _write_back(world, gpu, copy.step)
     return _START
+
+
+@part
+def link_back(world: Any, gpu: int) -> int:
+    """Lane of copies from a GPU to host memory."""
+    return world.lane_by_use[GPU + 2 * world.constants.gpus + gpu]
+
+
+@part
+def _write_back(world: Any, gpu: int, step: int) -> None:
+    """Copy back what has left for the copy that starts; nobody waits for it."""
+    constants = world.constants
+    key = world.run.evicted
+    while key != NONE:
+        # Another copy may start meanwhile, with victims of its own.
+        following = world.experts[gpu, key].next_victim
+        layer = key // constants.experts
+        i = operation(
+            world,
+            link_back(world, gpu),
+            REPLACE,
+            layer,
+            key - layer * constants.experts,
+            world.back_s[gpu, layer] + constants.dispatch_s,
+            world.expert_bytes[layer],
+            UNAWAITED,
+        )
+        world.operations[i].step = step
+        submit(world, i, DEMAND)
+        key = following
 
 
 @part
@@ -630,7 +665,7 @@ def end_operation(address: int, i: int) -> None:
         _copied(world, i)
     elif ended.on_end == HAS_READ:
         _has_read(world, i)
-    else:
+    elif ended.on_end != UNAWAITED:
         if ended.on_end == FETCHED:
             run.fetched -= 1
             if not run.fetched:
