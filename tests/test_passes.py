@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from moesim import replay
 from moesim.policies.systems import SYSTEMS, compose
-from moesim.runs.config import ConfigError
+from moesim.runs.config import ConfigError, RunConfig
 from moesim.traces.errors import TraceError
+from moesim.traces.format import layer_steps
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.schema import Phase
@@ -120,6 +121,21 @@ def test_micro_batches_are_an_option_of_every_run(tmp_path):
     }
     assert times["simpy"]["steps"] == 4
     assert times["simpy"]["ttft_s"] == times["compiled"]["ttft_s"]
+
+
+def test_passes_that_cut_nothing_make_no_object_per_layer_step(tmp_path, monkeypatch):
+    """As every run has them, a probability of acceptance and a seed included."""
+    routing = [[[token % 4]] * LAYERS for token in range(7)]
+    trace = hand_trace(tmp_path / "t.parquet", routing, prompt=2)
+    composed = list(layer_steps.of_steps(compose_steps(trace)))
+    monkeypatch.delattr(layer_steps, "compose")
+    passes = RunConfig.of(trace, "greedy").passes
+    blocks = list(layer_steps.layer_steps(trace.cut(passes)))
+    assert [block.experts.tolist() for block in blocks] == [
+        block.experts.tolist() for block in composed
+    ]
+    with pytest.raises(NameError, match="compose"):
+        layer_steps.layer_steps(trace.cut(Passes(draft_tokens=1)))
 
 
 # -- drafts -----------------------------------------------------------------------------

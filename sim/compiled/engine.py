@@ -112,11 +112,11 @@ class CompiledReplay:
         world["run"] = np.zeros(1, records.RUN)
         world["run"]["read_step"] = NONE
         world["run"]["barred_layer"] = NONE
+        world["run"]["evicted"] = NONE
         # Copies to every GPU and reads, queued and waiting; products; one of control.
         most = 2 * keys * (self._planner.gpus + 1) + 2 * shape.experts + 64
-        operations = np.zeros(most, records.OPERATION)
-        operations["next"] = np.arange(1, most + 1)
-        world["operations"] = operations
+        world["operations"] = np.zeros(0, records.OPERATION)
+        self._make_operations(most)
 
         table = np.zeros(count, records.LANE)
         table["first"] = NONE
@@ -134,8 +134,7 @@ class CompiledReplay:
             workers[number]["gated"] = table["gated"][served].any()
             table["worker"][served] = number
         world["lanes"] = table
-        world["workers"] = workers[_by_first_lane(table)]
-        table["worker"] = np.argsort(_by_first_lane(table))[table["worker"]]
+        world["workers"] = workers
         world["running"] = np.zeros(len(workers) + 1, np.int64)
 
         slowdown = np.array(
@@ -152,6 +151,15 @@ class CompiledReplay:
         world["deferred"] = np.zeros(most, records.DEFERRED)
         self._most = 2 * shape.experts + 2 * keys * (self._planner.gpus + 1) + 8
         self._make_spans(CHUNK_SPANS + 2 * self._most)
+
+    def _make_operations(self, count: int) -> None:
+        """Give the loop so many operations, and keep those that it has."""
+        operations = np.zeros(count, records.OPERATION)
+        held = self._world["operations"]
+        operations[: len(held)] = held
+        # The last one that was free is followed by the first new one.
+        operations["next"][len(held) :] = np.arange(len(held) + 1, count + 1)
+        self._world["operations"] = operations
 
     def _make_spans(self, count: int) -> None:
         """Give the loop room for so many spans, and keep those that it has."""
@@ -203,6 +211,7 @@ class CompiledReplay:
             "last_copy",
             "replaces",
             "victim",
+            "next_victim",
         ):
             experts[name] = NONE
         world["experts"] = experts
@@ -223,6 +232,8 @@ class CompiledReplay:
         books = level.memory
         kind = type(cache)
         table["is_global"] = books.size.scope == GLOBAL
+        one_size = len(set(books.expert_bytes)) == 1
+        table["equal_sizes"] = one_size or not table["is_global"]
         table["admits_all"] = kind.admits is CachePolicy.admits
         table["in_launch_order"] = kind.precedence is CachePolicy.precedence
         table["replaces"] = cache.replaces
@@ -287,8 +298,10 @@ class CompiledReplay:
             constants["copy_after_read"] = costs.after_read("h2d")
             constants["compute_after_read"] = costs.after_read("cpu")
         constants["splits_layers"] = planner.splits_layers
-        # On the host accelerator all memory is shared: results need no way back.
-        constants["moves_activations"] = profile.accelerator != "host"
+        # Where all memory is shared, results need no way back.
+        shared = profile.accelerator == "host" or profile.memory.unified
+        constants["moves_activations"] = not shared
+        constants["writes_back"] = planner.policies.writes_back
         constants["prefetches"] = prefetch.prefetches
         constants["requeue"] = prefetch.requeue
         constants["oracle"] = prefetch.oracle
@@ -322,6 +335,12 @@ class CompiledReplay:
                 for gpu in range(gpus)
             ]
         )
+        world["back_s"] = np.array(
+            [
+                [costs.writeback_s(layer, gpu) for layer in range(shape.layers)]
+                for gpu in range(gpus)
+            ]
+        )
         evaluations = [
             [planner.evaluations(layer, phase) for phase in Phase]
             for layer in range(shape.layers)
@@ -333,6 +352,11 @@ class CompiledReplay:
             names += kind.lanes(gpus)
         by_use = [profile.lanes.index(name) for name in names]
         world["lane_by_use"] = np.array(by_use, np.int64)
+        control, _, _, first_gpu, *_ = by_use
+        worker_of = world["lanes"]["worker"]
+        constants["inline"] = worker_of[control] == worker_of[first_gpu]
+        if constants["inline"]:
+            world["workers"]["busy"][worker_of[control]] = True
 
         world["work_s"] = np.zeros((4, gpus * shape.experts))
         world["work_state"] = np.zeros((2, gpus * shape.experts), np.int8)
@@ -401,6 +425,8 @@ class CompiledReplay:
         begin = 0
         while begin < len(block.layer):
             self._draw()
+            if run["operations"] + self._most > len(world["operations"]):
+                self._make_operations(2 * len(world["operations"]))
             end = run_steps(world.table.ctypes.data, begin, CHUNK_SPANS, CHUNK_ACCESSES)
             if run["error"]:
                 self._fail(int(run["error"]), block, end)
@@ -430,6 +456,7 @@ class CompiledReplay:
 
         world["step"] = np.ascontiguousarray(block.step, np.int64)
         world["batch"] = np.ascontiguousarray(block.batch, np.int64)
+        world["rows"] = np.ascontiguousarray(block.rows, np.int64)
         world["layer"] = np.ascontiguousarray(block.layer, np.int64)
         world["edges"] = np.ascontiguousarray(block.edges, np.int64)
         world["phase"] = np.ascontiguousarray(block.phase, np.int8)
@@ -624,9 +651,3 @@ _ERRORS = {
     ),
     memory.STUCK: ("", "nothing runs, although something is awaited"),
 }
-
-
-def _by_first_lane(table: np.ndarray) -> np.ndarray:
-    """Workers in the order of their first lanes, in which they are offered work."""
-    workers = table["worker"].tolist()
-    return np.array(list(dict.fromkeys(workers)), np.int64)
