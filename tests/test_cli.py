@@ -508,6 +508,27 @@ def test_the_installed_command_begins_where_signals_are_heard():
     assert facts["project"]["scripts"] == {"moesim": "moesim.start:main"}
 
 
+SWALLOWED = """
+import os, sys
+from moesim.cli.errors import guarded
+def work():
+    try:
+        os.kill(os.getpid(), int(sys.argv[1]))
+    except KeyboardInterrupt:
+        raise {error}("could not determine the shape of object") from None
+guarded(work, [])
+"""
+
+
+@pytest.mark.parametrize("error", ["ValueError", "SystemError"])
+def test_a_library_that_makes_an_error_of_an_interrupt_hides_it_from_nobody(error):
+    """As torch does where its C code is asked for a slice of a tensor."""
+    script = SWALLOWED.format(error=error)
+    command = [sys.executable, "-c", script, str(int(signal.SIGINT))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 STUCK = """
 import sys, time
 from moesim.cli.errors import guarded

@@ -76,22 +76,11 @@ def guarded(
             # The reader is gone, so nothing may be left to be flushed to it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = OUTPUT_CLOSED
-        except (
-            UsageError,
-            ValueError,
-            OSError,
-            ImportError,
-            RuntimeError,
-            MemoryError,
-        ) as error:
-            _print_frames(error)
-            message = message_for_users(error)
-            if message is None:
-                raise
-            # A group without a command answers with its help, which is no error.
-            prefix = "" if message.startswith("Usage:") else "error: "
-            print(f"{prefix}{message}", file=sys.stderr)
-            code = BAD_INPUT
+        except Exception as error:  # noqa: BLE001 - a bug of ours is raised again
+            # A library makes an error of its own of an interrupt that meets its C code.
+            if not signals:
+                _explain(error)
+                code = BAD_INPUT
     if signals:
         code = exit_code(signals[0])
         say_end(code)
@@ -173,6 +162,17 @@ def _give_up(number: int) -> None:
     code = exit_code(number)
     say_end(code)
     os._exit(code)
+
+
+def _explain(error: Exception) -> None:
+    """Print a line about what a user can mend; raise a bug of ours."""
+    _print_frames(error)
+    message = message_for_users(error)
+    if message is None:
+        raise error
+    # A group without a command answers with its help, which is no error.
+    prefix = "" if message.startswith("Usage:") else "error: "
+    print(f"{prefix}{message}", file=sys.stderr)
 
 
 def _print_frames(error: Exception) -> None:
