@@ -168,6 +168,9 @@ def accesses_are_those_of_the_trace(record):
     """
     if record.trace is None or record.config.get("routing") != "as-recorded":
         return
+    # Passes that verify drafts overlap, by draws (`tests/test_passes.py` holds those).
+    if record.config.get("draft_tokens"):
+        return
     due = _routed(record.trace, record.config["batch"], len(record.steps))
     found = defaultdict(dict)
     for access in record.accesses.itertuples():
