@@ -85,7 +85,9 @@ def options(seed):
     host = draws.choice((None, 6, 8, 12))
     # Some stage whole layers, which need room.
     if host:
-        layers = 2 if "whole-layer" in policy else systems.compose(policy).staging_layers
+        layers = (
+            2 if "whole-layer" in policy else systems.compose(policy).staging_layers
+        )
         host += layers * SHAPE.experts
     return policy, api.MemoryOptions(
         slots_per_layer=draws.choice((0, 1, 2, 4)),
