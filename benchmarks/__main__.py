@@ -14,6 +14,7 @@ from benchmarks import (
     python_policies,
     replay_speed,
     runtime_overhead,
+    sweep_speed,
     trace_speed,
 )
 
@@ -22,6 +23,7 @@ REPORTS = {
     for module in (
         replay_speed,
         python_policies,
+        sweep_speed,
         planning,
         cache_speed,
         memory_and_start,

@@ -16,6 +16,7 @@ from drawn_threads import Deadlock, DrawnThreads
 from learned_network import write
 from real_machine import Case, combinations, random_store
 
+from moesim.policies import systems
 from moesim.policies.planner.decision_log import repeat
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.residency import CacheSize
@@ -83,8 +84,11 @@ def options(seed):
     policy = POLICIES[seed % len(POLICIES)]
     host = draws.choice((None, 6, 8, 12))
     # Some stage whole layers, which need room.
-    if host and (policy == "deepspeed" or "whole-layer" in policy):
-        host += 2 * SHAPE.experts
+    if host:
+        layers = (
+            2 if "whole-layer" in policy else systems.compose(policy).staging_layers
+        )
+        host += layers * SHAPE.experts
     return policy, api.MemoryOptions(
         slots_per_layer=draws.choice((0, 1, 2, 4)),
         host_memory_bytes=host and host * EXPERT,

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from moesim.sim.compiled.world import World
     from moesim.traces.format.layer_steps import LayerSteps
 
+_PHASES = tuple(Phase)
+"""By code."""
+
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -96,6 +99,8 @@ class PythonPolicies:
         self._world = world
         self._run = world["run"]
         self._place = self._run["place"]
+        self._rows = 1 if planner.splits_layers else planner.gpus
+        self._as_given = np.arange(planner.experts)
         keys = planner.layers * planner.experts
         self._marks = np.zeros((asking.ROWS, max(keys, 4)), np.int64)
         self._function = _FUNCTION(self._ask)
@@ -121,7 +126,7 @@ class PythonPolicies:
             lanes, order, serial, waits = policy.assign(work, self._view)
             count = len(work.experts)
             if order is None:
-                order = np.arange(count)
+                order = self._as_given[:count]
             lanes = np.asarray(lanes)
             order = np.asarray(order)
             legal = len(lanes) == count == len(order)
@@ -259,26 +264,28 @@ class PythonPolicies:
         world = self._world
         # Copies, as policies may keep what they are shown.
         count = len(routed.experts)
-        rows = 1 if self._planner.splits_layers else self._planner.gpus
-        seconds = world["work_s"]
-        link_s = world["work_link_s"][:rows]
+        rows = self._rows
+        seconds = world["work_s"][:, : rows * count].copy()
+        link_s = world["work_link_s"][:rows].copy()
+        # Mostly one number, of which numpy's own question takes microseconds.
+        waits = link_s[0] != 0.0 if rows == 1 else link_s.any()
         return LayerWork(
             step=int(block.step[s]),
             layer=routed.layer,
-            phase=Phase(block.phase[s]),
+            phase=_PHASES[block.phase[s]],
             experts=routed.experts,
             tokens=routed.tokens,
             state=world["work_state"][0, :count].copy(),
-            cpu_s=seconds[0, :count].copy(),
-            host_s=seconds[1, :count].copy(),
-            gpu_s=seconds[2, : rows * count].reshape(rows, count).copy(),
-            arrive_s=seconds[3, : rows * count].reshape(rows, count).copy(),
+            cpu_s=seconds[0, :count],
+            host_s=seconds[1, :count],
+            gpu_s=seconds[2].reshape(rows, count),
+            arrive_s=seconds[3].reshape(rows, count),
             routing=routed.routing,
             weights=routed.weights,
             scores=routed.scores,
             predicted=routed.predicted,
             batch=int(block.batch[s]),
-            link_s=link_s.copy() if link_s.any() else None,
+            link_s=link_s if waits else None,
         )
 
     def _host_work(self) -> LayerWork:
