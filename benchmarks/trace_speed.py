@@ -185,7 +185,7 @@ def _without_curves(trace: Trace) -> None:
             similarity.add(rows)
             yield rows
 
-    for block in joined(of_sequences(read(), trace.shape.layers, trace.shape.experts)):
+    for block in joined(of_sequences(read(), trace.shape)):
         layers.add(block)
 
 

@@ -184,9 +184,7 @@ def test_a_short_horizon_only_costs_what_it_cannot_see(make_trace):
     trace = open_trace(make_trace(sequences=((0, 40),) * 8))
     exact = curves(trace)
     fold = CurveAggregator(trace.shape, horizon=200)
-    for block in of_sequences(
-        trace.sequences(), trace.shape.layers, trace.shape.experts
-    ):
+    for block in of_sequences(trace.sequences(), trace.shape):
         fold.add(block)
     near = fold.end()
     assert near.accesses("belady").tolist() == exact.accesses("belady").tolist()

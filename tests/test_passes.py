@@ -135,7 +135,7 @@ def test_passes_that_cut_nothing_make_no_object_per_layer_step(tmp_path, monkeyp
         block.experts.tolist() for block in composed
     ]
     with pytest.raises(NameError, match="compose"):
-        layer_steps.layer_steps(trace.cut(Passes(micro_batch_tokens=1)))
+        layer_steps.layer_steps(trace.cut(Passes(draft_tokens=1)))
 
 
 # -- drafts -----------------------------------------------------------------------------

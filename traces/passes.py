@@ -36,13 +36,6 @@ class Passes:
     acceptance: float = 1.0
     seed: int = 0
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is one pass for the prompt and one for each generated token,
-        whatever is said about drafts that are never made.
-        """
-        return self.micro_batch_tokens is None and not self.draft_tokens
-
     def verified(self, generated: int) -> Iterator[tuple[int, int, int]]:
         """Cut generated tokens into passes that verify drafts.
 

@@ -70,6 +70,41 @@ def tally(
             sums[expert] += scores[t, expert]
 
 
+@compiled(
+    nb.void(
+        _SCORES,
+        nb.int64[::1],
+        nb.boolean[::1],
+        nb.int64,
+        nb.int32[:, ::1],
+        nb.float32[:, ::1],
+    )
+)
+def tally_layer_steps(
+    scores: np.ndarray,
+    row_edges: np.ndarray,
+    has_target: np.ndarray,
+    top_k: int,
+    workload: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """Tally S layer steps, of which each owns ``row_edges[s]:row_edges[s + 1]`` of the
+    scores. Those without a target are left as they are.
+
+    Args:
+        scores: float32 [R, E].
+        row_edges: int64 [S + 1].
+        has_target: bool [S].
+        top_k: experts of a token.
+        workload: int32 [S, E], filled in.
+        sums: float32 [S, E], filled in.
+    """
+    for s in range(len(has_target)):
+        if has_target[s]:
+            rows = scores[row_edges[s] : row_edges[s + 1]]
+            tally(rows, top_k, workload[s], sums[s])
+
+
 def tallies(
     predicted: Mapping[str, np.ndarray],
     columns: tuple[str, ...],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.policies.base import PolicyError
 from moesim.traces.format.batch import compose
-from moesim.traces.format.layer_steps import layer_steps, of_steps
+from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.format.schema import PREDICTION_COLUMNS
 
 if TYPE_CHECKING:
@@ -107,17 +107,15 @@ def _blocks(
             name for name in prefetch.needs if name in PREDICTION_COLUMNS
         )
         routing = prefetch.reads_routing
-    routed = not all_bring_kernels(planner)
-    # Without any of these, no object per layer step is needed.
-    if not (columns or routing or routed):
-        return layer_steps(trace, batch=batch, steps=steps)
-    return of_steps(
-        compose(trace, batch=batch, steps=steps, columns=columns),
-        scores="scores" in columns,
+    return layer_steps(
+        trace,
+        batch=batch,
+        steps=steps,
+        columns=columns,
         predictors=predictors,
         routing=routing,
-        routed=routed,
-        experts=trace.shape.experts,
+        # Policies in Python are shown every layer step as an object.
+        routed=not all_bring_kernels(planner),
     )
 
 

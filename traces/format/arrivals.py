@@ -201,7 +201,7 @@ class RequestSteps:
         self, joining: list[tuple[Request, SequenceRows]]
     ) -> Iterator[RoutedStep]:
         self._running += [(request, rows, 0) for request, rows in joining]
-        group = SequenceGroup([rows for _, rows in joining], self._trace, 0)
+        group = self._group([rows for _, rows in joining])
         # A prompt alone is a request, too, which leaves at once.
         ended = {
             id(request)
@@ -219,8 +219,11 @@ class RequestSteps:
                 request.first_s = now_s
                 request.last_s = now_s
 
+    def _group(self, sequences: list[SequenceRows]) -> SequenceGroup:
+        return SequenceGroup(sequences, self._trace.shape, self._trace.passes, 0)
+
     def _decode(self) -> RoutedStep:
-        group = SequenceGroup([rows for _, rows, _ in self._running], self._trace, 0)
+        group = self._group([rows for _, rows, _ in self._running])
         self._totals = group.generated.tolist()
         return group.decode_at([place for _, _, place in self._running])
 

@@ -9,22 +9,31 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moesim.traces.errors import TraceError
-from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
+from moesim.traces.format.schema import (
+    PREDICTION_COLUMNS,
+    Phase,
+    prediction_distance,
+)
 from moesim.traces.passes import check_passes, micro_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from moesim.traces.format.reader import SequenceRows, Trace
+    from moesim.traces.format.schema import ModelShape
+    from moesim.traces.passes import Passes
 
 # Workload counters held at once while a group of sequences is cut into steps.
 CHUNK_COUNTS = 1 << 20
+# Rows whose experts are counted at once.
+_COUNTED_ROWS = 1 << 17
 
 
 @dataclass(slots=True)
@@ -84,6 +93,50 @@ class RoutedStep:
         return self.tokens if self.kept is None else self.kept
 
 
+@dataclass(frozen=True)
+class PassRows:
+    """Forward passes that follow each other, as arrays. P passes of S layer steps with
+    A accesses (an access is an active expert of a layer step) and R rows of the trace.
+
+    Attributes:
+        phase: prefill or decode.
+        edges: int64 [S + 1]; layer step i owns accesses ``edges[i]:edges[i + 1]``.
+        experts: int32 [A], ascending within a layer step.
+        tokens: int32 [A], the workload of each.
+        row_edges: int64 [S + 1]; layer step i owns as many rows of `column`.
+        pass_tokens: int64 [P].
+        context_tokens: int64 [P], largest position plus one.
+        sequences: int64 [P], how many take part.
+        rows: columns of the trace, [R, ...], in the order of the sequences.
+        layer_step: int64 [R], which one each row belongs to; None if they lie in the
+            order of the layer steps.
+    """
+
+    phase: Phase
+    edges: np.ndarray
+    experts: np.ndarray
+    tokens: np.ndarray
+    row_edges: np.ndarray
+    pass_tokens: np.ndarray
+    context_tokens: np.ndarray
+    sequences: np.ndarray
+    rows: dict[str, np.ndarray]
+    layer_step: np.ndarray | None
+
+    def column(self, name: str) -> np.ndarray:
+        """A column of the trace in the order of the layer steps, and of the sequences
+        within each.
+        """
+        values = self.rows[name]
+        return values if self._order is None else values[self._order]
+
+    @cached_property
+    def _order(self) -> np.ndarray | None:
+        if self.layer_step is None:
+            return None
+        return np.argsort(self.layer_step, kind="stable")
+
+
 def compose(
     trace: Trace,
     *,
@@ -132,15 +185,22 @@ def _compose(
     batch: int,
     columns: tuple[str, ...],
 ) -> Iterator[RoutedStep]:
-    sequences = trace.sequences(columns)
     step = 0
-    index = 0
-
-    while group := list(islice(sequences, batch)):
-        for routed in SequenceGroup(group, trace, index).steps():
+    for group in sequence_groups(trace, batch, columns):
+        for routed in group.steps():
             routed.step = step
             yield routed
             step += 1
+
+
+def sequence_groups(
+    trace: Trace, batch: int, columns: tuple[str, ...]
+) -> Iterator[SequenceGroup]:
+    """The batches of a trace; each is used up before the next one is asked for."""
+    sequences = trace.sequences(columns)
+    index = 0
+    while group := list(islice(sequences, batch)):
+        yield SequenceGroup(group, trace.shape, trace.passes, index)
         index += 1
         # Before the next one is read: two batches at once would be the peak of memory.
         group.clear()
@@ -152,20 +212,27 @@ class SequenceGroup:
 
     Args:
         group: the sequences.
-        trace: that they are of.
+        shape: of the model.
+        passes: what forward passes hold.
+        index: number of the batch.
+
+    Attributes:
+        layers: of the model.
+        experts: of a layer.
         index: number of the batch.
     """
 
     def __init__(
         self,
         group: list[SequenceRows],
-        trace: Trace,
+        shape: ModelShape,
+        passes: Passes,
         index: int,
     ) -> None:
         self._group = group
-        self._layers = trace.shape.layers
-        self._experts = trace.shape.experts
-        self._index = index
+        self.layers = shape.layers
+        self.experts = shape.experts
+        self.index = index
         self._prompt_rows = [
             int(np.count_nonzero(rows.phase == Phase.PREFILL)) for rows in group
         ]
@@ -174,24 +241,30 @@ class SequenceGroup:
             for rows, prompt in zip(group, self._prompt_rows, strict=True)
         ]
         # Generated tokens of each sequence: each of them has all layers.
-        self._generated = np.array(decode_rows) // self._layers
-        self._passes = trace.passes
+        self._generated = np.array(decode_rows) // self.layers
+        self._passes = passes
         # No policy sees token ids.
         self._columns = [name for name in group[0].columns if name != "token"]
 
     def steps(self) -> Iterator[RoutedStep]:
         """Its prefill, if there is one, and its decode steps."""
+        if not self._passes.draft_tokens:
+            for passes in self.passes():
+                yield from self._routed_steps(passes)
+            return
         if self.has_prompt:
             yield from self.prefills()
-        if self._passes.draft_tokens:
-            yield from self._verifying()
-            return
+        yield from self._verifying()
 
+    def passes(self) -> Iterator[PassRows]:
+        """The same as arrays, some passes at a time; nothing of it is drafted."""
+        if self.has_prompt:
+            yield from self._prefills()
         longest = int(self._generated.max())
-        row_counts = self._layers * max(self._experts, len(self._group))
+        row_counts = self.layers * max(self.experts, len(self._group))
         stride = max(1, CHUNK_COUNTS // row_counts)
         for start in range(0, longest, stride):
-            yield from self._decode(start, min(start + stride, longest))
+            yield self._decode(start, min(start + stride, longest))
 
     @property
     def has_prompt(self) -> bool:
@@ -211,125 +284,115 @@ class SequenceGroup:
         """
         spans = []
         for prompt, place in zip(self._prompt_rows, places, strict=True):
-            first = prompt + self._layers * place
-            spans.append(slice(first, first + self._layers))
-        rows = self._gather(spans)
-        count = len(spans)
-        if count == 1:
-            layers = self._of_one_sequence(rows)
-        else:
-            layers = self._of_sequences(rows, spans, np.array([count]))
-        return RoutedStep(
-            step=0,
-            phase=Phase.DECODE,
-            batch=self._index,
-            tokens=count,
-            context_tokens=self._context_tokens(spans, 1)[0],
-            sequences=count,
-            layers=layers,
-        )
+            first = prompt + self.layers * place
+            spans.append(slice(first, first + self.layers))
+        (routed,) = self._routed_steps(self._decode_rows(spans, np.array([len(spans)])))
+        return routed
 
     def prefills(self) -> Iterator[RoutedStep]:
         """The steps that compute all prompts of the group: one, or one for each
         micro-batch. A prompt of which some layers hold fewer tokens is not cut.
         """
+        for passes in self._prefills():
+            yield from self._routed_steps(passes)
+
+    def _prefills(self) -> Iterator[PassRows]:
         prompts = [slice(0, prompt) for prompt in self._prompt_rows]
         most = self._passes.micro_batch_tokens
         if most is None or any(self._is_ragged(*pair) for pair in enumerate(prompts)):
             yield self._prefill(prompts)
             return
-        tokens = [prompt // self._layers for prompt in self._prompt_rows]
+        tokens = [prompt // self.layers for prompt in self._prompt_rows]
         for parts in micro_batches(tokens, most):
             yield self._prefill(
-                [slice(self._layers * a, self._layers * b) for a, b in parts]
+                [slice(self.layers * a, self.layers * b) for a, b in parts]
             )
 
     def _is_ragged(self, sequence: int, prompt: slice) -> bool:
         """Whether some layers hold fewer tokens of a prompt than others."""
-        tokens = len(np.unique(self._group[sequence].pos[prompt]))
-        return prompt.stop != tokens * self._layers
+        tokens = _distinct(self._group[sequence].pos[prompt])
+        return prompt.stop != tokens * self.layers
 
-    def _prefill(self, spans: list[slice]) -> RoutedStep:
-        """The step that computes the prompt tokens in `spans` of each sequence."""
-        rows = self._gather(spans)
-        layer = rows["layer"]
-        # Stable, so that the tokens of a layer stay in the order of their sequences.
-        by_layer = np.argsort(layer, kind="stable")
-        edges = np.searchsorted(layer[by_layer], np.arange(self._layers + 1))
-
-        routing = rows["experts"][by_layer]
-        active = [_active(routing[a:b], self._experts) for a, b in pairwise(edges)]
-        layers = self._routed_layers(
-            experts=[experts for experts, _ in active],
-            tokens=[tokens for _, tokens in active],
-            routing=_cut(routing, edges),
-            views={name: _cut(rows[name][by_layer], edges) for name in self._columns},
-        )
-
+    def _prefill(self, spans: list[slice]) -> PassRows:
+        """The pass that computes the prompt tokens in `spans` of each sequence."""
         prompts = [
             rows.pos[span]
             for rows, span in zip(self._group, spans, strict=True)
             if span.stop > span.start
         ]
-        return RoutedStep(
-            step=0,
-            phase=Phase.PREFILL,
-            batch=self._index,
-            tokens=sum(len(np.unique(pos)) for pos in prompts),
-            context_tokens=1 + max(int(pos[-1]) for pos in prompts),
-            sequences=len(prompts),
-            layers=layers,
+        rows = self._gather(spans)
+        return self._pass_rows(
+            Phase.PREFILL,
+            rows,
+            rows["layer"].astype(np.int64),
+            tokens=np.array([sum(_distinct(pos) for pos in prompts)]),
+            context_tokens=np.array([1 + max(int(pos[-1]) for pos in prompts)]),
+            sequences=np.array([len(prompts)]),
         )
 
     def _verifying(self) -> Iterator[RoutedStep]:
         """The decode steps of one sequence, each of which verifies a draft."""
         for place, computed, kept in self._passes.verified(int(self._generated[0])):
-            first = self._prompt_rows[0] + self._layers * place
-            span = slice(first, first + self._layers * computed)
-            # Every token as if it were a sequence of its own.
-            tokens = [slice(0, self._layers)] * computed
-            yield RoutedStep(
-                step=0,
-                phase=Phase.DECODE,
-                batch=self._index,
-                tokens=computed,
-                context_tokens=1 + int(self._group[0].pos[span.stop - 1]),
-                sequences=1,
-                layers=self._of_sequences(
-                    self._gather([span]), tokens, np.array([computed])
-                ),
-                drafted=computed - 1,
-                kept=kept,
+            first = self._prompt_rows[0] + self.layers * place
+            span = slice(first, first + self.layers * computed)
+            rows = self._gather([span])
+            passes = self._pass_rows(
+                Phase.DECODE,
+                rows,
+                rows["layer"].astype(np.int64),
+                tokens=np.array([computed]),
+                context_tokens=np.array([1 + int(self._group[0].pos[span.stop - 1])]),
+                sequences=np.array([1]),
             )
+            (routed,) = self._routed_steps(passes)
+            routed.drafted = computed - 1
+            routed.kept = kept
+            yield routed
 
     def _decode(
         self,
         start: int,
         stop: int,
-    ) -> Iterator[RoutedStep]:
+    ) -> PassRows:
         """Decode steps `start` to `stop` of the group."""
-        spans = self._decode_spans(start, stop)
-        steps = np.arange(start, stop)
-        alive = np.count_nonzero(self._generated[:, None] > steps, axis=0)
+        alive = np.count_nonzero(
+            self._generated[:, None] > np.arange(start, stop), axis=0
+        )
+        return self._decode_rows(self._decode_spans(start, stop), alive)
+
+    def _decode_rows(self, spans: list[slice], alive: np.ndarray) -> PassRows:
+        """Decode steps of the rows in `spans` of each sequence; `alive` [P] sequences
+        run in each step.
+        """
         rows = self._gather(spans)
-
-        if alive[0] == 1:
-            layers = self._of_one_sequence(rows)
-        else:
-            layers = self._of_sequences(rows, spans, alive)
-
-        context = self._context_tokens(spans, len(steps))
-        for place, sequences in enumerate(alive.tolist()):
-            first = place * self._layers
-            yield RoutedStep(
-                step=0,
-                phase=Phase.DECODE,
-                batch=self._index,
-                tokens=sequences,
-                context_tokens=context[place],
-                sequences=sequences,
-                layers=layers[first : first + self._layers],
+        context_tokens = self._context_tokens(spans, len(alive))
+        if alive[0] > 1:
+            # Number of each row's layer step among those of this call.
+            layer_step = [np.arange(span.stop - span.start) for span in spans]
+            return self._pass_rows(
+                Phase.DECODE,
+                rows,
+                np.concatenate(layer_step),
+                tokens=alive,
+                context_tokens=context_tokens,
+                sequences=alive,
             )
+
+        # Where one sequence runs, every row is a layer step of K distinct experts.
+        count, top_k = rows["experts"].shape
+        experts = np.sort(rows["experts"].astype(np.int32), axis=1).reshape(-1)
+        return PassRows(
+            Phase.DECODE,
+            edges=np.arange(count + 1) * top_k,
+            experts=experts,
+            tokens=np.ones(len(experts), np.int32),
+            row_edges=np.arange(count + 1),
+            pass_tokens=alive,
+            context_tokens=context_tokens,
+            sequences=alive,
+            rows=rows,
+            layer_step=None,
+        )
 
     def _decode_spans(
         self,
@@ -341,8 +404,8 @@ class SequenceGroup:
         for prompt, generated in zip(
             self._prompt_rows, self._generated.tolist(), strict=True
         ):
-            first = prompt + self._layers * min(start, generated)
-            last = prompt + self._layers * min(stop, generated)
+            first = prompt + self.layers * min(start, generated)
+            last = prompt + self.layers * min(stop, generated)
             spans.append(slice(first, last))
 
         return spans
@@ -351,52 +414,50 @@ class SequenceGroup:
         self,
         spans: list[slice],
         count: int,
-    ) -> list[int]:
-        """Largest position plus one in each of `count` decode steps."""
+    ) -> np.ndarray:
+        """Largest position plus one in each of `count` decode steps: int64."""
         context = np.zeros(count, dtype=np.int64)
         for sequence, span in zip(self._group, spans, strict=True):
-            pos = sequence.pos[span][:: self._layers]
+            pos = sequence.pos[span][:: self.layers]
             reached = context[: len(pos)]
             np.maximum(reached, pos + 1, out=reached)
 
-        return context.tolist()
+        return context
 
-    def _of_one_sequence(self, rows: dict[str, np.ndarray]) -> list[RoutedLayer]:
-        """Layer steps where one sequence runs: every row is one of its own."""
-        routing = rows["experts"]
-        one_token = (len(routing), 1, -1)
-        return self._routed_layers(
-            experts=list(np.sort(routing.astype(np.int32), axis=1)),
-            tokens=list(np.ones(routing.shape, dtype=np.int32)),
-            routing=list(routing.reshape(one_token)),
-            views={name: list(rows[name].reshape(one_token)) for name in self._columns},
-        )
-
-    def _of_sequences(
+    def _pass_rows(
         self,
+        phase: Phase,
         rows: dict[str, np.ndarray],
-        spans: list[slice],
-        alive: np.ndarray,
-    ) -> list[RoutedLayer]:
-        """Layer steps of several sequences; `alive` [S] run in each step."""
-        # Number of each row's layer step among those of this call.
-        key = np.concatenate([np.arange(span.stop - span.start) for span in spans])
-        order = np.argsort(key, kind="stable")
-        edges = np.concatenate(([0], np.cumsum(np.repeat(alive, self._layers))))
-
-        # Workloads of all layer steps in one count.
-        routing = rows["experts"][order]
-        places = len(alive) * self._layers
-        choice = (key[order, None] * self._experts + routing).reshape(-1)
-        counts = np.bincount(choice, minlength=places * self._experts)
+        layer_step: np.ndarray,
+        *,
+        tokens: np.ndarray,
+        context_tokens: np.ndarray,
+        sequences: np.ndarray,
+    ) -> PassRows:
+        """Passes of rows that belong to these layer steps, int64 [R]; `tokens` [P]."""
+        places = len(tokens) * self.layers
+        counts = np.zeros(places * self.experts, np.int64)
+        # Workloads of all layer steps in one count, for so many rows at a time that the
+        # numbers stay small beside the rows themselves.
+        for first in range(0, len(layer_step), _COUNTED_ROWS):
+            part = slice(first, first + _COUNTED_ROWS)
+            choice = layer_step[part, None] * self.experts + rows["experts"][part]
+            counts += np.bincount(choice.reshape(-1), minlength=len(counts))
         used = np.flatnonzero(counts)
-        cuts = np.searchsorted(used, np.arange(places + 1) * self._experts)
+        row_edges = np.zeros(places + 1, np.int64)
+        np.cumsum(np.bincount(layer_step, minlength=places), out=row_edges[1:])
 
-        return self._routed_layers(
-            experts=_cut((used % self._experts).astype(np.int32), cuts),
-            tokens=_cut(counts[used].astype(np.int32), cuts),
-            routing=_cut(routing, edges),
-            views={name: _cut(rows[name][order], edges) for name in self._columns},
+        return PassRows(
+            phase,
+            edges=np.searchsorted(used, np.arange(places + 1) * self.experts),
+            experts=(used % self.experts).astype(np.int32),
+            tokens=counts[used].astype(np.int32),
+            row_edges=row_edges,
+            pass_tokens=tokens,
+            context_tokens=context_tokens,
+            sequences=sequences,
+            rows=rows,
+            layer_step=layer_step,
         )
 
     def _gather(self, spans: list[slice]) -> dict[str, np.ndarray]:
@@ -417,24 +478,43 @@ class SequenceGroup:
             for name, arrays in parts.items()
         }
 
-    def _routed_layers(
-        self,
-        *,
-        experts: list[np.ndarray],
-        tokens: list[np.ndarray],
-        routing: list[np.ndarray],
-        views: dict[str, list[np.ndarray]],
-    ) -> list[RoutedLayer]:
-        """One `RoutedLayer` per entry; entries run through the layers again and
-        again.
-        """
-        numbers = list(range(self._layers)) * (len(experts) // self._layers)
+    def _routed_steps(self, passes: PassRows) -> Iterator[RoutedStep]:
+        """Passes as one object each."""
+        layers = self.routed_layers(passes)
+        for place, (tokens, context_tokens, sequences) in enumerate(
+            zip(
+                passes.pass_tokens.tolist(),
+                passes.context_tokens.tolist(),
+                passes.sequences.tolist(),
+                strict=True,
+            )
+        ):
+            first = place * self.layers
+            yield RoutedStep(
+                step=0,
+                phase=passes.phase,
+                batch=self.index,
+                tokens=tokens,
+                context_tokens=context_tokens,
+                sequences=sequences,
+                layers=layers[first : first + self.layers],
+            )
+
+    def routed_layers(self, passes: PassRows) -> list[RoutedLayer]:
+        """One object per layer step."""
+        experts = _cut(passes.experts, passes.edges)
+        tokens = _cut(passes.tokens, passes.edges)
+        views = {
+            name: _cut(passes.column(name), passes.row_edges)
+            for name in ("experts", *self._columns)
+        }
+        numbers = list(range(self.layers)) * (len(experts) // self.layers)
 
         predictors = [name for name in views if name in PREDICTION_COLUMNS]
         predicted: Iterable[dict[str, np.ndarray]] = repeat({})
         if predictors:
             # Layers from here on have no target: it lies past the last one.
-            end = {name: self._layers - int(name[len("pred")]) for name in predictors}
+            end = {name: self.layers - prediction_distance(name) for name in predictors}
             predicted = [
                 {name: views[name][place] for name in predictors if layer < end[name]}
                 for place, layer in enumerate(numbers)
@@ -442,21 +522,17 @@ class SequenceGroup:
 
         weights: Iterable[Any] = views.get("weights", repeat(None))
         scores: Iterable[Any] = views.get("scores", repeat(None))
+        routing = views["experts"]
         columns = (numbers, experts, tokens, routing, weights, scores, predicted)
         # `map` ends with the shortest: the endless ones stand for what is not there.
         return list(map(RoutedLayer, *columns))
 
 
-def _active(
-    routing: np.ndarray,
-    experts: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Active experts int32 [A], ascending, and the tokens of each, of routing [T,
-    K].
-    """
-    counts = np.bincount(routing.reshape(-1), minlength=experts)
-    active = np.flatnonzero(counts)
-    return active.astype(np.int32), counts[active].astype(np.int32)
+def _distinct(positions: np.ndarray) -> int:
+    """How many tokens these ascending positions are of."""
+    if not len(positions):
+        return 0
+    return 1 + int(np.count_nonzero(np.diff(positions)))
 
 
 def _cut(

@@ -12,15 +12,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.traces.format.batch import check_counts, compose
-from moesim.traces.format.schema import Phase
-from moesim.traces.predictions import tallies
+from moesim.traces.format.batch import (
+    SequenceGroup,
+    check_counts,
+    compose,
+    sequence_groups,
+)
+from moesim.traces.format.schema import prediction_distance
+from moesim.traces.passes import Passes
+from moesim.traces.predictions import tally_layer_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from moesim.traces.format.batch import RoutedLayer, RoutedStep
+    from moesim.traces.format.batch import PassRows, RoutedStep
     from moesim.traces.format.reader import SequenceRows, Trace
+    from moesim.traces.format.schema import ModelShape
 
 # Accesses of a block, about: memory does not grow with the trace.
 BLOCK_ACCESSES = 1 << 19
@@ -81,6 +88,8 @@ class LayerSteps:
         columns["edges"] = self.edges[: count + 1]
         columns["experts"] = self.experts[:accesses]
         columns["tokens"] = self.tokens[:accesses]
+        if self.routing is not None:
+            columns["routing"] = self.routing[: int(self.rows[:count].sum())]
         return LayerSteps(**columns)
 
 
@@ -89,84 +98,141 @@ def layer_steps(
     *,
     batch: int = 1,
     steps: int | None = None,
+    columns: tuple[str, ...] = (),
+    predictors: tuple[str, ...] = (),
+    routing: bool = False,
+    routed: bool = False,
 ) -> Iterator[LayerSteps]:
     """Cut a trace into blocks of layer steps, as `compose` would with this `batch` and
     so many `steps`.
 
+    Args:
+        trace: an opened trace, which says what a pass holds (`Trace.cut`).
+        batch: sequences that run together, >= 1.
+        steps: keep the first so many forward passes; None keeps all.
+        columns: optional columns to read; gate scores come with ``scores`` among them.
+        predictors: those of them whose predicted workloads are asked for.
+        routing: with the experts of every token.
+        routed: with every layer step as an object.
+
     Raises:
-        TraceError: `batch` or `steps` below 1, or a damaged trace.
+        TraceError: `batch` or `steps` below 1, a missing column, or a damaged trace.
     """
-    if batch > 1 or not trace.passes.is_plain:
+    if trace.passes.draft_tokens:
+        assert not columns, "what drafts are verified by is not replayed from blocks"
         return of_steps(compose(trace, batch=batch, steps=steps))
-
-    # One sequence after the other needs no composing, which is most of the time.
     check_counts(batch, steps)
-    parts = of_sequences(trace.sequences(), trace.shape.layers, trace.shape.experts)
-    return joined(parts if steps is None else _first(parts, steps))
+    trace.require(columns, "this replay")
+    groups = sequence_groups(trace, batch, columns)
+    parts = _of_groups(groups, columns, predictors, routing=routing, routed=routed)
+    # Numbers of all experts are many more than those of the active ones.
+    most = BLOCK_ACCESSES // 16 if columns or routing or routed else BLOCK_ACCESSES
+    return joined(parts if steps is None else _first(parts, steps), most)
 
 
-def of_steps(
-    steps: Iterable[RoutedStep],
-    *,
-    scores: bool = False,
+def of_sequences(
+    sequences: Iterable[SequenceRows], shape: ModelShape
+) -> Iterator[LayerSteps]:
+    """Cut sequences that run one by one into layer steps, in one to many parts per
+    sequence.
+    """
+    groups = (
+        SequenceGroup([rows], shape, Passes(), number)
+        for number, rows in enumerate(sequences)
+    )
+    return _of_groups(groups)
+
+
+def _of_groups(
+    groups: Iterable[SequenceGroup],
+    columns: tuple[str, ...] = (),
     predictors: tuple[str, ...] = (),
+    *,
     routing: bool = False,
     routed: bool = False,
-    experts: int = 0,
 ) -> Iterator[LayerSteps]:
-    """Return composed forward passes as blocks.
+    step = 0
+    for group in groups:
+        for passes in group.passes():
+            part = _of_passes(passes, group.layers, step, group.index)
+            more: dict[str, np.ndarray] = {}
+            if "scores" in columns:
+                more["scores"] = _mean_scores(passes)
+            if predictors:
+                more |= _predicted(passes, predictors, group.layers, group.experts)
+            if routing:
+                more["routing"] = passes.column("experts")
+            if routed:
+                more["routed"] = np.array(group.routed_layers(passes), object)
+            yield replace(part, **more) if more else part
+            step += len(passes.pass_tokens)
 
-    Args:
-        steps: composed with the columns that are asked for.
-        scores: with gate scores.
-        predictors: with the workloads that these predict.
-        routing: with the experts of every token.
-        routed: with the composed layer steps themselves.
-        experts: of a layer, where `predictors` are asked for.
-    """
-    if not (scores or predictors or routing or routed):
-        return joined(map(_of_step, steps))
-    parts = (
-        _with_more(
-            step, predictors, experts, scores=scores, routing=routing, routed=routed
-        )
-        for step in steps
+
+def _of_passes(passes: PassRows, layers: int, step: int, number: int) -> LayerSteps:
+    """Passes from `step` on, of the batch with this number."""
+    count = len(passes.pass_tokens)
+    steps = np.arange(step, step + count, dtype=np.int64)
+    total = count * layers
+
+    return LayerSteps(
+        step=np.repeat(steps, layers),
+        batch=np.full(total, number, np.int64),
+        phase=np.full(total, passes.phase, np.int8),
+        layer=np.tile(np.arange(layers, dtype=np.int64), count),
+        edges=passes.edges.astype(np.int64),
+        experts=passes.experts,
+        tokens=passes.tokens,
+        rows=np.diff(passes.row_edges),
+        pass_tokens=np.repeat(passes.pass_tokens.astype(np.int64), layers),
+        context_tokens=np.repeat(passes.context_tokens.astype(np.int64), layers),
+        sequences=np.repeat(passes.sequences.astype(np.int64), layers),
     )
-    # Numbers of all experts are many more than those of the active ones.
-    return joined(parts, BLOCK_ACCESSES // 16)
 
 
-def _with_more(
-    step: RoutedStep,
-    predictors: tuple[str, ...],
-    experts: int,
-    *,
-    scores: bool,
-    routing: bool,
-    routed: bool,
-) -> LayerSteps:
-    part = _of_step(step)
-    more: dict[str, np.ndarray] = {}
-    if scores:
-        more["scores"] = np.array([_mean_scores(layer) for layer in step.layers])
-    if predictors:
-        counted = [
-            tallies(layer.predicted, predictors, layer.routing.shape[1], experts)
-            for layer in step.layers
-        ]
-        more["workload"] = np.array([workload for workload, _ in counted])
-        more["score_sums"] = np.array([sums for _, sums in counted])
-    if routing:
-        more["routing"] = np.concatenate([layer.routing for layer in step.layers])
-    if routed:
-        more["routed"] = np.array(step.layers, object)
-    return replace(part, **more)
-
-
-def _mean_scores(layer: RoutedLayer) -> np.ndarray:
-    assert layer.scores is not None, "composed without the column"
-    mean: np.ndarray = layer.scores.mean(axis=0, dtype=np.float64)
+def _mean_scores(passes: PassRows) -> np.ndarray:
+    """Gate scores, mean over the tokens of each layer step: float64 [S, E]."""
+    scores = passes.column("scores").astype(np.float64)
+    counts = np.diff(passes.row_edges)
+    if passes.layer_step is None:
+        return scores
+    # A layer that no token of a prompt reaches has no mean.
+    mean = np.full((len(counts), scores.shape[1]), np.nan)
+    used = np.flatnonzero(counts)
+    # Sums of 16-bit numbers are exact in 64 bits, in whatever order.
+    sums = np.add.reduceat(scores, passes.row_edges[used], axis=0)
+    mean[used] = sums / counts[used, None]
     return mean
+
+
+def _predicted(
+    passes: PassRows, predictors: tuple[str, ...], layers: int, experts: int
+) -> dict[str, np.ndarray]:
+    """What these predictors give to the experts of each layer step."""
+    places = len(passes.row_edges) - 1
+    top_k = passes.rows["experts"].shape[1]
+    workloads = []
+    sums = []
+    for name in predictors:
+        # Compiled code has no float16 on a CPU; float32 orders alike.
+        scores = passes.column(name).astype(np.float32)
+        workloads.append(np.zeros((places, experts), np.int32))
+        sums.append(np.zeros((places, experts), np.float32))
+        # Layers from here on have no target: it lies past the last one.
+        end = layers - prediction_distance(name)
+        tally_layer_steps(
+            scores,
+            passes.row_edges,
+            np.arange(places) % layers < end,
+            top_k,
+            workloads[-1],
+            sums[-1],
+        )
+    return {"workload": np.stack(workloads, 1), "score_sums": np.stack(sums, 1)}
+
+
+def of_steps(steps: Iterable[RoutedStep]) -> Iterator[LayerSteps]:
+    """Return composed forward passes as blocks."""
+    return joined(map(_of_step, steps))
 
 
 def _first(
@@ -183,104 +249,6 @@ def _first(
         if count:
             yield part.first(count)
         return
-
-
-def of_sequences(
-    sequences: Iterable[SequenceRows],
-    layers: int,
-    experts: int,
-) -> Iterator[LayerSteps]:
-    """Cut sequences that run one by one into layer steps, in one to many parts per
-    sequence.
-    """
-    step = 0
-    for number, rows in enumerate(sequences):
-        prompt = int(np.count_nonzero(rows.phase == Phase.PREFILL))
-        if prompt:
-            key = rows.layer[:prompt, None].astype(np.int64) * experts
-            choice = (key + rows.experts[:prompt]).reshape(-1)
-            # One count for all layers: a prompt is one forward pass.
-            workloads = np.bincount(choice, minlength=layers * experts)
-            positions = rows.pos[:prompt]
-            # Rows are sorted by position, so a token begins where that changes.
-            tokens = 1 + int(np.count_nonzero(np.diff(positions)))
-            yield _prefill(
-                workloads.reshape(layers, experts),
-                np.bincount(rows.layer[:prompt], minlength=layers),
-                step,
-                number,
-                tokens=tokens,
-                context_tokens=1 + int(positions[-1]),
-            )
-            step += 1
-
-        top_k = rows.experts.shape[1]
-        stride = max(1, BLOCK_ACCESSES // (layers * top_k)) * layers
-        for first in range(prompt, len(rows.pos), stride):
-            part = rows.experts[first : first + stride]
-            context_tokens = rows.pos[first : first + stride].astype(np.int64) + 1
-            yield _decode(part, context_tokens, layers, step, number)
-            step += len(part) // layers
-
-
-def _prefill(
-    workloads: np.ndarray,
-    rows: np.ndarray,
-    step: int,
-    number: int,
-    *,
-    tokens: int,
-    context_tokens: int,
-) -> LayerSteps:
-    """One forward pass of workloads int64 [L, E] and rows int64 [L]."""
-    layers, experts = workloads.shape
-    counts = workloads.reshape(-1)
-    active = np.flatnonzero(counts)
-    edges = np.searchsorted(active, np.arange(layers + 1) * experts)
-
-    return LayerSteps(
-        step=np.full(layers, step, np.int64),
-        batch=np.full(layers, number, np.int64),
-        phase=np.full(layers, Phase.PREFILL, np.int8),
-        layer=np.arange(layers, dtype=np.int64),
-        edges=edges.astype(np.int64),
-        experts=(active % experts).astype(np.int32),
-        tokens=counts[active].astype(np.int32),
-        rows=rows.astype(np.int64),
-        pass_tokens=np.full(layers, tokens, np.int64),
-        context_tokens=np.full(layers, context_tokens, np.int64),
-        sequences=np.ones(layers, np.int64),
-    )
-
-
-def _decode(
-    routing: np.ndarray,
-    context_tokens: np.ndarray,
-    layers: int,
-    step: int,
-    number: int,
-) -> LayerSteps:
-    """Decode steps from `step` on, of routing [N, K] by token and layer, with
-    `context_tokens` int64 [N].
-    """
-    count, top_k = routing.shape
-    tokens = count // layers
-    experts = np.sort(routing, axis=1).astype(np.int32).reshape(-1)
-
-    return LayerSteps(
-        step=step + np.arange(count, dtype=np.int64) // layers,
-        batch=np.full(count, number, np.int64),
-        phase=np.full(count, Phase.DECODE, np.int8),
-        layer=np.tile(np.arange(layers, dtype=np.int64), tokens),
-        # K distinct experts per token: every layer step has as many accesses.
-        edges=np.arange(count + 1, dtype=np.int64) * top_k,
-        experts=experts,
-        tokens=np.ones(len(experts), np.int32),
-        rows=np.ones(count, np.int64),
-        pass_tokens=np.ones(count, np.int64),
-        context_tokens=context_tokens,
-        sequences=np.ones(count, np.int64),
-    )
 
 
 def _of_step(step: RoutedStep) -> LayerSteps:

@@ -72,6 +72,11 @@ PREDICTION_COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw", "pred1_res")
 OPTIONAL_COLUMNS = ("weights", "scores", *PREDICTION_COLUMNS, "token")
 
 
+def prediction_distance(column: str) -> int:
+    """How many layers ahead a column of `PREDICTION_COLUMNS` predicts."""
+    return int(column[len("pred")])
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of one MoE model that decide bytes and FLOPs.

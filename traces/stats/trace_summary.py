@@ -108,7 +108,7 @@ def summarise_trace(
                 progress(rows)
 
     if batch == 1:
-        blocks = joined(of_sequences(read(), shape.layers, shape.experts))
+        blocks = joined(of_sequences(read(), shape))
     else:
         blocks = layer_steps(trace, batch=batch)
     for block in blocks:
