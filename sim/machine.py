@@ -21,9 +21,8 @@ from moesim.traces.timeline.spans import JOIN, pack_span
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from simpy.core import Environment
-
     from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.sim.clock import Clock
     from moesim.traces.timeline.spans import Timeline
 
 
@@ -66,7 +65,7 @@ class Machine:
 
     def __init__(
         self,
-        env: Environment,
+        clock: Clock,
         profile: HardwareProfile,
         timeline: Timeline,
         noise: Durations | None = None,
@@ -74,7 +73,7 @@ class Machine:
         self.lanes = profile.lanes
         kinds = [kind_of(lane).name for lane in self.lanes]
         self.contention = Contention(
-            env, kinds, profile.contention.slowdown, self._finished
+            clock, kinds, profile.contention.slowdown, self._finished
         )
         self._record = timeline.spans.extend
         self._noise = noise

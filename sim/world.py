@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from functools import cache, partial
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from simpy.events import Event
-
 from moesim.hwprofiles import lanes
 from moesim.policies.base import CPU
 from moesim.policies.planner.plan import FETCH, READ, REPLACE
@@ -23,25 +21,17 @@ from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from simpy.core import Environment
-
     from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.plan import Copies, Plan
     from moesim.policies.planner.planner import Planner
+    from moesim.sim.clock import Clock
     from moesim.sim.machine import Machine, Measurements
     from moesim.traces.timeline.spans import Timeline
 
 
-class Turn(Event):
-    """The replaying process's next turn, reused for every wait.
-
-    As `Operation`, it is triggered from birth and processed when it is scheduled.
-    """
-
-    _ok = True
-    _value = None
-    _defused = False
+TURN: Final = "the process's next turn"
+"""What the replaying process waits for, always."""
 
 
 class VirtualWorld:
@@ -55,7 +45,7 @@ class VirtualWorld:
         parts: whether control's parts between its spans are operations too.
 
     Args:
-        env: the clock.
+        clock: virtual time.
         machine: spends the operations.
         profile: lanes and memories.
         costs: how long operations take.
@@ -67,7 +57,7 @@ class VirtualWorld:
 
     def __init__(
         self,
-        env: Environment,
+        clock: Clock,
         machine: Machine,
         profile: HardwareProfile,
         costs: Costs,
@@ -84,7 +74,7 @@ class VirtualWorld:
         self.turns = 0
         self.has_read = False
         self.dense_s = 0.0
-        self._env = env
+        self._clock = clock
         self._machine = machine
         self._planner = planner
         self._costs = costs
@@ -93,7 +83,6 @@ class VirtualWorld:
         self._measured = measured
         self._holds_control = False
         self._place = (-1, -1)  # step and layer under way
-        self._turn = Turn(env)
         # Entering a lock that nobody contends is cheaper than a null context.
         self._uncontended = Lock()
 
@@ -275,19 +264,19 @@ class VirtualWorld:
     def _wake(self) -> None:
         """Give the replaying process its turn, now."""
         self.turns += 1
-        self._env.schedule(self._turn)
+        self._clock.wake()
 
     # -- one layer step ---------------------------------------------------------------
 
     def now_s(self) -> float:
         """Virtual seconds since the run began."""
-        return self._env.now
+        return self._clock.now_s
 
     def exclusive(self) -> Lock:
         """Nothing happens in virtual time while Python runs."""
         return self._uncontended
 
-    def planned(self, plan: Plan) -> tuple[Event]:
+    def planned(self, plan: Plan) -> tuple[str]:
         """Note every access, and let control plan as long as planning takes."""
         work = plan.work
         lanes = self._lane_of.take(plan.lanes)
@@ -297,22 +286,21 @@ class VirtualWorld:
         return (self._controls(PLAN, plan.planning_s),)
 
     def launching(self, plan: Plan) -> None:
-        """Get the process's next turn ready, and note whether anything is read."""
+        """Note whether anything is read."""
         self.has_read = self._notes_reads and any(
             copies.kind == READ or (copies.kind == FETCH and any(copies.read))
             for copies in plan.copies
         )
-        self._turn.callbacks = []
 
-    def all_computed(self) -> Event:
+    def all_computed(self) -> str:
         """The process's turn after the last product of the layer step.
 
         Control serves its lanes meanwhile.
         """
         self._serves_after(LAUNCH)
-        return self._turn
+        return TURN
 
-    def joined(self, plan: Plan, *, cpu_used: bool) -> Iterator[Event]:
+    def joined(self, plan: Plan, *, cpu_used: bool) -> Iterator[str]:
         """Bring the CPU's results to the GPU, then join all of them."""
         work = plan.work
         step = work.step
@@ -328,27 +316,25 @@ class VirtualWorld:
         if not self._inline:
             self._serves_after(RETURN)
 
-    def asked(self, step: int, layer: int) -> Iterator[Event]:
+    def asked(self, step: int, layer: int) -> Iterator[str]:
         """The gate has spoken: wait for control, which plans."""
         self._place = step, layer
         machine = self._machine
         if self.parts:
-            self._turn.callbacks = []
             request = partial(machine.start, self._part(REQUEST, self._kept))
             if self._inline or self._holds_control:
                 self._holds_control = False
                 request()
             else:
                 machine.take(self._control, request)
-            yield self._turn
+            yield TURN
         elif self._inline:
             return
         elif machine.is_free(self._control):
             machine.take(self._control, _nothing)
         else:
-            self._turn.callbacks = []
             machine.take(self._control, self._wake)
-            yield self._turn
+            yield TURN
 
     def noted(self, step: int) -> None:
         """A forward pass has ended: control writes it down; nobody waits for that."""
@@ -364,10 +350,8 @@ class VirtualWorld:
 
     def alone(
         self, lane: int, kind: int, step: int, layer: int, work_s: float
-    ) -> Event:
+    ) -> str:
         """Start one operation and return the process's turn after it."""
-        turn = self._turn
-        turn.callbacks = []
         operation = Operation(lane, kind, step, layer, -1, work_s=work_s)
         if self._inline and self._machine.shares_worker(lane, self._control):
             # The thread is the model's until it asks for experts.
@@ -376,17 +360,16 @@ class VirtualWorld:
         else:
             operation.on_end = self._ended
             self.submit(operation)
-        return turn
+        return TURN
 
     # -- control ----------------------------------------------------------------------
 
-    def _controls(self, kind: int, work_s: float) -> Event:
+    def _controls(self, kind: int, work_s: float) -> str:
         """Let control, which was taken, work; return the process's turn after it."""
-        self._turn.callbacks = []
         operation = self._part(kind, self._kept)
         operation.work_s = work_s
         self._machine.start(operation)
-        return self._turn
+        return TURN
 
     def _serves_after(self, kind: int) -> None:
         """Let control serve its lanes, in a real run after some microseconds."""
