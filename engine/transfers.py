@@ -124,11 +124,18 @@ class Transfers(Generic[Op]):
             self._submit(copy.operation, DEMAND)
         copy.priority = DEMAND
 
+    @property
+    def all_copied(self) -> bool:
+        """Whether no copy to a GPU is queued or on its way."""
+        return not self._queued and not self._in_flight
+
+    @property
+    def all_read(self) -> bool:
+        """Whether no read is queued or on its way."""
+        return not self._reads
+
     def when_on_gpu(self, gpu: int, product: Op) -> None:
         """Start a product as soon as its expert is on a GPU."""
-        if not self._queued and not self._in_flight:
-            self._submit(product)
-            return
         key = gpu * self._model + self._key(product)
         if key in self._queued or key in self._in_flight:
             self._awaiting_gpu[key] = product
@@ -137,7 +144,7 @@ class Transfers(Generic[Op]):
 
     def when_in_host_memory(self, product: Op) -> None:
         """Start a product as soon as its expert is in host memory."""
-        read = self._reads.get(self._key(product)) if self._reads else None
+        read = self._reads.get(self._key(product))
         if read is None:
             self._submit(product)
         else:

@@ -26,12 +26,14 @@ class Clock(Environment):
 
     Attributes:
         now_s: seconds since the run began.
+        turns: how often the process was woken, waits for a time aside.
     """
 
     now_s: float
 
     def __init__(self) -> None:
         super().__init__()
+        self.turns = 0
         self._turn_is_due = False
 
     # Asked several times for every event, so it is no property as SimPy's own `now`.
@@ -54,17 +56,21 @@ class Clock(Environment):
         entry = (self.now_s + delay_s, priority, next(self._eid), event)
         heappush(self._queue, entry)  # type: ignore[arg-type] # any int sorts
 
-    def wake(self) -> None:
+    def wake(self, _: object = None) -> None:
         """Give the process its turn when all callbacks of this event have returned,
         before anything else happens at this instant.
         """
+        self.turns += 1
         self._turn_is_due = True
 
     def wake_after(self, delay_s: float) -> None:
         """Give the process its turn later."""
         timeout = self.timeout(delay_s)
         assert timeout.callbacks is not None
-        timeout.callbacks.append(lambda _: self.wake())
+        timeout.callbacks.append(self._wait_ended)
+
+    def _wait_ended(self, _: Event) -> None:
+        self._turn_is_due = True
 
     def drive(self, process: Generator[Any, None, None]) -> None:
         """Run until a process has ended; each of its waits ends with its next turn.

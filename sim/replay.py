@@ -89,7 +89,7 @@ class Replay:
         return ReplayResult(
             steps=self._steps,
             layer_steps=self._layer_steps,
-            events=self.machine.contention.events + self._world.turns,
+            events=self.machine.contention.events + self.clock.turns,
             makespan_s=self.clock.now_s,
         )
 

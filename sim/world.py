@@ -39,7 +39,6 @@ class VirtualWorld:
 
     Attributes:
         lanes: names of the lanes, by index.
-        turns: how often the replaying process was woken.
         has_read: whether the last layer step read from the SSD.
         dense_s: seconds of a layer's dense part in the forward pass under way.
         parts: whether control's parts between its spans are operations too.
@@ -71,7 +70,6 @@ class VirtualWorld:
         self.withdraw = machine.withdraw
         self.offer = machine.offer
         self.admission = machine.admission
-        self.turns = 0
         self.has_read = False
         self.dense_s = 0.0
         self._clock = clock
@@ -259,12 +257,7 @@ class VirtualWorld:
         """Give the replaying process its turn once control is free: it joins before it
         serves its lanes again.
         """
-        self._machine.take(self._control, self._wake)
-
-    def _wake(self) -> None:
-        """Give the replaying process its turn, now."""
-        self.turns += 1
-        self._clock.wake()
+        self._machine.take(self._control, self._clock.wake)
 
     # -- one layer step ---------------------------------------------------------------
 
@@ -330,10 +323,8 @@ class VirtualWorld:
             yield TURN
         elif self._inline:
             return
-        elif machine.is_free(self._control):
-            machine.take(self._control, _nothing)
-        else:
-            machine.take(self._control, self._wake)
+        elif not machine.take_if_free(self._control):
+            machine.take(self._control, self._clock.wake)
             yield TURN
 
     def noted(self, step: int) -> None:
@@ -358,7 +349,7 @@ class VirtualWorld:
             operation.on_end = self._kept
             self._machine.start(operation)
         else:
-            operation.on_end = self._ended
+            operation.on_end = self._clock.wake
             self.submit(operation)
         return TURN
 
@@ -366,8 +357,9 @@ class VirtualWorld:
 
     def _controls(self, kind: int, work_s: float) -> str:
         """Let control, which was taken, work; return the process's turn after it."""
-        operation = self._part(kind, self._kept)
-        operation.work_s = work_s
+        step, layer = self._place
+        operation = Operation(self._control, kind, step, layer, -1, work_s)
+        operation.on_end = self._kept
         self._machine.start(operation)
         return TURN
 
@@ -391,13 +383,10 @@ class VirtualWorld:
             self._control, kind, step, layer, -1, work_s=0.0, on_end=on_end
         )
 
-    def _ended(self, _: Operation) -> None:
-        self._wake()
-
     def _kept(self, operation: Operation) -> None:
         """Keep the operation's worker, and give the replaying process its turn."""
         self._machine.keep(operation)
-        self._wake()
+        self._clock.wake()
 
 
 def _nothing() -> None:

@@ -195,7 +195,7 @@ def test_events_are_counted_as_simpy_counts_them(slots):
     profile = HandProfile()
     replay = Replay(profile, planner.costs, planner, Timeline(profile.lanes))
     result = replay.run(steps([routed(0, 0, 1)], [routed(0, 1, 2)]))
-    turns = replay._world.turns
+    turns = replay.clock.turns
     assert turns
     assert next(replay.clock._eid) + turns == result.events
 
