@@ -88,7 +88,9 @@ class Dispatch(Generic[Op]):
         transfers = self._transfers
         submit = self._world.submit
         start_on_cpu = submit if transfers.all_read else transfers.when_in_host_memory
-        all_on_gpu = transfers.all_copied and self._barred is None
+        # A serial plan counts what the planner has not heard of yet as fetched.
+        waits = plan.serial or self._barred is not None
+        all_on_gpu = transfers.all_copied and not waits
         for product in self._world.computes(plan):
             count += 1
             if product.lane == cpu:

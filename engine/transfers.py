@@ -275,16 +275,17 @@ class Transfers(Generic[Op]):
             return START
 
         gpu = self._gpu_of[operation.lane]
-        place = self._planner.start_copy(gpu, layer, expert, now_s)
+        planner = self._planner
+        place = planner.start_copy(gpu, layer, expert, now_s)
         if place is None:
-            if not self._planner.gives_up(gpu, layer, expert):
+            if not planner.gives_up(gpu, layer, expert):
                 return WAIT
-            self._planner.cancel_copy(gpu, layer, expert)
+            planner.cancel_copy(gpu, layer, expert)
             self._forget(gpu, layer, expert)
             self._settle(layer)
             return DROP
         self._forget(gpu, layer, expert)
-        self._in_flight.add(gpu * self._model + self._key(operation))
+        self._in_flight.add(gpu * self._model + layer * self._experts + expert)
         self._world.placed(operation, gpu)
         if self._writes_back:
             for key in place.evicted:
@@ -319,13 +320,15 @@ class Transfers(Generic[Op]):
     def _copied(self, operation: Op) -> None:
         """Start the product that waited for an expert on a GPU."""
         gpu = self._gpu_of[operation.lane]
-        self.report(self._planner.landed, gpu, operation.layer, operation.expert)
-        key = gpu * self._model + self._key(operation)
+        layer = operation.layer
+        expert = operation.expert
+        self.report(self._planner.landed, gpu, layer, expert)
+        key = gpu * self._model + layer * self._experts + expert
         self._in_flight.remove(key)
         product = self._awaiting_gpu.pop(key, None)
         if product is not None:
             self._submit(product)
-        self._settle(operation.layer)
+        self._settle(layer)
 
     def report(self, report: Callable[..., bool], *arguments: int) -> None:
         """Tell the planner what has ended, now or when it has decided.
