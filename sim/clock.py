@@ -54,7 +54,7 @@ class Clock(Environment):
             delay_s: seconds from now.
         """
         entry = (self.now_s + delay_s, priority, next(self._eid), event)
-        heappush(self._queue, entry)  # type: ignore[arg-type] # any int sorts
+        heappush(self._queue, entry)  # type: ignore[misc] # any int sorts
 
     def wake(self, _: object = None) -> None:
         """Give the process its turn when all callbacks of this event have returned,

@@ -156,9 +156,7 @@ class Contention:
                 operation.rate = rate
                 end.callbacks = [self._ended]
                 self.events += 1
-                self._end(
-                    end, self._priority[operation.lane], operation.left_s / rate
-                )
+                self._end(end, self._priority[operation.lane], operation.left_s / rate)
 
     def _ended(self, end: Event) -> None:
         operation: Operation = end if isinstance(end, Operation) else end._value  # noqa: SLF001 - our own event

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from moesim.engine.layer_step import LayerStep
 from moesim.hwprofiles.lanes import GPU
 from moesim.sim.clock import Clock

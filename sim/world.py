@@ -11,6 +11,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+
 from moesim.hwprofiles import lanes
 from moesim.policies.base import CPU
 from moesim.policies.planner.plan import FETCH, READ, REPLACE
@@ -339,9 +340,7 @@ class VirtualWorld:
             self._holds_control = False
             self._machine.start(note)
 
-    def alone(
-        self, lane: int, kind: int, step: int, layer: int, work_s: float
-    ) -> str:
+    def alone(self, lane: int, kind: int, step: int, layer: int, work_s: float) -> str:
         """Start one operation and return the process's turn after it."""
         operation = Operation(lane, kind, step, layer, -1, work_s=work_s)
         if self._inline and self._machine.shares_worker(lane, self._control):

@@ -123,7 +123,7 @@ class HostMemory:
             read that is awaited.
         """
         key = layer * self.memory.experts + expert
-        was_staged = self.memory.staged_of_key[key]
+        was_staged = self.memory.is_staged[key]
         self.memory.holds_of[key] -= 1
         self._drop_if_unneeded(layer, expert)
         return was_staged
@@ -157,7 +157,7 @@ class HostMemory:
     def _drop_if_unneeded(self, layer: int, expert: int) -> bool:
         memory = self.memory
         key = layer * memory.experts + expert
-        if not memory.staged_of_key[key]:
+        if not memory.is_staged[key]:
             return False
         # Staging itself is one hold.
         needed = memory.holds_of[key] > 1

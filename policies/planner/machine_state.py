@@ -264,7 +264,7 @@ class MachineState:
         if gpu >= 0:
             memory = self.gpu[gpu].memory
             key = layer * self.experts + expert
-            if not memory.staged_total or not memory.staged_of_key[key]:
+            if not memory.staged_total or not memory.is_staged[key]:
                 return False
             memory.drop_staged(layer, expert)
             return True

@@ -111,10 +111,6 @@ class MemoryLevel:
         self._admits_all = type(cache).admits is CachePolicy.admits
         self._in_launch_order = type(cache).precedence is CachePolicy.precedence
         self._notes_evictions = type(cache).evicted is not CachePolicy.evicted
-        # Asked for once, not in every layer step.
-        self.replaces = cache.replaces
-        self.replaces_first = cache.replaces and cache.replaces_first
-        self.lands_by_next_visit = cache.lands_by_next_visit
 
     def fill(self, keys: np.ndarray) -> None:
         """Make the policy's initial content resident."""
@@ -365,12 +361,12 @@ class MemoryLevel:
         expert_bytes = self.memory.expert_bytes
         experts = self.memory.experts
         promised = 0
-        for victim in victims:
-            if not self._may_leave(victim):
+        for outgoing in victims:
+            if not self._may_leave(outgoing):
                 victims = []
                 promised = 0
                 break
-            promised += expert_bytes[victim // experts]
+            promised += expert_bytes[outgoing // experts]
         free += promised
         # That may be too little: where experts differ in size, copies share what a
         # large victim leaves over, and one of them may start before it has left.

@@ -72,9 +72,12 @@ class Planner(MachineState):
         )
 
         # Most runs have none of these, so that nobody is asked in every layer step.
-        self._replace_first = any(level.replaces_first for level in self.gpu)
+        # The caches of all GPUs are of one kind.
+        replaces = any(cache.replaces for cache in policies.caches)
+        self._replace_first = replaces and policies.caches[0].replaces_first
+        self._replace_after = replaces and not self._replace_first
         self._follows_all = policies.prefetch.late == "wait"
-        self._hurries = any(level.lands_by_next_visit for level in self.gpu)
+        self._hurries = any(cache.lands_by_next_visit for cache in policies.caches)
 
         # Made once, used in every layer step.
         self._ascending = np.arange(self.experts)
@@ -154,17 +157,7 @@ class Planner(MachineState):
             if first
             else ([], [])
         )
-        exposed_s = 0.0
-        for gpu in self.serving[work.layer]:
-            keys = demand.wish_for_missing(self, work, gpu, launch, copies, promoted)
-            if self.gpu[gpu].deliberates:
-                exposed_s = max(exposed_s, demand.exposed_s(self, work, gpu, keys))
-        if self.host is not None:
-            demand.read_for_cpu(self, self.host, work, launch, copies)
-            # What a GPU computes is needed in host memory until its copy has landed,
-            # for which the copy holds it. A longer hold would keep a staging slot from
-            # the next read, for which the same GPU may be waiting.
-            self.host.memory.release(work.layer, work.experts[lanes != CPU])
+        exposed_s = self._demand(work, launch, copies, promoted)
         if self._prefetches:
             prefetches.wish_for_named(self, work, copies)
         # Products that wait free no slot: staging must hold all that they wait for.
@@ -188,9 +181,8 @@ class Planner(MachineState):
         )
         if self._precomputes and work.layer + 1 < self.layers:
             self._work_ahead.ask(self, plan)
-        for gpu in self.serving[work.layer]:
-            level = self.gpu[gpu]
-            if level.replaces and not level.replaces_first:
+        if self._replace_after:
+            for gpu in self.serving[work.layer]:
                 swaps = replacements.ask(self, gpu, work)
                 plan.swaps += [(gpu, swap) for swap in swaps]
         return plan
@@ -243,6 +235,29 @@ class Planner(MachineState):
         for gpu, swap in plan.swaps:
             replacements.wish(self, plan.work, gpu, swap, copies)
         return copies
+
+    def _demand(
+        self,
+        work: LayerWork,
+        launch: Launch,
+        copies: list[Copies],
+        promoted: list[tuple[int, int]],
+    ) -> float:
+        """Wish for what the lanes lack; seconds by which choosing victims outlasts the
+        first load.
+        """
+        exposed_s = 0.0
+        for gpu in self.serving[work.layer]:
+            keys = demand.wish_for_missing(self, work, gpu, launch, copies, promoted)
+            if self.gpu[gpu].deliberates:
+                exposed_s = max(exposed_s, demand.exposed_s(self, work, gpu, keys))
+        if self.host is not None:
+            demand.read_for_cpu(self, self.host, work, launch, copies)
+            # What a GPU computes is needed in host memory until its copy has landed,
+            # for which the copy holds it. A longer hold would keep a staging slot from
+            # the next read, for which the same GPU may be waiting.
+            self.host.memory.release(work.layer, work.experts[launch.lanes != CPU])
+        return exposed_s
 
     def _assign(self, work: LayerWork) -> Launch:
         """Ask for lanes and launch order, and check them."""

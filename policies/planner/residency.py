@@ -7,7 +7,7 @@ the SSD. Beside the cache lies a small staging area for experts that get no plac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -134,7 +134,7 @@ class Residency:
             current layer step, needed by a queued copy, staged.
         landing_s: float64 [L, E], when a copy in flight is expected.
         staged: bool [L, E], experts outside the cache.
-        state_of, holds_of, landing_of_s, staged_of_key: the first four by flat key,
+        state_of, holds_of, landing_of_s, is_staged: the first four by flat key,
             for whoever asks for one expert at a time: a third of the time of an array.
         staged_total: how many of these there are.
         staged_count: the same by layer.
@@ -152,10 +152,10 @@ class Residency:
         self.holds = np.zeros((layers, experts), np.int16)
         self.landing_s = np.zeros((layers, experts), np.float64)
         self.staged = np.zeros((layers, experts), np.bool_)
-        self.state_of = memoryview(self.state.reshape(-1))
-        self.holds_of = memoryview(self.holds.reshape(-1))
-        self.landing_of_s = memoryview(self.landing_s.reshape(-1))
-        self.staged_of_key = memoryview(self.staged.reshape(-1))
+        self.state_of = self.state.reshape(-1).data
+        self.holds_of = self.holds.reshape(-1).data
+        self.landing_of_s = cast("memoryview[float]", self.landing_s.reshape(-1).data)
+        self.is_staged = cast("memoryview[bool]", self.staged.reshape(-1).data)
         self.staged_total = 0
         self.staged_count = [0] * layers
         self.on_leave: Callable[[int], None] | None = None
@@ -200,7 +200,7 @@ class Residency:
         key = layer * self.experts + expert
         assert self.state_of[key] == ABSENT, "a copy of what is there already"
         self.state_of[key] = IN_FLIGHT
-        self.staged_of_key[key] = True
+        self.is_staged[key] = True
         self.holds_of[key] += 1
         self.landing_of_s[key] = landing_s
         self.staged_total += 1
@@ -224,9 +224,9 @@ class Residency:
     def drop_staged(self, layer: int, expert: int) -> None:
         """Forget a staged expert that has landed and is needed no more."""
         key = layer * self.experts + expert
-        assert self.staged_of_key[key], "an expert of the cache was dropped"
+        assert self.is_staged[key], "an expert of the cache was dropped"
         assert self.state_of[key] == RESIDENT, "dropped before it landed"
-        self.staged_of_key[key] = False
+        self.is_staged[key] = False
         self.holds_of[key] -= 1
         self.state_of[key] = ABSENT
         self.staged_total -= 1
@@ -253,5 +253,4 @@ class Residency:
         assert free >= 0, "more was placed than fits"
         self._free_bytes[pool] = free
         self._used_bytes += taken
-        if self._used_bytes > self.used_high_bytes:
-            self.used_high_bytes = self._used_bytes
+        self.used_high_bytes = max(self.used_high_bytes, self._used_bytes)
