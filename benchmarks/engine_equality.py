@@ -52,13 +52,30 @@ def equality(draws: int, number: int) -> Counter[str]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(drawn.traces(), drawn.st.sampled_from(drawn.ASSIGNMENTS), drawn.options)
-    def compare(trace: Any, policy: str, options: dict[str, Any]) -> None:
+    @given(
+        drawn.traces(max_layers=4),
+        drawn.st.sampled_from(drawn.ASSIGNMENTS),
+        drawn.options,
+        drawn.ahead,
+        drawn.st.sampled_from(drawn.HOST_CACHES),
+        drawn.st.sampled_from([None, *drawn.HOST_RATIOS]),
+    )
+    def compare(
+        trace: Any,
+        policy: str,
+        options: dict[str, Any],
+        ahead: dict[str, Any],
+        host_cache: str,
+        host_ratio: float | None,
+    ) -> None:
+        options |= ahead
+        if host_ratio is not None:
+            options |= {"host_cache": host_cache}
         try:
-            drawn.check(trace, policy, options)
+            drawn.check(trace, policy, options, drawn.PREDICTORS, host_ratio)
         except AssertionError as error:
             counts["different"] += 1
-            print(f"{policy} {options}: {error}")
+            print(f"{policy} {options} {host_ratio}: {error}")
         else:
             counts["equal"] += 1
         done = counts.total()

@@ -93,6 +93,17 @@ LARGE = {
             " out=sys.argv[3]))[0].rows"
         ),
     ),
+    "single": (
+        "timed, one by one",
+        (
+            "from moesim.runs.replay import replay; from moesim.traces.format.reader"
+            " import open_trace"
+        ),
+        (
+            "(trace := open_trace(sys.argv[2]), replay(trace, 'greedy', cache='lru',"
+            " hw='rtx4060ti', cache_ratio=0.25, keep=False))[0].rows"
+        ),
+    ),
 }
 
 

@@ -295,6 +295,14 @@ class Costs:
         outputs = tokens if logits is None else logits
         return self._dense.head_s(tokens, outputs)
 
+    def dense_of_passes(
+        self, tokens: np.ndarray, context_tokens: np.ndarray, sequences: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`dense_s`, and `head_s` of one output per sequence, of many forward passes:
+        float64 [P] each, to the last bit.
+        """
+        return self._dense.of_passes(tokens, context_tokens, sequences)
+
     # --- control
 
     def planning_terms(

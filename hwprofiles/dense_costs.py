@@ -6,7 +6,7 @@ happens once per step: embedding, feed-forward of dense layers, output projectio
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,11 +28,15 @@ projections, rotary, attention, softmax, two residuals, gate.
 """
 
 
-class DenseWork(NamedTuple):
-    """What a dense part reads and computes."""
+Counts = Any
+"""A number of tokens or sequences, or an array of one for each forward pass."""
 
-    read_bytes: float
-    flops: float
+
+class DenseWork(NamedTuple):
+    """What a dense part reads and computes; arrays where it was asked for arrays."""
+
+    read_bytes: Any
+    flops: Any
 
 
 class DenseSizes(NamedTuple):
@@ -90,7 +94,9 @@ class DenseSizes(NamedTuple):
             element_bytes=element_bytes,
         )
 
-    def layer_work(self, tokens: int, context_tokens: int, sequences: int) -> DenseWork:
+    def layer_work(
+        self, tokens: Counts, context_tokens: Counts, sequences: Counts
+    ) -> DenseWork:
         """Return bytes and FLOPs of one layer's dense part."""
         # q queries at the end of a context of c see c - (q - 1) / 2 keys on average
         # (causal attention).
@@ -101,7 +107,7 @@ class DenseSizes(NamedTuple):
         keys_and_values = self.kv_bytes * context_tokens * sequences
         return DenseWork(weights + keys_and_values, projections + attention)
 
-    def head_work(self, tokens: int, outputs: int) -> DenseWork:
+    def head_work(self, tokens: Counts, outputs: Counts) -> DenseWork:
         """Return bytes and FLOPs of what happens once per step."""
         # Dense layers see every token; the head only positions whose output is wanted.
         used = self.dense_layer_params * tokens + self.head_params * outputs
@@ -152,6 +158,34 @@ class DenseCosts:
         roofline_s = self._roofline_s(work.read_bytes, work.flops)
         return roofline_s * in_place
 
+    def of_passes(
+        self, tokens: np.ndarray, context_tokens: np.ndarray, sequences: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return `layer_s`, and `head_s` of one output per sequence, of many passes."""
+        layer = self.sizes.layer_work(tokens, context_tokens, sequences)
+        head = self.sizes.head_work(tokens, sequences)
+        head_params = self.sizes.dense_layer_params + self.sizes.head_params
+        layer_factors = self._in_place_of(DENSE, self.sizes.layer_params, tokens)
+        head_factors = self._in_place_of(HEAD, head_params, sequences)
+        return (
+            self._rooflines_s(layer) * layer_factors,
+            self._rooflines_s(head) * head_factors,
+        )
+
+    def _rooflines_s(self, work: DenseWork) -> np.ndarray:
+        """`_roofline_s` of arrays."""
+        roof = self._machine_roof()
+        reading_s = work.read_bytes / roof.bytes_per_s
+        computing_s = work.flops / roof.flops_per_s
+        seconds: np.ndarray = roof.overhead_s + np.maximum(reading_s, computing_s)
+        return seconds
+
+    def _in_place_of(self, part: str, params: float, counts: np.ndarray) -> np.ndarray:
+        """`_in_place` of arrays: mostly of few different numbers."""
+        distinct, places = np.unique(counts, return_inverse=True)
+        factors = [self._in_place(part, params, count) for count in distinct.tolist()]
+        return np.array(factors)[places]
+
     def reference_s(self, tokens: float, *, head: bool) -> float:
         """Return the seconds of this model's reference dense part, or head, as a curve
         over tokens states them: attention to earlier tokens is left out.
@@ -165,13 +199,16 @@ class DenseCosts:
         return self._roofline_s(reference.bytes, flops) * in_place
 
     def _roofline_s(self, read_bytes: float, flops: float) -> float:
-        # Looked up at the first use: a profile may lack costs that no run needs.
-        roof = self._roof
-        if roof is None:
-            roof = self._roof = RooflineModel.of(self._profile, DENSE)
+        roof = self._machine_roof()
         reading_s = read_bytes / roof.bytes_per_s
         computing_s = flops / roof.flops_per_s
         return roof.overhead_s + max(reading_s, computing_s)
+
+    def _machine_roof(self) -> RooflineModel:
+        # Looked up at the first use: a profile may lack costs that no run needs.
+        if self._roof is None:
+            self._roof = RooflineModel.of(self._profile, DENSE)
+        return self._roof
 
     def _in_place(self, part: str, params: float, tokens: int) -> float:
         """Return by what factor a dense part of so many tokens differs from the

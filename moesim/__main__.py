@@ -1,5 +1,5 @@
 """`python -m moesim`, which is `moesim`."""
 
-from moesim.cli import main
+from moesim.start import main
 
 main()

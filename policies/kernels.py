@@ -63,6 +63,7 @@ class Work(NamedTuple):
 
     Attributes:
         step, layer, phase, batch: as there.
+        rows: tokens of the layer step.
         experts, tokens: int32 [A].
         state: int8 [A].
         cpu_s, host_s: float64 [A].
@@ -77,6 +78,7 @@ class Work(NamedTuple):
     layer: int
     phase: int
     batch: int
+    rows: int
     experts: np.ndarray
     tokens: np.ndarray
     state: np.ndarray
@@ -142,6 +144,7 @@ def kernel_work(work: LayerWork) -> Work:
         work.layer,
         int(work.phase),
         work.batch,
+        len(work.routing),
         own(work.experts),
         own(work.tokens),
         own(work.state),
@@ -170,7 +173,7 @@ STATE = nb.NamedTuple(
 )
 WORK = nb.NamedTuple(
     (
-        *[nb.int64] * 4,
+        *[nb.int64] * 5,
         _INT32,
         _INT32,
         nb.int8[::1],

@@ -184,9 +184,10 @@ SYSTEMS = {
         note=(
             "alpha is 0.35, 0.30, 0.25 in settings S1, S2, S3. The next gate on this"
             " layer's input stands in for the partial hidden state, whose attention and"
-            " gate are charged. Predictions should have its published accuracy (moesim"
-            " trace predict --recall 0.82): with 0.95 a pass of one token is up to 9 %"
-            " shorter, and one of eight tokens 1 %"
+            " gate are charged. Predictions should foresee the best expert as often as"
+            " published (moesim trace predict --recall 0.82 --at 1 --scores); on"
+            " Mixtral-like routing what they prefetch is then active as often as"
+            " published, too"
         ),
     ),
     "flashmoe": System(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from compile_ahead import compile_ahead
 from drawn_schedules import DrawnSchedules
 
 from moesim.runs import machine
@@ -37,6 +38,13 @@ def pytest_addoption(parser):
         type=Path,
         help="file that notes how far each claim has come; the next run goes on there",
     )
+
+
+def pytest_configure(config):
+    """Compile once for all processes of tests, where there are several."""
+    processes = config.getoption("numprocesses", None)
+    if processes and not hasattr(config, "workerinput"):
+        compile_ahead(processes)
 
 
 @pytest.fixture

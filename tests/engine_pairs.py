@@ -15,14 +15,16 @@ from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.spans import Timeline
 
 
-def machine(*, gpus=1, slowdown=None, shared=False, name="rtx3090-epyc7532"):
-    """A shipped machine with other lanes: more GPUs, contention, a shared worker."""
+def machine(*, gpus=1, slowdown=None, shared=(), name="rtx3090-epyc7532"):
+    """A shipped machine with other lanes: more GPUs, contention, and one worker for all
+    lanes of the kinds that are shared.
+    """
     profile = load_profile(name)
     workers = {lane: (lane,) for lane in lane_names(gpus)}
     if shared:
-        taken = [lane for lane in workers if lane.startswith(("gpu", "h2d", "d2h"))]
+        taken = [lane for lane in workers if lane.startswith(shared)]
         workers = {k: v for k, v in workers.items() if k not in taken}
-        workers["device"] = tuple(taken)
+        workers["shared"] = tuple(taken)
     profile = replace(profile, workers=workers)
     if slowdown:
         profile.__dict__["contention"] = Contention(slowdown)

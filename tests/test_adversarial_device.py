@@ -223,8 +223,10 @@ def test_ctrl_c_between_a_lock_and_its_sleepers_would_leave_threads(
         lambda self, number, frame: self._handlers[number](number, frame),
     )
 
+    # One schedule in fifty meets that moment: number 49 did. Another place of a lock
+    # moves it, so that more are tried.
     def all_end():
-        for seed in range(4 * schedules.count):
+        for seed in range(49, 49 + 4 * schedules.count):
             interrupted(seed, trace, store)
 
     with pytest.raises((Deadlock, AssertionError)):

@@ -33,6 +33,7 @@ from moesim.policies.cache.none import NoCache
 from moesim.policies.cache.static import Static
 from moesim.policies.planner.memory_level import MemoryLevel
 from moesim.policies.planner.residency import CacheSize, Residency
+from moesim.policies.registry import resolve
 
 UNIT_STRING = [5, 2, 4, 2, 1, 3, 1, 5, 3, 5, 1, 3, 1, 4, 3, 5, 1, 4]
 STEPS = atomic([0, 1], [2, 3], [0, 2], [1, 4], [0, 2], [3, 4])
@@ -201,6 +202,24 @@ def test_an_order_that_loses_an_expert_is_the_policys_error():
         PolicyError, match=r"'forgetful': precedence \[1\] is not an order of \[0, 1\]"
     ):
         level.demand(work(experts=[0, 1]), 0, np.array([0, 1]))
+
+
+@pytest.mark.parametrize("cache", ["arc", "clock"])
+def test_nobody_is_named_for_an_expert_that_cannot_fit(cache):
+    """A pool of 200 bytes holds two experts of 100, one of them in use. One of 200 finds
+    no place, and the other stays on the policy's lists: it leaves for the next.
+    """
+    model = replace(shape(2, 2), expert_bytes=(100, 200))
+    size = CacheSize.of((100, 200), 2, scope="global", total_bytes=200)
+    level = MemoryLevel(
+        Residency(2, 2, (100, 200), size), resolve(cache, "cache"), cache, staging=1
+    )
+    level.cache.start(RunContext(model, 1, size.slots, "global"))
+    level.fill(np.array([0, 1]))
+    level.memory.hold(0, np.array([0]))
+    level.prefetch(work(experts=[0]), 2)
+    assert level.start(2, 0.0, reserve=1) is None
+    assert level.cache.victims(np.array([2]), np.array([1])).tolist() == [1]
 
 
 def test_belady_admits_on_a_tie():

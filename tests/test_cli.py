@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import psutil
@@ -477,6 +478,34 @@ def test_two_interrupts_in_quick_succession_end_it_as_one_does(
     assert err == "interrupted\n"
     assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
     assert psutil.wait_procs(children, timeout=60)[1] == []
+
+
+# Somebody is quick: the signal comes while the commands are being imported.
+EARLY = """
+import os, sys
+from moesim.start import main
+class Quick:
+    def find_spec(self, name, path=None, target=None):
+        if name == "moesim.cli.errors":
+            os.kill(os.getpid(), int(sys.argv[1]))
+sys.meta_path.insert(0, Quick())
+main(["list", "policies"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "terminated\n")],
+)
+def test_a_signal_before_the_command_begins_ends_it_in_one_line(number, code, said):
+    command = [sys.executable, "-c", EARLY, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
+
+
+def test_the_installed_command_begins_where_signals_are_heard():
+    facts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert facts["project"]["scripts"] == {"moesim": "moesim.start:main"}
 
 
 STUCK = """

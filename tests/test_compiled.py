@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from strategies import traces
 
 import moesim
+from moesim.hwprofiles.schema import Quantity
 from moesim.policies.base import PolicyError
 from moesim.policies.cache.lru import LRU
 from moesim.policies.faults import PolicyFault
@@ -35,6 +37,9 @@ ASSIGNMENTS = (
     "fixed-mapping:wait=true,prefill=gpu",
     "layer-wise",
     "layer-wise:side=first",
+    "layer-wise:upload_tokens=2",
+    "layer-wise:upload_tokens=1,counted=expert",
+    "mixtral-offloading",
     "fiddler",
     "fiddler:issue=parallel",
     "hybrimoe-schedule",
@@ -94,15 +99,30 @@ PREFETCHES = (
     "pre-gated",
 )
 PREDICTORS = ("pred1_raw", "pred2_raw", "pred3_raw", "pred1_res")
+HOST_RATIOS = (0.0, 0.1, 0.3, 0.6, 0.9)
 HOST_CACHES = ("lru", "lfu", "fifo", "none", "static", "lfru:variant=in-cache")
 
 machines = st.builds(
     machine,
     gpus=st.sampled_from([1, 1, 2]),
-    shared=st.booleans(),
+    shared=st.sampled_from(
+        [
+            (),
+            (),
+            ("gpu", "h2d", "d2h"),
+            ("control", "cpu"),
+            ("control", "gpu", "h2d", "d2h"),
+            ("control", "h2d"),
+            ("control", "cpu", "gpu", "h2d", "d2h"),
+            ("h2d", "ssd"),
+        ]
+    ),
     slowdown=st.sampled_from(
         [
             None,
+            None,
+            {("cpu", "ssd"): 1.1, ("h2d", "ssd"): 1.06, ("cpu", "h2d"): 1.8},
+            {("cpu", "gpu"): 1.14, ("gpu", "cpu"): 1.09, ("gpu", "ssd"): 1.13},
             {("cpu", "h2d"): 1.3, ("h2d", "cpu"): 1.2, ("gpu", "cpu"): 1.1},
             {("gpu", "h2d"): 2.0, ("h2d", "gpu"): 1.7},
         ]
@@ -133,14 +153,11 @@ ahead = st.fixed_dictionaries(
 def check(drawn, policy, given, columns=(), host_ratio=None):
     """Run one drawn configuration in both engines."""
     sizes = drawn.shape.expert_bytes
-    if len(set(sizes)) > 1:
-        given = given | {"cache_scope": "layer"}
-        host_ratio = None
     if host_ratio is not None:
         experts = given["staging"] + int(
             host_ratio * drawn.shape.experts * drawn.shape.layers
         )
-        given = given | {"host_memory_bytes": experts * sizes[0]}
+        given = given | {"host_memory_bytes": experts * max(sizes)}
     with tempfile.TemporaryDirectory() as folder:
         trace = open_trace(drawn.write(Path(folder) / "drawn.parquet", columns))
         assert_equal(*both(trace, policy, **given))
@@ -165,7 +182,7 @@ def test_prefetches_are_the_same_in_both_engines(drawn, policy, given, ahead):
     options,
     ahead,
     st.sampled_from(HOST_CACHES),
-    st.sampled_from([0.0, 0.1, 0.3, 0.6, 0.9]),
+    st.sampled_from(HOST_RATIOS),
 )
 def test_reads_from_the_ssd_are_the_same(
     drawn, policy, given, ahead, host_cache, host_ratio
@@ -194,6 +211,108 @@ def test_by_hand_a_read_then_its_copy_then_its_product(tmp_path):
     assert read["bytes"] == copy["bytes"] == 100
     assert copy["start_s"] == read["end_s"]
     assert product["start_s"] == copy["end_s"]
+
+
+@pytest.mark.parametrize(("shared", "rate_changes"), [((), 4), (("control", "cpu"), 3)])
+def test_by_hand_who_plans_computes_when_copies_and_reads_have_begun(
+    tmp_path, shared, rate_changes
+):
+    """Reads slow the CPU. Step 1 reads 0, then 1 while the CPU computes 0; step 2 reads
+    2 beside 0. Each read ends before the product beside it does.
+
+    A CPU thread of its own begins at once, so each read changes its rate twice: when it
+    starts and when it ends. The thread that has planned serves the CPU's lane last:
+    the second step's read is under way already, and changes the rate once.
+    """
+    trace = hand_trace(
+        tmp_path / "t.parquet", [[[0, 1]], [[0, 2]]], experts=4, prompt=0
+    )
+    runs = both(
+        trace,
+        "all-cpu",
+        hw=machine(shared=shared, slowdown={("cpu", "ssd"): 1.1}),
+        staging=1,
+        cache="lru",
+        host_memory_bytes=300,
+        host_cache="lru",
+    )
+    assert_equal(*runs)
+    spans = 2 * len(("dense", "plan", "activation", "join", "head")) + 3 + 4
+    turns = 2 * len(("dense", "plan", "products", "activation", "join", "head"))
+    assert runs[1].result.events == spans + turns + rate_changes
+
+
+@pytest.mark.parametrize(
+    ("pool_bytes", "states"), [(200, [0, 0, 0, 0, 0, 0]), (400, [0, 0, 0, 2, 2, 2])]
+)
+def test_by_hand_two_small_experts_leave_for_a_large_one(tmp_path, pool_bytes, states):
+    """Layers weigh 100, 100 and 200 bytes an expert, in one pool. In 200 bytes the last
+    one takes both places of the others, and loses them to the first in the next pass,
+    which leaves 100 bytes for the second. Had it been staged, the next pass would begin
+    with two hits. In 400 bytes nobody leaves.
+    """
+    trace = hand_trace(
+        tmp_path / "t.parquet",
+        [[[0], [0], [0]]] * 2,
+        experts=4,
+        expert_bytes=[100, 100, 200],
+    )
+    runs = both(
+        trace,
+        "on-demand",
+        cache="lru",
+        cache_scope="global",
+        staging=1,
+        # Beside the pool: one staged expert, and one byte of dense weights.
+        gpu_memory_bytes=pool_bytes + 200 + 1,
+    )
+    assert_equal(*runs)
+    (accesses,) = runs[1].timeline.access_chunks()
+    assert accesses["state"].tolist() == states
+
+
+def test_by_hand_who_leaves_is_copied_back_when_the_copy_in_its_place_begins(tmp_path):
+    """One slot: 0 comes, then 1 takes its place, and 0 goes back on a link of its own.
+    Nobody waits for it.
+    """
+    trace = hand_trace(tmp_path / "t.parquet", [[[0]], [[1]]], experts=4)
+    runs = both(trace, "mixtral-offloading", slots_per_layer=1)
+    assert_equal(*runs)
+    spans = runs[1].timeline.frame()
+    copies = spans[spans["bytes"] > 0]
+    rows = list(zip(copies["lane"], copies["kind"], copies["expert"], strict=True))
+    assert rows == [("h2d0", "fetch", 0), ("h2d0", "fetch", 1), ("d2h0", "replace", 0)]
+    assert copies["start_s"].iloc[1] == copies["start_s"].iloc[2]
+
+
+def test_copies_back_may_queue_for_longer_than_the_run(make_trace):
+    """The way back is slow: hundreds wait, more than the loop first has room for."""
+    profile = machine()
+    slow = Quantity(1e9, "assumed", "slower than everything else")
+    numbers = {**profile.numbers, "costs.d2h.bytes_per_s": slow}
+    curves = {k: v for k, v in profile.curves.items() if "d2h" not in k}
+    trace = open_trace(make_trace(sequences=((4, 60), (2, 50))))
+    runs = both(
+        trace,
+        "mixtral-offloading",
+        slots_per_layer=1,
+        hw=replace(profile, numbers=numbers, curves=curves),
+    )
+    assert_equal(*runs)
+    kinds = runs[1].timeline.frame()["kind"].value_counts()
+    waiting = kinds["fetch"] - kinds["replace"]
+    shape = trace.shape
+    assert waiting > 4 * shape.layers * shape.experts + 2 * shape.experts + 64
+
+
+@pytest.mark.parametrize("policy", ["greedy", "on-demand", "all-cpu"])
+def test_one_memory_for_cpu_and_gpu(make_trace, policy):
+    profile = machine()
+    one = {"memory.unified": Quantity(1, "assumed", "one memory")}
+    hw = replace(profile, numbers={**profile.numbers, **one})
+    runs = both(open_trace(make_trace()), policy, hw=hw)
+    assert_equal(*runs)
+    assert set(runs[1].metrics["bytes"].values()) == {0}
 
 
 def test_by_hand_a_prefetch_follows_demand_on_the_link(tmp_path):
@@ -265,7 +384,9 @@ def test_auto_says_which_engine_ran_and_why(make_trace):
     assert run.config["engine_reason"] is None
     run = moesim.replay(trace, "daop", cache="lru", routing="as-recorded")
     assert run.config["engine"] == "simpy"
-    assert run.config["engine_reason"] == "copies back to host memory"
+    assert (
+        run.config["engine_reason"] == "experts that are computed ahead of their gate"
+    )
     assert moesim.replay(trace, "greedy", engine="simpy").config["engine"] == "simpy"
 
 

@@ -2,17 +2,22 @@
 the sum of the parts.
 """
 
+import gc
+import weakref
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from conftest import write_trace
 from real_machine import host_profile
 
+from moesim.runs import live
 from moesim.runs import replay as api
 from moesim.runs.measured import run_trace
 from moesim.runtime.executor.trace_driven import ForcedRouting
 from moesim.runtime.models.dense import DenseSizes, DenseStack
+from moesim.runtime.models.offloaded import OffloadedModel
 from moesim.runtime.store.footprint import WORKING_BYTES, Footprint
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
@@ -89,6 +94,55 @@ def test_a_run_that_takes_more_is_told_so(routing, store, monkeypatch):
     found = run(routing, store, steps=1)
     assert found.footprint.peak > found.footprint.budget
     assert "memory: the run took more than its budget" in found.warnings
+
+
+@pytest.fixture
+def uncollected():
+    """No garbage collector comes by: what holds itself in a circle stays."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def resident():
+    return psutil.Process().memory_info().rss
+
+
+def test_ten_runs_leave_the_memory_that_they_took(tmp_path, uncollected):
+    """Each has dense weights of 24 MiB, the words of a vocabulary."""
+    shape = replace(
+        SMALL, experts=4, hidden=64, expert_bytes=(1536,), head_dim=32, vocab=100_000
+    )
+    trace = open_trace(write_trace(tmp_path / "t.parquet", shape, ((1, 2),)))
+
+    def once():
+        memory = api.MemoryOptions(slots_per_layer=1)
+        options = {"hw": host_profile(), "dtype": "float32", "memory": memory}
+        return run_trace(trace, "greedy", store=tmp_path / "s", **options)
+
+    # What libraries make at their first calls stays.
+    once()
+    gc.collect()
+    before = resident()
+    for _ in range(10):
+        assert once().footprint.dense > 24 * MIB
+    assert resident() - before < 5 * MIB
+
+
+def test_a_live_run_lets_its_model_go(tmp_path, uncollected, monkeypatch):
+    loaded = []
+
+    def noted(*arguments, load=OffloadedModel.load, **named):
+        offloaded = load(*arguments, **named)
+        loaded.append(weakref.ref(offloaded.model))
+        return offloaded
+
+    monkeypatch.setattr(OffloadedModel, "load", noted)
+    options = {"hw": host_profile(), "store": tmp_path / "s", "max_new_tokens": 1}
+    # A library keeps the frames of its first call in an exception.
+    for _ in range(2):
+        assert live.run_live("tiny", ["The cat"], "greedy", **options).tokens
+    assert loaded[1]() is None
 
 
 def test_what_a_step_computes_with_grows_with_its_tokens():

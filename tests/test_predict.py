@@ -82,6 +82,25 @@ def recall_of(path, column):
 # -- accuracy --------------------------------------------------------------------------
 
 
+def test_recall_at_one_is_how_often_the_best_expert_is_foreseen(bare, tmp_path):
+    made = predict(bare, tmp_path / "made", recall=(0.8,), at=1)
+    shares = []
+    for rows in open_trace(tmp_path / "made").sequences(["pred1_raw"]):
+        layer_tokens = dict(
+            zip(zip(rows.pos, rows.layer, strict=True), rows.experts[:, 0], strict=True)
+        )
+        for pos, layer, scores in zip(
+            rows.pos, rows.layer, rows.columns["pred1_raw"], strict=True
+        ):
+            best = layer_tokens.get((pos, layer + 1))
+            if best is not None:
+                shares.append(best == np.argmax(scores))
+    assert np.mean(shares) == pytest.approx(0.8, abs=POINTS)
+    assert made.predictors[0].measured == pytest.approx(np.mean(shares), abs=1e-9)
+    # It is foreseen as one of K more often than as the best.
+    assert recall_of(tmp_path / "made", "pred1_raw")[0] > 0.9
+
+
 @pytest.mark.parametrize("kept", [(), ("weights",), ("weights", "scores")])
 def test_recall_is_the_one_asked_for(tmp_path, kept):
     """With recorded scores, with scores drawn behind recorded weights, and with neither:
@@ -359,6 +378,10 @@ def test_a_ragged_prefill_and_gaps_in_positions(tmp_path):
         ({"recall": (0.8,) * 4}, "expected at most 3 depths"),
         ({"residual": 0}, "recall of pred1_res: expected 0 < R <= 1"),
         ({}, "nothing to add"),
+        (
+            {"recall": (0.8,), "at": 99},
+            r"at: expected 1\.\.\d experts of a token, got 99",
+        ),
         ({"recall": (0.01,)}, r"recall of pred1_raw: expected 0\.\d+\.\.1\.000"),
     ],
 )

@@ -13,9 +13,12 @@ from moesim.traces.errors import TraceError
 from moesim.traces.format import batch as batch_module
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.layer_steps import join, layer_steps
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
+from moesim.traces.passes import Passes
+from moesim.traces.predictions import tallies
 from tests.strategies import traces as drawn_traces
 
 
@@ -144,6 +147,72 @@ def test_optional_columns_follow_their_tokens(tmp_path, tiny_shape):
             ["pred1_raw"],
             [],
         ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    drawn_traces(),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 12),
+    st.none() | st.integers(1, 4),
+)
+def test_blocks_hold_what_composed_steps_hold(
+    tmp_path_factory, drawn, batch, steps, micro_batch
+):
+    """Columns included: scores as the mean of a layer step's tokens, predictions as
+    the workload that they amount to.
+    """
+    columns = ("scores", "pred1_raw", "pred2_raw")
+    predictors = columns[1:]
+    path = tmp_path_factory.mktemp("blocks") / "t.parquet"
+    drawn.write(path, columns)
+    trace = open_trace(path).cut(Passes(micro_batch))
+    composed = list(compose(trace, batch=batch, steps=steps, columns=columns))
+    block = join(
+        list(
+            layer_steps(
+                trace,
+                batch=batch,
+                steps=steps,
+                columns=columns,
+                predictors=predictors,
+                routing=True,
+            )
+        )
+    )
+
+    by_layer = [(step, layer) for step in composed for layer in step.layers]
+    assert len(by_layer) == len(block.layer)
+    row_edges = np.cumsum([0, *block.rows])
+    for s, (step, layer) in enumerate(by_layer):
+        accesses = slice(block.edges[s], block.edges[s + 1])
+        assert block.experts[accesses].tolist() == layer.experts.tolist()
+        assert block.tokens[accesses].tolist() == layer.tokens.tolist()
+        rows = block.routing[row_edges[s] : row_edges[s + 1]]
+        assert rows.tolist() == layer.routing.tolist()
+        assert (block.scores[s] == layer.scores.mean(axis=0, dtype=np.float64)).all()
+        top_k = layer.routing.shape[1]
+        experts = trace.shape.experts
+        workload, sums = tallies(layer.predicted, predictors, top_k, experts)
+        assert (block.workload[s] == workload).all()
+        assert (block.score_sums[s] == sums).all()
+        assert (
+            block.step[s],
+            block.batch[s],
+            block.phase[s],
+            block.layer[s],
+            block.pass_tokens[s],
+            block.context_tokens[s],
+            block.sequences[s],
+        ) == (
+            step.step,
+            step.batch,
+            step.phase,
+            layer.layer,
+            step.tokens,
+            step.context_tokens,
+            step.sequences,
+        )
 
 
 @pytest.mark.parametrize("options", [{"batch": 0}, {"steps": 0}])

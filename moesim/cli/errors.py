@@ -18,16 +18,21 @@ from typing import Any, NoReturn
 import typer
 
 from moesim.cli import memory
+from moesim.ends import (
+    ENDS,
+    INTERRUPTED,
+    exit_code,
+    say_end,
+    stopping_signals,
+)
 
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
 """What typer raises for arguments that it cannot parse; it has no public name."""
 
 OUTPUT_CLOSED = 1
 BAD_INPUT = 2
-INTERRUPTED = 130
-TERMINATED = 143
 """Exit codes; the first is typer's too, for an output that was closed as by ``|
-head``.
+head``. Those of signals are in `moesim.ends`.
 """
 
 CLEANUP_LIMIT_S = 1.5
@@ -35,9 +40,6 @@ CLEANUP_LIMIT_S = 1.5
 
 AGAIN_S = 0.01
 """Seconds until an interrupt that got lost comes again."""
-
-_ENDS = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}
-"""What is said of an end by a signal."""
 
 
 def guarded(
@@ -91,11 +93,11 @@ def guarded(
             print(f"{prefix}{message}", file=sys.stderr)
             code = BAD_INPUT
     if signals:
-        code = _exit_code(signals[0])
-        _say_end(code)
+        code = exit_code(signals[0])
+        say_end(code)
         _leave(code)
-    if code in _ENDS:
-        _say_end(code)
+    if isinstance(code, int) and code in ENDS:
+        say_end(code)
     sys.exit(code)  # type: ignore[arg-type]
 
 
@@ -142,7 +144,7 @@ def _interruptible() -> Iterator[list[int]]:
 
     hook = sys.unraisablehook
     sys.unraisablehook = lost
-    before = {number: signal.getsignal(number) for number in _signals()}
+    before = {number: signal.getsignal(number) for number in stopping_signals()}
     for number in before:
         signal.signal(number, handle)
     try:
@@ -153,16 +155,6 @@ def _interruptible() -> Iterator[list[int]]:
             # All is cleared up, but the interpreter takes a moment to end: a second
             # interrupt must not kill it in that moment, which would hide the exit code.
             signal.signal(number, signal.SIG_IGN if signals else handler)
-
-
-def _signals() -> list[int]:
-    # A shell makes what it starts in the background deaf to ctrl-C; that stays so.
-    is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    return [signal.SIGTERM, *([] if is_deaf else [signal.SIGINT])]
-
-
-def _exit_code(number: int) -> int:
-    return TERMINATED if number == signal.SIGTERM else INTERRUPTED
 
 
 def _give_up(number: int) -> None:
@@ -178,15 +170,9 @@ def _give_up(number: int) -> None:
             if not any("resource_tracker" in word for word in child.cmdline()):
                 child.kill()
     discard_all()
-    code = _exit_code(number)
-    _say_end(code)
+    code = exit_code(number)
+    say_end(code)
     os._exit(code)
-
-
-def _say_end(code: object) -> None:
-    # The terminal may be gone, and buffers may be in use by what was interrupted.
-    with suppress(OSError):
-        os.write(2, f"{_ENDS[code]}\n".encode())  # type: ignore[index]
 
 
 def _print_frames(error: Exception) -> None:

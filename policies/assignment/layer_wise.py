@@ -18,22 +18,34 @@ from moesim.policies.base import (
     MachineView,
     RunContext,
 )
-from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
+from moesim.policies.kernels import (
+    ASSIGN,
+    WAITS,
+    AssignmentKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
 from moesim.traces.compilation import linked
 
 Side = Literal["last", "first"]
 Counted = Literal["step", "expert"]
 
+_NEVER = np.iinfo(np.int64).max
+"""More tokens than a step has."""
+
 
 @linked(ASSIGN, _kernels)
-def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
     several = len(work.gpu_s) > 1
-    chosen = np.full(len(lanes), state.marks[int(several), work.layer] != 0)
+    on_gpu = state.marks[int(several), work.layer] != 0
+    uploads = not on_gpu and work.rows * state.integers[0] >= state.integers[1]
+    chosen = np.full(len(lanes), on_gpu or uploads)
     anywhere = np.ones((0, 0), np.bool_)
     placed = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
     launch(lanes, order, placed, ascending(len(lanes)))
-    return False
+    return WAITS if uploads else 0
 
 
 class LayerWise(AssignmentPolicy):
@@ -91,8 +103,14 @@ class LayerWise(AssignmentPolicy):
         self._on_gpu: np.ndarray | None = None
 
     def start(self, context: RunContext) -> None:
-        """Keep the sizes from which the layers follow."""
+        """Keep the sizes from which the layers follow, and what a large step is."""
         self._context = context
+        # Multiplied out, so that integers are compared.
+        self._per_token = 1
+        self._large = self.upload_tokens or _NEVER
+        if self.upload_tokens is not None and self.counted == "expert":
+            self._per_token = context.shape.top_k
+            self._large = self.upload_tokens * context.shape.experts
 
     def assign(
         self,
@@ -100,23 +118,14 @@ class LayerWise(AssignmentPolicy):
         view: MachineView,
     ) -> Assignment:
         """Place the whole layer, in ascending expert id."""
+        del view
         # Only a layer step shows whether an expert may run on any of several GPUs.
         if self._on_gpu is None:
             self._on_gpu = self._choose(split_experts=len(work.gpu_s) > 1)
-        uploads = not self._on_gpu[work.layer] and self._is_large(work, view)
+        is_large = len(work.routing) * self._per_token >= self._large
+        uploads = bool(is_large and not self._on_gpu[work.layer])
         on_gpu = np.full(len(work.experts), self._on_gpu[work.layer] or uploads)
         return Assignment(gpu_lanes(work, on_gpu), waits=uploads)
-
-    def _is_large(self, work: LayerWork, view: MachineView) -> bool:
-        """Whether a step has so many tokens that CPU layers are uploaded for it."""
-        if self.upload_tokens is None:
-            return False
-        tokens = len(work.routing)
-        if self.counted == "step":
-            return tokens >= self.upload_tokens
-        # Multiplied out, so that integers are compared.
-        choices = tokens * view.shape.top_k
-        return choices >= self.upload_tokens * view.shape.experts
 
     def _choose(self, *, split_experts: bool) -> np.ndarray:
         """Bool [L]: layers on a GPU."""
@@ -149,9 +158,8 @@ class LayerWise(AssignmentPolicy):
             chosen[filled[:count]] = True
         return chosen
 
-    def kernels(self) -> AssignmentKernels | None:
-        """The same in compiled runs, but for uploads: kernels do not count tokens."""
-        if self.upload_tokens is not None:
-            return None
+    def kernels(self) -> AssignmentKernels:
+        """The same in compiled runs."""
         layers = [self._choose(split_experts=several) for several in (False, True)]
-        return AssignmentKernels(_assign, state(marks=layers))
+        large = [self._per_token, self._large]
+        return AssignmentKernels(_assign, state(marks=layers, integers=large))

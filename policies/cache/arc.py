@@ -4,25 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.policies.cache import _request_lists
+from moesim.policies.cache import _request_lists as lists
 from moesim.policies.cache._compiled import AdmittingCompiledCache
-from moesim.policies.cache._request_lists import (
-    CAPACITY,
-    INTEGERS,
-    append,
-    confirm,
-    drop_from_list,
-    first_free,
-    following,
-    forget_evicted,
-    head_of,
-    list_of,
-    pass_hits,
-    remove,
-    request_state,
-    serve_misses,
-    size_of,
-)
 from moesim.policies.compilation import joined
 from moesim.policies.kernels import (
     ACCESSED,
@@ -49,28 +32,28 @@ _GHOST_ONCE = 2
 _GHOST_OFTEN = 3
 """T1, T2 and their ghosts B1, B2. The pool's score is the paper's target p."""
 
-_WHOLE = INTEGERS
+_WHOLE = lists.INTEGERS
 
 
 @joined
 def _size(state: State, pool: int, number: int) -> int:
-    return size_of(state, head_of(state, pool, number))
+    return lists.size_of(state, lists.head_of(state, pool, number))
 
 
 @joined
 def _hit(state: State, pool: int, key: int) -> None:
-    remove(state, key)
-    append(state, head_of(state, pool, _OFTEN), key)
+    lists.remove(state, key)
+    lists.append(state, lists.head_of(state, pool, _OFTEN), key)
 
 
 @joined
 def _miss(state: State, pool: int, key: int) -> int:
     # Measured before `_fill` removes the ghost, as the paper does.
-    ghost = list_of(state, pool, key)
+    ghost = lists.list_of(state, pool, key)
     target = state.scores[0, pool]
     if ghost == _GHOST_ONCE:
         shift = _shift(state, pool, _GHOST_OFTEN, _GHOST_ONCE)
-        target = min(target + shift, float(state.marks[CAPACITY, pool]))
+        target = min(target + shift, float(state.marks[lists.CAPACITY, pool]))
     elif ghost == _GHOST_OFTEN:
         shift = _shift(state, pool, _GHOST_ONCE, _GHOST_OFTEN)
         target = max(target - shift, 0.0)
@@ -80,13 +63,13 @@ def _miss(state: State, pool: int, key: int) -> int:
     victims = _OFTEN
     if size > target or (ghost == _GHOST_OFTEN and size == target):
         victims = _ONCE
-    victim = first_free(state, head_of(state, pool, victims))
+    victim = lists.first_free(state, lists.head_of(state, pool, victims))
     # The other list is asked where the first has only held experts.
     if victim < 0:
         victims = _OFTEN if victims == _ONCE else _ONCE
-        victim = first_free(state, head_of(state, pool, victims))
-    remove(state, victim)
-    append(state, head_of(state, pool, _GHOST_ONCE + victims), victim)
+        victim = lists.first_free(state, lists.head_of(state, pool, victims))
+    lists.remove(state, victim)
+    lists.append(state, lists.head_of(state, pool, _GHOST_ONCE + victims), victim)
     _fill(state, pool, key)
     return victim
 
@@ -96,13 +79,13 @@ def _fill(state: State, pool: int, key: int) -> None:
     """Enter T2 from a ghost list, else T1; then forget ghosts beyond c in L1 and 2c in
     all (cases A and B).
     """
-    if list_of(state, pool, key) >= 0:
-        remove(state, key)
-        append(state, head_of(state, pool, _OFTEN), key)
+    if lists.list_of(state, pool, key) >= 0:
+        lists.remove(state, key)
+        lists.append(state, lists.head_of(state, pool, _OFTEN), key)
     else:
-        append(state, head_of(state, pool, _ONCE), key)
+        lists.append(state, lists.head_of(state, pool, _ONCE), key)
 
-    capacity = state.marks[CAPACITY, pool]
+    capacity = state.marks[lists.CAPACITY, pool]
     once = _size(state, pool, _ONCE) + _size(state, pool, _GHOST_ONCE)
     _forget_oldest(state, pool, _GHOST_ONCE, once - capacity)
     every = 0
@@ -114,9 +97,9 @@ def _fill(state: State, pool: int, key: int) -> None:
 @joined
 def _forget_oldest(state: State, pool: int, number: int, count: int) -> None:
     """Remove so many keys from a list, or all."""
-    head = head_of(state, pool, number)
-    for _ in range(min(count, size_of(state, head))):
-        remove(state, following(state, head))
+    head = lists.head_of(state, pool, number)
+    for _ in range(min(count, lists.size_of(state, head))):
+        lists.remove(state, lists.following(state, head))
 
 
 @joined
@@ -129,21 +112,21 @@ def _shift(state: State, pool: int, other: int, returning: int) -> float:
     return max(1.0, others / ghosts)
 
 
-@linked(ACCESSED, _request_lists)
+@linked(ACCESSED, lists)
 def _accessed(state: State, work: Work) -> None:
-    pass_hits(state, work, _hit, drop_from_list)
+    lists.pass_hits(state, work, _hit, lists.drop_from_list)
 
 
-@linked(VICTIMS, _request_lists)
+@linked(VICTIMS, lists)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
-    serve_misses(state, incoming, candidates, chosen, _miss, drop_from_list)
+    lists.serve_misses(state, incoming, candidates, chosen, _miss, lists.drop_from_list)
 
 
-@linked(MOVED, _request_lists)
+@linked(MOVED, lists)
 def _admitted(state: State, keys: np.ndarray) -> None:
-    confirm(state, keys, _fill)
+    lists.confirm(state, keys, _fill)
 
 
 class ARC(AdmittingCompiledCache):
@@ -174,9 +157,9 @@ class ARC(AdmittingCompiledCache):
         """Make four empty lists for each pool."""
         rounded = int(self.ratio == "whole")
         return CacheKernels(
-            request_state(context, lists=4, ghosts=2, integers=(rounded,)),
+            lists.request_state(context, lists=4, ghosts=2, integers=(rounded,)),
             victims=_victims,
             accessed=_accessed,
             admitted=_admitted,
-            evicted=forget_evicted,
+            evicted=lists.forget_evicted,
         )

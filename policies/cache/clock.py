@@ -4,22 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.policies.cache import _request_lists
+from moesim.policies.cache import _request_lists as lists
 from moesim.policies.cache._compiled import AdmittingCompiledCache
-from moesim.policies.cache._request_lists import (
-    INTEGERS,
-    ROWS,
-    append,
-    confirm,
-    drop_from_list,
-    first_free,
-    forget_evicted,
-    head_of,
-    pass_hits,
-    remove,
-    request_state,
-    serve_misses,
-)
 from moesim.policies.compilation import joined
 from moesim.policies.kernels import (
     ACCESSED,
@@ -37,10 +23,10 @@ if TYPE_CHECKING:
 
     from moesim.policies.base import RunContext
 
-_USES = ROWS
+_USES = lists.ROWS
 """Row of the marks: uses by key."""
 
-_ROUNDS = INTEGERS
+_ROUNDS = lists.INTEGERS
 
 
 @joined
@@ -52,40 +38,40 @@ def _hit(state: State, pool: int, key: int) -> None:
 @joined
 def _miss(state: State, pool: int, key: int) -> int:
     uses = state.marks[_USES]
-    queue = head_of(state, pool, 0)
-    victim = first_free(state, queue)
-    remove(state, victim)
+    queue = lists.head_of(state, pool, 0)
+    victim = lists.first_free(state, queue)
+    lists.remove(state, victim)
     while uses[victim]:
         # Entered anew, so it stands behind all others.
         uses[victim] -= 1
-        append(state, queue, victim)
-        victim = first_free(state, queue)
-        remove(state, victim)
+        lists.append(state, queue, victim)
+        victim = lists.first_free(state, queue)
+        lists.remove(state, victim)
     _fill(state, pool, key)
     return victim
 
 
 @joined
 def _fill(state: State, pool: int, key: int) -> None:
-    append(state, head_of(state, pool, 0), key)
+    lists.append(state, lists.head_of(state, pool, 0), key)
     state.marks[_USES, key] = 0
 
 
-@linked(ACCESSED, _request_lists)
+@linked(ACCESSED, lists)
 def _accessed(state: State, work: Work) -> None:
-    pass_hits(state, work, _hit, drop_from_list)
+    lists.pass_hits(state, work, _hit, lists.drop_from_list)
 
 
-@linked(VICTIMS, _request_lists)
+@linked(VICTIMS, lists)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
-    serve_misses(state, incoming, candidates, chosen, _miss, drop_from_list)
+    lists.serve_misses(state, incoming, candidates, chosen, _miss, lists.drop_from_list)
 
 
-@linked(MOVED, _request_lists)
+@linked(MOVED, lists)
 def _admitted(state: State, keys: np.ndarray) -> None:
-    confirm(state, keys, _fill)
+    lists.confirm(state, keys, _fill)
 
 
 class Clock(AdmittingCompiledCache):
@@ -110,9 +96,9 @@ class Clock(AdmittingCompiledCache):
     def bring(self, context: RunContext) -> CacheKernels:
         """Make an empty queue for each pool."""
         return CacheKernels(
-            request_state(context, lists=1, rows=1, integers=(self.rounds,)),
+            lists.request_state(context, lists=1, rows=1, integers=(self.rounds,)),
             victims=_victims,
             accessed=_accessed,
             admitted=_admitted,
-            evicted=forget_evicted,
+            evicted=lists.forget_evicted,
         )

@@ -4,26 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.policies.cache import _request_lists
+from moesim.policies.cache import _request_lists as lists
 from moesim.policies.cache._compiled import AdmittingCompiledCache
-from moesim.policies.cache._request_lists import (
-    CAPACITY,
-    INTEGERS,
-    ROWS,
-    append,
-    confirm,
-    drop_from_list,
-    first_free,
-    following,
-    forget_evicted,
-    head_of,
-    list_of,
-    pass_hits,
-    remove,
-    request_state,
-    serve_misses,
-    size_of,
-)
 from moesim.policies.compilation import joined
 from moesim.policies.kernels import (
     ACCESSED,
@@ -52,33 +34,33 @@ _MAIN = 1
 _GHOSTS = 2
 
 # Rows of the marks: by key, then by pool.
-_USES = ROWS
-_SMALL = ROWS + 1
-_MOST_GHOSTS = ROWS + 2
-_EVICTED_BEFORE = ROWS + 3
+_USES = lists.ROWS
+_SMALL = lists.ROWS + 1
+_MOST_GHOSTS = lists.ROWS + 2
+_EVICTED_BEFORE = lists.ROWS + 3
 
 # Places in the integers.
-_QUALIFYING_USES = INTEGERS
-_AS_PUBLISHED = INTEGERS + 1
+_QUALIFYING_USES = lists.INTEGERS
+_AS_PUBLISHED = lists.INTEGERS + 1
 
 
 @joined
 def _size(state: State, pool: int, number: int) -> int:
-    return size_of(state, head_of(state, pool, number))
+    return lists.size_of(state, lists.head_of(state, pool, number))
 
 
 @joined
 def _enter(state: State, pool: int, number: int, key: int) -> None:
-    append(state, head_of(state, pool, number), key)
+    lists.append(state, lists.head_of(state, pool, number), key)
     state.marks[_USES, key] = 0
 
 
 @joined
 def _take_ghost(state: State, pool: int, key: int) -> bool:
     """Remove `key` from the ghosts; whether it was one."""
-    if list_of(state, pool, key) != _GHOSTS:
+    if lists.list_of(state, pool, key) != _GHOSTS:
         return False
-    remove(state, key)
+    lists.remove(state, key)
     return True
 
 
@@ -126,7 +108,7 @@ def _probation_first(state: State, pool: int) -> bool:
     waiting = _size(state, pool, _PROBATION)
     if state.integers[_AS_PUBLISHED]:
         return waiting >= small
-    large = state.marks[CAPACITY, pool] - small
+    large = state.marks[lists.CAPACITY, pool] - small
     return _size(state, pool, _MAIN) <= large and waiting > 0
 
 
@@ -135,18 +117,18 @@ def _from_probation(state: State, pool: int) -> int:
     """Promote used keys until one has too few uses: the victim. -1 if all were promoted
     or held.
     """
-    probation = head_of(state, pool, _PROBATION)
-    ghosts = head_of(state, pool, _GHOSTS)
-    key = first_free(state, probation)
+    probation = lists.head_of(state, pool, _PROBATION)
+    ghosts = lists.head_of(state, pool, _GHOSTS)
+    key = lists.first_free(state, probation)
     while key >= 0:
-        remove(state, key)
+        lists.remove(state, key)
         if state.marks[_USES, key] < state.integers[_QUALIFYING_USES]:
-            append(state, ghosts, key)
-            if size_of(state, ghosts) > state.marks[_MOST_GHOSTS, pool]:
-                remove(state, following(state, ghosts))
+            lists.append(state, ghosts, key)
+            if lists.size_of(state, ghosts) > state.marks[_MOST_GHOSTS, pool]:
+                lists.remove(state, lists.following(state, ghosts))
             break
         _enter(state, pool, _MAIN, key)
-        key = first_free(state, probation)
+        key = lists.first_free(state, probation)
     return key
 
 
@@ -155,33 +137,33 @@ def _from_main(state: State, pool: int) -> int:
     """Put used keys behind all others, one use fewer, until one has none: the victim.
     -1 if all are held.
     """
-    main = head_of(state, pool, _MAIN)
-    key = first_free(state, main)
+    main = lists.head_of(state, pool, _MAIN)
+    key = lists.first_free(state, main)
     while key >= 0:
-        remove(state, key)
+        lists.remove(state, key)
         if not state.marks[_USES, key]:
             break
-        append(state, main, key)
+        lists.append(state, main, key)
         state.marks[_USES, key] -= 1
-        key = first_free(state, main)
+        key = lists.first_free(state, main)
     return key
 
 
-@linked(ACCESSED, _request_lists)
+@linked(ACCESSED, lists)
 def _accessed(state: State, work: Work) -> None:
-    pass_hits(state, work, _hit, drop_from_list)
+    lists.pass_hits(state, work, _hit, lists.drop_from_list)
 
 
-@linked(VICTIMS, _request_lists)
+@linked(VICTIMS, lists)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
-    serve_misses(state, incoming, candidates, chosen, _miss, drop_from_list)
+    lists.serve_misses(state, incoming, candidates, chosen, _miss, lists.drop_from_list)
 
 
-@linked(MOVED, _request_lists)
+@linked(MOVED, lists)
 def _admitted(state: State, keys: np.ndarray) -> None:
-    confirm(state, keys, _fill)
+    lists.confirm(state, keys, _fill)
 
 
 class S3FIFO(AdmittingCompiledCache):
@@ -228,7 +210,7 @@ class S3FIFO(AdmittingCompiledCache):
     def bring(self, context: RunContext) -> CacheKernels:
         """Make the three queues for each pool."""
         rules = (self.uses, int(self.variant == "paper"))
-        known = request_state(context, lists=3, ghosts=1, rows=4, integers=rules)
+        known = lists.request_state(context, lists=3, ghosts=1, rows=4, integers=rules)
         for pool, slots in enumerate(context.capacity_slots.tolist()):
             known.marks[_SMALL, pool] = max(1, int(slots * self.small))
             known.marks[_MOST_GHOSTS, pool] = int(slots * self.ghosts)
@@ -237,5 +219,5 @@ class S3FIFO(AdmittingCompiledCache):
             victims=_victims,
             accessed=_accessed,
             admitted=_admitted,
-            evicted=forget_evicted,
+            evicted=lists.forget_evicted,
         )

@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from moesim.policies.cache import _request_lists
+from moesim.policies.cache import _request_lists as lists
 from moesim.policies.cache._compiled import AdmittingCompiledCache
-from moesim.policies.cache._request_lists import (
-    ROWS,
-    append,
-    confirm,
-    following,
-    forget,
-    head_of,
-    is_free,
-    pass_hits,
-    remove,
-    request_state,
-    serve_misses,
-)
 from moesim.policies.compilation import joined
 from moesim.policies.kernels import (
     ACCESSED,
@@ -36,10 +23,10 @@ if TYPE_CHECKING:
     from moesim.policies.base import RunContext
 
 # Rows of the marks.
-_USED = ROWS
+_USED = lists.ROWS
 """By key: whether it was used since the hand last passed it."""
 
-_HAND = ROWS + 1
+_HAND = lists.ROWS + 1
 """By pool: the key that the hand will look at next; the head behind the newest."""
 
 
@@ -51,31 +38,31 @@ def _hit(state: State, pool: int, key: int) -> None:
 @joined
 def _miss(state: State, pool: int, key: int) -> int:
     used = state.marks[_USED]
-    queue = head_of(state, pool, 0)
+    queue = lists.head_of(state, pool, 0)
     victim = state.marks[_HAND, pool]
     while True:
         # Behind the newest comes the oldest.
         if victim == queue:
-            victim = following(state, queue)
-        if is_free(state, victim):
+            victim = lists.following(state, queue)
+        if lists.is_free(state, victim):
             if not used[victim]:
                 break
             used[victim] = 0
-        victim = following(state, victim)
+        victim = lists.following(state, victim)
 
-    state.marks[_HAND, pool] = following(state, victim)
-    remove(state, victim)
+    state.marks[_HAND, pool] = lists.following(state, victim)
+    lists.remove(state, victim)
     _fill(state, pool, key)
     return victim
 
 
 @joined
 def _fill(state: State, pool: int, key: int) -> None:
-    queue = head_of(state, pool, 0)
+    queue = lists.head_of(state, pool, 0)
     # It has walked off the newest: back to the oldest, before `key` enters.
     if state.marks[_HAND, pool] == queue:
-        state.marks[_HAND, pool] = following(state, queue)
-    append(state, queue, key)
+        state.marks[_HAND, pool] = lists.following(state, queue)
+    lists.append(state, queue, key)
     state.marks[_USED, key] = 0
     # There was no oldest.
     if state.marks[_HAND, pool] == queue:
@@ -85,31 +72,31 @@ def _fill(state: State, pool: int, key: int) -> None:
 @joined
 def _drop(state: State, pool: int, key: int) -> None:
     if state.marks[_HAND, pool] == key:
-        state.marks[_HAND, pool] = following(state, key)
-    remove(state, key)
+        state.marks[_HAND, pool] = lists.following(state, key)
+    lists.remove(state, key)
 
 
-@linked(MOVED, _request_lists)
+@linked(MOVED, lists)
 def _evicted(state: State, keys: np.ndarray) -> None:
     for key in keys:
-        forget(state, key, _drop)
+        lists.forget(state, key, _drop)
 
 
-@linked(ACCESSED, _request_lists)
+@linked(ACCESSED, lists)
 def _accessed(state: State, work: Work) -> None:
-    pass_hits(state, work, _hit, _drop)
+    lists.pass_hits(state, work, _hit, _drop)
 
 
-@linked(VICTIMS, _request_lists)
+@linked(VICTIMS, lists)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
-    serve_misses(state, incoming, candidates, chosen, _miss, _drop)
+    lists.serve_misses(state, incoming, candidates, chosen, _miss, _drop)
 
 
-@linked(MOVED, _request_lists)
+@linked(MOVED, lists)
 def _admitted(state: State, keys: np.ndarray) -> None:
-    confirm(state, keys, _fill)
+    lists.confirm(state, keys, _fill)
 
 
 class SIEVE(AdmittingCompiledCache):
@@ -128,9 +115,9 @@ class SIEVE(AdmittingCompiledCache):
 
     def bring(self, context: RunContext) -> CacheKernels:
         """Make an empty queue for each pool, with its hand."""
-        known = request_state(context, lists=1, rows=2)
+        known = lists.request_state(context, lists=1, rows=2)
         for pool in range(len(context.capacity_slots)):
-            known.marks[_HAND, pool] = head_of(known, pool, 0)
+            known.marks[_HAND, pool] = lists.head_of(known, pool, 0)
         return CacheKernels(
             known,
             victims=_victims,

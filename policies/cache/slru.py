@@ -4,25 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.policies.cache import _request_lists
+from moesim.policies.cache import _request_lists as lists
 from moesim.policies.cache._compiled import AdmittingCompiledCache
-from moesim.policies.cache._request_lists import (
-    CAPACITY,
-    INTEGERS,
-    append,
-    confirm,
-    drop_from_list,
-    first_free,
-    following,
-    forget_evicted,
-    head_of,
-    list_of,
-    pass_hits,
-    remove,
-    request_state,
-    serve_misses,
-    size_of,
-)
 from moesim.policies.compilation import joined
 from moesim.policies.kernels import (
     ACCESSED,
@@ -43,36 +26,36 @@ if TYPE_CHECKING:
 Entry = Literal["lowest", "free"]
 
 # Places in the integers.
-_SEGMENTS = INTEGERS
-_ENTERS_FREE = INTEGERS + 1
+_SEGMENTS = lists.INTEGERS
+_ENTERS_FREE = lists.INTEGERS + 1
 
 
 @joined
 def _share(state: State, pool: int) -> int:
     """Slots of every segment above the lowest."""
-    return state.marks[CAPACITY, pool] // state.integers[_SEGMENTS]
+    return state.marks[lists.CAPACITY, pool] // state.integers[_SEGMENTS]
 
 
 @joined
 def _put(state: State, pool: int, key: int, level: int) -> None:
     """Make `key` the most recent of a segment, and hand down what no longer fits."""
     share = _share(state, pool)
-    append(state, head_of(state, pool, level), key)
+    lists.append(state, lists.head_of(state, pool, level), key)
     # The lowest has no limit of its own: the capacity of the pool is one.
     while level > 0:
-        segment = head_of(state, pool, level)
-        if size_of(state, segment) <= share:
+        segment = lists.head_of(state, pool, level)
+        if lists.size_of(state, segment) <= share:
             return
-        oldest = following(state, segment)
-        remove(state, oldest)
+        oldest = lists.following(state, segment)
+        lists.remove(state, oldest)
         level -= 1
-        append(state, head_of(state, pool, level), oldest)
+        lists.append(state, lists.head_of(state, pool, level), oldest)
 
 
 @joined
 def _hit(state: State, pool: int, key: int) -> None:
-    level = list_of(state, pool, key)
-    remove(state, key)
+    level = lists.list_of(state, pool, key)
+    lists.remove(state, key)
     _put(state, pool, key, min(level + 1, state.integers[_SEGMENTS] - 1))
 
 
@@ -82,10 +65,10 @@ def _miss(state: State, pool: int, key: int) -> int:
     level = 0
     # A lowest segment with held experts alone leaves the choice to the next.
     while victim < 0:
-        victim = first_free(state, head_of(state, pool, level))
+        victim = lists.first_free(state, lists.head_of(state, pool, level))
         level += 1
     # Left before the newcomer enters, or a segment would seem to overflow.
-    remove(state, victim)
+    lists.remove(state, victim)
     _fill(state, pool, key)
     return victim
 
@@ -95,27 +78,27 @@ def _fill(state: State, pool: int, key: int) -> None:
     if state.integers[_ENTERS_FREE]:
         share = _share(state, pool)
         for level in range(state.integers[_SEGMENTS]):
-            if size_of(state, head_of(state, pool, level)) < share:
+            if lists.size_of(state, lists.head_of(state, pool, level)) < share:
                 _put(state, pool, key, level)
                 return
     _put(state, pool, key, 0)
 
 
-@linked(ACCESSED, _request_lists)
+@linked(ACCESSED, lists)
 def _accessed(state: State, work: Work) -> None:
-    pass_hits(state, work, _hit, drop_from_list)
+    lists.pass_hits(state, work, _hit, lists.drop_from_list)
 
 
-@linked(VICTIMS, _request_lists)
+@linked(VICTIMS, lists)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
-    serve_misses(state, incoming, candidates, chosen, _miss, drop_from_list)
+    lists.serve_misses(state, incoming, candidates, chosen, _miss, lists.drop_from_list)
 
 
-@linked(MOVED, _request_lists)
+@linked(MOVED, lists)
 def _admitted(state: State, keys: np.ndarray) -> None:
-    confirm(state, keys, _fill)
+    lists.confirm(state, keys, _fill)
 
 
 class SLRU(AdmittingCompiledCache):
@@ -151,9 +134,9 @@ class SLRU(AdmittingCompiledCache):
         """Make empty segments for each pool."""
         rules = (self.segments, int(self.entry == "free"))
         return CacheKernels(
-            request_state(context, lists=self.segments, integers=rules),
+            lists.request_state(context, lists=self.segments, integers=rules),
             victims=_victims,
             accessed=_accessed,
             admitted=_admitted,
-            evicted=forget_evicted,
+            evicted=lists.forget_evicted,
         )

@@ -108,6 +108,7 @@ class MemoryLevel:
         self._promised_bytes = [0] * len(memory.size.pool_bytes)
         one_size = len(set(memory.expert_bytes)) == 1
         self._equal_sizes = one_size or memory.size.scope == PER_LAYER
+        self._bytes_by_layer = np.array(memory.expert_bytes, np.int64)
         self._admits_all = type(cache).admits is CachePolicy.admits
         self._in_launch_order = type(cache).precedence is CachePolicy.precedence
         self._notes_evictions = type(cache).evicted is not CachePolicy.evicted
@@ -243,7 +244,7 @@ class MemoryLevel:
             while gained < size:
                 candidates = self.memory.candidates(layer)
                 candidates = candidates[~np.isin(candidates, leaving)]
-                if not len(candidates):
+                if not self._can_free(size - gained, candidates):
                     break
                 victim = self.cache.victims(
                     incoming[position : position + 1], candidates
@@ -375,7 +376,7 @@ class MemoryLevel:
             candidates = self._candidates(layer, wish)
             if victims:
                 candidates = candidates[~np.isin(candidates, victims)]
-            if not len(candidates):
+            if not self._can_free(size - free, candidates):
                 return None
             victim = self.cache.victims(incoming, candidates)
             if victim[0] < 0:
@@ -384,6 +385,16 @@ class MemoryLevel:
             victims.append(int(victim[0]))
             free += expert_bytes[victims[-1] // experts]
         return self._evict(victims)
+
+    def _can_free(self, missing_bytes: int, candidates: np.ndarray) -> bool:
+        """Whether a copy would fit if all candidates left.
+
+        Else nobody is named: policies that keep lists take whom they name for gone.
+        """
+        if self._equal_sizes:
+            return len(candidates) > 0
+        weights = self._bytes_by_layer[candidates // self.memory.experts]
+        return int(weights.sum()) >= missing_bytes
 
     def _make_room_by_swap(self, layer: int, outgoing: int) -> tuple[int, ...] | None:
         """The named resident leaves; if it has left already, its room is enough."""

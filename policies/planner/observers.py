@@ -63,9 +63,12 @@ class _Observed:
         if name not in OBSERVED:
             return value
 
+        # Not this object: it keeps the function, and each would keep the other.
+        observers = self._observers
+
         def call(*arguments: Any) -> Any:
             answer = value(*arguments)
-            for observer in self._observers:
+            for observer in observers:
                 observer.reported(name, arguments, answer)
             return answer
 

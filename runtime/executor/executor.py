@@ -255,7 +255,12 @@ class Executor:
             self._answer()
 
     def close(self) -> None:
-        """Let go of host memory and slots."""
+        """Let go of host memory, slots and the model."""
+        # Objects that hold each other stay until the garbage collector happens to come
+        # by, with the dense weights and all records of a run.
+        self._forward = None
+        self._world.close()
+        self.lanes.finished.clear()
         self.memories.host.close()
         self.memories.slots.slots.close()
         if self.memories.written_back is not None:

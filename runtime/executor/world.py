@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from moesim.engine.lanes import Admission
 from moesim.hwprofiles import lanes as kinds
 from moesim.policies.base import CPU, RESIDENT
 from moesim.runtime.executor.layer_job import PrecomputedRows
@@ -400,6 +401,17 @@ class RealWorld:
             end_s=-1.0,
             ended_s=-1.0,
         )
+
+    def close(self) -> None:
+        """Let go of whoever holds this world."""
+        self.evaluate_ahead = None
+        self.fetched_left = lambda: 0
+        self.is_computed = lambda: True
+        self._products = []
+        self._new_precomputes = []
+        self._coming = {}
+        self.admission.decide = Admission().decide
+        self._lanes.control.on_serving = None
 
     def _serving(self) -> None:
         """Note that control begins to serve its lanes; the lock is held."""

@@ -118,12 +118,21 @@ class OffloadedModel:
         self.model: Any = model
         self.layers = tuple(layers)
         self.digest = digest
-        self.handler = handler
         self.dense_bytes = tensor_bytes(model)
+        self._served = _Served(handler)
         for layer in self.layers:
             # On the module itself: the library's function is given nothing else.
-            binding = _Binding(self, layer.index)
+            binding = _Binding(self._served, layer.index)
             setattr(model.get_submodule(layer.name), _BINDING, binding)
+
+    @property
+    def handler(self) -> ExpertsHandler | None:
+        """Computes the experts."""
+        return self._served.handler
+
+    @handler.setter
+    def handler(self, handler: ExpertsHandler | None) -> None:
+        self._served.handler = handler
 
     @classmethod
     def load(
@@ -271,11 +280,22 @@ class StoreExperts(OneByOne):
         return self._store.layout(layer).views(record)
 
 
+@dataclass(slots=True)
+class _Served:
+    """Who computes the experts of one model now.
+
+    Modules hold this and not their offloaded model, which holds them: weights would
+    outlive their last use until the garbage collector comes by.
+    """
+
+    handler: ExpertsHandler | None
+
+
 @dataclass(frozen=True, slots=True)
 class _Binding:
-    """Ties an experts module to its offloaded model and its MoE layer."""
+    """Ties an experts module to whoever computes for it, and to its MoE layer."""
 
-    owner: OffloadedModel
+    served: _Served
     layer: int
 
 
@@ -293,7 +313,7 @@ def _call_handler(
 ) -> torch.Tensor:
     """Let the handler of a module's model compute its experts."""
     binding: _Binding = getattr(module, _BINDING)
-    handler = binding.owner.handler
+    handler = binding.served.handler
     assert handler is not None, "set OffloadedModel.handler before calling the model"
     return handler.experts(binding.layer, hidden, index, weights)
 

@@ -10,7 +10,6 @@ sum was right.
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -70,8 +69,6 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        # What an earlier run left in circles of references is no part of this one.
-        gc.collect()
         with contextlib.suppress(OSError):
             (_PROC / "clear_refs").write_text(_RESET_PEAK, encoding="ascii")
         self._before = int(psutil.Process().memory_info().rss)

@@ -34,7 +34,7 @@ from moesim.sim.noise import Noise
 from moesim.sim.results import ReplayResult, SimulationError
 from moesim.traces.format.batch import RoutedStep
 from moesim.traces.format.schema import Phase
-from moesim.traces.timeline.spans import CHUNK_ACCESSES, CHUNK_SPANS
+from moesim.traces.timeline.spans import CHUNK_ACCESSES, CHUNK_SPANS, CHUNK_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -83,7 +83,9 @@ class CompiledReplay:
         self._noise_factors = np.zeros((len(profile.lanes), 0))
         self._kept: list[Any] = []  # states of policies, which the loop points to
         self._accesses: list[Chunk] = []
+        self._passes: list[Chunk] = []
         self._steps = 0
+        self._steps_given = 0
         self._layer_steps = 0
         for name, program in _PARTS.items():
             self._world.give_kernel(name, program)
@@ -110,11 +112,11 @@ class CompiledReplay:
         world["run"] = np.zeros(1, records.RUN)
         world["run"]["read_step"] = NONE
         world["run"]["barred_layer"] = NONE
+        world["run"]["evicted"] = NONE
         # Copies to every GPU and reads, queued and waiting; products; one of control.
         most = 2 * keys * (self._planner.gpus + 1) + 2 * shape.experts + 64
-        operations = np.zeros(most, records.OPERATION)
-        operations["next"] = np.arange(1, most + 1)
-        world["operations"] = operations
+        world["operations"] = np.zeros(0, records.OPERATION)
+        self._make_operations(most)
 
         table = np.zeros(count, records.LANE)
         table["first"] = NONE
@@ -132,8 +134,7 @@ class CompiledReplay:
             workers[number]["gated"] = table["gated"][served].any()
             table["worker"][served] = number
         world["lanes"] = table
-        world["workers"] = workers[_by_first_lane(table)]
-        table["worker"] = np.argsort(_by_first_lane(table))[table["worker"]]
+        world["workers"] = workers
         world["running"] = np.zeros(len(workers) + 1, np.int64)
 
         slowdown = np.array(
@@ -150,6 +151,15 @@ class CompiledReplay:
         world["deferred"] = np.zeros(most, records.DEFERRED)
         self._most = 2 * shape.experts + 2 * keys * (self._planner.gpus + 1) + 8
         self._make_spans(CHUNK_SPANS + 2 * self._most)
+
+    def _make_operations(self, count: int) -> None:
+        """Give the loop so many operations, and keep those that it has."""
+        operations = np.zeros(count, records.OPERATION)
+        held = self._world["operations"]
+        operations[: len(held)] = held
+        # The last one that was free is followed by the first new one.
+        operations["next"][len(held) :] = np.arange(len(held) + 1, count + 1)
+        self._world["operations"] = operations
 
     def _make_spans(self, count: int) -> None:
         """Give the loop room for so many spans, and keep those that it has."""
@@ -201,6 +211,7 @@ class CompiledReplay:
             "last_copy",
             "replaces",
             "victim",
+            "next_victim",
         ):
             experts[name] = NONE
         world["experts"] = experts
@@ -221,6 +232,8 @@ class CompiledReplay:
         books = level.memory
         kind = type(cache)
         table["is_global"] = books.size.scope == GLOBAL
+        one_size = len(set(books.expert_bytes)) == 1
+        table["equal_sizes"] = one_size or not table["is_global"]
         table["admits_all"] = kind.admits is CachePolicy.admits
         table["in_launch_order"] = kind.precedence is CachePolicy.precedence
         table["replaces"] = cache.replaces
@@ -285,8 +298,10 @@ class CompiledReplay:
             constants["copy_after_read"] = costs.after_read("h2d")
             constants["compute_after_read"] = costs.after_read("cpu")
         constants["splits_layers"] = planner.splits_layers
-        # On the host accelerator all memory is shared: results need no way back.
-        constants["moves_activations"] = profile.accelerator != "host"
+        # Where all memory is shared, results need no way back.
+        shared = profile.accelerator == "host" or profile.memory.unified
+        constants["moves_activations"] = not shared
+        constants["writes_back"] = planner.policies.writes_back
         constants["prefetches"] = prefetch.prefetches
         constants["requeue"] = prefetch.requeue
         constants["oracle"] = prefetch.oracle
@@ -320,6 +335,12 @@ class CompiledReplay:
                 for gpu in range(gpus)
             ]
         )
+        world["back_s"] = np.array(
+            [
+                [costs.writeback_s(layer, gpu) for layer in range(shape.layers)]
+                for gpu in range(gpus)
+            ]
+        )
         evaluations = [
             [planner.evaluations(layer, phase) for phase in Phase]
             for layer in range(shape.layers)
@@ -331,6 +352,11 @@ class CompiledReplay:
             names += kind.lanes(gpus)
         by_use = [profile.lanes.index(name) for name in names]
         world["lane_by_use"] = np.array(by_use, np.int64)
+        control, _, _, first_gpu, *_ = by_use
+        worker_of = world["lanes"]["worker"]
+        constants["inline"] = worker_of[control] == worker_of[first_gpu]
+        if constants["inline"]:
+            world["workers"]["busy"][worker_of[control]] = True
 
         world["work_s"] = np.zeros((4, gpus * shape.experts))
         world["work_state"] = np.zeros((2, gpus * shape.experts), np.int8)
@@ -376,6 +402,7 @@ class CompiledReplay:
             self._run(block, progress)
         self._give_spans()
         self._give_accesses()
+        self._give_passes()
         run = self._world["run"][0]
         for m, level in enumerate(self._levels):
             high_bytes = int(self._world["memories"][m]["used_high_bytes"])
@@ -398,6 +425,8 @@ class CompiledReplay:
         begin = 0
         while begin < len(block.layer):
             self._draw()
+            if run["operations"] + self._most > len(world["operations"]):
+                self._make_operations(2 * len(world["operations"]))
             end = run_steps(world.table.ctypes.data, begin, CHUNK_SPANS, CHUNK_ACCESSES)
             if run["error"]:
                 self._fail(int(run["error"]), block, end)
@@ -411,8 +440,9 @@ class CompiledReplay:
                 self._make_spans(2 * len(world["nbytes"]))
             if full_accesses and at_end:
                 self._give_accesses()
-            for last in passes[(passes >= begin) & (passes < end)].tolist():
-                self._note_pass(block, last, progress)
+            self._note_passes(
+                block, passes[(passes >= begin) & (passes < end)], progress
+            )
             self._layer_steps += end - begin
             begin = end
 
@@ -426,6 +456,7 @@ class CompiledReplay:
 
         world["step"] = np.ascontiguousarray(block.step, np.int64)
         world["batch"] = np.ascontiguousarray(block.batch, np.int64)
+        world["rows"] = np.ascontiguousarray(block.rows, np.int64)
         world["layer"] = np.ascontiguousarray(block.layer, np.int64)
         world["edges"] = np.ascontiguousarray(block.edges, np.int64)
         world["phase"] = np.ascontiguousarray(block.phase, np.int8)
@@ -439,24 +470,18 @@ class CompiledReplay:
         world["start_s"] = np.zeros(count)
         world["end_s"] = np.zeros(count)
 
-        sizes = zip(
-            block.pass_tokens[last].tolist(),
-            block.context_tokens[last].tolist(),
-            block.sequences[last].tolist(),
-            strict=True,
+        tokens = block.pass_tokens[last]
+        dense_s, head_s = costs.dense_of_passes(
+            tokens, block.context_tokens[last], block.sequences[last]
         )
-        dense_s = []
-        head_s = []
-        gate_s = []
-        for tokens, context_tokens, sequences in sizes:
-            dense_s.append(costs.dense_s(tokens, context_tokens, sequences))
-            head_s.append(costs.head_s(tokens, sequences))
-            gate_s.append(costs.gate_s(tokens) if self._gates else 0.0)
+        gate_s = np.zeros(len(last))
+        if self._gates:
+            gate_s[:] = [costs.gate_s(count) for count in tokens.tolist()]
         heads = np.full(count, -1.0)
         heads[last] = head_s
         world["head_s"] = heads
-        world["dense_s"] = np.repeat(np.array(dense_s, np.float64), shape.layers)
-        world["gate_s"] = np.repeat(np.array(gate_s, np.float64), shape.layers)
+        world["dense_s"] = np.repeat(dense_s, shape.layers)
+        world["gate_s"] = np.repeat(gate_s, shape.layers)
 
         # Predictions may give an expert more tokens than it gets.
         most_tokens = int(block.rows.max(initial=0))
@@ -521,17 +546,9 @@ class CompiledReplay:
         )
 
     def _give_accesses(self) -> None:
-        parts = self._accesses
+        self._give("accesses", self._accesses)
         self._accesses = []
         self._world["run"]["layer_steps"] = 0
-        if parts:
-            self._timeline.take(
-                "accesses",
-                {
-                    name: np.concatenate([part[name] for part in parts])
-                    for name in parts[0]
-                },
-            )
 
     def _give_spans(self) -> None:
         world = self._world
@@ -554,39 +571,55 @@ class CompiledReplay:
             },
         )
 
-    def _note_pass(
+    def _note_passes(
         self,
         block: LayerSteps,
-        last: int,
+        last: np.ndarray,
         progress: Callable[[RoutedStep], None] | None,
     ) -> None:
-        step = int(block.step[last])
-        phase = Phase(int(block.phase[last]))
-        batch = int(block.batch[last])
-        tokens = int(block.pass_tokens[last])
-        sequences = int(block.sequences[last])
-        self._timeline.step(
-            step,
-            phase,
-            batch,
-            tokens,
-            sequences,
-            start_s=float(self._world["start_s"][last]),
-            end_s=float(self._world["end_s"][last]),
+        """Note forward passes that have ended, by their last layer steps."""
+        world = self._world
+        self._passes.append(
+            {
+                "step": block.step[last].astype(np.int32),
+                "phase": block.phase[last],
+                "batch": block.batch[last].astype(np.int32),
+                "tokens": block.pass_tokens[last].astype(np.int32),
+                "sequences": block.sequences[last].astype(np.int32),
+                "start_s": world["start_s"][last],
+                "end_s": world["end_s"][last],
+            }
         )
-        self._steps += 1
-        if progress is not None:
+        self._steps += len(last)
+        if self._steps - self._steps_given >= CHUNK_STEPS:
+            self._give_passes()
+        if progress is None:
+            return
+        for place in last.tolist():
             progress(
                 RoutedStep(
-                    step=step,
-                    phase=phase,
-                    batch=batch,
-                    tokens=tokens,
-                    context_tokens=int(block.context_tokens[last]),
-                    sequences=sequences,
+                    step=int(block.step[place]),
+                    phase=Phase(int(block.phase[place])),
+                    batch=int(block.batch[place]),
+                    tokens=int(block.pass_tokens[place]),
+                    context_tokens=int(block.context_tokens[place]),
+                    sequences=int(block.sequences[place]),
                     layers=[],
                 )
             )
+
+    def _give_passes(self) -> None:
+        self._give("steps", self._passes)
+        self._passes = []
+        self._steps_given = self._steps
+
+    def _give(self, table: str, parts: list[Chunk]) -> None:
+        if parts:
+            chunk = {
+                name: np.concatenate([part[name] for part in parts])
+                for name in parts[0]
+            }
+            self._timeline.take(table, chunk)
 
     def _fail(self, error: int, block: LayerSteps, s: int) -> None:
         """Raise what a run has failed with.
@@ -618,9 +651,3 @@ _ERRORS = {
     ),
     memory.STUCK: ("", "nothing runs, although something is awaited"),
 }
-
-
-def _by_first_lane(table: np.ndarray) -> np.ndarray:
-    """Workers in the order of their first lanes, in which they are offered work."""
-    workers = table["worker"].tolist()
-    return np.array(list(dict.fromkeys(workers)), np.int64)

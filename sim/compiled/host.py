@@ -83,6 +83,7 @@ def note_accesses(world: Any, work: Work, lanes: Any) -> None:
         work.layer,
         work.phase,
         work.batch,
+        work.rows,
         experts[:asked],
         tokens[:asked],
         state[:asked],

@@ -17,6 +17,8 @@ FETCHED = 2
 COPIED = 3
 PREDICTED = 4
 HAS_READ = 5
+KEPT = 6
+UNAWAITED = 7
 """What follows an operation's end."""
 
 
@@ -36,6 +38,7 @@ def operation(
     i = run.free
     made = world.operations[i]
     run.free = made.next
+    run.operations += 1
     made.lane = lane
     made.kind = kind
     made.step = run.step
@@ -57,6 +60,7 @@ def forget(world: Any, i: int) -> None:
     run = world.run
     world.operations[i].next = run.free
     run.free = i
+    run.operations -= 1
 
 
 # -- what runs -------------------------------------------------------------------------

@@ -16,23 +16,14 @@ from moesim.sim.compiled import lanes as kinds
 from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.lanes import operation
 from moesim.sim.compiled.records import NONE
+from moesim.sim.compiled.transfers import CONTROL, CPU, GPU
 from moesim.sim.compiled.world import address_of, world_at
 from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
-
-CONTROL = 0
-CPU = 2
-GPU = 3
-"""Places in `world.lane_by_use`, beside the SSD's; lanes of GPUs follow each other."""
 
 
 @part
 def _link_to(world: Any, gpu: int) -> int:
     return world.lane_by_use[GPU + world.constants.gpus + gpu]
-
-
-@part
-def _link_back(world: Any, gpu: int) -> int:
-    return world.lane_by_use[GPU + 2 * world.constants.gpus + gpu]
 
 
 @part
@@ -53,14 +44,13 @@ def _wait(world: Any) -> None:
             run.error = memory.STUCK
         if run.error:
             return
-        if world.operations[i].on_end == kinds.TURN:
-            w = world.lanes[world.operations[i].lane].worker
-            world.workers[w].busy = False
+        on_end = world.operations[i].on_end
+        if on_end == kinds.TURN or on_end == kinds.KEPT:  # noqa: PLR1714
             run.turn = True
             run.turns += 1
             kinds.forget(world, i)
-            if world.workers[w].waiting:
-                transfers.serve(world, w)
+            if on_end == kinds.TURN:
+                transfers.go_on(world, world.lanes[world.operations[i].lane].worker)
         else:
             world.end_operation(address_of(world), i)
     run.turn = False
@@ -69,9 +59,39 @@ def _wait(world: Any) -> None:
 @part
 def _alone(world: Any, lane: int, kind: int, layer: int, work_s: float) -> None:
     """Let one operation run, and wait for its end."""
+    if world.constants.inline and _serves(world, transfers.control_worker(world), lane):
+        # The thread is the model's until it asks for experts.
+        _on_control(world, lane, kind, layer, work_s)
+        return
     i = operation(world, lane, kind, layer, NONE, work_s, 0, kinds.TURN)
     transfers.submit(world, i, DEMAND)
     _wait(world)
+
+
+@part
+def _serves(world: Any, w: int, lane: int) -> bool:
+    return world.lanes[lane].worker == w
+
+
+@part
+def _on_control(world: Any, lane: int, kind: int, layer: int, work_s: float) -> None:
+    """Let control's worker, which was taken and is kept, do one operation."""
+    i = operation(world, lane, kind, layer, NONE, work_s, 0, kinds.KEPT)
+    kinds.begin(world, i)
+    _wait(world)
+
+
+@part
+def _take_control(world: Any) -> None:
+    """Wait for control, which plans, unless its thread is the model's own."""
+    if world.constants.inline:
+        return
+    worker = world.workers[transfers.control_worker(world)]
+    if worker.busy:
+        world.run.takes = True
+        _wait(world)
+    else:
+        worker.busy = True
 
 
 @part
@@ -251,6 +271,9 @@ def _layer_step(world: Any, s: int) -> None:
     _alone(world, world.lane_by_use[GPU + at_home], DENSE, layer, work_s)
     if run.error:
         return
+    _take_control(world)
+    if run.error:
+        return
 
     first = world.edges[s]
     end = world.edges[s + 1]
@@ -263,7 +286,8 @@ def _layer_step(world: Any, s: int) -> None:
     copied = run.promoted + run.copies
 
     plan_s = _control_s(constants.planning_s, active, copied)
-    _alone(world, world.lane_by_use[CONTROL], PLAN, layer, plan_s)
+    control = world.lane_by_use[CONTROL]
+    _on_control(world, control, PLAN, layer, plan_s)
     if run.error:
         return
     if constants.host != NONE:
@@ -276,20 +300,24 @@ def _layer_step(world: Any, s: int) -> None:
     cpu_used = _dispatch(world, s, flags, first_op_s)
     _predict(world, s, world.evaluations[layer, phase, 1])
     if not run.pending:
-        run.turn = True
-        run.turns += 1
+        transfers.all_computed(world)
     transfers.end_decisions(world)
+    # Control serves its lanes meanwhile.
+    transfers.go_on(world, transfers.control_worker(world))
     _wait(world)
 
     if cpu_used and constants.moves_activations and not run.error:
-        lane = _link_back(world, at_home)
+        lane = transfers.link_back(world, at_home)
         _alone(world, lane, ACTIVATION, layer, world.activation_s[s])
     if run.error:
         return
     join_s = _control_s(constants.join_s, active, copied)
-    _alone(world, world.lane_by_use[CONTROL], JOIN, layer, join_s)
-    if not run.error:
-        _complete(world, s)
+    _on_control(world, control, JOIN, layer, join_s)
+    if run.error:
+        return
+    _complete(world, s)
+    if not constants.inline:
+        transfers.go_on(world, transfers.control_worker(world))
 
 
 @part
@@ -318,15 +346,18 @@ def run_steps(address: int, first: int, full_spans: int, full_steps: int) -> int
 
     Returns:
         The layer step to go on with: behind the last if the block is done. In the
-        middle of a pass the room for spans is short, or ``run.error`` says what failed.
+        middle of a pass the room for spans or for operations is short, or ``run.error``
+        says what failed.
     """
     world = world_at(address)
     run = world.run
-    # Of one layer step: its products, all queued copies, and what surrounds them.
+    # Of one layer step: its products, all copies, and what surrounds them.
     most = 2 * world.constants.experts + 2 * world.state.size + 8
     s = first
     while s < len(world.layer):
-        if run.spans + most > len(world.nbytes):
+        # What was begun before it may end in it.
+        used = run.operations + most
+        if run.spans + used > len(world.nbytes) or used > len(world.operations):
             return s
         if world.layer[s] == 0:
             run.pass_s = run.now_s

@@ -169,14 +169,19 @@ def wish(world: Any, m: int, key: int, enters: bool, demanded: bool) -> None:
 
 
 @part
-def _promise(world: Any, m: int, key: int, layer: int, room: int, victim: int) -> None:
+def _promise(world: Any, m: int, key: int, layer: int, room: int, victims: Any) -> None:
+    """Promise a wish free room and the places of residents, which stay until then."""
     wished = world.experts[m, key]
     wished.enters = True
     wished.promised = True
     wished.room = room
-    wished.victim = victim
+    wished.victim = NONE
     pool_of(world, m, layer).promised_bytes += room
-    if victim != NONE:
+    # Held, they are promised to nobody else: each is in one list.
+    for n in range(len(victims) - 1, -1, -1):
+        victim = victims[n]
+        world.experts[m, victim].next_victim = wished.victim
+        wished.victim = victim
         world.holds[m, victim] += 1
 
 
@@ -187,8 +192,10 @@ def _keep_promises(world: Any, m: int, key: int, layer: int, sign: int) -> None:
     if not wished.promised:
         return
     pool_of(world, m, layer).promised_bytes += sign * wished.room
-    if wished.victim != NONE:
-        world.holds[m, wished.victim] += sign
+    victim = wished.victim
+    while victim != NONE:
+        world.holds[m, victim] += sign
+        victim = world.experts[m, victim].next_victim
 
 
 @part
@@ -222,12 +229,16 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
     layer = work.layer
     size = world.expert_bytes[layer]
     pool = pool_of(world, m, layer)
-    room = max(0, (pool.free_bytes - pool.promised_bytes) // size)
+    free = pool.free_bytes - pool.promised_bytes
+    room = max(0, free // size)
     if len(entering) > room and not memory.in_launch_order:
         _precedence(world, m, entering)
     for n in range(min(room, len(entering))):
-        _promise(world, m, entering[n], layer, size, NONE)
+        _promise(world, m, entering[n], layer, size, entering[:0])
     if len(entering) <= room:
+        return
+    if not memory.equal_sizes:
+        _demand_unequal(world, m, layer, entering[room:], free - room * size)
         return
 
     candidates = world.keys[2]
@@ -240,7 +251,70 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
     _check(world, chosen, candidates[:count])
     for n in range(len(incoming)):
         if chosen[n] >= 0:
-            _promise(world, m, incoming[n], layer, 0, chosen[n])
+            _promise(world, m, incoming[n], layer, 0, chosen[n : n + 1])
+
+
+@part
+def _demand_unequal(world: Any, m: int, layer: int, incoming: Any, free: int) -> None:
+    """Name victims of any layer, one by one, until each expert fits."""
+    size = world.expert_bytes[layer]
+    leaving = world.keys[4]
+    for n in range(len(incoming)):
+        count, gained = _name_victims(world, m, incoming[n : n + 1], 0, free)
+        if world.run.error:
+            return
+        if gained < size:
+            continue
+        _promise(world, m, incoming[n], layer, min(free, size), leaving[:count])
+        # What a large victim leaves over is free for the next.
+        free = gained - size
+
+
+@part
+def _name_victims(world: Any, m: int, incoming: Any, count: int, free: int) -> Any:
+    """Ask for victims of one expert, beside those listed already, until it fits.
+
+    Returns:
+        How many there are, and the bytes that are free without them: too few if the
+        policy declines, or nobody is left.
+    """
+    layer = incoming[0] // world.constants.experts
+    demanded = world.experts[m, incoming[0]].demanded
+    size = world.expert_bytes[layer]
+    candidates = world.keys[2]
+    victims = world.keys[4]
+    while free < size:
+        listed = _candidates(world, m, layer, demanded, candidates)
+        kept = 0
+        for n in range(listed):
+            candidates[kept] = candidates[n]
+            kept += not contains(victims[:count], candidates[n])
+        if not _can_free(world, m, size - free, candidates[:kept]):
+            break
+        chosen = world.keys[3][:1]
+        _victims(world, m, incoming, candidates[:kept], chosen)
+        if chosen[0] < 0:
+            break
+        _check(world, chosen, candidates[:kept])
+        if world.run.error:
+            break
+        victims[count] = chosen[0]
+        count += 1
+        free += world.expert_bytes[chosen[0] // world.constants.experts]
+    return count, free
+
+
+@part
+def _can_free(world: Any, m: int, missing_bytes: int, candidates: Any) -> bool:
+    """Whether a copy would fit if all candidates left.
+
+    Else nobody is named: policies that keep lists take whom they name for gone.
+    """
+    if world.memories[m].equal_sizes:
+        return len(candidates) > 0
+    for key in candidates:
+        missing_bytes -= world.expert_bytes[key // world.constants.experts]
+    return missing_bytes <= 0
 
 
 @part
@@ -283,6 +357,7 @@ def start(
     """Take a place for a copy that starts now; `NO_PLACE` changes nothing."""
     wished = world.experts[m, key]
     layer = key // (world.constants.experts)
+    world.run.evicted = NONE
     _keep_promises(world, m, key, layer, -1)
     if wished.enters and _make_room(world, m, key, layer):
         wished.wished = False
@@ -320,34 +395,24 @@ def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
         gone = world.state[m, wished.replaces] != RESIDENT
         return gone and pool.free_bytes - pool.promised_bytes >= size
 
-    free = pool.free_bytes - pool.promised_bytes
+    unpromised = pool.free_bytes - pool.promised_bytes
+    free = unpromised
     count = 0
-    # Whoever was promised leaves, unless somebody needs it after all.
-    if wished.promised and wished.victim != NONE:
-        if may_leave(world, m, wished.victim):
-            victims[0] = wished.victim
-            count = 1
-            free += world.expert_bytes[wished.victim // experts]
-    while free < size:
-        candidates = world.keys[2]
-        listed = _candidates(world, m, layer, wished.demanded, candidates)
-        kept = 0
-        for n in range(listed):
-            candidates[kept] = candidates[n]
-            kept += not contains(victims[:count], candidates[n])
-        if not kept:
-            return False
-        world.keys[1][0] = key
-        chosen = world.keys[3][:1]
-        _victims(world, m, world.keys[1][:1], candidates[:kept], chosen)
-        if chosen[0] < 0:
-            return False
-        _check(world, chosen, candidates[:kept])
-        victims[count] = chosen[0]
+    # Whoever was promised leaves, unless somebody needs one of them after all.
+    victim = wished.victim if wished.promised else NONE
+    while victim != NONE:
+        if not may_leave(world, m, victim):
+            count = 0
+            free = unpromised
+            break
+        victims[count] = victim
         count += 1
-        free += world.expert_bytes[chosen[0] // experts]
-        if world.run.error:
-            return False
+        free += world.expert_bytes[victim // experts]
+        victim = world.experts[m, victim].next_victim
+    world.keys[1][0] = key
+    count, free = _name_victims(world, m, world.keys[1][:1], count, free)
+    if free < size or world.run.error:
+        return False
     _evict(world, m, victims[:count])
     return True
 
@@ -364,8 +429,13 @@ def contains(keys: Any, key: int) -> bool:
 @part
 def _evict(world: Any, m: int, victims: Any) -> None:
     experts = world.constants.experts
-    for victim in victims:
+    # In a list of their own: they may have to be copied back, one by one.
+    run = world.run
+    for n in range(len(victims) - 1, -1, -1):
+        victim = victims[n]
         world.state[m, victim] = ABSENT
+        world.experts[m, victim].next_victim = run.evicted
+        run.evicted = victim
         layer = victim // experts
         _take(world, m, layer, -world.expert_bytes[layer])
     if len(victims):

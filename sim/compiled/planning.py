@@ -110,6 +110,7 @@ def work_of(world: Any, s: int) -> Work:
         world.layer[s],
         np.int64(world.phase[s]),  # type: ignore[arg-type] # an int64 it must be
         world.batch[s],
+        world.rows[s],
         experts,
         tokens,
         world.work_state[0][:active],

@@ -32,6 +32,8 @@ RUN = _record(
         ("turns", np.int64),
         ("running", np.int64),
         ("free", np.int64),  # first unused operation
+        ("operations", np.int64),  # in use
+        ("evicted", np.int64),  # the first that left for the copy that starts
         ("spans", np.int64),
         ("pending", np.int64),
         ("fetched", np.int64),
@@ -54,6 +56,7 @@ RUN = _record(
         ("read_step", np.int64),  # of the last read that a layer step demanded
         ("read_layer", np.int64),
         ("turn", np.bool_),
+        ("takes", np.bool_),  # control's worker, as soon as it is free
         ("has_read", np.bool_),  # the last layer step demanded reads
         ("closed", np.bool_),
         ("predicting", np.bool_),
@@ -113,7 +116,8 @@ EXPERT = _record(
         ("landing_s", np.float64),
         ("order", np.int64),  # of the wish, among all wishes
         ("room", np.int64),
-        ("victim", np.int64),
+        ("victim", np.int64),  # the first that is promised to leave for it
+        ("next_victim", np.int64),  # that leaves for the same copy, after this expert
         ("replaces", np.int64),
         ("queued", np.int64),  # the copy's operation; in host memory, the read's
         ("awaiting", np.int64),  # the product that waits for it
@@ -137,6 +141,7 @@ EXPERT = _record(
 MEMORY = _record(
     [
         ("is_global", np.bool_),
+        ("equal_sizes", np.bool_),  # all experts of a pool weigh the same
         ("admits_all", np.bool_),
         ("in_launch_order", np.bool_),
         ("replaces", np.bool_),
@@ -212,6 +217,8 @@ CONSTANTS = _record(
         ("prefetch_sizes", np.int64, (6,)),
         ("splits_layers", np.bool_),
         ("moves_activations", np.bool_),
+        ("writes_back", np.bool_),  # what leaves a GPU is copied to host memory
+        ("inline", np.bool_),  # one thread serves control and the first GPU
         ("prefetches", np.bool_),
         ("requeue", np.bool_),
         ("oracle", np.bool_),  # the prefetch policy knows the future
@@ -256,6 +263,7 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     # Sizes and seconds.
     "expert_bytes": (np.int64, 1),  # [L]
     "copy_s": (np.float64, 2),  # [G, L]
+    "back_s": (np.float64, 2),  # [G, L], of a copy to host memory
     "read_s": (np.float64, 1),  # [L]; empty where host memory holds everything
     "cpu_s": (np.float64, 2),  # [L, T + 1], by tokens
     "gpu_s": (np.float64, 2),
@@ -264,6 +272,7 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     # A block of S layer steps, as `moesim.traces.format.layer_steps` cuts them.
     "step": (np.int64, 1),
     "batch": (np.int64, 1),
+    "rows": (np.int64, 1),  # tokens of each layer step
     "layer": (np.int64, 1),
     "edges": (np.int64, 1),
     "phase": (np.int8, 1),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 
-from moesim.hwprofiles import lanes
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import (
     AssignmentPolicy,
@@ -18,7 +17,6 @@ from moesim.policies.base import (
     PrefetchPolicy,
 )
 from moesim.policies.planner.planner import Planner
-from moesim.policies.planner.residency import GLOBAL
 from moesim.sim.compiled.records import MOST_LANES
 
 if TYPE_CHECKING:
@@ -40,36 +38,10 @@ def unsupported(planner: Any, profile: HardwareProfile, costs: Any) -> str | Non
         return "costs that are not a hardware profile's"
     if len(profile.lanes) > MOST_LANES:
         return f"a machine of more than {MOST_LANES} lanes"
-    # Its thread is taken and given back between operations, which only SimPy models.
-    control, cpu = lanes.CONTROL.lane(), lanes.CPU.lane()
-    for served in profile.workers.values():
-        if control in served and not {control, cpu}.issuperset(served):
-            return "control on a thread that copies or computes on a GPU"
-    if profile.memory.unified:
-        return "memory that CPU and GPU share"
     policies = planner.policies
     if policies.routing.alters:
         return f"routing policy {policies.names.get('routing')!r}"
-    if planner.host is not None and _reads_disturb(profile):
-        return "reads that slow other work, or that control shares a thread with"
-    if policies.writes_back:
-        return "copies back to host memory"
     return _unsupported_policies(planner)
-
-
-def _reads_disturb(profile: HardwareProfile) -> bool:
-    """Whether reads and other work slow each other, or control computes experts.
-
-    Times are the same in both engines there, but counts of events are not.
-    """
-    control, cpu = lanes.CONTROL.lane(), lanes.CPU.lane()
-    for served in profile.workers.values():
-        if control in served and cpu in served:
-            return True
-    slowdown = profile.contention.slowdown
-    others = [kind.name for kind in lanes.LANE_KINDS]
-    ssd = lanes.SSD.name
-    return any(slowdown(ssd, n) != 1.0 or slowdown(n, ssd) != 1.0 for n in others)
 
 
 def _unsupported_policies(planner: Planner) -> str | None:
@@ -82,11 +54,6 @@ def _unsupported_policies(planner: Planner) -> str | None:
         return f"cache policy {name!r}: its choice of victims takes time"
     if cache.replaces and cache.replaces_first:
         return f"cache policy {name!r}: replaces before the step"
-    sizes = planner.shape.expert_bytes
-    pools = (planner.sizes.gpu, planner.sizes.host)
-    shared = any(size is not None and size.scope == GLOBAL for size in pools)
-    if shared and len(set(sizes)) > 1:
-        return "experts of unequal sizes in one pool"
     return None
 
 

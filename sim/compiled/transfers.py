@@ -10,7 +10,7 @@ from typing import Any
 
 from moesim.engine.operations import DEMAND
 from moesim.policies.base import RESIDENT
-from moesim.policies.planner.plan import PREFETCH, READ
+from moesim.policies.planner.plan import PREFETCH, READ, REPLACE
 from moesim.sim.compiled import host, memory
 from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.lanes import (
@@ -19,6 +19,7 @@ from moesim.sim.compiled.lanes import (
     FETCHED,
     HAS_READ,
     PREDICTED,
+    UNAWAITED,
     begin,
     forget,
     operation,
@@ -28,8 +29,11 @@ from moesim.sim.compiled.lanes import (
 from moesim.sim.compiled.records import NONE
 from moesim.sim.compiled.world import ENTRIES, address_of, world_at
 
+CONTROL = 0
 SSD = 1
-"""Place in `world.lane_by_use`."""
+CPU = 2
+GPU = 3
+"""Places in `world.lane_by_use`; lanes of GPUs follow each other."""
 
 _START = 0
 _WAIT = 1
@@ -89,6 +93,40 @@ def serve(world: Any, w: int) -> None:
 
 
 @part
+def go_on(world: Any, w: int) -> None:
+    """Let a worker that has ended something, or is given back, do what comes next."""
+    run = world.run
+    if run.takes and w == control_worker(world):
+        run.takes = False
+        run.turn = True
+        run.turns += 1
+        return
+    world.workers[w].busy = False
+    serve(world, w)
+
+
+@part
+def control_worker(world: Any) -> int:
+    """Who plans; its lanes may be others as well."""
+    return world.lanes[world.lane_by_use[CONTROL]].worker
+
+
+@part
+def all_computed(world: Any) -> None:
+    """Let the layer step go on once control is free: it joins before it serves its
+    lanes again.
+    """
+    run = world.run
+    worker = world.workers[control_worker(world)]
+    if worker.busy:
+        run.takes = True
+        return
+    worker.busy = True
+    run.turn = True
+    run.turns += 1
+
+
+@part
 def offer(world: Any) -> None:
     """Let idle workers look again at operations that waited for a place."""
     workers = world.workers
@@ -141,7 +179,39 @@ def _admit(world: Any, i: int) -> int:
         return _DROP
     _unqueue(world, gpu, key)
     world.experts[gpu, key].copying = True
+    if world.constants.writes_back:
+        _write_back(world, gpu, copy.step)
     return _START
+
+
+@part
+def link_back(world: Any, gpu: int) -> int:
+    """Lane of copies from a GPU to host memory."""
+    return world.lane_by_use[GPU + 2 * world.constants.gpus + gpu]
+
+
+@part
+def _write_back(world: Any, gpu: int, step: int) -> None:
+    """Copy back what has left for the copy that starts; nobody waits for it."""
+    constants = world.constants
+    key = world.run.evicted
+    while key != NONE:
+        # Another copy may start meanwhile, with victims of its own.
+        following = world.experts[gpu, key].next_victim
+        layer = key // constants.experts
+        i = operation(
+            world,
+            link_back(world, gpu),
+            REPLACE,
+            layer,
+            key - layer * constants.experts,
+            world.back_s[gpu, layer] + constants.dispatch_s,
+            world.expert_bytes[layer],
+            UNAWAITED,
+        )
+        world.operations[i].step = step
+        submit(world, i, DEMAND)
+        key = following
 
 
 @part
@@ -595,7 +665,7 @@ def end_operation(address: int, i: int) -> None:
         _copied(world, i)
     elif ended.on_end == HAS_READ:
         _has_read(world, i)
-    else:
+    elif ended.on_end != UNAWAITED:
         if ended.on_end == FETCHED:
             run.fetched -= 1
             if not run.fetched:
@@ -614,11 +684,9 @@ def end_operation(address: int, i: int) -> None:
             offer(world)
         run.pending -= 1
         if not run.pending:
-            run.turn = True
-            run.turns += 1
+            all_computed(world)
     forget(world, i)
-    world.workers[w].busy = False
-    serve(world, w)
+    go_on(world, w)
 
 
 @entry(ENTRIES["serve_worker"])

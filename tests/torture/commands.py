@@ -103,7 +103,7 @@ def words_of(command, seed):
 
 
 def forked(words, folder, *, before=None):
-    """Start a command in a process of its own; return its number.
+    """Start a command in a process of its own; return its number when it begins.
 
     Args:
         words: of the command line.
@@ -113,12 +113,18 @@ def forked(words, folder, *, before=None):
     # What is buffered would be written twice.
     sys.stdout.flush()
     sys.stderr.flush()
+    begins, here = os.pipe()
     number = os.fork()
     if number:
+        os.close(here)
+        # At once where the process dies before.
+        os.read(begins, 1)
+        os.close(begins)
         return number
 
     code = 70
     try:
+        os.close(begins)
         os.setsid()
         os.chdir(folder)
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
@@ -128,8 +134,10 @@ def forked(words, folder, *, before=None):
         sys.stderr = os.fdopen(2, "w", closefd=False)
         if before is not None:
             before()
-        from moesim.cli import main
+        from moesim.start import main
 
+        os.write(here, b".")
+        os.close(here)
         main(words)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0

@@ -24,9 +24,10 @@ def predictions_text(drawn: dict[str, Any]) -> str:
         if column == "scores":
             continue
         asked = entry.get("recall_asked")
-        parts.append(
-            f"{column} recall {entry.get('recall_measured', 0):.3f} (asked {asked:g})"
-        )
+        at = entry.get("recall_at")
+        recall = "recall" if at is None else f"recall at {at}"
+        measured = entry.get("recall_measured", 0)
+        parts.append(f"{column} {recall} {measured:.3f} (asked {asked:g})")
         # Columns of one call share their dependence; it is said once.
         dependence = entry.get("dependence", {})
         words = ", ".join(f"{name} {value:g}" for name, value in dependence.items())

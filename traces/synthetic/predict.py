@@ -130,6 +130,7 @@ def predict(
     *,
     recall: Sequence[float] = (),
     residual: float | None = None,
+    at: int | None = None,
     scores: bool = False,
     seed: int = 0,
     dependence: Dependence | None = None,
@@ -147,6 +148,9 @@ def predict(
             really used, among the K best predicted, over all tokens of the trace.
         residual: recall of ``pred1_res``, if there shall be such a column. Its noise is
             that of ``pred1_raw``: their errors were correlated by 0.998 in ``tiny``.
+        at: measure recalls at so many experts: a token's `at` best ones, among the `at`
+            best predicted; None for all K. With 1 it is how often the best expert is
+            foreseen.
         scores: also write the gate's scores, drawn consistent with the recorded experts
             and weights, and the weights that follow from them where there are none.
         seed: same source, options and seed, same file.
@@ -155,15 +159,18 @@ def predict(
 
     Raises:
         TraceError: nothing to add, recalls out of 0..1 or rising with the depth, more
-            of them than columns or layers, a column that is there already, or a recall
-            that this trace does not admit.
+            of them than columns or layers, `at` out of 1..K, a column that is there
+            already, or a recall that this trace does not admit.
     """
     trace = source if isinstance(source, Trace) else open_trace(source)
     predictors = _predictors(tuple(recall), residual)
     columns = [predictor.column for predictor in predictors]
     _check(trace, predictors, [*columns, *(["scores"] if scores else [])])
+    top_k = trace.shape.top_k
+    if at is not None and not 1 <= at <= top_k:
+        raise TraceError(f"at: expected 1..{top_k} experts of a token, got {at}")
 
-    work = _Work(trace, seed, dependence or Dependence(), predictors, progress)
+    work = _Work(trace, seed, dependence or Dependence(), predictors, at, progress)
     work.survey()
     predictors = work.solve()
     header = _marked(trace.header, work, predictors, scores=scores)
@@ -250,6 +257,7 @@ def _marked(
         drawn[predictor.column] = {
             "recall_asked": predictor.asked,
             "recall_measured": round(predictor.measured, 6),
+            "recall_at": work.at,
             "fidelity": round(predictor.fidelity, 6),
             "dependence": asdict(work.dependence),
             "seed": work.seed,
@@ -270,12 +278,14 @@ class _Work:
         seed: int,
         dependence: Dependence,
         predictors: tuple[Predictor, ...],
+        at: int | None,
         progress: Callable[[float], None] | None,
     ) -> None:
         shape = trace.shape
         self.trace = trace
         self.seed = seed
         self.dependence = dependence
+        self.at = at
         self._predictors = predictors
         self._depths = max((predictor.depth for predictor in predictors), default=0)
         # Drawn scores may have been asked for in an earlier call.
@@ -587,7 +597,7 @@ class _Work:
         *,
         as_written: bool,
     ) -> tuple[int, int]:
-        """Used experts among the K best predicted, and used experts."""
+        """Used experts among as many best predicted ones, and used experts."""
         layers = self.trace.shape.layers
         predicted = self._guess(predictor, sample.logits, sample.noise)
         layer = np.arange(len(predicted)) % layers
@@ -599,7 +609,7 @@ class _Work:
         rows = np.flatnonzero((layer >= predictor.depth) & known & made)
         if as_written:
             predicted = self._scored(predicted).astype(np.float32)
-        experts = sample.experts[rows]
+        experts = np.ascontiguousarray(sample.experts[rows, : self.at])
         return count_hits(predicted[rows], experts), experts.size
 
     def _advance(self, rows: int) -> None:

@@ -81,8 +81,9 @@ class StepAggregator:
         self.steps = 0
         self.batches = 0
         self.sequences = 0
-        self.tokens = {Phase.PREFILL: 0, Phase.DECODE: 0}
-        self.seconds = {Phase.PREFILL: 0.0, Phase.DECODE: 0.0}
+        # By code, which equals the phase as a key.
+        self.tokens: dict[int, int] = {Phase.PREFILL: 0, Phase.DECODE: 0}
+        self.seconds: dict[int, float] = {Phase.PREFILL: 0.0, Phase.DECODE: 0.0}
         self.start_s = np.inf
         self.end_s = -np.inf
 
@@ -138,8 +139,8 @@ class StepAggregator:
             self.gaps_s.extend([duration_s / each] * round(each))
             self._decoded.append((sequences, made + each, end_s))
 
-        self.tokens[Phase(phase)] += tokens
-        self.seconds[Phase(phase)] += duration_s
+        self.tokens[phase] += tokens
+        self.seconds[phase] += duration_s
         self.start_s = min(self.start_s, start_s)
         self.end_s = max(self.end_s, end_s)
         self._last_s = end_s

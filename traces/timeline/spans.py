@@ -247,7 +247,7 @@ class Timeline:
         table: str,
         chunk: Chunk,
     ) -> None:
-        """Keep a whole chunk of `timeline` or `accesses`, in the types of its columns.
+        """Keep a whole chunk of a table, in the types of its columns.
 
         For a writer that makes chunks itself. Their rows come behind all others.
         """

@@ -45,6 +45,7 @@ class Workload:
             `REUSE`.
         recall: of the next layer's gate on this layer's input; None draws no
             predictions and no scores.
+        recall_at: experts of a token that recall is measured at; None for all.
         residual: of the same with DALI's residual; None draws none.
         inputs: records that `recall` and `residual` are taken from.
         seed: of all draws.
@@ -57,6 +58,7 @@ class Workload:
     sequences: int
     like: str | None = None
     recall: float | None = None
+    recall_at: int | None = None
     residual: float | None = None
     inputs: tuple[Input, ...] = ()
     seed: int = 1
@@ -70,6 +72,8 @@ class Workload:
     def name(self) -> str:
         """What tells it from the other workloads, fit for a file name."""
         recall = "" if self.recall is None else f"-r{self.recall:g}"
+        if self.recall_at is not None:
+            recall += f"@{self.recall_at}"
         residual = "" if self.residual is None else f"-d{self.residual:g}"
         sizes = f"{self.sequences}x{self.prompt}+{self.generated}"
         return f"{self.model}-{self.weights}-{sizes}{recall}{residual}-s{self.seed}"
@@ -83,7 +87,8 @@ class Workload:
             f" {self.prompt} + {self.generated} tokens, routing {routing}"
         )
         if self.recall is not None:
-            text += f"; predictions of recall {', '.join(map(str, self.recalls))}"
+            at = "" if self.recall_at is None else f" at {self.recall_at}"
+            text += f"; predictions of recall{at} {', '.join(map(str, self.recalls))}"
         if self.residual is not None:
             text += f", with residual {self.residual:g}"
         return text
@@ -101,6 +106,7 @@ class Workload:
             self,
             sequences=CALIBRATION_SEQUENCES,
             recall=None,
+            recall_at=None,
             residual=None,
             inputs=(),
             seed=self.seed + CALIBRATION_SEED,
@@ -126,6 +132,7 @@ class Workload:
             target,
             recall=self.recalls,
             residual=self.residual,
+            at=self.recall_at,
             scores=True,
             seed=self.seed,
         )

@@ -33,6 +33,17 @@ def predict(
         float | None,
         typer.Option(metavar="R", help="Recall of pred1_res, which DALI needs."),
     ] = None,
+    at: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help=(
+                "Measure recalls at N: a token's N best experts, among the N best"
+                " predicted. Default: all K."
+            ),
+        ),
+    ] = None,
     scores: Annotated[
         bool, typer.Option("--scores", help="Also draw the gate's scores, and weights.")
     ] = False,
@@ -56,6 +67,7 @@ def predict(
     Examples:
       moesim trace predict q.parquet p.parquet --recall 0.8,0.7,0.62 --scores
       moesim trace predict q.parquet p.parquet --recall 0.8 --residual 0.86
+      moesim trace predict q.parquet p.parquet --recall 0.82 --at 1 --scores
     """
     check_places(files=[target], inputs=[trace])
     from moesim.cli.progress import bar
@@ -72,6 +84,7 @@ def predict(
             target,
             recall=[float(value) for value in asked],
             residual=residual,
+            at=at,
             scores=scores,
             seed=seed,
             dependence=dependence,
@@ -84,13 +97,15 @@ def predict(
             "scores": predicted.scores,
             "predictors": [asdict(predictor) for predictor in predicted.predictors],
             "dependence": asdict(dependence),
+            "at": at,
             "seed": seed,
         }
         print(json.dumps(facts, indent=2))
         return
+    recall = "recall" if at is None else f"recall at {at}"
     for predictor in predicted.predictors:
         print(
-            f"{predictor.column}: recall {predictor.measured:.3f}, asked"
+            f"{predictor.column}: {recall} {predictor.measured:.3f}, asked"
             f" {predictor.asked:g}"
         )
     if predicted.scores:

@@ -1,0 +1,28 @@
+"""Where the program begins: from here on, ctrl-C and SIGTERM end it in one line.
+
+What the commands need takes a second to import. Nothing has been written by then, so
+the process ends at once; `moesim.cli.errors.guarded` takes over when a command begins.
+"""
+
+import os
+import signal
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from moesim.ends import exit_code, say_end, stopping_signals
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line; see `moesim.cli.app.main`."""
+    for number in stopping_signals():
+        signal.signal(number, _end)
+    from moesim.cli import main as command_line  # noqa: PLC0415 - takes a second
+
+    command_line(arguments)
+
+
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    code = exit_code(number)
+    say_end(code)
+    os._exit(code)
