@@ -127,7 +127,7 @@ def main() -> None:
 def _print_ratios(least: dict[str, dict[str, float]]) -> None:
     """Print what both commits have."""
     for label, by_tree in least.items():
-        if len(by_tree) < 2:  # noqa: PLR2004 - both
+        if len(by_tree) < 2:
             continue
         before, after = by_tree.values()
         ratio = after / before
@@ -140,9 +140,9 @@ def _print_ratios(least: dict[str, dict[str, float]]) -> None:
 
 def _text(figure: float) -> str:
     """Seconds or MiB, with the unit that fits."""
-    if figure > 1e2:  # noqa: PLR2004 - no part takes minutes
+    if figure > 1e2:
         return f"{figure:.0f} MiB"
-    return f"{figure:.2f} s" if figure > 1e-2 else f"{figure * 1e6:.1f} us"  # noqa: PLR2004
+    return f"{figure:.2f} s" if figure > 1e-2 else f"{figure * 1e6:.1f} us"
 
 
 if __name__ == "__main__":

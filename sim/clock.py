@@ -38,7 +38,7 @@ class Clock(Environment):
 
     # Asked several times for every event, so it is no property as SimPy's own `now`.
     @property
-    def _now(self) -> float:  # type: ignore[override]
+    def _now(self) -> float:
         return self.now_s
 
     @_now.setter
