@@ -1,4 +1,4 @@
-"""Replay a trace in virtual time: the engine's layer steps, as one SimPy process."""
+"""Replay a trace in virtual time: the engine's layer steps, as one process."""
 
 from __future__ import annotations
 
