@@ -1,8 +1,9 @@
-"""Replay speed of this checkout against another commit, in turns, in CPU seconds.
+"""This checkout against another commit, in turns, in CPU seconds.
 
-``python -m benchmarks.against_commit REV`` prints a ratio for each policy: above 1,
-this checkout is slower. Both take turns, as a shared machine is faster at one time than
-at another, and the least seconds of each are compared: what others do only adds.
+``python -m benchmarks.against_commit REV`` prints a ratio for everything that is
+compared: above 1, this checkout is slower (or needs more memory). ``--part`` names
+some. Both take turns, as a shared machine is faster at one time than at another, and
+the least figures of each are compared: what others do only adds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -18,35 +20,18 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+from benchmarks import import_speed, trace_speed
+from benchmarks.commit_probe import PARTS
 from benchmarks.replay_speed import bench_trace
+from tests import foreign_files
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("engine", "hwprofiles", "policies", "runtime", "sim", "traces")
-POLICIES = ("greedy", "on-demand", "all-cpu", "fiddler")
-WORKER = """
-import gc, json, sys, time
-try:
-    from moesim.runs.replay import MemoryOptions, replay
-except ImportError:  # commits before the rooms had one namespace
-    from moesim.api import MemoryOptions, replay
-memory = MemoryOptions(cache_ratio=0.25)
-trace, rounds, *policies = sys.argv[1:]
-spent = {}
-for policy in policies:
-    for round_ in range(int(rounds) + 1):
-        gc.collect()
-        begin_s = time.process_time()
-        try:
-            run = replay(trace, policy, hw="rtx3090-epyc7532", memory=memory)
-        except Exception as error:
-            print(f"{policy}: {error}", file=sys.stderr)
-            break
-        seconds = time.process_time() - begin_s
-        # The first round loads compiled loops.
-        if round_:
-            spent.setdefault(policy, []).append(seconds / run.metrics["layer_steps"])
-print(json.dumps(spent))
-"""
+TOLERANCE = 1.05
+"""What is slower than this is marked."""
+
+TOKENS = 3000
+CACHE_ROWS = 1_000_000
 
 
 def importable(checkout: Path, tree: Path) -> Path:
@@ -61,29 +46,56 @@ def importable(checkout: Path, tree: Path) -> Path:
         (package / room).symlink_to(checkout / room)
         # Commits before the namespace import it by its own name.
         (tree / room).symlink_to(checkout / room)
+    for beside in ("benchmarks", "tests"):
+        (tree / beside).symlink_to(checkout / beside)
     return tree
 
 
-def layer_step_s(tree: Path, trace: Path, rounds: int) -> dict[str, list[float]]:
-    """CPU seconds per layer step of some replays by policy, in a process of its own."""
+def figures(tree: Path, part: str, files: Path, rounds: int) -> dict[str, float]:
+    """The figures of one part, in a process of its own."""
+    probe = Path(__file__).with_name("commit_probe.py")
+    # Isolated from the script's folder, which belongs to this checkout.
+    code = f"import runpy, sys; sys.argv[0] = {str(probe)!r}; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     done = subprocess.run(
-        [sys.executable, "-c", WORKER, str(trace), str(rounds), *POLICIES],
+        [sys.executable, "-P", "-c", code, part, str(files), str(rounds)],
         env={**os.environ, "PYTHONPATH": str(tree)},
         # Elsewhere the folder itself would be imported.
         cwd=tree.parent,
         stdout=subprocess.PIPE,
         check=True,
     )
-    found: dict[str, list[float]] = json.loads(done.stdout)
-    return found
+    printed: dict[str, float] = json.loads(done.stdout)
+    return printed
+
+
+def write_files(folder: Path) -> None:
+    """Write what both checkouts read: traces and foreign files."""
+    # A copy, as it may be the shipped one.
+    shutil.copy(bench_trace(folder).path, folder / "routing.parquet")
+    trace_speed.write(folder / "large.parquet", CACHE_ROWS)
+    truth = foreign_files.routing(
+        ((TOKENS // 8, TOKENS - TOKENS // 8),),
+        layers=import_speed.LAYERS,
+        experts=import_speed.EXPERTS,
+        top_k=import_speed.TOP_K,
+    )
+    with import_speed.files_of_this_model():
+        for number, (name, (write, options)) in enumerate(import_speed.LAYOUTS.items()):
+            place = folder / "foreign" / str(number)
+            place.mkdir(parents=True)
+            layout = {"name": name, "shape": import_speed.SHAPE, "options": options}
+            layout["file"] = write(place / "dump.npz", truth).name
+            (place / "layout.json").write_text(json.dumps(layout))
 
 
 def main() -> None:
-    """Print both speeds and their ratio."""
+    """Print both figures of everything and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rev", metavar="REV", help="the commit to compare with")
+    parser.add_argument("--part", action="append", choices=PARTS, help="all without")
     parser.add_argument("--turns", type=int, default=3, help="processes of each")
-    parser.add_argument("--rounds", type=int, default=4, help="replays in each")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions in each")
     chosen = parser.parse_args()
 
     archive = subprocess.run(
@@ -95,28 +107,42 @@ def main() -> None:
         folder = Path(name)
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(folder / "checkout", filter="data")
-        trace = bench_trace(folder)
+        write_files(folder)
         trees = {
             chosen.rev: importable(folder / "checkout", folder / "before"),
             "here": importable(ROOT, folder / "after"),
         }
-        least: dict[str, dict[str, float]] = defaultdict(dict)
-        for _ in range(chosen.turns):
-            for label, tree in trees.items():
-                spent = layer_step_s(tree, trace.path, chosen.rounds)
-                for policy, seconds in spent.items():
-                    earlier = least[policy].get(label, float("inf"))
-                    least[policy][label] = min(earlier, *seconds)
+        print(f"least figures of {chosen.rev}, of this checkout, and their ratio")
+        for part in chosen.part or PARTS:
+            least: dict[str, dict[str, float]] = defaultdict(dict)
+            for _ in range(chosen.turns):
+                for label, tree in trees.items():
+                    spent = figures(tree, part, folder, chosen.rounds)
+                    for name_, figure in spent.items():
+                        earlier = least[name_].get(label, float("inf"))
+                        least[name_][label] = min(earlier, figure)
+            _print_ratios(least)
 
-        print(f"replay of {trace.path.name}, least CPU seconds per layer step")
-        for policy, by_label in least.items():
-            if len(by_label) < len(trees):
-                continue
-            before, after = by_label.values()
-            print(
-                f"  {policy:10} {before * 1e6:6.1f} us at {chosen.rev},"
-                f" {after * 1e6:6.1f} us here: {after / before:.2f} times"
-            )
+
+def _print_ratios(least: dict[str, dict[str, float]]) -> None:
+    """Print what both commits have."""
+    for label, by_tree in least.items():
+        if len(by_tree) < 2:
+            continue
+        before, after = by_tree.values()
+        ratio = after / before
+        mark = "  slower" if ratio > TOLERANCE else ""
+        print(
+            f"  {label:40} {_text(before):>10} {_text(after):>10} {ratio:6.2f}{mark}",
+            flush=True,
+        )
+
+
+def _text(figure: float) -> str:
+    """Seconds or MiB, with the unit that fits."""
+    if figure > 1e2:
+        return f"{figure:.0f} MiB"
+    return f"{figure:.2f} s" if figure > 1e-2 else f"{figure * 1e6:.1f} us"
 
 
 if __name__ == "__main__":

@@ -76,14 +76,14 @@ def report(tokens: int = TOKENS, large_rows: int = LARGE_ROWS) -> None:
     """Print a line per layout: its rate, beside a library's for the same bytes; and
     what large files need.
     """
-    with _files_of_this_model(), tempfile.TemporaryDirectory() as folder:
+    with files_of_this_model(), tempfile.TemporaryDirectory() as folder:
         _report_rates(Path(folder), tokens)
         if large_rows:
             _report_memory(Path(folder), large_rows)
 
 
 @contextlib.contextmanager
-def _files_of_this_model() -> Iterator[None]:
+def files_of_this_model() -> Iterator[None]:
     """Have the tests' writers write files of a model of ordinary size."""
     ordinary = {
         "LAYERS": LAYERS,

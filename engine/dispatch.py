@@ -37,12 +37,12 @@ class Dispatch(Generic[Op]):
         self._planner = planner
         self._transfers = transfers
         self._report = transfers.report
-        self._start_on_cpu = transfers.when_in_host_memory
-        self._start_on_gpu = transfers.when_on_gpu
         self._cpu = world.lanes.index(CPU_LANE.lane())
         self._gpu_of = [gpu_of_lane(lane) for lane in world.lanes]
         self._gpu_memory = [level.memory for level in planner.gpu]
         self._limited_host = planner.host is not None
+        # Where host memory holds everything, its products have nothing to let go of.
+        self._computed_on_cpu = self._computed if self._limited_host else self._count
         # GPU products that wait until every copy of the layer has landed.
         self._barred: list[Op] | None = None
         self._held: list[Op] = []  # what the CPU of a serial plan will start with
@@ -80,21 +80,32 @@ class Dispatch(Generic[Op]):
 
     def _queue_products(self, plan: Plan) -> bool:
         """Queue the layer step's products in launch order; whether the CPU has one."""
-        # Nothing ends while products are queued, so they may be counted afterwards.
+        # Nothing lands or ends while products are queued. So they may be counted
+        # afterwards, and where nothing is on its way none of them waits.
         count = 0
         cpu_used = False
-        computed = self._computed
+        cpu = self._cpu
+        transfers = self._transfers
+        submit = self._world.submit
+        start_on_cpu = submit if transfers.all_read else transfers.when_in_host_memory
+        # A serial plan counts what the planner has not heard of yet as fetched.
+        waits = plan.serial or self._barred is not None
+        all_on_gpu = transfers.all_copied and not waits
         for product in self._world.computes(plan):
-            product.on_end = computed
             count += 1
-            if product.lane != self._cpu:
-                self._queue_on_gpu(product, serial=plan.serial)
+            if product.lane == cpu:
+                cpu_used = True
+                product.on_end = self._computed_on_cpu
+                if plan.serial:
+                    self._held.append(product)
+                else:
+                    start_on_cpu(product)
                 continue
-            cpu_used = True
-            if plan.serial:
-                self._held.append(product)
+            product.on_end = self._computed
+            if all_on_gpu:
+                submit(product)
             else:
-                self._start_on_cpu(product)
+                self._queue_on_gpu(product, serial=plan.serial)
         self.pending += count
         return cpu_used
 
@@ -111,7 +122,7 @@ class Dispatch(Generic[Op]):
             self.fetched += 1
             product.on_end = self._fetched_computed
         if self._barred is None:
-            self._start_on_gpu(gpu, product)
+            self._transfers.when_on_gpu(gpu, product)
         else:
             self._barred.append(product)
 
@@ -120,7 +131,7 @@ class Dispatch(Generic[Op]):
         barred = self._barred or []
         self._barred = None
         for product in barred:
-            self._start_on_gpu(self._gpu_of[product.lane], product)
+            self._transfers.when_on_gpu(self._gpu_of[product.lane], product)
 
     def _begin_precomputes(self, plan: Plan) -> None:
         """Queue products of the next layer's experts, after this layer's own."""
@@ -170,7 +181,10 @@ class Dispatch(Generic[Op]):
         # Where nothing is staged there is nothing to let go of.
         if self._gpu_memory[gpu].staged_total if gpu >= 0 else self._limited_host:
             self._report(self._planner.computed, gpu, product.layer, product.expert)
-        self._count(product)
+        # As `_count`, whose call would be made for every product.
+        self.pending -= 1
+        if not self.pending:
+            self._world.computed(product)
 
     def _fetched_computed(self, product: Op) -> None:
         self.fetched -= 1
@@ -189,4 +203,4 @@ class Dispatch(Generic[Op]):
         held = self._held
         self._held = []
         for product in held:
-            self._start_on_cpu(product)
+            self._transfers.when_in_host_memory(product)

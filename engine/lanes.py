@@ -93,20 +93,20 @@ class WorkerQueues(Generic[Op]):
         if not self.waiting:
             return None
         for queue, gate in self._lines:
-            while queue:
-                if gate is not None:
-                    if gate.closed:
-                        break
-                    verdict = gate.decide(queue[0])
-                    # One that waits keeps those behind it waiting, but not the others.
-                    if verdict == WAIT:
-                        break
-                    if verdict == DROP:
-                        queue.popleft()
-                        self.waiting -= 1
-                        continue
+            if gate is None:
+                if queue:
+                    self.waiting -= 1
+                    return queue.popleft()
+                continue
+            while queue and not gate.closed:
+                verdict = gate.decide(queue[0])
+                # One that waits keeps those behind it waiting, but not the others.
+                if verdict == WAIT:
+                    break
                 self.waiting -= 1
-                return queue.popleft()
+                operation = queue.popleft()
+                if verdict != DROP:
+                    return operation
         return None
 
 

@@ -124,11 +124,18 @@ class Transfers(Generic[Op]):
             self._submit(copy.operation, DEMAND)
         copy.priority = DEMAND
 
+    @property
+    def all_copied(self) -> bool:
+        """Whether no copy to a GPU is queued or on its way."""
+        return not self._queued and not self._in_flight
+
+    @property
+    def all_read(self) -> bool:
+        """Whether no read is queued or on its way."""
+        return not self._reads
+
     def when_on_gpu(self, gpu: int, product: Op) -> None:
         """Start a product as soon as its expert is on a GPU."""
-        if not self._queued and not self._in_flight:
-            self._submit(product)
-            return
         key = gpu * self._model + self._key(product)
         if key in self._queued or key in self._in_flight:
             self._awaiting_gpu[key] = product
@@ -137,7 +144,7 @@ class Transfers(Generic[Op]):
 
     def when_in_host_memory(self, product: Op) -> None:
         """Start a product as soon as its expert is in host memory."""
-        read = self._reads.get(self._key(product)) if self._reads else None
+        read = self._reads.get(self._key(product))
         if read is None:
             self._submit(product)
         else:
@@ -268,16 +275,17 @@ class Transfers(Generic[Op]):
             return START
 
         gpu = self._gpu_of[operation.lane]
-        place = self._planner.start_copy(gpu, layer, expert, now_s)
+        planner = self._planner
+        place = planner.start_copy(gpu, layer, expert, now_s)
         if place is None:
-            if not self._planner.gives_up(gpu, layer, expert):
+            if not planner.gives_up(gpu, layer, expert):
                 return WAIT
-            self._planner.cancel_copy(gpu, layer, expert)
+            planner.cancel_copy(gpu, layer, expert)
             self._forget(gpu, layer, expert)
             self._settle(layer)
             return DROP
         self._forget(gpu, layer, expert)
-        self._in_flight.add(gpu * self._model + self._key(operation))
+        self._in_flight.add(gpu * self._model + layer * self._experts + expert)
         self._world.placed(operation, gpu)
         if self._writes_back:
             for key in place.evicted:
@@ -312,13 +320,15 @@ class Transfers(Generic[Op]):
     def _copied(self, operation: Op) -> None:
         """Start the product that waited for an expert on a GPU."""
         gpu = self._gpu_of[operation.lane]
-        self.report(self._planner.landed, gpu, operation.layer, operation.expert)
-        key = gpu * self._model + self._key(operation)
+        layer = operation.layer
+        expert = operation.expert
+        self.report(self._planner.landed, gpu, layer, expert)
+        key = gpu * self._model + layer * self._experts + expert
         self._in_flight.remove(key)
         product = self._awaiting_gpu.pop(key, None)
         if product is not None:
             self._submit(product)
-        self._settle(operation.layer)
+        self._settle(layer)
 
     def report(self, report: Callable[..., bool], *arguments: int) -> None:
         """Tell the planner what has ended, now or when it has decided.

@@ -17,7 +17,7 @@ from moesim.hwprofiles.lanes import kind_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from simpy.core import Environment
+    from moesim.sim.clock import Clock
 
 _FIRST_PRIORITY = 2
 """SimPy keeps 0 and 1 for its own events; those of lanes come after them."""
@@ -86,7 +86,7 @@ class Contention:
     """Runs operations at rates that depend on what else is running.
 
     Args:
-        env: the clock.
+        clock: virtual time.
         lane_classes: class of every lane.
         slowdown: ``slowdown(victim_class, other_class) >= 1``.
         finished: called with each operation when its work is done.
@@ -94,15 +94,16 @@ class Contention:
 
     def __init__(
         self,
-        env: Environment,
+        clock: Clock,
         lane_classes: Sequence[str],
         slowdown: Callable[[str, str], float],
         finished: Callable[[Operation], None],
     ) -> None:
-        self._env = env
-        self._schedule: Callable[[Event, int, float], None] = env.schedule  # type: ignore[assignment] # any int sorts
+        self._clock = clock
+        self._end = clock.end
         self._finished = finished
-        self._alone = [finished]
+        # Shared, as nobody else waits for the end of an operation.
+        self._alone: list[Callable[..., None]] = [finished]
         # Within a kind, the operation that was scheduled first ends first.
         self._priority = [
             _FIRST_PRIORITY + kind_of(name).end_rank for name in lane_classes
@@ -121,7 +122,7 @@ class Contention:
 
     def _start(self, operation: Operation) -> None:
         """Begin an operation on a machine where lanes slow each other."""
-        operation.start_s = operation.settled_s = self._env.now
+        operation.start_s = operation.settled_s = self._clock.now_s
         operation.left_s = operation.work_s
         operation.rate = 0.0
         self._running.append(operation)
@@ -129,15 +130,15 @@ class Contention:
 
     def _start_alone(self, operation: Operation) -> None:
         """Begin an operation on a machine where nothing slows anything."""
-        operation.start_s = now_s = self._env.now
+        operation.start_s = now_s = self._clock.now_s
         operation.end_s = now_s + operation.work_s
-        operation.callbacks = self._alone[:]
+        operation.callbacks = self._alone
         self.events += 1
-        self._schedule(operation, self._priority[operation.lane], operation.work_s)
+        self._end(operation, self._priority[operation.lane], operation.work_s)
 
     def _adjust(self) -> None:
         """Settle and re-schedule every operation whose rate has changed."""
-        now_s = self._env.now
+        now_s = self._clock.now_s
         for operation in self._running:
             factors = self._slowdown[operation.lane]
             rate = 1.0
@@ -155,15 +156,13 @@ class Contention:
                 operation.rate = rate
                 end.callbacks = [self._ended]
                 self.events += 1
-                self._schedule(
-                    end, self._priority[operation.lane], operation.left_s / rate
-                )
+                self._end(end, self._priority[operation.lane], operation.left_s / rate)
 
     def _ended(self, end: Event) -> None:
         operation: Operation = end if isinstance(end, Operation) else end._value  # noqa: SLF001 - our own event
         if (operation.end or operation) is not end:
             return  # it has moved since
-        operation.end_s = self._env.now
+        operation.end_s = self._clock.now_s
         self._running.remove(operation)
         self._adjust()
         self._finished(operation)

@@ -21,9 +21,8 @@ from moesim.traces.timeline.spans import JOIN, pack_span
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from simpy.core import Environment
-
     from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.sim.clock import Clock
     from moesim.traces.timeline.spans import Timeline
 
 
@@ -66,7 +65,7 @@ class Machine:
 
     def __init__(
         self,
-        env: Environment,
+        clock: Clock,
         profile: HardwareProfile,
         timeline: Timeline,
         noise: Durations | None = None,
@@ -74,11 +73,12 @@ class Machine:
         self.lanes = profile.lanes
         kinds = [kind_of(lane).name for lane in self.lanes]
         self.contention = Contention(
-            env, kinds, profile.contention.slowdown, self._finished
+            clock, kinds, profile.contention.slowdown, self._finished
         )
         self._record = timeline.spans.extend
         self._noise = noise
-        self._start = self.contention.start if noise is None else self._start_scattered
+        self.start = self.contention.start if noise is None else self._start_scattered
+        """Start an operation on a worker that was taken; its end gives it back."""
         self.admission = Admission()
         self._gated = [takes_places(name) for name in self.lanes]
         by_lane: dict[int, Worker] = {}
@@ -102,17 +102,17 @@ class Machine:
             worker.busy = True
             then()
 
-    def is_free(self, lane: int) -> bool:
-        """Whether a lane's worker does nothing."""
-        return not self._worker_of[lane].busy
+    def take_if_free(self, lane: int) -> bool:
+        """Take a lane's worker if it does nothing; whether it did."""
+        worker = self._worker_of[lane]
+        if worker.busy:
+            return False
+        worker.busy = True
+        return True
 
     def give(self, lane: int) -> None:
         """Give a lane's worker back, to who waits for it or to its lanes."""
         self._go_on(self._worker_of[lane])
-
-    def start(self, operation: Operation) -> None:
-        """Start an operation on a worker that was taken; its end gives it back."""
-        self._start(operation)
 
     def keep(self, operation: Operation) -> None:
         """Keep the worker of an operation that ends at this moment."""
@@ -126,13 +126,14 @@ class Machine:
         """Queue an operation; it starts at once if its worker is idle."""
         lane = operation.lane
         worker = self._worker_of[lane]
-        if not worker.busy and not worker.waiting and not self._gated[lane]:
-            worker.busy = True
-            self._start(operation)
-            return
-        worker.push(operation, priority)
-        if not worker.busy:
+        if worker.busy:
+            worker.push(operation, priority)
+        elif worker.waiting or self._gated[lane]:
+            worker.push(operation, priority)
             self._serve(worker)
+        else:
+            worker.busy = True
+            self.start(operation)
 
     def offer(self) -> None:
         """Let idle workers look again at operations that waited for a place."""
@@ -148,11 +149,7 @@ class Machine:
         """Start the next operation that an idle worker may start."""
         # A copy that takes its place may queue others here: one is picked at a time.
         worker.busy = True
-        operation = worker.pick()
-        if operation is None:
-            worker.busy = False
-        else:
-            self._start(operation)
+        self._go_on(worker)
 
     def _start_scattered(self, operation: Operation) -> None:
         assert self._noise is not None
@@ -193,5 +190,9 @@ class Machine:
         """Let a worker that has ended something do what comes next."""
         if worker.takers:
             worker.takers.popleft()()
+            return
+        operation = worker.pick()
+        if operation is None:
+            worker.busy = False
         else:
-            self._serve(worker)
+            self.start(operation)

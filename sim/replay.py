@@ -1,25 +1,23 @@
-"""Replay a trace in virtual time: the engine's layer steps, as one SimPy process."""
+"""Replay a trace in virtual time: the engine's layer steps, as one process."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import numpy as np
-from simpy.core import Environment
 
 from moesim.engine.layer_step import LayerStep
 from moesim.hwprofiles.lanes import GPU
+from moesim.sim.clock import Clock
 from moesim.sim.machine import Machine
 from moesim.sim.noise import Noise
 from moesim.sim.results import ReplayResult, SimulationError
-from moesim.sim.world import VirtualWorld
+from moesim.sim.world import TURN, VirtualWorld
 from moesim.traces.format.arrivals import Idle
 from moesim.traces.timeline.spans import DENSE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
-
-    from simpy.events import Event
 
     from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
@@ -48,13 +46,13 @@ class Replay:
         noise_seed: int | None = None,
         measured: Measurements | None = None,
     ) -> None:
-        self.env = Environment()
+        self.clock = Clock()
         durations: Durations | None = measured
         if noise_seed is not None:
             durations = Noise(profile, noise_seed)
-        self.machine = Machine(self.env, profile, timeline, durations)
+        self.machine = Machine(self.clock, profile, timeline, durations)
         self._world = VirtualWorld(
-            self.env,
+            self.clock,
             self.machine,
             profile,
             costs,
@@ -85,33 +83,33 @@ class Replay:
             PolicyError: a policy answered something illegal.
             SimulationError: the process never ended (a lost landing would be our bug).
         """
-        process = self.env.process(self._run(steps, progress))
-        self.env.run(process)
+        self.clock.drive(self._run(steps, progress))
         pending = self._layer_step.dispatch.pending
         if pending:
             raise SimulationError(f"{pending} operations were never finished")
         return ReplayResult(
             steps=self._steps,
             layer_steps=self._layer_steps,
-            events=self.machine.contention.events + self._world.turns,
-            makespan_s=self.env.now,
+            events=self.machine.contention.events + self.clock.turns,
+            makespan_s=self.clock.now_s,
         )
 
     def _run(
         self,
         steps: Iterable[RoutedStep | Idle],
         progress: Callable[[RoutedStep], None] | None,
-    ) -> Generator[Event, None, None]:
+    ) -> Generator[str, None, None]:
         """Walk forward passes: the dense part of each layer, its experts, the head."""
-        env = self.env
+        clock = self.clock
         costs = self._costs
         world = self._world
         planner = self._planner
         for step in steps:
             if isinstance(step, Idle):
-                yield env.timeout(step.until_s - env.now)
+                clock.wake_after(step.until_s - clock.now_s)
+                yield TURN
                 continue
-            start_s = env.now
+            start_s = clock.now_s
             # Nothing was read since the last pass's head: caches are as without reads.
             world.has_read = False
             dense_s = costs.dense_s(step.tokens, step.context_tokens, step.sequences)
@@ -144,13 +142,13 @@ class Replay:
                 step.made,
                 step.sequences,
                 start_s=start_s,
-                end_s=env.now,
+                end_s=clock.now_s,
             )
             self._steps += 1
             if progress is not None:
                 progress(step)
 
-    def _draft(self, step: RoutedStep) -> Generator[Event, None, None]:
+    def _draft(self, step: RoutedStep) -> Generator[str, None, None]:
         """Draft tokens one by one on the first GPU, and prefetch what each foretells.
 
         The model that drafts is taken to have the same dense parts, and to be on the

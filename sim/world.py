@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from functools import cache, partial
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from simpy.events import Event
 
 from moesim.hwprofiles import lanes
 from moesim.policies.base import CPU
@@ -23,25 +22,17 @@ from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from simpy.core import Environment
-
     from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.plan import Copies, Plan
     from moesim.policies.planner.planner import Planner
+    from moesim.sim.clock import Clock
     from moesim.sim.machine import Machine, Measurements
     from moesim.traces.timeline.spans import Timeline
 
 
-class Turn(Event):
-    """The replaying process's next turn, reused for every wait.
-
-    As `Operation`, it is triggered from birth and processed when it is scheduled.
-    """
-
-    _ok = True
-    _value = None
-    _defused = False
+TURN: Final = "the process's next turn"
+"""What the replaying process waits for, always."""
 
 
 class VirtualWorld:
@@ -49,13 +40,12 @@ class VirtualWorld:
 
     Attributes:
         lanes: names of the lanes, by index.
-        turns: how often the replaying process was woken.
         has_read: whether the last layer step read from the SSD.
         dense_s: seconds of a layer's dense part in the forward pass under way.
         parts: whether control's parts between its spans are operations too.
 
     Args:
-        env: the clock.
+        clock: virtual time.
         machine: spends the operations.
         profile: lanes and memories.
         costs: how long operations take.
@@ -67,7 +57,7 @@ class VirtualWorld:
 
     def __init__(
         self,
-        env: Environment,
+        clock: Clock,
         machine: Machine,
         profile: HardwareProfile,
         costs: Costs,
@@ -81,10 +71,9 @@ class VirtualWorld:
         self.withdraw = machine.withdraw
         self.offer = machine.offer
         self.admission = machine.admission
-        self.turns = 0
         self.has_read = False
         self.dense_s = 0.0
-        self._env = env
+        self._clock = clock
         self._machine = machine
         self._planner = planner
         self._costs = costs
@@ -93,7 +82,6 @@ class VirtualWorld:
         self._measured = measured
         self._holds_control = False
         self._place = (-1, -1)  # step and layer under way
-        self._turn = Turn(env)
         # Entering a lock that nobody contends is cheaper than a null context.
         self._uncontended = Lock()
 
@@ -270,24 +258,19 @@ class VirtualWorld:
         """Give the replaying process its turn once control is free: it joins before it
         serves its lanes again.
         """
-        self._machine.take(self._control, self._wake)
-
-    def _wake(self) -> None:
-        """Give the replaying process its turn, now."""
-        self.turns += 1
-        self._env.schedule(self._turn)
+        self._machine.take(self._control, self._clock.wake)
 
     # -- one layer step ---------------------------------------------------------------
 
     def now_s(self) -> float:
         """Virtual seconds since the run began."""
-        return self._env.now
+        return self._clock.now_s
 
     def exclusive(self) -> Lock:
         """Nothing happens in virtual time while Python runs."""
         return self._uncontended
 
-    def planned(self, plan: Plan) -> tuple[Event]:
+    def planned(self, plan: Plan) -> tuple[str]:
         """Note every access, and let control plan as long as planning takes."""
         work = plan.work
         lanes = self._lane_of.take(plan.lanes)
@@ -297,22 +280,21 @@ class VirtualWorld:
         return (self._controls(PLAN, plan.planning_s),)
 
     def launching(self, plan: Plan) -> None:
-        """Get the process's next turn ready, and note whether anything is read."""
+        """Note whether anything is read."""
         self.has_read = self._notes_reads and any(
             copies.kind == READ or (copies.kind == FETCH and any(copies.read))
             for copies in plan.copies
         )
-        self._turn.callbacks = []
 
-    def all_computed(self) -> Event:
+    def all_computed(self) -> str:
         """The process's turn after the last product of the layer step.
 
         Control serves its lanes meanwhile.
         """
         self._serves_after(LAUNCH)
-        return self._turn
+        return TURN
 
-    def joined(self, plan: Plan, *, cpu_used: bool) -> Iterator[Event]:
+    def joined(self, plan: Plan, *, cpu_used: bool) -> Iterator[str]:
         """Bring the CPU's results to the GPU, then join all of them."""
         work = plan.work
         step = work.step
@@ -328,27 +310,23 @@ class VirtualWorld:
         if not self._inline:
             self._serves_after(RETURN)
 
-    def asked(self, step: int, layer: int) -> Iterator[Event]:
+    def asked(self, step: int, layer: int) -> Iterator[str]:
         """The gate has spoken: wait for control, which plans."""
         self._place = step, layer
         machine = self._machine
         if self.parts:
-            self._turn.callbacks = []
             request = partial(machine.start, self._part(REQUEST, self._kept))
             if self._inline or self._holds_control:
                 self._holds_control = False
                 request()
             else:
                 machine.take(self._control, request)
-            yield self._turn
+            yield TURN
         elif self._inline:
             return
-        elif machine.is_free(self._control):
-            machine.take(self._control, _nothing)
-        else:
-            self._turn.callbacks = []
-            machine.take(self._control, self._wake)
-            yield self._turn
+        elif not machine.take_if_free(self._control):
+            machine.take(self._control, self._clock.wake)
+            yield TURN
 
     def noted(self, step: int) -> None:
         """A forward pass has ended: control writes it down; nobody waits for that."""
@@ -362,31 +340,27 @@ class VirtualWorld:
             self._holds_control = False
             self._machine.start(note)
 
-    def alone(
-        self, lane: int, kind: int, step: int, layer: int, work_s: float
-    ) -> Event:
+    def alone(self, lane: int, kind: int, step: int, layer: int, work_s: float) -> str:
         """Start one operation and return the process's turn after it."""
-        turn = self._turn
-        turn.callbacks = []
         operation = Operation(lane, kind, step, layer, -1, work_s=work_s)
         if self._inline and self._machine.shares_worker(lane, self._control):
             # The thread is the model's until it asks for experts.
             operation.on_end = self._kept
             self._machine.start(operation)
         else:
-            operation.on_end = self._ended
+            operation.on_end = self._clock.wake
             self.submit(operation)
-        return turn
+        return TURN
 
     # -- control ----------------------------------------------------------------------
 
-    def _controls(self, kind: int, work_s: float) -> Event:
+    def _controls(self, kind: int, work_s: float) -> str:
         """Let control, which was taken, work; return the process's turn after it."""
-        self._turn.callbacks = []
-        operation = self._part(kind, self._kept)
-        operation.work_s = work_s
+        step, layer = self._place
+        operation = Operation(self._control, kind, step, layer, -1, work_s)
+        operation.on_end = self._kept
         self._machine.start(operation)
-        return self._turn
+        return TURN
 
     def _serves_after(self, kind: int) -> None:
         """Let control serve its lanes, in a real run after some microseconds."""
@@ -408,13 +382,10 @@ class VirtualWorld:
             self._control, kind, step, layer, -1, work_s=0.0, on_end=on_end
         )
 
-    def _ended(self, _: Operation) -> None:
-        self._wake()
-
     def _kept(self, operation: Operation) -> None:
         """Keep the operation's worker, and give the replaying process its turn."""
         self._machine.keep(operation)
-        self._wake()
+        self._clock.wake()
 
 
 def _nothing() -> None:

@@ -9,9 +9,9 @@ import random
 import statistics
 
 import pytest
-from simpy.core import Environment
 
 from moesim.hwprofiles.lanes import END_ORDER
+from moesim.sim.clock import Clock
 from moesim.sim.contention import Contention, Operation
 from tests.handmade import (
     HandCosts,
@@ -31,7 +31,7 @@ class Bench:
     """Contention alone: start operations at given times, collect their ends."""
 
     def __init__(self, classes, slow=None, finished=None):
-        self.env = Environment()
+        self.env = Clock()
         slow = slow or {}
         self.ends = {}
         self.contention = Contention(
@@ -149,7 +149,7 @@ def test_one_link_under_random_arrivals_is_an_m_d_1_queue():
     count = 4000
     means = []
     for seed in range(20):
-        env = Environment()
+        env = Clock()
         profile = HandProfile()
         machine = Machine(env, profile, timeline := Timeline(profile.lanes))
         draw = random.Random(seed)

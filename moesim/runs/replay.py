@@ -216,7 +216,7 @@ def _requests(
         arrival_times(str(config.arrivals), config.seed),
         batch=config.batch,
         columns=columns,
-        clock=lambda: simulation.env.now,
+        clock=lambda: simulation.clock.now_s,
     )
 
 

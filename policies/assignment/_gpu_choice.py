@@ -5,6 +5,7 @@ A active experts, G GPUs.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,7 +54,15 @@ def in_flight(
 
 def link_s(work: LayerWork) -> np.ndarray:
     """Seconds until each link has ended the copy under way: float64 [G]."""
-    return np.zeros(len(work.arrive_s)) if work.link_s is None else work.link_s
+    return _idle_s(len(work.arrive_s)) if work.link_s is None else work.link_s
+
+
+@cache
+def _idle_s(gpus: int) -> np.ndarray:
+    """As `link_s` where all links are idle, as in most layer steps."""
+    zeros = np.zeros(gpus)
+    zeros.flags.writeable = False
+    return zeros
 
 
 def transfer_s(work: LayerWork) -> np.ndarray:

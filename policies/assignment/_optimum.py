@@ -63,12 +63,12 @@ def optimal(work: LayerWork) -> Optimum:
 
     Source: DALI, equations 3-9 without the staging limit.
     """
-    waiting = np.flatnonzero(link_s(work))
-    if not len(waiting):
+    if work.link_s is None or not work.link_s.any():
         return _solve(_modelled(work), free=len(work.experts))
 
     # Whether a GPU waits for the copy under way on its link is decided first: only
     # then may it take absent experts.
+    waiting = np.flatnonzero(work.link_s)
     best: Optimum | None = None
     bound_s = np.inf
     for choice in product((False, True), repeat=len(waiting)):

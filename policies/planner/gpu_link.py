@@ -16,10 +16,12 @@ class GpuLink:
         self._queued_s = 0.0
         self._queued = 0
 
-    def enqueue(self, layer: int) -> None:
-        """Note a queued copy."""
-        self._queued += 1
-        self._queued_s += self.copy_s[layer]
+    def enqueue(self, layer: int, copies: int) -> None:
+        """Note queued copies of one layer."""
+        self._queued += copies
+        # One by one, as they will be withdrawn: else roundings would differ.
+        for _ in range(copies):
+            self._queued_s += self.copy_s[layer]
 
     def withdraw(self, layer: int) -> None:
         """Note that a queued copy has left the queue, started or not."""
@@ -30,8 +32,9 @@ class GpuLink:
     def start(self, layer: int, now_s: float) -> float:
         """Note that a queued copy starts; return when it is expected to land."""
         self.withdraw(layer)
-        self._busy_until_s = now_s + self.copy_s[layer]
-        return self._busy_until_s
+        landing_s = now_s + self.copy_s[layer]
+        self._busy_until_s = landing_s
+        return landing_s
 
     def left_s(self, now_s: float) -> float:
         """Seconds until the copy under way has landed; 0 if there is none."""

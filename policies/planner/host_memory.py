@@ -80,9 +80,9 @@ class HostMemory:
         Returns:
             For each key, whether it is neither there nor on its way: it must be read.
         """
-        flat = self.memory.state.reshape(-1)
+        state_of = self.memory.state_of
         unread = [
-            bool(flat[key] == ABSENT) and not self.level.is_wished(key)
+            state_of[key] == ABSENT and not self.level.is_wished(key)
             for key in keys.tolist()
         ]
         self.memory.hold(layer, keys - layer * self.memory.experts)
@@ -122,8 +122,9 @@ class HostMemory:
             Whether a staging slot is free again, or kept by copies that yield to a
             read that is awaited.
         """
-        was_staged = bool(self.memory.staged[layer, expert])
-        self.memory.holds[layer, expert] -= 1
+        key = layer * self.memory.experts + expert
+        was_staged = self.memory.is_staged[key]
+        self.memory.holds_of[key] -= 1
         self._drop_if_unneeded(layer, expert)
         return was_staged
 
@@ -155,11 +156,12 @@ class HostMemory:
 
     def _drop_if_unneeded(self, layer: int, expert: int) -> bool:
         memory = self.memory
-        if not memory.staged[layer, expert]:
+        key = layer * memory.experts + expert
+        if not memory.is_staged[key]:
             return False
         # Staging itself is one hold.
-        needed = memory.holds[layer, expert] > 1
-        if needed or memory.state[layer, expert] != RESIDENT:
+        needed = memory.holds_of[key] > 1
+        if needed or memory.state_of[key] != RESIDENT:
             return False
         memory.drop_staged(layer, expert)
         return True

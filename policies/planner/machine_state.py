@@ -90,6 +90,7 @@ class MachineState:
             for gpu in range(self.gpus)
         ]
         self.orphans: list[set[int]] = [set() for _ in self.gpu]
+        self._may_stage = policies.prefetch.no_place != "drop"
 
         # Made once, used in every layer step.
         self.no_wait_s = np.zeros(self.experts)
@@ -156,8 +157,9 @@ class MachineState:
         level = self.gpu[gpu]
         key = layer * self.experts + expert
         landing_s = now_s + self.links[gpu].copy_s[layer]
-        stages = self.policies.prefetch.no_place != "drop"
-        place = level.start(key, landing_s, reserve=_RESERVED_SLOTS, may_stage=stages)
+        place = level.start(
+            key, landing_s, reserve=_RESERVED_SLOTS, may_stage=self._may_stage
+        )
         if place is None and level.is_demanded(key):
             # A prefetch that waits in staging is a guess; demand is not.
             idle = level.staged_prefetches(layer)
@@ -228,7 +230,7 @@ class MachineState:
         level = self.host.level
         if not level.is_demanded(layer * self.experts + expert):
             return []
-        holds = level.memory.holds.reshape(-1)
+        holds = level.memory.holds_of
         for key in level.staged_prefetches(layer):
             gpus = [gpu for gpu, cache in enumerate(self.gpu) if cache.is_wished(key)]
             demanded = any(self.gpu[gpu].is_demanded(key) for gpu in gpus)
@@ -261,7 +263,8 @@ class MachineState:
         """
         if gpu >= 0:
             memory = self.gpu[gpu].memory
-            if not memory.staged_total or not memory.staged[layer, expert]:
+            key = layer * self.experts + expert
+            if not memory.staged_total or not memory.is_staged[key]:
                 return False
             memory.drop_staged(layer, expert)
             return True
@@ -281,9 +284,7 @@ class MachineState:
         self, kind: int, gpu: int, layer: int, keys: np.ndarray, read: list[bool]
     ) -> Copies:
         """Put copies on the books of their link."""
-        link = self.links[gpu]
-        for _ in range(len(keys)):
-            link.enqueue(layer)
+        self.links[gpu].enqueue(layer, len(keys))
         experts = (keys - layer * self.experts).tolist()
         return Copies(kind, gpu, layer, experts, read)
 
@@ -312,7 +313,7 @@ class MachineState:
         """Whether an expert can be copied to a GPU without a read."""
         if self.host is None:
             return True
-        return bool(self.host.memory.state.reshape(-1)[key] == RESIDENT)
+        return self.host.memory.state_of[key] == RESIDENT
 
     def drop_staged(self, gpu: int, layer: int, expert: int) -> None:
         """Forget a staged expert, now or when its copy has landed."""

@@ -16,6 +16,8 @@ from moesim.policies.planner.residency import PER_LAYER
 from moesim.policies.planner.residency_kernels import distinct_members
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from moesim.policies.planner.residency import Residency
 
 NO_VICTIMS: Final[tuple[int, ...]] = ()
@@ -31,6 +33,9 @@ class Place(NamedTuple):
 
     staged: bool
     evicted: tuple[int, ...] = NO_VICTIMS
+
+
+_ENTERED: Final = Place(staged=False)
 
 
 class Wish:
@@ -93,9 +98,8 @@ class MemoryLevel:
         self.cache = cache
         self.name = name
         self.shielded = np.zeros(memory.state.shape, np.bool_)
-        # The same arrays by flat key.
-        self._holds = memory.holds.reshape(-1)
-        self._state = memory.state.reshape(-1)
+        self._holds = memory.holds_of
+        self._state = memory.state_of
         self._used = np.zeros(memory.state.shape, np.bool_)
         self._noted_use: tuple[LayerWork, np.ndarray, int] | None = None
         self.deliberates = type(cache).exposed_s is not CachePolicy.exposed_s
@@ -107,6 +111,7 @@ class MemoryLevel:
         self._bytes_by_layer = np.array(memory.expert_bytes, np.int64)
         self._admits_all = type(cache).admits is CachePolicy.admits
         self._in_launch_order = type(cache).precedence is CachePolicy.precedence
+        self._notes_evictions = type(cache).evicted is not CachePolicy.evicted
 
     def fill(self, keys: np.ndarray) -> None:
         """Make the policy's initial content resident."""
@@ -149,6 +154,11 @@ class MemoryLevel:
         """Whether a copy of this expert is queued."""
         return key in self._wishes
 
+    def wished_among(self, keys: Sequence[int]) -> list[bool]:
+        """Of which of some experts a copy is queued."""
+        wishes = self._wishes
+        return [key in wishes for key in keys]
+
     def is_demanded(self, key: int) -> bool:
         """Whether a layer step waits for the queued copy of this expert."""
         return self._wishes[key].demanded
@@ -165,7 +175,7 @@ class MemoryLevel:
         """
         wish = self._wishes[key]
         left = self._state[wish.replaces] != RESIDENT
-        return bool(left or wish.hurried)
+        return left or wish.hurried
 
     def hurry(self, key: int) -> bool:
         """Note that a queued copy is late, if it is a replacement whose place is free.
@@ -190,17 +200,20 @@ class MemoryLevel:
             PolicyError: the policy named a victim that is not a candidate, or one
                 twice, or lost one in reordering.
         """
+        wishes = self._wishes
         for key in keys.tolist():
-            self._wishes[key] = Wish(enters=False, demanded=True)
+            wishes[key] = Wish(enters=False, demanded=True)
         entering = keys if self._admits_all else keys[self.cache.admits(work, keys)]
-        size = self.memory.expert_bytes[layer]
-        pool = self.memory.pool(layer)
-        free = self.memory.free_bytes(layer) - self._promised_bytes[pool]
+        memory = self.memory
+        size = memory.expert_bytes[layer]
+        pool = memory.pool(layer)
+        free = memory.free_bytes(layer) - self._promised_bytes[pool]
         room = max(0, free // size)
         if len(entering) > room and not self._in_launch_order:
             entering = preferred(self.cache, self.name, entering)
-        for key in entering[:room].tolist():
-            self._promise(key, pool, size, NO_VICTIMS)
+        if room:
+            for key in entering[:room].tolist():
+                self._promise(key, pool, size, NO_VICTIMS)
         if len(entering) <= room:
             return
 
@@ -208,16 +221,17 @@ class MemoryLevel:
         if not self._equal_sizes:
             self._demand_unequal(layer, incoming, free - room * size)
             return
-        candidates = self.memory.candidates(layer)
+        candidates = memory.candidates(layer)
         incoming = incoming[: len(candidates)]
         if not len(incoming):
             return
         victims = self.cache.victims(incoming, candidates)
-        chosen = victims >= 0
-        self._check(victims[chosen], candidates)
-        for key, victim in zip(
-            incoming[chosen].tolist(), victims[chosen].tolist(), strict=True
-        ):
+        if min(victims.tolist()) < 0:
+            chosen = victims >= 0
+            incoming = incoming[chosen]
+            victims = victims[chosen]
+        self._check(victims, candidates)
+        for key, victim in zip(incoming.tolist(), victims.tolist(), strict=True):
             self._promise(key, pool, 0, (victim,))
 
     def _demand_unequal(self, layer: int, incoming: np.ndarray, free: int) -> None:
@@ -267,7 +281,9 @@ class MemoryLevel:
 
     def cancel(self, key: int) -> None:
         """Forget a wish; what was promised to it is free again."""
-        self._keep_promises(key, self._wishes.pop(key))
+        wish = self._wishes.pop(key)
+        if wish.leaving is not None:
+            self._keep_promises(key // self.memory.experts, wish)
 
     def _promise(
         self, key: int, pool: int, room: int, leaving: tuple[int, ...] | list[int]
@@ -281,12 +297,10 @@ class MemoryLevel:
         for victim in leaving:
             holds[victim] += 1
 
-    def _keep_promises(self, key: int, wish: Wish) -> None:
+    def _keep_promises(self, layer: int, wish: Wish) -> None:
         """End the promises made to a wish that starts or is cancelled."""
-        if wish.leaving is None:
-            return
-        pool = self.memory.pool(key // self.memory.experts)
-        self._promised_bytes[pool] -= wish.room
+        assert wish.leaving is not None
+        self._promised_bytes[self.memory.pool(layer)] -= wish.room
         holds = self._holds
         for victim in wish.leaving:
             holds[victim] -= 1
@@ -309,13 +323,14 @@ class MemoryLevel:
         """
         wish = self._wishes[key]
         layer, expert = divmod(key, self.memory.experts)
-        self._keep_promises(key, wish)
+        if wish.leaving is not None:
+            self._keep_promises(layer, wish)
         victims = self._make_room(key, layer, wish) if wish.enters else None
         if victims is not None:
             del self._wishes[key]
             self.memory.enter(layer, expert, landing_s)
             self.cache.admitted(np.array([key]))
-            return Place(staged=False, evicted=victims)
+            return Place(staged=False, evicted=victims) if victims else _ENTERED
 
         # A swap belongs into the cache or nowhere, unless a layer step waits for it.
         stages = wish.demanded or (wish.replaces < 0 and may_stage)
@@ -344,15 +359,20 @@ class MemoryLevel:
         size = self.memory.expert_bytes[layer]
         # Whoever was promised leaves, unless somebody needs one of them after all.
         victims = list(wish.leaving or NO_VICTIMS)
-        if not all(map(self._may_leave, victims)):
-            victims = []
         expert_bytes = self.memory.expert_bytes
         experts = self.memory.experts
-        free += sum(expert_bytes[victim // experts] for victim in victims)
+        promised = 0
+        for outgoing in victims:
+            if not self._may_leave(outgoing):
+                victims = []
+                promised = 0
+                break
+            promised += expert_bytes[outgoing // experts]
+        free += promised
         # That may be too little: where experts differ in size, copies share what a
         # large victim leaves over, and one of them may start before it has left.
-        incoming = np.array([key])
         while free < size:
+            incoming = np.array([key])
             candidates = self._candidates(layer, wish)
             if victims:
                 candidates = candidates[~np.isin(candidates, victims)]
@@ -386,11 +406,11 @@ class MemoryLevel:
         return None
 
     def _unpromised_bytes(self, layer: int) -> int:
-        pool = self.memory.pool(layer)
-        return self.memory.free_bytes(layer) - self._promised_bytes[pool]
+        memory = self.memory
+        return memory.free_bytes(layer) - self._promised_bytes[memory.pool(layer)]
 
     def _may_leave(self, key: int) -> bool:
-        return bool(self._state[key] == RESIDENT and not self._holds[key])
+        return self._state[key] == RESIDENT and not self._holds[key]
 
     def _candidates(self, layer: int, wish: Wish) -> np.ndarray:
         """Who may leave: for a prefetch, nobody that a prediction wants as well."""
@@ -402,7 +422,7 @@ class MemoryLevel:
     def _evict(self, victims: list[int] | tuple[int, ...]) -> tuple[int, ...]:
         for victim in victims:
             self.memory.evict(victim)
-        if victims:
+        if victims and self._notes_evictions:
             self.cache.evicted(np.array(victims))
         return tuple(victims)
 

@@ -71,6 +71,14 @@ class Planner(MachineState):
             type(policies.assignment).precompute is not AssignmentPolicy.precompute
         )
 
+        # Most runs have none of these, so that nobody is asked in every layer step.
+        # The caches of all GPUs are of one kind.
+        replaces = any(cache.replaces for cache in policies.caches)
+        self._replace_first = replaces and policies.caches[0].replaces_first
+        self._replace_after = replaces and not self._replace_first
+        self._follows_all = policies.prefetch.late == "wait"
+        self._hurries = any(cache.lands_by_next_visit for cache in policies.caches)
+
         # Made once, used in every layer step.
         self._ascending = np.arange(self.experts)
         limited = self.host is not None
@@ -131,28 +139,25 @@ class Planner(MachineState):
         if self.policies.routing.alters:
             routed = self._rerouting.route(self, routed, step, phase)
         work = look(self, routed, step, phase, batch)
-        work.precomputed = self._work_ahead.take(work.layer, work.experts)
-        first = replacements.replace_first(self, work)
+        if self._precomputes:
+            work.precomputed = self._work_ahead.take(work.layer, work.experts)
+        first = replacements.replace_first(self, work) if self._replace_first else []
         launch = self._assign(work)
         lanes = launch.lanes
         self._note_accesses(work, lanes)
 
         copies: list[Copies] = []
         promoted: list[tuple[int, int]] = []
-        follows_all = self.policies.prefetch.late == "wait"
-        # Only what earlier plans have queued can be promoted, so this comes first.
-        demand.promote_due(self, work.layer, promoted, everything=follows_all)
-        released, postponed = replacements.wish_first(self, work, lanes, first, copies)
-        exposed_s = 0.0
-        for gpu in self.serving[work.layer]:
-            keys = demand.wish_for_missing(self, work, gpu, launch, copies, promoted)
-            exposed_s = max(exposed_s, demand.exposed_s(self, work, gpu, keys))
-        if self.host is not None:
-            demand.read_for_cpu(self, self.host, work, launch, copies)
-            # What a GPU computes is needed in host memory until its copy has landed,
-            # for which the copy holds it. A longer hold would keep a staging slot from
-            # the next read, for which the same GPU may be waiting.
-            self.host.memory.release(work.layer, work.experts[lanes != CPU])
+        follows_all = self._follows_all
+        if follows_all or self._hurries:
+            # Only what earlier plans have queued can be promoted, so this comes first.
+            demand.promote_due(self, work.layer, promoted, everything=follows_all)
+        released, postponed = (
+            replacements.wish_first(self, work, lanes, first, copies)
+            if first
+            else ([], [])
+        )
+        exposed_s = self._demand(work, launch, copies, promoted)
         if self._prefetches:
             prefetches.wish_for_named(self, work, copies)
         # Products that wait free no slot: staging must hold all that they wait for.
@@ -176,9 +181,8 @@ class Planner(MachineState):
         )
         if self._precomputes and work.layer + 1 < self.layers:
             self._work_ahead.ask(self, plan)
-        for gpu in self.serving[work.layer]:
-            cache = self.gpu[gpu].cache
-            if cache.replaces and not cache.replaces_first:
+        if self._replace_after:
+            for gpu in self.serving[work.layer]:
                 swaps = replacements.ask(self, gpu, work)
                 plan.swaps += [(gpu, swap) for swap in swaps]
         return plan
@@ -232,6 +236,29 @@ class Planner(MachineState):
             replacements.wish(self, plan.work, gpu, swap, copies)
         return copies
 
+    def _demand(
+        self,
+        work: LayerWork,
+        launch: Launch,
+        copies: list[Copies],
+        promoted: list[tuple[int, int]],
+    ) -> float:
+        """Wish for what the lanes lack; seconds by which choosing victims outlasts the
+        first load.
+        """
+        exposed_s = 0.0
+        for gpu in self.serving[work.layer]:
+            keys = demand.wish_for_missing(self, work, gpu, launch, copies, promoted)
+            if self.gpu[gpu].deliberates:
+                exposed_s = max(exposed_s, demand.exposed_s(self, work, gpu, keys))
+        if self.host is not None:
+            demand.read_for_cpu(self, self.host, work, launch, copies)
+            # What a GPU computes is needed in host memory until its copy has landed,
+            # for which the copy holds it. A longer hold would keep a staging slot from
+            # the next read, for which the same GPU may be waiting.
+            self.host.memory.release(work.layer, work.experts[launch.lanes != CPU])
+        return exposed_s
+
     def _assign(self, work: LayerWork) -> Launch:
         """Ask for lanes and launch order, and check them."""
         lanes, order, serial, waits = self.policies.assignment.assign(work, self)
@@ -260,7 +287,8 @@ class Planner(MachineState):
         for gpu, level in enumerate(self.gpu):
             level.memory.hold(work.layer, work.experts)
             level.begin_use(work, lanes, 1 + gpu)
-            self._forget_wrong_guesses(gpu, work.layer)
+            if level.memory.staged_count[work.layer]:
+                self._forget_wrong_guesses(gpu, work.layer)
         if self.host is not None:
             self.host.memory.hold(work.layer, work.experts)
             self.host.level.begin_use(work, lanes, CPU)
@@ -273,10 +301,7 @@ class Planner(MachineState):
 
         What is under way is forgotten when it lands.
         """
-        memory = self.gpu[gpu].memory
-        if not memory.staged_count[layer]:
-            return
-        for expert in memory.staged_of(layer):
+        for expert in self.gpu[gpu].memory.staged_of(layer):
             if self.gpu[gpu].used[layer, expert]:
                 # It may be on its way since a step that no longer needed it.
                 self.orphans[gpu].discard(layer * self.experts + expert)

@@ -37,7 +37,7 @@ def wish_for_missing(
     )
     if not len(keys):
         return keys
-    queued = [level.is_wished(key) for key in keys.tolist()]
+    queued = level.wished_among(keys.tolist())
     if any(queued):
         for key in keys[queued].tolist():
             if not level.is_demanded(key):
@@ -100,7 +100,7 @@ def exposed_s(
 ) -> float:
     """Seconds by which a cache's choice of victims outlasts the first load."""
     level = machine.gpu[gpu]
-    if not len(keys) or not level.deliberates:
+    if not len(keys):
         return 0.0
     row = 0 if machine.splits_layers else gpu
     position = np.searchsorted(work.experts, keys - work.layer * machine.experts)

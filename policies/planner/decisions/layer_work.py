@@ -22,25 +22,29 @@ def look(
     layer = routed.layer
     experts = routed.experts
     tokens = routed.tokens
+    active = len(experts)
     gpus = machine.serving[layer]
-    host_s = machine.no_wait_s[: len(experts)]
+    now_s = machine.now_s
+    host_s = machine.no_wait_s[:active]
     if machine.host is not None:
-        host_s = machine.host.wait_s(layer, experts, machine.now_s)
+        host_s = machine.host.wait_s(layer, experts, now_s)
 
-    states = np.empty((len(gpus), len(experts)), np.int8)
-    arrive_s = np.empty((len(gpus), len(experts)))
+    states = np.empty((len(gpus), active), np.int8)
+    arrive_s = np.empty((len(gpus), active))
     # Links are idle in most layer steps, so this stays a list until the end.
-    link_s = [machine.links[gpu].left_s(machine.now_s) for gpu in gpus]
+    link_s: list[float] = []
     for row, gpu in enumerate(gpus):
         memory = machine.gpu[gpu].memory
-        copy_s = machine.links[gpu].copy_s[layer]
-        left_s = link_s[row]
+        link = machine.links[gpu]
+        copy_s = link.copy_s[layer]
+        left_s = link.left_s(now_s)
+        link_s.append(left_s)
         look_up(
             memory.state,
             memory.landing_s,
             layer,
             experts,
-            machine.now_s,
+            now_s,
             left_s + copy_s,
             states[row],
             arrive_s[row],

@@ -20,6 +20,7 @@ TEXT_BYTES = 1 << 23
 # The first chunk is small, because it is parsed twice: the importer learns from it what
 # the file says about itself.
 _FIRST_BYTES = 1 << 16
+_COUNTED_BYTES = 1 << 18
 
 
 def head(
@@ -87,6 +88,18 @@ def _end_of_lines(path: Path) -> int | None:
     return size - cut if cut and newline >= 0 else None
 
 
+def _line_ends(data: bytes) -> int:
+    """How many lines end in some text."""
+    # numpy counts several times as fast as `bytes.count` does, in pieces that stay in
+    # the processor's cache.
+    text = np.frombuffer(data, np.uint8)
+    pieces = range(0, len(text), _COUNTED_BYTES)
+    return sum(
+        int(np.count_nonzero(text[first : first + _COUNTED_BYTES] == ord("\n")))
+        for first in pieces
+    )
+
+
 def line_chunks(
     path: Path,
     *,
@@ -113,6 +126,4 @@ def line_chunks(
             yield number, data
             size = TEXT_BYTES
 
-            # numpy counts several times as fast as `bytes.count` does.
-            line_ends = np.frombuffer(data, np.uint8) == ord("\n")
-            number += int(np.count_nonzero(line_ends))
+            number += _line_ends(data)
