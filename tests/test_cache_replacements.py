@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from cache_driver import View, context, drive, work
 from handmade import HandCosts, plan_of, routed, run, shape, spans, steps
+from small_trace import write_small_trace
 
+from moesim import replay as replay_trace
 from moesim.policies.base import RESIDENT, PolicyError
 from moesim.policies.cache.prefill_swap import PrefillSwap
 from moesim.policies.cache.workload_window import WorkloadWindow
@@ -302,3 +304,42 @@ def test_swaps_that_are_slower_than_the_steps_never_collide(cache, scope, gpus, 
     assert len(spans(timeline, "replace")) > 2
     for tier in planner.gpu:
         assert (np.ravel(tier.cache.inside) == np.ravel(tier.memory.state > 0)).all()
+
+
+def test_an_expert_that_is_computed_before_it_leaves_is_a_hit(tmp_path):
+    """`fetch-split` puts it on the GPU again, where it still is: it leaves after the
+    layer step. Every other expert of a GPU was there or was copied.
+    """
+    path = tmp_path / "t.parquet"
+    write_small_trace(path, sequences=4, seed=1)
+    run = replay_trace(
+        path,
+        "fetch-split",
+        cache="prefill-swap",
+        hw="rtx3080ti",
+        steps=1,
+        batch=3,
+        cache_ratio=0.5,
+    )
+    accesses = run.timeline.access_frame()
+    on_gpu = accesses[accesses["lane"] == "gpu0"]
+    spans = run.timeline.frame()
+    copies = spans[spans["kind"].isin(["fetch", "prefetch"])]
+    copied = set(zip(copies["layer"], copies["expert"], strict=True))
+    for access in on_gpu[on_gpu["state"] != "hit"].itertuples():
+        assert (access.layer, access.expert) in copied
+    assert (on_gpu["state"] == "hit").any()
+
+
+def test_prefill_swap_runs_on_more_gpus_than_layers(make_trace, tiny_shape):
+    one_layer = replace(tiny_shape, layers=1, expert_bytes=tiny_shape.expert_bytes[:1])
+    run = replay_trace(
+        make_trace(shape=one_layer),
+        "greedy",
+        cache="prefill-swap",
+        hw="dali-2x-rtx3090",
+        gpu_split="layers",
+        cache_scope="global",
+        cache_ratio=0.5,
+    )
+    assert run.metrics["steps"]

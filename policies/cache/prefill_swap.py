@@ -106,7 +106,8 @@ class PrefillSwap(OwnReplacementsCache):
         int64 flat keys, ascending.
         """
         layers, experts = self.inside.shape
-        served = int(self._served.sum())
+        # A GPU may hold no layer at all: more GPUs than layers.
+        served = max(1, int(self._served.sum()))
         is_global = len(capacity_slots) == 1
         shares = capacity_slots
         if is_global:

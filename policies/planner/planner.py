@@ -144,6 +144,7 @@ class Planner(MachineState):
         first = replacements.replace_first(self, work) if self._replace_first else []
         launch = self._assign(work)
         lanes = launch.lanes
+        replacements.keep_computed(self, work, lanes, first)
         self._note_accesses(work, lanes)
 
         copies: list[Copies] = []

@@ -65,6 +65,23 @@ def replace_first(machine: MachineState, work: LayerWork) -> list[tuple[int, Swa
     return replacements
 
 
+def keep_computed(
+    machine: MachineState,
+    work: LayerWork,
+    lanes: np.ndarray,
+    replacements: Sequence[tuple[int, Swap]],
+) -> None:
+    """Note that outgoing experts are there which this step computes where they are:
+    they leave after it (`wish_first`), so nothing has to be brought for them.
+    """
+    for gpu, swap in replacements:
+        outgoing = work.experts == swap.outgoing.expert
+        kept = outgoing & (lanes == 1 + gpu)
+        row = machine.serving[work.layer].index(gpu)
+        work.state[kept] = RESIDENT
+        work.arrive_s[row, kept] = 0.0
+
+
 def wish_first(
     machine: MachineState,
     work: LayerWork,
