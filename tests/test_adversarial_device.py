@@ -83,12 +83,11 @@ def options(seed):
     draws = random.Random(seed)
     policy = POLICIES[seed % len(POLICIES)]
     host = draws.choice((None, 6, 8, 12))
-    # Some stage whole layers, which need room.
+    # Some stage whole layers, or keep a buffer, which need room.
     if host:
-        layers = (
-            2 if "whole-layer" in policy else systems.compose(policy).staging_layers
-        )
-        host += layers * SHAPE.experts
+        system = systems.compose(policy)
+        staged = (system.staging_slots(SHAPE) or 0) + system.buffer_slots()
+        host += max(staged, 2 * SHAPE.experts if "whole-layer" in policy else 0)
     return policy, api.MemoryOptions(
         slots_per_layer=draws.choice((0, 1, 2, 4)),
         host_memory_bytes=host and host * EXPERT,
