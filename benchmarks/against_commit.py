@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.against_commit REV`` prints a ratio for everything that is
 compared: above 1, this checkout is slower (or needs more memory). ``--part`` names
-some. Both take turns, as a shared machine is faster at one time than at another, and
-the least figures of each are compared: what others do only adds.
+some, and a second commit stands in this checkout's place. Both take turns, as a shared
+machine is faster at one time than at another, and the least figures of each are
+compared: what others do only adds.
 """
 
 from __future__ import annotations
@@ -34,20 +35,30 @@ TOKENS = 3000
 CACHE_ROWS = 1_000_000
 
 
-def importable(checkout: Path, tree: Path) -> Path:
+def checkout(rev: str, place: Path) -> Path:
+    """Write the files of a commit into a folder."""
+    archive = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", rev], stdout=subprocess.PIPE, check=True
+    ).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(place, filter="data")
+    return place
+
+
+def importable(source: Path, tree: Path) -> Path:
     """Make a folder from which a checkout is imported as it would be installed."""
     package = tree / "moesim"
     package.mkdir(parents=True)
-    for path in (checkout / "moesim").iterdir():
+    for path in (source / "moesim").iterdir():
         (package / path.name).symlink_to(path)
     for room in ROOMS:
-        if not (checkout / room).is_dir():
+        if not (source / room).is_dir():
             continue
-        (package / room).symlink_to(checkout / room)
+        (package / room).symlink_to(source / room)
         # Commits before the namespace import it by its own name.
-        (tree / room).symlink_to(checkout / room)
+        (tree / room).symlink_to(source / room)
     for beside in ("benchmarks", "tests"):
-        (tree / beside).symlink_to(checkout / beside)
+        (tree / beside).symlink_to(source / beside)
     return tree
 
 
@@ -93,26 +104,24 @@ def main() -> None:
     """Print both figures of everything and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rev", metavar="REV", help="the commit to compare with")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="not this checkout")
     parser.add_argument("--part", action="append", choices=PARTS, help="all without")
     parser.add_argument("--turns", type=int, default=3, help="processes of each")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions in each")
     chosen = parser.parse_args()
 
-    archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", chosen.rev],
-        stdout=subprocess.PIPE,
-        check=True,
-    ).stdout
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            files.extractall(folder / "checkout", filter="data")
         write_files(folder)
+        later = chosen.other or "this checkout"
+        place = checkout(chosen.other, folder / "later") if chosen.other else ROOT
         trees = {
-            chosen.rev: importable(folder / "checkout", folder / "before"),
-            "here": importable(ROOT, folder / "after"),
+            chosen.rev: importable(
+                checkout(chosen.rev, folder / "earlier"), folder / "before"
+            ),
+            later: importable(place, folder / "after"),
         }
-        print(f"least figures of {chosen.rev}, of this checkout, and their ratio")
+        print(f"least figures of {chosen.rev}, of {later}, and their ratio")
         for part in chosen.part or PARTS:
             least: dict[str, dict[str, float]] = defaultdict(dict)
             for _ in range(chosen.turns):
