@@ -150,7 +150,7 @@ def test_a_repetition_whose_cores_were_stolen_does_not_count():
     shape = shape_for(ROUTED, "olmoe-1b-7b/8", "float32")
     (trial, *_) = [design.trial for design in designs(shape, quick=True)]
     runs = [(shape, trial, simulate(trial, shape, host_profile())) for _ in range(3)]
-    chosen, lost = _chosen_steps(runs, [0.2, 0.0, float("nan")])
+    chosen, lost = _chosen_steps(runs, [0.2, 0.0, float("nan")], [1.0] * 3)
     assert not chosen[0].any()
     assert sum(map(np.count_nonzero, chosen)) == len(trial.steps)
     assert (lost == 0.0).all()
