@@ -249,6 +249,13 @@ class HardwareProfile:
         quantity = self.numbers.get(path)
         return 0.0 if quantity is None else float(quantity.value)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether CPU and accelerator compute in the same memory: results need no way
+        back.
+        """
+        return self.accelerator == "host" or self.memory.unified
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything the file states, independent of its layout."""

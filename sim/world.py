@@ -121,8 +121,7 @@ class VirtualWorld:
         )
         self._activation_s = cache(costs.activation_s)
         # Where all memory is shared, results need no way back.
-        shared = profile.accelerator == "host" or profile.memory.unified
-        self._moves_activations = not shared
+        self._moves_activations = not profile.shares_memory
 
         # What comes straight from the SSD is not in the processor's caches.
         self._copy_after_read = costs.after_read("h2d") if limited else 1.0
@@ -356,10 +355,7 @@ class VirtualWorld:
 
     def _controls(self, kind: int, work_s: float) -> str:
         """Let control, which was taken, work; return the process's turn after it."""
-        step, layer = self._place
-        operation = Operation(self._control, kind, step, layer, -1, work_s)
-        operation.on_end = self._kept
-        self._machine.start(operation)
+        self._machine.start(self._part(kind, self._kept, work_s))
         return TURN
 
     def _serves_after(self, kind: int) -> None:
@@ -375,11 +371,14 @@ class VirtualWorld:
             self._machine.start(part)
 
     def _part(
-        self, kind: int, on_end: Callable[[Operation], object] | None
+        self,
+        kind: int,
+        on_end: Callable[[Operation], object] | None,
+        work_s: float = 0.0,
     ) -> Operation:
         step, layer = self._place
         return Operation(
-            self._control, kind, step, layer, -1, work_s=0.0, on_end=on_end
+            self._control, kind, step, layer, -1, work_s=work_s, on_end=on_end
         )
 
     def _kept(self, operation: Operation) -> None:

@@ -145,10 +145,7 @@ class HandProfile:
     gpus: int = 1
     slow: dict = field(default_factory=dict)
     shared_worker: tuple[str, ...] = ()
-    accelerator: str = "cuda"
-    memory: SimpleNamespace = field(
-        default_factory=lambda: SimpleNamespace(unified=False)
-    )
+    shares_memory: bool = False
 
     @property
     def lanes(self):

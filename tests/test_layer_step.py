@@ -83,7 +83,7 @@ def test_planning_dispatch_first_operation_join_and_activation_are_charged_once_
 def test_a_host_accelerator_shares_memory_and_moves_no_activations():
     planner = plan_of(shape(), ON_CPU, HandCosts(activation=0.125))
     result, timeline = run(
-        planner, steps([routed(0, 0)]), HandProfile(accelerator="host")
+        planner, steps([routed(0, 0)]), HandProfile(shares_memory=True)
     )
     assert result.makespan_s == 2 + 10
     assert "activation" not in set(timeline.frame()["kind"])

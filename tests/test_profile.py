@@ -97,6 +97,11 @@ def numbers_of(table, path=""):
             yield inner, None
 
 
+def test_a_machine_without_a_card_shares_its_memory():
+    assert load_profile("two-core-host").shares_memory
+    assert not load_profile("rtx4060ti").shares_memory
+
+
 def test_all_machines_of_the_seed_papers_ship():
     assert set(SHIPPED) >= SEED_MACHINES
     assert {load_profile(name).kind for name in SEED_MACHINES} == {"datasheet"}

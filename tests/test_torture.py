@@ -69,6 +69,26 @@ def test_a_replay_passes_the_audit(run):
     assert audit(record_of(run)) == []
 
 
+@pytest.mark.parametrize("acceptance", [0.3, 1.0])
+def test_passes_that_verify_drafts_are_audited_too(tmp_path, acceptance):
+    trace = write_small_trace(
+        tmp_path / "t.parquet", columns=("weights", "scores", "pred1_raw")
+    )
+    run = moesim.replay(
+        trace,
+        "sp-moe",
+        hw="rtx3080ti",
+        cache_ratio=0.5,
+        acceptance=acceptance,
+        out=tmp_path / "run",
+    )
+    makespan_s = run.metrics["makespan_s"]
+    record = Record(tmp_path / "run", open_trace(trace), run.config, makespan_s)
+    assert audit(record) == []
+    record.accesses.loc[50, "tokens"] += 1
+    assert any(text.startswith("accesses:") for text in audit(record))
+
+
 def test_real_runs_pass_the_same_audit():
     report = real_runs.run_suite(3, "tests")
     assert report.failures == []

@@ -18,6 +18,7 @@ from moesim.policies.base import (
     MachineView,
     RunContext,
 )
+from moesim.policies.compilation import joined
 from moesim.policies.kernels import (
     ASSIGN,
     WAITS,
@@ -36,11 +37,21 @@ _NEVER = np.iinfo(np.int64).max
 """More tokens than a step has."""
 
 
+@joined
+def _is_large(tokens: int, per_token: int, least: int) -> bool:
+    """Whether a step has so many tokens that CPU layers are uploaded for it.
+
+    Multiplied out, so that integers are compared.
+    """
+    return tokens * per_token >= least
+
+
 @linked(ASSIGN, _kernels)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
     several = len(work.gpu_s) > 1
     on_gpu = state.marks[int(several), work.layer] != 0
-    uploads = not on_gpu and work.rows * state.integers[0] >= state.integers[1]
+    is_large = _is_large(work.rows, state.integers[0], state.integers[1])
+    uploads = not on_gpu and is_large
     chosen = np.full(len(lanes), on_gpu or uploads)
     anywhere = np.ones((0, 0), np.bool_)
     placed = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
@@ -105,7 +116,6 @@ class LayerWise(AssignmentPolicy):
     def start(self, context: RunContext) -> None:
         """Keep the sizes from which the layers follow, and what a large step is."""
         self._context = context
-        # Multiplied out, so that integers are compared.
         self._per_token = 1
         self._large = self.upload_tokens or _NEVER
         if self.upload_tokens is not None and self.counted == "expert":
@@ -122,7 +132,7 @@ class LayerWise(AssignmentPolicy):
         # Only a layer step shows whether an expert may run on any of several GPUs.
         if self._on_gpu is None:
             self._on_gpu = self._choose(split_experts=len(work.gpu_s) > 1)
-        is_large = len(work.routing) * self._per_token >= self._large
+        is_large = _is_large(len(work.routing), self._per_token, self._large)
         uploads = bool(is_large and not self._on_gpu[work.layer])
         on_gpu = np.full(len(work.experts), self._on_gpu[work.layer] or uploads)
         return Assignment(gpu_lanes(work, on_gpu), waits=uploads)

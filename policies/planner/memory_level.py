@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from moesim.policies.base import RESIDENT, CachePolicy, LayerWork, PolicyError
-from moesim.policies.planner.residency import PER_LAYER
 from moesim.policies.planner.residency_kernels import distinct_members
 
 if TYPE_CHECKING:
@@ -106,8 +105,7 @@ class MemoryLevel:
         self._staging = staging
         self._wishes: dict[int, Wish] = {}
         self._promised_bytes = [0] * len(memory.size.pool_bytes)
-        one_size = len(set(memory.expert_bytes)) == 1
-        self._equal_sizes = one_size or memory.size.scope == PER_LAYER
+        self._equal_sizes = memory.equal_sizes
         self._bytes_by_layer = np.array(memory.expert_bytes, np.int64)
         self._admits_all = type(cache).admits is CachePolicy.admits
         self._in_launch_order = type(cache).precedence is CachePolicy.precedence

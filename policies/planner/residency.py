@@ -138,6 +138,7 @@ class Residency:
             for whoever asks for one expert at a time: a third of the time of an array.
         staged_total: how many of these there are.
         staged_count: the same by layer.
+        equal_sizes: whether all experts of a pool weigh the same.
         on_leave: called with the flat key of every expert that has left, if set.
     """
 
@@ -163,6 +164,7 @@ class Residency:
         self._used_bytes = 0
         self._free_bytes: list[int] = size.pool_bytes.tolist()
         self._global = size.scope == GLOBAL
+        self.equal_sizes = not self._global or len(set(expert_bytes)) == 1
 
     def pool(self, layer: int) -> int:
         """Index of the pool that serves a layer."""

@@ -232,8 +232,7 @@ class CompiledReplay:
         books = level.memory
         kind = type(cache)
         table["is_global"] = books.size.scope == GLOBAL
-        one_size = len(set(books.expert_bytes)) == 1
-        table["equal_sizes"] = one_size or not table["is_global"]
+        table["equal_sizes"] = books.equal_sizes
         table["admits_all"] = kind.admits is CachePolicy.admits
         table["in_launch_order"] = kind.precedence is CachePolicy.precedence
         table["replaces"] = cache.replaces
@@ -299,8 +298,7 @@ class CompiledReplay:
             constants["compute_after_read"] = costs.after_read("cpu")
         constants["splits_layers"] = planner.splits_layers
         # Where all memory is shared, results need no way back.
-        shared = profile.accelerator == "host" or profile.memory.unified
-        constants["moves_activations"] = not shared
+        constants["moves_activations"] = not profile.shares_memory
         constants["writes_back"] = planner.policies.writes_back
         constants["prefetches"] = prefetch.prefetches
         constants["requeue"] = prefetch.requeue

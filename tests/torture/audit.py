@@ -168,10 +168,7 @@ def accesses_are_those_of_the_trace(record):
     """
     if record.trace is None or record.config.get("routing") != "as-recorded":
         return
-    # Passes that verify drafts overlap, by draws (`tests/test_passes.py` holds those).
-    if record.config.get("draft_tokens"):
-        return
-    due = _routed(record.trace, record.config["batch"], len(record.steps))
+    due = _routed(record)
     found = defaultdict(dict)
     for access in record.accesses.itertuples():
         found[access.step, access.layer][access.expert] = access.tokens
@@ -231,12 +228,18 @@ def _held(record):
     return events
 
 
-def _routed(trace, batch, steps):
-    """(step, layer) -> expert -> tokens, composed anew from the trace's rows."""
+def _routed(record):
+    """(step, layer) -> expert -> tokens, composed anew from the trace's rows.
+
+    A pass that verifies a draft computes the drafted tokens as well, whatever it keeps;
+    the next one begins behind those that were kept, which the table of steps tells.
+    """
+    kept = record.steps.sort_values("step").tokens.tolist()
+    drafted = record.config.get("draft_tokens") or 0
     due = defaultdict(lambda: defaultdict(int))
     step = 0
-    sequences = trace.sequences()
-    while group := list(itertools.islice(sequences, batch)):
+    sequences = record.trace.sequences()
+    while group := list(itertools.islice(sequences, record.config["batch"])):
         passes = defaultdict(list)
         for rows in group:
             frame = pd.DataFrame({"pos": rows.pos, "phase": rows.phase})
@@ -244,11 +247,17 @@ def _routed(trace, batch, steps):
             number = {pos: place + 1 for place, pos in enumerate(decode)}
             for row, pos in enumerate(rows.pos):
                 passes[number.get(pos, 0)].append((rows, row))
-        for number in sorted(passes):
-            if step == steps:
+        last = max(passes)
+        number = min(passes)
+        while number <= last:
+            if step == len(kept):
                 return due
-            for rows, row in passes[number]:
+            computed = range(number, number + 1 + drafted) if number else (0,)
+            for rows, row in itertools.chain(
+                *(passes[n] for n in computed if n <= last)
+            ):
                 for expert in rows.experts[row]:
                     due[step, int(rows.layer[row])][int(expert)] += 1
+            number += kept[step] if drafted and number else 1
             step += 1
     return due
