@@ -8,6 +8,7 @@ import argparse
 
 from benchmarks import (
     cache_speed,
+    first_use,
     import_speed,
     memory_and_start,
     planning,
@@ -24,6 +25,7 @@ REPORTS = {
         replay_speed,
         python_policies,
         sweep_speed,
+        first_use,
         planning,
         cache_speed,
         memory_and_start,

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.prefetchers import SINGLE, parts
+from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moesim.runs.result import Run
+    from moesim.traces.format.reader import SequenceRows
 
 HW = "rtx3090-epyc7532"
 STEPS = 40
@@ -248,11 +250,54 @@ def smoe(inputs: Path) -> None:
                     rows(trace, batch, ratio, *map(step_ms, [*runs, without]))
 
 
+def smoe_accuracy(inputs: Path) -> None:
+    """Predictions that foresee the best expert as often as published, 82 %: how often
+    their first guess is active, and their recall over all experts of a token.
+    """
+    from moesim.traces.format.reader import open_trace
+    from moesim.traces.synthetic.predict import predict
+
+    print("\nsmoe: predictions of recall at 1 0.82")
+    rows("trace", "best foreseen", "first guess active", "recall")
+    for name in TRACES[:3]:
+        with tempfile.TemporaryDirectory() as folder:
+            target = Path(folder) / "predicted.parquet"
+            source = inputs / "unpredicted" / f"{name}.parquet"
+            predict(source, target, recall=(0.82,), at=1, scores=True)
+            trace = open_trace(target)
+            hits = np.zeros(4)
+            for part in trace.sequences(["pred1_raw"]):
+                hits += _foreseen(part, trace.shape.layers)
+        rows(name, *(hits[:3] / (hits[3], hits[3], hits[3] * trace.shape.top_k)))
+
+
+def _foreseen(rows_of: SequenceRows, layers: int) -> np.ndarray:
+    """Best experts foreseen, first guesses that are active, experts foreseen, and rows
+    with a prediction, of generated tokens: those have rows in all layers.
+    """
+    generated = rows_of.phase == Phase.DECODE
+    scores = rows_of.columns["pred1_raw"][generated].astype(np.float32)
+    experts = rows_of.experts[generated]
+    used = experts.reshape(-1, layers, experts.shape[1])[:, 1:]
+    guesses = np.argsort(-scores, axis=1, kind="stable")[:, : used.shape[2]]
+    guesses = guesses.reshape(-1, layers, used.shape[2])[:, :-1]
+    return np.array(
+        [
+            (guesses[..., 0] == used[..., 0]).sum(),
+            (guesses[..., :1] == used).sum(),
+            (guesses[..., None] == used[:, :, None, :]).sum(),
+            used[..., 0].size,
+        ],
+        np.float64,
+    )
+
+
 DEPARTURES: dict[str, Callable[[Path], None]] = {
     "edgemoe": edgemoe,
     "moe-infinity": moe_infinity,
     "moe-lightning": moe_lightning,
     "smoe": smoe,
+    "smoe-accuracy": smoe_accuracy,
 }
 
 

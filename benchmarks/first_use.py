@@ -1,0 +1,39 @@
+"""What machine code costs at its first use, and afterwards: CPU seconds of a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+
+TARGET_S = 15.0
+"""Of a first replay."""
+
+_CHILD = """
+import time
+import moesim
+begin_s = time.process_time()
+import moesim.sim.compiled.engine
+loop_s = time.process_time() - begin_s
+moesim.replay("tiny", "greedy", cache="lru", steps=4)
+print(loop_s, time.process_time() - begin_s)
+"""
+
+
+def report() -> None:
+    """Print the seconds of a first replay and of one that finds everything on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        for label in ("first", "second"):
+            done = subprocess.run(
+                [sys.executable, "-c", _CHILD],
+                env={**os.environ, "NUMBA_CACHE_DIR": folder},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            loop_s, all_s = map(float, done.stdout.split())
+            print(
+                f"{label} replay: {all_s:.1f} s (target {TARGET_S:.0f}), of which the"
+                f" engine's loop {loop_s:.1f} s"
+            )
