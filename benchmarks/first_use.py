@@ -1,4 +1,4 @@
-"""What machine code costs at its first use, and afterwards: CPU seconds of a process."""
+"""What machine code costs at its first use, and afterwards, in CPU seconds."""
 
 from __future__ import annotations
 
