@@ -19,9 +19,12 @@ class GpuLink:
     def enqueue(self, layer: int, copies: int) -> None:
         """Note queued copies of one layer."""
         self._queued += copies
+        copy_s = self.copy_s[layer]
+        queued_s = self._queued_s
         # One by one, as they will be withdrawn: else roundings would differ.
         for _ in range(copies):
-            self._queued_s += self.copy_s[layer]
+            queued_s += copy_s
+        self._queued_s = queued_s
 
     def withdraw(self, layer: int) -> None:
         """Note that a queued copy has left the queue, started or not."""
@@ -38,7 +41,8 @@ class GpuLink:
 
     def left_s(self, now_s: float) -> float:
         """Seconds until the copy under way has landed; 0 if there is none."""
-        return max(0.0, self._busy_until_s - now_s)
+        left_s = self._busy_until_s - now_s
+        return left_s if left_s > 0.0 else 0.0
 
     def wait_s(self, now_s: float) -> float:
         """Seconds until everything that is queued has been served."""

@@ -159,13 +159,17 @@ class Planner(MachineState):
             else ([], [])
         )
         exposed_s = self._demand(work, launch, copies, promoted)
+        dense_parts = 0
         if self._prefetches:
             prefetches.wish_for_named(self, work, copies)
+            dense_parts = self.evaluations(work.layer, phase).dense_parts
         # Products that wait free no slot: staging must hold all that they wait for.
         waits = launch.waits or follows_all
         waits = waits and demand.can_stage_all(self, work.layer, copies, promoted)
 
-        copied = len(promoted) + sum(len(part.experts) for part in copies)
+        copied = len(promoted)
+        for part in copies:
+            copied += len(part.experts)
         plan = Plan(
             work=work,
             lanes=lanes,
@@ -176,7 +180,7 @@ class Planner(MachineState):
             planning_s=exposed_s + self._planning_s(len(lanes), copied),
             serial=launch.serial,
             waits=waits,
-            dense_parts=self.evaluations(work.layer, phase).dense_parts,
+            dense_parts=dense_parts,
             released=released,
             swaps=postponed,
         )
