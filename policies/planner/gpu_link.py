@@ -41,8 +41,7 @@ class GpuLink:
 
     def left_s(self, now_s: float) -> float:
         """Seconds until the copy under way has landed; 0 if there is none."""
-        left_s = self._busy_until_s - now_s
-        return left_s if left_s > 0.0 else 0.0
+        return max(0.0, self._busy_until_s - now_s)
 
     def wait_s(self, now_s: float) -> float:
         """Seconds until everything that is queued has been served."""
