@@ -45,16 +45,15 @@ class Clock(Environment):
     def _now(self, now_s: float) -> None:
         self.now_s = now_s
 
-    def end(self, event: Event, priority: int, delay_s: float) -> None:
+    def end(self, event: Event, priority: int, end_s: float) -> None:
         """Schedule the event of an operation's end.
 
         Args:
             event: triggered already, as simpy.Timeout.
             priority: at one instant, lower goes first.
-            delay_s: seconds from now.
+            end_s: when.
         """
-        entry = (self.now_s + delay_s, priority, next(self._eid), event)
-        heappush(self._queue, entry)  # type: ignore[misc] # any int sorts
+        heappush(self._queue, (end_s, priority, next(self._eid), event))  # type: ignore[misc] # any int sorts
 
     def wake(self, _: object = None) -> None:
         """Give the process its turn when all callbacks of this event have returned,

@@ -64,12 +64,12 @@ def look(
         state = states.max(axis=0)
         gpu_s = np.stack([machine.costs.gpu_s(layer, tokens, gpu) for gpu in gpus])
     return LayerWork(
-        step=step,
-        layer=layer,
-        phase=phase,
-        experts=experts,
-        tokens=tokens,
-        state=state,
+        step,
+        layer,
+        phase,
+        experts,
+        tokens,
+        state,
         cpu_s=machine.costs.cpu_s(layer, tokens),
         host_s=host_s,
         gpu_s=gpu_s,
