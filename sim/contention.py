@@ -8,6 +8,7 @@ ends of the others move. Two operations that slow each other by 2 share a proces
 
 from __future__ import annotations
 
+from heapq import heappush
 from typing import TYPE_CHECKING
 
 from simpy.events import Event
@@ -99,7 +100,8 @@ class Contention:
         finished: Callable[[Operation], None],
     ) -> None:
         self._clock = clock
-        self._end = clock.end
+        self._queue = clock.queue
+        self._numbers = clock.numbers
         self._finished = finished
         # Shared, as nobody else waits for the end of an operation.
         self._alone: list[Callable[..., None]] = [finished]
@@ -133,7 +135,8 @@ class Contention:
         operation.end_s = end_s = now_s + operation.work_s
         operation.callbacks = self._alone
         self.events += 1
-        self._end(operation, self._priority[operation.lane], end_s)
+        priority = self._priority[operation.lane]
+        heappush(self._queue, (end_s, priority, next(self._numbers), operation))
 
     def _adjust(self) -> None:
         """Settle and re-schedule every operation whose rate has changed."""
@@ -156,7 +159,8 @@ class Contention:
                 end.callbacks = [self._ended]
                 self.events += 1
                 end_s = now_s + operation.left_s / rate
-                self._end(end, self._priority[operation.lane], end_s)
+                priority = self._priority[operation.lane]
+                heappush(self._queue, (end_s, priority, next(self._numbers), end))
 
     def _ended(self, end: Event) -> None:
         operation: Operation = end if isinstance(end, Operation) else end._value  # noqa: SLF001 - our own event
