@@ -150,7 +150,8 @@ class Planner(MachineState):
         first = replacements.replace_first(self, work) if self._replace_first else []
         launch = self._assign(work)
         lanes = launch.lanes
-        replacements.keep_computed(self, work, lanes, first)
+        if first:
+            replacements.keep_computed(self, work, lanes, first)
         self._note_accesses(work, lanes)
 
         copies: list[Copies] = []
@@ -177,12 +178,12 @@ class Planner(MachineState):
         for part in copies:
             copied += len(part.experts)
         plan = Plan(
-            work=work,
-            lanes=lanes,
-            order=launch.order.tolist(),
-            copies=copies,
-            promoted=promoted,
-            copied=copied,
+            work,
+            lanes,
+            launch.order.tolist(),
+            copies,
+            promoted,
+            copied,
             planning_s=exposed_s + self._planning_s(len(lanes), copied),
             serial=launch.serial,
             waits=waits,
