@@ -6,6 +6,7 @@ annotations and defaults. Nothing is declared twice.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import types
@@ -78,6 +79,11 @@ def expect_choice(name: str, got: object, choices: Any) -> None:
 
 def parameters(cls: type) -> tuple[Parameter, ...]:
     """List the parameters of `cls`, in the order of its `__init__`."""
+    return _parameters(cls)
+
+
+@functools.lru_cache(maxsize=512)
+def _parameters(cls: Any) -> tuple[Parameter, ...]:
     # `object.__init__` has a signature of ``*args, **kwargs`` that accepts nothing.
     if cls.__init__ is object.__init__:  # type: ignore[misc]
         return ()

@@ -6,6 +6,7 @@ Simulated and measured runs share this, so that both start alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
 
 
-@dataclass(slots=True)
+@dataclass
 class Setup:
     """What a run needs beside its lanes; every call of `planner` makes an equal one.
 
@@ -113,7 +114,7 @@ class Setup:
             gpus=self.profile.gpus, host_cache=host_cache if limited else None
         )
 
-    @property
+    @cached_property
     def memory(self) -> MemoryPlan:
         """Sizes of memories.
 

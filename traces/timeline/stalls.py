@@ -4,10 +4,12 @@ copies.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numba import types as nb
 
+from moesim.traces.compilation import compiled
 from moesim.traces.timeline.spans import COMPUTE, FETCH, PLAN, READ
 
 if TYPE_CHECKING:
@@ -97,17 +99,14 @@ class StallAggregator:
             return
 
         lane = rows["lane"][compute]
-        start_s = rows["start_s"][compute]
-        end_s = rows["end_s"][compute]
-        keys, place = np.unique(rows["key"][compute], return_inverse=True)
+        duration_s = rows["end_s"][compute] - rows["start_s"][compute]
+        keys, place = _numbered(rows["key"][compute])
 
-        self._add_imbalance(lane, end_s - start_s, place, len(keys))
+        self._add_imbalance(lane, duration_s, place, len(keys))
 
-        idle_from_s = self._idle_from_s(rows, compute)
-        idle_from_s = np.maximum(idle_from_s, _plan_end_s(rows, work, keys)[place])
-        copy_end_s = self._copy_end_s(rows, compute)
-        waited_s = np.minimum(start_s, copy_end_s) - idle_from_s
-        self.stall_s += np.bincount(lane, np.maximum(waited_s, 0.0), self._lanes)
+        plan_end_s = _plan_end_s(rows, work, keys)
+        waited_s = self._waited_s(rows, compute, place, plan_end_s)
+        self.stall_s += np.bincount(lane, waited_s, self._lanes)
 
     def _add_imbalance(
         self,
@@ -134,60 +133,138 @@ class StallAggregator:
         self.imbalance += float((difference_s / longer_s[some]).sum())
         self.layer_steps += count
 
-    def _idle_from_s(
+    def _waited_s(
         self,
         rows: Chunk,
         compute: np.ndarray,
+        place: np.ndarray,
+        plan_end_s: np.ndarray,
     ) -> np.ndarray:
-        """End of the compute span before each one, on the same lane in the same layer
-        step; -inf for the first.
-        """
-        key = rows["key"][compute]
-        lane = rows["lane"][compute]
-        start_s = rows["start_s"][compute]
-        end_s = rows["end_s"][compute]
+        """Seconds of each compute span's lane that it waited for a copy.
 
-        order = np.lexsort((start_s, lane, key))
-        follows = (np.diff(key[order]) == 0) & (np.diff(lane[order]) == 0)
-        before_s = np.where(follows, end_s[order][:-1], -np.inf)
-
-        idle_from_s = np.empty(len(key))
-        idle_from_s[order] = np.concatenate(([-np.inf], before_s))
-        return idle_from_s
-
-    def _copy_end_s(
-        self,
-        rows: Chunk,
-        compute: np.ndarray,
-    ) -> np.ndarray:
-        """End of the latest copy of the same expert to the same lane before each
-        compute span; -inf if none.
+        Args:
+            rows: compute, plan and copy spans.
+            compute: bool, the compute spans among them, N.
+            place: int64 [N], the layer step of each.
+            plan_end_s: of each layer step.
         """
         kind = rows["kind"]
         is_copy = (kind >= FETCH) & (kind <= READ)
         copies = np.flatnonzero(is_copy & (self._target[rows["lane"]] >= 0))
+        copies = copies[np.argsort(rows["end_s"][copies], kind="stable")]
         uses = np.flatnonzero(compute)
-        if not len(copies):
-            return np.full(len(uses), -np.inf)
+        lane = rows["lane"][uses].astype(np.int64)
 
-        # Copies by their ends and uses by their starts in one order, by expert and
-        # lane; a copy that ends as the use starts comes before it.
-        both = np.concatenate([copies, uses])
-        lane = np.concatenate([self._target[rows["lane"][copies]], rows["lane"][uses]])
-        of_layer = lane * _LAYERS + rows["layer"][both]
-        expert = of_layer * _EXPERTS + rows["expert"][both]
-        time_s = np.concatenate([rows["end_s"][copies], rows["start_s"][uses]])
-        is_use = np.arange(len(both)) >= len(copies)
-        order = np.lexsort((is_use, time_s, expert))
+        # One number per expert of a layer and lane; -1 stands for none.
+        layers = int(rows["layer"].max()) + 2
+        experts = int(rows["expert"].max()) + 2
+        of_layer = (rows["layer"] + np.int64(1)) * experts + rows["expert"] + 1
+        copy_target = self._target[rows["lane"][copies]]
+        landed_s = np.full(self._lanes * layers * experts, -np.inf)
 
-        # The last copy at or before each place of that order.
-        copy_places = np.where(is_use[order], -1, np.arange(len(both)))
-        last = np.maximum.accumulate(copy_places)
-        is_same = (last >= 0) & (expert[order][last] == expert[order])
+        start_s = rows["start_s"][uses]
+        return wait_for_copies(
+            Uses(
+                np.argsort(start_s, kind="stable"),
+                start_s,
+                rows["end_s"][uses],
+                place,
+                lane,
+                lane * layers * experts + of_layer[uses],
+            ),
+            rows["end_s"][copies],
+            copy_target * layers * experts + of_layer[copies],
+            plan_end_s,
+            landed_s,
+            self._lanes,
+        )
 
-        end_s = np.empty(len(both))
-        end_s[order] = np.where(is_same, time_s[order][last], -np.inf)
-        return end_s[len(copies) :]
+
+class Uses(NamedTuple):
+    """Compute spans, N.
+
+    Attributes:
+        by_start: int64 [N], their places in the order of their starts.
+        start_s, end_s: float64 [N].
+        layer_step, lane, expert: int64 [N], numbers of what they belong to.
+    """
+
+    by_start: np.ndarray
+    start_s: np.ndarray
+    end_s: np.ndarray
+    layer_step: np.ndarray
+    lane: np.ndarray
+    expert: np.ndarray
+
+
+_USES = nb.NamedTuple(
+    (
+        nb.int64[::1],
+        nb.float64[::1],
+        nb.float64[::1],
+        nb.int64[::1],
+        nb.int64[::1],
+        nb.int64[::1],
+    ),
+    Uses,
+)
+
+
+@compiled(
+    nb.float64[::1](
+        _USES,
+        nb.float64[::1],
+        nb.int64[::1],
+        nb.float64[::1],
+        nb.float64[::1],
+        nb.int64,
+    )
+)
+def wait_for_copies(
+    uses: Uses,
+    copy_end_s: np.ndarray,
+    copy_expert: np.ndarray,
+    plan_end_s: np.ndarray,
+    landed_s: np.ndarray,
+    lanes: int,
+) -> np.ndarray:
+    """How long the lane of each use was idle, after planning and after the use before
+    it, until the last copy of its expert before it had landed: seconds, float64 [N].
+
+    Args:
+        uses: N of S layer steps.
+        copy_end_s: float64 [C], ascending.
+        copy_expert: int64 [C], what each brings.
+        plan_end_s: float64 [S].
+        landed_s: float64, by expert, of minus infinity.
+        lanes: how many there are.
+    """
+    waited_s = np.empty(len(uses.start_s))
+    computed_s = np.full((len(plan_end_s), lanes), -np.inf)
+    landed = 0
+    for use in uses.by_start:
+        start_s = uses.start_s[use]
+        # A copy that ends as the use starts has landed.
+        while landed < len(copy_end_s) and copy_end_s[landed] <= start_s:
+            landed_s[copy_expert[landed]] = copy_end_s[landed]
+            landed += 1
+        step = uses.layer_step[use]
+        lane = uses.lane[use]
+        idle_from_s = max(computed_s[step, lane], plan_end_s[step])
+        computed_s[step, lane] = uses.end_s[use]
+        copied_s = min(start_s, landed_s[uses.expert[use]])
+        waited_s[use] = max(copied_s - idle_from_s, 0.0)
+    return waited_s
+
+
+def _numbered(key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct keys, ascending, and which of them each one is: int64."""
+    step = np.diff(key)
+    if (step < 0).any():
+        return np.unique(key, return_inverse=True)
+    # Layer steps follow each other, unless one was begun before its time.
+    is_first = np.concatenate(([True], step > 0))
+    return key[is_first], np.cumsum(is_first) - 1
 
 
 def _consumer(lane: str) -> str:
