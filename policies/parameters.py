@@ -85,13 +85,13 @@ def parameters(cls: type) -> tuple[Parameter, ...]:
 @functools.lru_cache(maxsize=512)
 def _parameters(cls: Any) -> tuple[Parameter, ...]:
     # `object.__init__` has a signature of ``*args, **kwargs`` that accepts nothing.
-    if cls.__init__ is object.__init__:  # type: ignore[misc]
+    if cls.__init__ is object.__init__:
         return ()
 
     # Annotations may name types that are imported for type checkers only; such a
     # parameter is read by the type of its default.
     try:
-        hints = get_type_hints(cls.__init__)  # type: ignore[misc]
+        hints = get_type_hints(cls.__init__)
     except NameError:
         hints = {}
 
