@@ -9,7 +9,7 @@ A number without provenance is refused, since its origin could not be found out 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, get_args
 
@@ -237,7 +237,7 @@ def lower_bound(path: str) -> LowerBound:
 
 def as_table(entry: Quantity | Curve) -> dict[str, Any]:
     """Return the TOML table of a number or curve, without empty fields."""
-    table = {field.name: getattr(entry, field.name) for field in fields(entry)}
+    table = {name: getattr(entry, name) for name in entry.__slots__}
     if table.get("reference") is not None:
         table["reference"] = asdict(table["reference"])
     # A curve's sizes stand under the name of their unit, before its seconds.

@@ -11,6 +11,7 @@ works wherever a name does. Names in our own folders come first.
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -363,6 +364,7 @@ def _from_file(path: Path, kind: str) -> type[Policy]:
     return _only_policy(module, kind, str(path))
 
 
+@functools.lru_cache(maxsize=512)
 def _only_policy(module: ModuleType, kind: str, where: str) -> type[Policy]:
     """The single public policy that a module defines.
 

@@ -17,8 +17,8 @@ from moesim.hwprofiles.prediction_error import prediction_error
 from moesim.hwprofiles.profile import (
     HardwareProfile,
     default_profile,
-    list_profiles,
     load_profile,
+    ships,
 )
 from moesim.policies.base import PolicyError
 from moesim.policies.planner.plan import LAYERS
@@ -335,7 +335,7 @@ def _source(profile: HardwareProfile) -> str | None:
     path = Path(profile.where)
     if path.is_file():
         return str(path.absolute())
-    return path.stem if path.stem in list_profiles() else None
+    return path.stem if ships(path.stem) else None
 
 
 def figures_of(planner: Planner) -> dict[str, Any]:

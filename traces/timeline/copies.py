@@ -109,6 +109,8 @@ class CopyAggregator:
         for chunk in events:
             layers = max(layers, 1 + int(chunk["layer"].max(initial=-1)))
             experts = max(experts, 1 + int(chunk["expert"].max(initial=-1)))
+        if self._present_step.shape == (layers, experts):
+            return
         more = [
             (0, layers - self._present_step.shape[0]),
             (0, experts - self._present_step.shape[1]),
