@@ -167,8 +167,6 @@ class CompiledReplay:
         operations = np.zeros(count, records.OPERATION)
         held = self._world["operations"]
         operations[: len(held)] = held
-        # The last one that was free is followed by the first new one.
-        operations["next"][len(held) :] = np.arange(len(held) + 1, count + 1)
         self._world["operations"] = operations
 
     def _make_spans(self, count: int) -> None:
