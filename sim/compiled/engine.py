@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from moesim.policies.planner.residency import GLOBAL
 from moesim.sim.compiled import memory, records
 from moesim.sim.compiled.loop import run_steps
 from moesim.sim.compiled.planning import plan_layer_step
-from moesim.sim.compiled.python_policies import PythonPolicies
 from moesim.sim.compiled.records import NONE
 from moesim.sim.compiled.support import (
     answers_with_kernels,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.memory_level import MemoryLevel
     from moesim.policies.planner.planner import Planner
+    from moesim.sim.compiled.python_policies import PythonPolicies
     from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.timeline.spans import Chunk, Timeline
 
@@ -90,7 +91,6 @@ class CompiledReplay:
         for name, program in _PARTS.items():
             self._world.give_kernel(name, program)
         self._make_lanes()
-        self._python = PythonPolicies(planner, self._world)
         self._make_memories()
         self._make_constants()
 
@@ -99,6 +99,16 @@ class CompiledReplay:
         """Memories: GPUs, then limited host memory."""
         host = self._planner.host
         return self._planner.gpu + ([] if host is None else [host.level])
+
+    @cached_property
+    def _asked(self) -> PythonPolicies:
+        """Policies that bring no kernels."""
+        # What asks them has kernels of its own, which few runs need.
+        from moesim.sim.compiled.python_policies import (  # noqa: PLC0415 - see above
+            PythonPolicies,
+        )
+
+        return PythonPolicies(self._planner, self._world)
 
     # -- arrays -----------------------------------------------------------------------
 
@@ -157,8 +167,6 @@ class CompiledReplay:
         operations = np.zeros(count, records.OPERATION)
         held = self._world["operations"]
         operations[: len(held)] = held
-        # The last one that was free is followed by the first new one.
-        operations["next"][len(held) :] = np.arange(len(held) + 1, count + 1)
         self._world["operations"] = operations
 
     def _make_spans(self, count: int) -> None:
@@ -257,7 +265,7 @@ class CompiledReplay:
         if answers(cache):
             brought: CacheKernels = cache.kernels()
             return brought
-        return self._python.cache(cache, of_host=of_host)
+        return self._asked.cache(cache, of_host=of_host)
 
     def _make_constants(self) -> None:
         world = self._world
@@ -309,12 +317,12 @@ class CompiledReplay:
         brought_by_assignment = (
             assignment.kernels()
             if answers_with_kernels(assignment)
-            else self._python.assignment(assignment)
+            else self._asked.assignment(assignment)
         )
         brought_by_prefetch = (
             prefetch.kernels()
             if answers_with_kernels(prefetch)
-            else self._python.prefetch(prefetch)
+            else self._asked.prefetch(prefetch)
         )
         for name, brought in (
             ("assignment", brought_by_assignment),
@@ -419,7 +427,7 @@ class CompiledReplay:
         run = world["run"][0]
         passes = self._put(block)
         if block.routed is not None:
-            self._python.begin(block)
+            self._asked.begin(block)
         begin = 0
         while begin < len(block.layer):
             self._draw()
@@ -626,8 +634,9 @@ class CompiledReplay:
             PolicyError: a policy answered something illegal.
             SimulationError: nothing ran although something was awaited.
         """
-        if self._python.raised is not None:
-            raise self._python.raised
+        if error == memory.RAISED:
+            assert self._asked.raised is not None
+            raise self._asked.raised
         names = self._planner.policies.names
         kind, problem = _ERRORS[error]
         where = f"step {block.step[s]}, layer {block.layer[s]}"

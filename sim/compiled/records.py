@@ -74,6 +74,7 @@ OPERATION = _record(
         ("nbytes", np.int64),
         ("on_end", np.int64),
         ("priority", np.int64),
+        # In its queue; of a free one the next free one + 1, 0 for the place behind it.
         ("next", np.int64),
         ("previous", np.int64),
         ("order", np.int64),
