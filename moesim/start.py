@@ -1,7 +1,8 @@
 """Where the program begins: from here on, ctrl-C and SIGTERM end it in one line.
 
-What the command line needs takes a moment to import. Nothing has been written by then, so
-the process ends at once; `moesim.cli.errors.guarded` takes over when a command begins.
+What the command line needs takes a moment to import. Nothing has been written by then,
+so the process ends at once; `moesim.cli.errors.guarded` takes over when a command
+begins.
 """
 
 import os

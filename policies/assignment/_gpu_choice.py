@@ -120,5 +120,5 @@ def allowed_lanes(
     """
     if len(allowed) == 1:
         return allowed[0].astype(np.int8)
-    chosen = allowed.any(axis=0)
+    chosen = np.logical_or.reduce(allowed)
     return spread(chosen, allowed, work.gpu_s, work.arrive_s, link_s(work))

@@ -150,8 +150,7 @@ class Planner(MachineState):
         first = replacements.replace_first(self, work) if self._replace_first else []
         launch = self._assign(work)
         lanes = launch.lanes
-        if first:
-            replacements.keep_computed(self, work, lanes, first)
+        replacements.keep_computed(self, work, lanes, first)
         self._note_accesses(work, lanes)
 
         copies: list[Copies] = []
