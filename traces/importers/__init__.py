@@ -29,6 +29,7 @@ It may also have
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -78,6 +79,7 @@ class ImportSummary:
     notes: tuple[str, ...]
 
 
+@functools.cache
 def importers() -> dict[str, Any]:
     """Return name -> module of every importer in this folder, sorted by name."""
     names = sorted(
@@ -452,8 +454,7 @@ def _importer_of(
     judges = 0
     wrong_words = []
     for name, module in able.items():
-        asked = inspect.signature(module.recognises).parameters
-        relevant = {key: text for key, text in options.items() if key in asked}
+        relevant = {key: text for key, text in options.items() if key in _asked(module)}
         judges += bool(relevant)
         try:
             if module.recognises(source, **relevant):
@@ -480,6 +481,11 @@ def _importer_of(
         f"{source}: no importer knows this layout (or the file is cut off); known:"
         f" {layouts}"
     )
+
+
+def _asked(importer: Any) -> Mapping[str, inspect.Parameter]:
+    """What an importer wants to know before it can recognise a file."""
+    return inspect.signature(importer.recognises).parameters
 
 
 def _options(importer: Any) -> dict[str, str]:
