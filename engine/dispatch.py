@@ -73,12 +73,8 @@ class Dispatch(Generic[Op]):
             self._release_held()
         if plan.precompute is not None:
             self._begin_precomputes(plan)
-        for prediction in self._world.predictions(plan):
-            # On the same lane, behind the products of residents.
-            self.pending += 1
-            prediction.on_end = self._predicted
-            self._transfers.begin_prediction()
-            self._world.submit(prediction)
+        if plan.dense_parts:
+            self._begin_predictions(plan)
         if not self.pending:
             self._world.computed(None)
         return cpu_used
@@ -141,6 +137,14 @@ class Dispatch(Generic[Op]):
         self._barred = None
         for product in barred:
             self._transfers.when_on_gpu(self._gpu_of[product.lane], product)
+
+    def _begin_predictions(self, plan: Plan) -> None:
+        """Queue what predicts, on the GPU's lane behind the products of residents."""
+        for prediction in self._world.predictions(plan):
+            self.pending += 1
+            prediction.on_end = self._predicted
+            self._transfers.begin_prediction()
+            self._world.submit(prediction)
 
     def _begin_precomputes(self, plan: Plan) -> None:
         """Queue products of the next layer's experts, after this layer's own."""

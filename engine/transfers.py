@@ -213,9 +213,10 @@ class Transfers(Generic[Op]):
     def end_decisions(self) -> None:
         """Report what has landed meanwhile, and let queued operations start."""
         self._world.admission.closed = False
-        for report, arguments in self._unreported:
-            report(*arguments)
-        self._unreported.clear()
+        if self._unreported:
+            for report, arguments in self._unreported:
+                report(*arguments)
+            self._unreported.clear()
         self._world.offer()
 
     def begin_prediction(self) -> None:

@@ -222,8 +222,6 @@ class VirtualWorld:
 
     def predictions(self, plan: Plan) -> tuple[Operation, ...]:
         """Make the evaluation of coming layers' dense parts: as long as this step's."""
-        if not plan.dense_parts:
-            return ()
         work = plan.work
         lane = self._compute_lanes[1 + self._planner.home(work.layer)]
         work_s = plan.dense_parts * self.dense_s + self._dispatch_s

@@ -104,8 +104,10 @@ class Planner(MachineState):
 
     def evaluations(self, layer: int, phase: Phase) -> Evaluations:
         """What predicting in a layer step evaluates on the GPU."""
+        if not self._prefetches:
+            return _NO_EVALUATIONS
         following = self.layers - 1 - layer
-        if not following or not self._prefetches:
+        if not following:
             return _NO_EVALUATIONS
         return self.policies.prefetch.evaluations(following, phase)
 
