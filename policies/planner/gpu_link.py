@@ -19,9 +19,12 @@ class GpuLink:
     def enqueue(self, layer: int, copies: int) -> None:
         """Note queued copies of one layer."""
         self._queued += copies
+        copy_s = self.copy_s[layer]
+        queued_s = self._queued_s
         # One by one, as they will be withdrawn: else roundings would differ.
         for _ in range(copies):
-            self._queued_s += self.copy_s[layer]
+            queued_s += copy_s
+        self._queued_s = queued_s
 
     def withdraw(self, layer: int) -> None:
         """Note that a queued copy has left the queue, started or not."""
