@@ -9,7 +9,7 @@ import pytest
 from numba import types as nb
 
 from moesim.traces.compilation import compiled
-from moesim.traces.structures import packed, structure
+from moesim.traces.structures import loaded, numbers_of, packed, structure
 
 pytestmark = pytest.mark.skipif(
     numba.config.DISABLE_JIT, reason="without machine code there is nothing to pass"
@@ -68,6 +68,30 @@ def test_arrays_are_those_of_the_caller():
 def test_a_compiled_function_makes_one():
     given = table(rows=5, columns=4)
     assert total_of_made(given.rows, given.marks) == total(given)
+
+
+class Pair(NamedTuple):
+    """Two arrays."""
+
+    rows: np.ndarray
+    marks: np.ndarray
+
+
+PAIR = structure(Pair, (nb.float64[:, ::1], nb.int8[::1]))
+BOOK = np.dtype([("pages", np.int64), ("pair", np.int64, (5,))], align=True)
+
+
+@compiled(nb.float64(nb.Array(numba.from_dtype(BOOK), 1, "C")))
+def total_by_address(books):
+    pair = loaded(Pair, books[0].pair)
+    return pair.rows[1].sum() + len(pair.rows) + pair.marks[2]
+
+
+def test_one_is_loaded_by_its_addresses_and_sizes():
+    given = Pair(*table()[1:3])
+    books = np.zeros(1, BOOK)
+    books["pair"] = numbers_of(given)
+    assert total_by_address(books) == (3 + 4 + 5) + 2 + 2
 
 
 def test_a_call_keeps_no_reference():

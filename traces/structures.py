@@ -8,7 +8,7 @@ array is used.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numba
 from llvmlite import ir
@@ -26,6 +26,9 @@ from numba.extending import (
     unbox,
 )
 from numba.np.arrayobj import make_array, populate_array
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class StructureType(nb.Type):  # type: ignore[misc]
@@ -81,6 +84,37 @@ def packed(_: Any, given: Any) -> Any:
         return _packed(context, builder, kind, cast)
 
     return kind(given), code
+
+
+def numbers_of(arrays: tuple[np.ndarray, ...]) -> list[int]:
+    """Addresses and sizes of a structure of arrays, as `loaded` takes them."""
+    return [n for array in arrays for n in (array.ctypes.data, *array.shape)]
+
+
+@intrinsic
+def loaded(_: Any, cls: Any, numbers: Any) -> Any:
+    """The structure of a named tuple of arrays, by its addresses and sizes.
+
+    Args:
+        cls: the named tuple.
+        numbers: int64, as `numbers_of` gives them.
+    """
+    kind = _KINDS[cls.instance_class]
+
+    def code(context: Any, builder: Any, __: Any, values: Any) -> Any:
+        place = make_array(numbers)(context, builder, values[1]).data
+        loads = iter(range(numbers.nitems))
+        structure_of = cgutils.create_struct_proxy(kind)(context, builder)
+        for name, field in kind.fields.items():
+            for member in (name, *_sizes_of(name, field)):
+                number = builder.load(cgutils.gep(builder, place, next(loads)))
+                if member == name:
+                    data_type = context.get_value_type(nb.CPointer(field.dtype))
+                    number = builder.inttoptr(number, data_type)
+                setattr(structure_of, member, number)
+        return structure_of._getvalue()  # noqa: SLF001 - as below
+
+    return kind(cls, numbers), code
 
 
 def array_at(

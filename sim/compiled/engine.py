@@ -34,6 +34,7 @@ from moesim.sim.noise import Noise
 from moesim.sim.results import ReplayResult, SimulationError
 from moesim.traces.format.batch import RoutedStep
 from moesim.traces.format.schema import Phase
+from moesim.traces.structures import numbers_of
 from moesim.traces.timeline.spans import CHUNK_ACCESSES, CHUNK_SPANS, CHUNK_STEPS
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ class CompiledReplay:
                 self._world.give_kernel(f"host_{name}", getattr(brought, name))
         else:
             self._give_kernels(brought)
-        table["at"], table["sizes"] = self._keep(brought.state)
+        table["state"] = self._keep(brought.state)
 
     def _kernels_of_cache(self, cache: CachePolicy, *, of_host: bool) -> CacheKernels:
         answers = host_answers_with_kernels if of_host else answers_with_kernels
@@ -329,9 +330,7 @@ class CompiledReplay:
             ("prefetch", brought_by_prefetch),
         ):
             self._give_kernels(brought)
-            constants[f"{name}_at"], constants[f"{name}_sizes"] = self._keep(
-                brought.state
-            )
+            constants[name] = self._keep(brought.state)
         world["constants"] = table
 
         world["expert_bytes"] = np.array(shape.expert_bytes, np.int64)
@@ -381,11 +380,10 @@ class CompiledReplay:
             if name != "state":
                 self._world.give_kernel(name, kernel)
 
-    def _keep(self, state: State) -> tuple[list[int], list[int]]:
+    def _keep(self, state: State) -> list[int]:
         """Where the arrays of a policy's state lie, and their sizes."""
         self._kept.append(state)
-        sizes = [size for array in state for size in array.shape]
-        return [array.ctypes.data for array in state], sizes
+        return numbers_of(state)
 
     # -- blocks -----------------------------------------------------------------------
 

@@ -7,20 +7,15 @@ from typing import Any
 import numpy as np
 
 from moesim.policies.base import ABSENT, RESIDENT
-from moesim.policies.kernels import WAITS, KernelView, Work
+from moesim.policies.kernels import WAITS, KernelView, State, Work
 from moesim.policies.planner.plan import FETCH, PREFETCH, READ, REPLACE
 from moesim.sim.compiled import host, memory
 from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.memory import cache_state
 from moesim.sim.compiled.records import NONE
 from moesim.sim.compiled.transfers import LATE_WAIT, link_enqueue
-from moesim.sim.compiled.world import (
-    ENTRIES,
-    rows_at,
-    state_at,
-    world_at,
-)
-from moesim.traces.structures import packed
+from moesim.sim.compiled.world import ENTRIES, rows_at, world_at
+from moesim.traces.structures import loaded, packed
 
 _COMPUTE_LANES = 2
 """Place of the CPU in `world.lane_by_use`; GPUs follow."""
@@ -139,7 +134,7 @@ def assign(world: Any, work: Work, lanes: Any, order: Any) -> int:
     constants = world.constants
     run = world.run
     flags = world.assign(
-        state_at(constants.assignment_at, constants.assignment_sizes),
+        loaded(State, constants.assignment),
         work,
         lanes,
         order,
@@ -386,7 +381,7 @@ def prefetch(world: Any, work: Work, s: int) -> None:
     experts = constants.experts
     named = world.keys[5]
     count = world.prefetch(
-        state_at(constants.prefetch_at, constants.prefetch_sizes),
+        loaded(State, constants.prefetch),
         work,
         _view(world, s),
         named,

@@ -30,9 +30,8 @@ from numba.extending import (
 from numba.np.arrayobj import make_array, populate_array
 
 from moesim.policies.kernels import KERNELS as POLICY_KERNELS
-from moesim.policies.kernels import State
 from moesim.sim.compiled.records import ARRAYS, RECORDS
-from moesim.traces.structures import array_at, packed
+from moesim.traces.structures import array_at
 
 ENTRIES = {
     "serve_worker": nb.void(nb.int64, nb.int64),
@@ -181,28 +180,6 @@ def _address(kernel: Any, name: str) -> int:
         program.fndesc.llvm_func_name
     )
     return address
-
-
-@intrinsic
-def _pointer(_: Any, address: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = context.get_value_type(signature.return_type)
-        return builder.inttoptr(arguments[0], kind)
-
-    return nb.voidptr(address), code
-
-
-@numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def state_at(at: Any, sizes: Any) -> State:
-    """A policy's state, by where its arrays lie and their sizes."""
-    return packed(
-        State(
-            numba.carray(_pointer(at[0]), (sizes[0], sizes[1]), np.float64),
-            numba.carray(_pointer(at[1]), (sizes[2], sizes[3]), np.int64),
-            numba.carray(_pointer(at[2]), (sizes[4],), np.float64),
-            numba.carray(_pointer(at[3]), (sizes[5],), np.int64),
-        )
-    )
 
 
 @intrinsic

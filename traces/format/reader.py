@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     import pyarrow.parquet as pq
 
-    from moesim.traces.format.layer_steps import LayerSteps
-
 # Other writers may have used wider numbers; every part of moesim counts on these.
 _DTYPES = {
     "seq": np.int32,
@@ -105,7 +103,7 @@ class Trace:
         # Results hold the name, so that they are the same wherever moesim is installed.
         self.name = name or str(path)
         self.passes = Passes()
-        self.last_cut: dict[Hashable, list[LayerSteps]] = {}
+        self.last_cut: dict[Hashable, list[Any]] = {}
         self.header = header
         self.shape: ModelShape = header.shape
         self.columns: frozenset[str] = frozenset(OPTIONAL_COLUMNS) & frozenset(
