@@ -129,6 +129,7 @@ def _enqueue(world: Any) -> None:
         world.experts[copy.gpu, key].queued = i
         run.queued += 1
         world.pools[0, copy.layer].outstanding += 1
+        world.pools[0, copy.layer].unawaited += priority != DEMAND
         # Somebody else's read may be pending.
         behind_read = copy.read
         if constants.host != NONE:

@@ -166,11 +166,12 @@ POOL = _record(
         ("promised_bytes", np.int64),
         ("staged", np.int64),
         ("outstanding", np.int64),  # copies for it to any GPU that have not landed
+        ("unawaited", np.int64),  # queued ones of them that no layer step waits for
         ("prefetched", np.bool_),  # a prefetch was queued for it, ever
     ]
 )
-"""Of one memory and layer; with the global scope bytes stand at layer 0. The last two
-are the first memory's alone.
+"""Of one memory and layer; with the global scope bytes stand at layer 0. The last
+three are the first memory's alone.
 """
 
 COPY = _record(

@@ -330,7 +330,9 @@ def _unqueue(world: Any, gpu: int, key: int) -> None:
     """Forget that a copy is queued; its operation stays."""
     copy = world.experts[gpu, key]
     run = world.run
-    run.prefetches -= world.operations[copy.queued].kind == PREFETCH
+    queued = world.operations[copy.queued]
+    run.prefetches -= queued.kind == PREFETCH
+    world.pools[0, queued.layer].unawaited -= queued.priority != DEMAND
     run.queued -= 1
     copy.queued = NONE
 
@@ -398,6 +400,7 @@ def promote(world: Any, gpu: int, layer: int, expert: int) -> None:
     elif copy.priority != DEMAND:
         withdraw(world, i, copy.priority)
         submit(world, i, DEMAND)
+    world.pools[0, layer].unawaited -= copy.priority != DEMAND
     copy.priority = DEMAND
 
 
@@ -573,7 +576,8 @@ def settle(world: Any, layer: int) -> None:
     """Count a copy that has landed or was given up."""
     pool = world.pools[0, layer]
     pool.outstanding -= 1
-    if not pool.outstanding and world.run.barred_layer == layer:
+    all_landed = pool.outstanding == pool.unawaited
+    if all_landed and world.run.barred_layer == layer:
         _open(world)
 
 
@@ -591,11 +595,15 @@ def _open(world: Any) -> None:
 
 @part
 def open_when_landed(world: Any, layer: int) -> None:
-    """Start products once all copies of their layer have landed, or now."""
+    """Start products once all copies of their layer have landed, or now.
+
+    Queued ones that nobody waits for may need a place that this layer step holds.
+    """
     run = world.run
     if not run.barred:
         return
-    if world.pools[0, layer].outstanding:
+    pool = world.pools[0, layer]
+    if pool.outstanding > pool.unawaited:
         run.barred_layer = layer
     else:
         _open(world)
