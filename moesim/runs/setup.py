@@ -174,7 +174,7 @@ class Setup:
         if memory.is_stated or budget is None:
             return False
         bill = self.weights_bill()
-        experts_bytes = sum(self.shape.expert_bytes) * self.shape.experts
+        experts_bytes = self.shape.routed_bytes
         split = self.profile.gpus if self.memory.gpu_split == LAYERS else 1
         left = budget - bill["staging"] - bill["dense weights"]
         return experts_bytes <= left * split
@@ -226,9 +226,7 @@ class Setup:
             "cache_scope": plan.gpu.scope,
             "cache_slots": plan.gpu.slots.tolist(),
             "cache_bytes": plan.gpu.total_bytes,
-            "cache_ratio": (
-                plan.gpu.total_bytes / (sum(shape.expert_bytes) * shape.experts)
-            ),
+            "cache_ratio": plan.gpu.total_bytes / shape.routed_bytes,
             "gpus": profile.gpus,
             "gpu_bytes": self.gpu_bytes(),
             "gpu_bill": self.gpu_bill(),

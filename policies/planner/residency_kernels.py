@@ -15,7 +15,8 @@ def look_up(
     layer: int,
     experts: np.ndarray,
     now_s: float,
-    absent_s: float,
+    begins_s: float,
+    load_s: np.ndarray,
     states: np.ndarray,
     wait_s: np.ndarray,
 ) -> None:
@@ -29,7 +30,8 @@ def look_up(
         layer: MoE layer.
         experts: int32 [A].
         now_s: the time.
-        absent_s: seconds until an absent expert would be present.
+        begins_s: seconds until an absent expert could begin to come.
+        load_s: float64 [L, E], seconds that it takes then.
         states: int8 [A], result.
         wait_s: float64 [A], result: seconds until each is present.
     """
@@ -39,7 +41,7 @@ def look_up(
         if states[i] == RESIDENT:
             wait_s[i] = 0.0
         elif states[i] == ABSENT:
-            wait_s[i] = absent_s
+            wait_s[i] = begins_s + load_s[layer, expert]
         else:
             wait_s[i] = max(0.0, landing_s[layer, expert] - now_s)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,7 +132,7 @@ def save(
         )
     header = {
         "moesim_statistics": VERSION,
-        "shape": asdict(model.shape),
+        "shape": model.shape.fields(),
         "provenance": model.provenance,
     }
     text = json.dumps(header, sort_keys=True).encode()

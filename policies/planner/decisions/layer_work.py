@@ -36,7 +36,6 @@ def look(
     for row, gpu in enumerate(gpus):
         memory = machine.gpu[gpu].memory
         link = machine.links[gpu]
-        copy_s = link.copy_s[layer]
         left_s = link.left_s(now_s)
         link_s.append(left_s)
         look_up(
@@ -45,21 +44,23 @@ def look(
             layer,
             experts,
             now_s,
-            left_s + copy_s,
+            left_s,
+            link.copy_s,
             states[row],
             arrive_s[row],
         )
         if machine.host is not None:
             # A copy starts when link and expert are there, whichever is later.
             absent = states[row] == ABSENT
+            copy_s = link.copy_s[layer, experts[absent]]
             arrive_s[row, absent] = np.maximum(left_s, host_s[absent]) + copy_s
 
     if len(gpus) == 1:
         state = states[0]
-        gpu_s = machine.costs.gpu_s(layer, tokens, gpus[0])[None]
+        gpu_s = machine.gpu_s(layer, tokens, experts, gpus[0])[None]
     else:
         state = states.max(axis=0)
-        gpu_s = np.stack([machine.costs.gpu_s(layer, tokens, gpu) for gpu in gpus])
+        gpu_s = np.stack([machine.gpu_s(layer, tokens, experts, gpu) for gpu in gpus])
     return LayerWork(
         step=step,
         layer=layer,
@@ -67,7 +68,7 @@ def look(
         experts=experts,
         tokens=tokens,
         state=state,
-        cpu_s=machine.costs.cpu_s(layer, tokens),
+        cpu_s=machine.cpu_s(layer, tokens, experts),
         host_s=host_s,
         gpu_s=gpu_s,
         arrive_s=arrive_s,
