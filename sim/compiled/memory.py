@@ -227,18 +227,18 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
         entering = entering[:count]
 
     layer = work.layer
-    size = world.expert_bytes[layer]
     pool = pool_of(world, m, layer)
     free = pool.free_bytes - pool.promised_bytes
+    if not memory.equal_sizes:
+        _demand_unequal(world, m, layer, entering, free)
+        return
+    size = world.bytes_of[layer * world.constants.experts]
     room = max(0, free // size)
     if len(entering) > room and not memory.in_launch_order:
         _precedence(world, m, entering)
     for n in range(min(room, len(entering))):
         _promise(world, m, entering[n], layer, size, entering[:0])
     if len(entering) <= room:
-        return
-    if not memory.equal_sizes:
-        _demand_unequal(world, m, layer, entering[room:], free - room * size)
         return
 
     candidates = world.keys[2]
@@ -256,10 +256,15 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
 
 @part
 def _demand_unequal(world: Any, m: int, layer: int, incoming: Any, free: int) -> None:
-    """Name victims of any layer, one by one, until each expert fits."""
-    size = world.expert_bytes[layer]
+    """A pool of unequal experts: name victims, one by one, until each expert fits."""
     leaving = world.keys[4]
+    total = 0
+    for key in incoming:
+        total += world.bytes_of[key]
+    if total > free and not world.memories[m].in_launch_order:
+        _precedence(world, m, incoming)
     for n in range(len(incoming)):
+        size = world.bytes_of[incoming[n]]
         count, gained = _name_victims(world, m, incoming[n : n + 1], 0, free)
         if world.run.error:
             return
@@ -280,7 +285,7 @@ def _name_victims(world: Any, m: int, incoming: Any, count: int, free: int) -> A
     """
     layer = incoming[0] // world.constants.experts
     demanded = world.experts[m, incoming[0]].demanded
-    size = world.expert_bytes[layer]
+    size = world.bytes_of[incoming[0]]
     candidates = world.keys[2]
     victims = world.keys[4]
     while free < size:
@@ -300,7 +305,7 @@ def _name_victims(world: Any, m: int, incoming: Any, count: int, free: int) -> A
             break
         victims[count] = chosen[0]
         count += 1
-        free += world.expert_bytes[chosen[0] // world.constants.experts]
+        free += world.bytes_of[chosen[0]]
     return count, free
 
 
@@ -313,7 +318,7 @@ def _can_free(world: Any, m: int, missing_bytes: int, candidates: Any) -> bool:
     if world.memories[m].equal_sizes:
         return len(candidates) > 0
     for key in candidates:
-        missing_bytes -= world.expert_bytes[key // world.constants.experts]
+        missing_bytes -= world.bytes_of[key]
     return missing_bytes <= 0
 
 
@@ -361,7 +366,7 @@ def start(
     _keep_promises(world, m, key, layer, -1)
     if wished.enters and _make_room(world, m, key, layer):
         wished.wished = False
-        _take(world, m, layer, world.expert_bytes[layer])
+        _take(world, m, layer, world.bytes_of[key])
         world.state[m, key] = IN_FLIGHT
         wished.landing_s = landing_s
         world.keys[1][0] = key
@@ -384,11 +389,12 @@ def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
     """Evict what must leave for a copy; False if it gets no place in the cache."""
     wished = world.experts[m, key]
     pool = pool_of(world, m, layer)
-    size = world.expert_bytes[layer]
-    experts = world.constants.experts
+    size = world.bytes_of[key]
     victims = world.keys[4]
     if wished.replaces != NONE:
         if may_leave(world, m, wished.replaces):
+            if not swap_fits(world, m, key, wished.replaces):
+                return False
             victims[0] = wished.replaces
             _evict(world, m, victims[:1])
             return True
@@ -407,7 +413,7 @@ def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
             break
         victims[count] = victim
         count += 1
-        free += world.expert_bytes[victim // experts]
+        free += world.bytes_of[victim]
         victim = world.experts[m, victim].next_victim
     world.keys[1][0] = key
     count, free = _name_victims(world, m, world.keys[1][:1], count, free)
@@ -415,6 +421,16 @@ def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
         return False
     _evict(world, m, victims[:count])
     return True
+
+
+@part
+def swap_fits(world: Any, m: int, key: int, outgoing: int) -> bool:
+    """Whether an expert fits into the room of a resident and what is free."""
+    missing_bytes = world.bytes_of[key] - world.bytes_of[outgoing]
+    if missing_bytes <= 0:
+        return True
+    pool = pool_of(world, m, key // world.constants.experts)
+    return pool.free_bytes - pool.promised_bytes >= missing_bytes
 
 
 @part
@@ -437,7 +453,7 @@ def _evict(world: Any, m: int, victims: Any) -> None:
         world.experts[m, victim].next_victim = run.evicted
         run.evicted = victim
         layer = victim // experts
-        _take(world, m, layer, -world.expert_bytes[layer])
+        _take(world, m, layer, -world.bytes_of[victim])
     if len(victims):
         _evicted(world, m, victims)
 

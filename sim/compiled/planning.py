@@ -69,6 +69,9 @@ def _look(world: Any, s: int) -> None:
     link_s = world.work_link_s[:rows]
     for i in range(active):
         cpu_s[i] = world.cpu_s[layer, tokens[i]]
+        if len(world.size_of):
+            size = world.size_of[first + experts[i]]
+            cpu_s[i] = world.cpu_by_size_s[size, tokens[i]]
         host_s[i] = 0.0
         if constants.host != NONE:
             host_s[i] = host.wait_s(world, layer, experts[i])
@@ -81,11 +84,13 @@ def _look(world: Any, s: int) -> None:
             key = first + experts[i]
             here = world.state[gpu, key]
             gpu_s[row, i] = world.gpu_s[layer, tokens[i]]
+            if len(world.size_of):
+                gpu_s[row, i] = world.gpu_by_size_s[world.size_of[key], tokens[i]]
             if here == RESIDENT:
                 arrive_s[row, i] = 0.0
             elif here == ABSENT:
                 # A copy starts when link and expert are there, whichever is later.
-                arrive_s[row, i] = max(left_s, host_s[i]) + world.copy_s[gpu, layer]
+                arrive_s[row, i] = max(left_s, host_s[i]) + world.copy_s[gpu, key]
             else:
                 lands_s = world.experts[gpu, key].landing_s
                 arrive_s[row, i] = max(0.0, lands_s - run.now_s)
@@ -214,7 +219,7 @@ def queue(world: Any, kind: int, gpu: int, key: int, read: bool) -> None:
     """
     run = world.run
     layer = key // world.constants.experts
-    link_enqueue(world, gpu, layer)
+    link_enqueue(world, gpu, key)
     expert = key - layer * world.constants.experts
     _add(world.copies, run.copies, kind, gpu, layer, expert)
     world.copies[run.copies].read = read
@@ -360,7 +365,7 @@ def _view(world: Any, s: int) -> KernelView:
         world.score_sums[min(s, len(world.score_sums) - 1)],
         coming,
         coming_edges,
-        world.copy_s[0],
+        world.mean_copy_s,
         world.cpu_s,
         world.gpu_s,
         max(0.0, link.busy_until_s - run.now_s) + link.queued_s,
@@ -404,9 +409,9 @@ def prefetch(world: Any, work: Work, s: int) -> None:
         if world.state[gpu, key] != ABSENT or world.experts[gpu, key].wished:
             continue
         if constants.budget_bytes >= 0:
-            if budget < world.expert_bytes[layer]:
+            if budget < world.bytes_of[key]:
                 break
-            budget -= world.expert_bytes[layer]
+            budget -= world.bytes_of[key]
         memory.prefetch(world, work, gpu, key)
         # The products of this very layer may wait for it: then it is no guess.
         awaited = layer == work.layer and constants.late == LATE_WAIT

@@ -38,8 +38,6 @@ def unsupported(planner: Any, profile: HardwareProfile, costs: Any) -> str | Non
         return "costs that are not a hardware profile's"
     if len(profile.lanes) > MOST_LANES:
         return f"a machine of more than {MOST_LANES} lanes"
-    if planner.shape.bytes_by_expert:
-        return "experts of one layer differ in size"
     policies = planner.policies
     if policies.routing.alters:
         return f"routing policy {policies.names.get('routing')!r}"
