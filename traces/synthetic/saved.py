@@ -27,6 +27,7 @@ from moesim.traces.models import known_models, model_shape
 from moesim.traces.shipped import resolve_trace
 from moesim.traces.synthetic.draw import CLASSES, SynthModel, TokenKinds
 from moesim.traces.synthetic.fit import fit
+from moesim.traces.synthetic.marks import WIDTHS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,7 +99,9 @@ def _with_weights(
             f"--weights {weights}: the sizes of {shape.name!r} are not known by name;"
             " leave it out"
         )
-    return replace(model, shape=replace(sizes, top_k=shape.top_k))
+    provenance = {k: v for k, v in model.provenance.items() if k != WIDTHS}
+    sizes = replace(sizes, top_k=shape.top_k)
+    return replace(model, shape=sizes, provenance=provenance)
 
 
 _WAY_OUT = "`moesim trace synth --save-stats` makes such a file"

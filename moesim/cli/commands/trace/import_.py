@@ -155,11 +155,11 @@ def _print(imported: "ImportSummary", weights: str) -> None:
         imported: the summary.
         weights: what is to be said of the weight format.
     """
-    from moesim.traces.sizes import format_bytes
+    from moesim.traces.sizes import format_sizes
 
     shape = imported.shape
     # Layers of mixed quantisation have experts of several sizes.
-    sizes = " or ".join(map(format_bytes, shape.expert_sizes))
+    sizes = format_sizes(shape.expert_sizes)
     print(
         f"{imported.rows:,} rows of {imported.sequences:,}"
         f" sequence{'s' * (imported.sequences != 1)}; {shape.name}: {shape.layers} MoE"
