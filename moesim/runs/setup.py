@@ -249,7 +249,13 @@ class Setup:
             "version": __version__,
             "policies": self._policy_settings(),
             "options": self._options(trace, digest),
+            **self._sizes(),
         }
+
+    def _sizes(self) -> dict[str, Any]:
+        """Sizes of experts where those of one layer differ: slots count the largest."""
+        shape = self.shape
+        return {"expert_sizes": shape.expert_sizes} if shape.bytes_by_expert else {}
 
     def _policy_settings(self) -> dict[str, dict[str, Any]]:
         """Every policy with all its parameters, defaults included."""

@@ -204,10 +204,10 @@ class MemoryLevel:
         entering = keys if self._admits_all else keys[self.cache.admits(work, keys)]
         memory = self.memory
         pool = memory.pool(layer)
-        free = memory.free_bytes(layer) - self._promised_bytes[pool]
         if not self._equal_sizes:
-            self._demand_unequal(layer, entering, free)
+            self._demand_unequal(layer, entering)
             return
+        free = self._room(layer)
         size = memory.bytes_of[layer * memory.experts]
         room = max(0, free // size)
         if len(entering) > room and not self._in_launch_order:
@@ -232,21 +232,23 @@ class MemoryLevel:
         for key, victim in zip(incoming.tolist(), victims.tolist(), strict=True):
             self._promise(key, pool, 0, (victim,))
 
-    def _demand_unequal(self, layer: int, incoming: np.ndarray, free: int) -> None:
+    def _demand_unequal(self, layer: int, incoming: np.ndarray) -> None:
         """A pool of unequal experts: name victims until each one fits."""
         bytes_of = self.memory.bytes_of
         pool = self.memory.pool(layer)
+        free = self._room(layer)
+        # What large victims will leave over, for those that start after them.
+        left_over = 0
         lacks_room = int(self._bytes_of[incoming].sum()) > free
         if lacks_room and not self._in_launch_order:
             incoming = preferred(self.cache, self.name, incoming)
         for position, key in enumerate(incoming.tolist()):
-            size = bytes_of[key]
             leaving: list[int] = []
-            gained = free
-            while gained < size:
+            missing = bytes_of[key]
+            while missing > free + left_over:
                 candidates = self.memory.candidates(layer)
                 candidates = candidates[~np.isin(candidates, leaving)]
-                if not self._can_free(size - gained, candidates):
+                if not self._can_free(missing - free - left_over, candidates):
                     break
                 victim = self.cache.victims(
                     incoming[position : position + 1], candidates
@@ -255,12 +257,14 @@ class MemoryLevel:
                     break
                 self._check(victim, candidates)
                 leaving.append(int(victim[0]))
-                gained += bytes_of[leaving[-1]]
-            if gained < size:
+                missing -= bytes_of[leaving[-1]]
+            if missing > free + left_over:
                 continue
-            self._promise(key, pool, min(free, size), leaving)
-            # What a large victim leaves over is free for the next.
-            free = gained - size
+            # Only what is free now can be promised.
+            room = min(free, max(0, missing))
+            self._promise(key, pool, room, leaving)
+            free -= room
+            left_over += room - missing
 
     def prefetch(self, work: LayerWork, key: int) -> None:
         """Wish for an absent expert of a coming layer."""
@@ -357,7 +361,7 @@ class MemoryLevel:
         """Evict what must leave for a copy; None if it gets no place in the cache."""
         if wish.replaces >= 0:
             return self._make_room_by_swap(key, wish.replaces)
-        free = self._unpromised_bytes(layer)
+        free = self._room(layer)
         bytes_of = self.memory.bytes_of
         size = bytes_of[key]
         # Whoever was promised leaves, unless somebody needs one of them after all.
@@ -401,7 +405,7 @@ class MemoryLevel:
         if self._may_leave(outgoing):
             return self._evict([outgoing]) if self._swap_fits(key, outgoing) else None
         gone = self._state[outgoing] != RESIDENT
-        free = self._unpromised_bytes(key // self.memory.experts)
+        free = self._room(key // self.memory.experts)
         if gone and free >= self.memory.bytes_of[key]:
             return NO_VICTIMS
         return None
@@ -412,9 +416,10 @@ class MemoryLevel:
         missing_bytes = bytes_of[key] - bytes_of[outgoing]
         if missing_bytes <= 0:
             return True
-        return self._unpromised_bytes(key // self.memory.experts) >= missing_bytes
+        return self._room(key // self.memory.experts) >= missing_bytes
 
-    def _unpromised_bytes(self, layer: int) -> int:
+    def _room(self, layer: int) -> int:
+        """Free bytes of a layer's pool that are promised to nobody."""
         memory = self.memory
         return memory.free_bytes(layer) - self._promised_bytes[memory.pool(layer)]
 

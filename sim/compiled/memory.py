@@ -92,6 +92,13 @@ def pool_of(world: Any, m: int, layer: int) -> Any:
 
 
 @part
+def _room(world: Any, m: int, layer: int) -> int:
+    """Free bytes of a layer's pool that are promised to nobody."""
+    pool = pool_of(world, m, layer)
+    return pool.free_bytes - pool.promised_bytes
+
+
+@part
 def _take(world: Any, m: int, layer: int, nbytes: int) -> None:
     memory = world.memories[m]
     pool_of(world, m, layer).free_bytes -= nbytes
@@ -227,11 +234,10 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
         entering = entering[:count]
 
     layer = work.layer
-    pool = pool_of(world, m, layer)
-    free = pool.free_bytes - pool.promised_bytes
     if not memory.equal_sizes:
-        _demand_unequal(world, m, layer, entering, free)
+        _demand_unequal(world, m, layer, entering)
         return
+    free = _room(world, m, layer)
     size = world.bytes_of[layer * world.constants.experts]
     room = max(0, free // size)
     if len(entering) > room and not memory.in_launch_order:
@@ -255,9 +261,12 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
 
 
 @part
-def _demand_unequal(world: Any, m: int, layer: int, incoming: Any, free: int) -> None:
+def _demand_unequal(world: Any, m: int, layer: int, incoming: Any) -> None:
     """A pool of unequal experts: name victims, one by one, until each expert fits."""
     leaving = world.keys[4]
+    free = _room(world, m, layer)
+    # What large victims will leave over, for those that start after them.
+    left_over = 0
     total = 0
     for key in incoming:
         total += world.bytes_of[key]
@@ -265,14 +274,18 @@ def _demand_unequal(world: Any, m: int, layer: int, incoming: Any, free: int) ->
         _precedence(world, m, incoming)
     for n in range(len(incoming)):
         size = world.bytes_of[incoming[n]]
-        count, gained = _name_victims(world, m, incoming[n : n + 1], 0, free)
+        before = free + left_over
+        count, gained = _name_victims(world, m, incoming[n : n + 1], 0, before)
         if world.run.error:
             return
         if gained < size:
             continue
-        _promise(world, m, incoming[n], layer, min(free, size), leaving[:count])
-        # What a large victim leaves over is free for the next.
-        free = gained - size
+        # Only what is free now can be promised.
+        missing = size - (gained - before)
+        room = min(free, max(0, missing))
+        _promise(world, m, incoming[n], layer, room, leaving[:count])
+        free -= room
+        left_over += room - missing
 
 
 @part
@@ -388,7 +401,6 @@ def start(
 def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
     """Evict what must leave for a copy; False if it gets no place in the cache."""
     wished = world.experts[m, key]
-    pool = pool_of(world, m, layer)
     size = world.bytes_of[key]
     victims = world.keys[4]
     if wished.replaces != NONE:
@@ -399,17 +411,17 @@ def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
             _evict(world, m, victims[:1])
             return True
         gone = world.state[m, wished.replaces] != RESIDENT
-        return gone and pool.free_bytes - pool.promised_bytes >= size
+        return gone and _room(world, m, layer) >= size
 
-    unpromised = pool.free_bytes - pool.promised_bytes
-    free = unpromised
+    room = _room(world, m, layer)
+    free = room
     count = 0
     # Whoever was promised leaves, unless somebody needs one of them after all.
     victim = wished.victim if wished.promised else NONE
     while victim != NONE:
         if not may_leave(world, m, victim):
             count = 0
-            free = unpromised
+            free = room
             break
         victims[count] = victim
         count += 1
@@ -429,8 +441,7 @@ def swap_fits(world: Any, m: int, key: int, outgoing: int) -> bool:
     missing_bytes = world.bytes_of[key] - world.bytes_of[outgoing]
     if missing_bytes <= 0:
         return True
-    pool = pool_of(world, m, key // world.constants.experts)
-    return pool.free_bytes - pool.promised_bytes >= missing_bytes
+    return _room(world, m, key // world.constants.experts) >= missing_bytes
 
 
 @part

@@ -145,6 +145,8 @@ class ModelShape:
                 f"model shape {self.name!r}: top_k {self.top_k} exceeds experts"
                 f" {self.experts}"
             )
+        if self.bytes_by_expert:
+            self._check_bytes_by_expert()
         if len(self.expert_bytes) != self.layers:
             raise TraceError(
                 f"model shape {self.name!r}: expert_bytes: expected {self.layers}"
@@ -155,8 +157,6 @@ class ModelShape:
                 f"model shape {self.name!r}: expert_bytes: expected"
                 f" 1..{MOST_OF_A_SIZE} bytes in every layer"
             )
-        if self.bytes_by_expert:
-            self._check_bytes_by_expert()
 
     def _check_bytes_by_expert(self) -> None:
         sizes = self.bytes_by_expert
@@ -171,12 +171,12 @@ class ModelShape:
                     f"model shape {self.name!r}: bytes_by_expert: layer {layer}:"
                     f" expected 1..{MOST_OF_A_SIZE} bytes for every expert"
                 )
-            if self.expert_bytes[layer] != _mean_bytes(own):
-                raise TraceError(
-                    f"model shape {self.name!r}: expert_bytes: layer {layer}: expected"
-                    f" the mean of its experts, {_mean_bytes(own)}, got"
-                    f" {self.expert_bytes[layer]}"
-                )
+        means = tuple(map(_mean_bytes, sizes))
+        if self.expert_bytes != means:
+            raise TraceError(
+                f"model shape {self.name!r}: expert_bytes: expected the means of"
+                f" bytes_by_expert, {means}, got {self.expert_bytes}"
+            )
 
     def with_bytes_by_expert(self, sizes: Sequence[Sequence[int]]) -> ModelShape:
         """The same model with experts of these sizes, [L][E].
