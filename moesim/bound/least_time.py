@@ -181,7 +181,9 @@ class _Work:
         for routed in step.layers:
             layer = routed.layer
             dispatch_s = costs.dispatch_s
-            which = {"experts": routed.experts} if self.unequal else {}
+            which: dict[str, Any] = {}
+            if self.unequal:
+                which["experts"] = routed.experts
             cpu_s = costs.cpu_s(layer, routed.tokens, **which) * self.cpu_factor
             cpu_s = cpu_s + dispatch_s
             gpu_s = costs.gpu_s(layer, routed.tokens, **which)

@@ -372,7 +372,7 @@ def _by_use(
     slots = _in_bytes(slots, expert_bytes, shape.experts, budget)
     pool_bytes = slots * expert_bytes
     # Slots count the largest experts of a layer.
-    largest = [max(own) for own in shape.bytes_by_expert] or expert_bytes
+    largest = [max(sizes) for sizes in shape.bytes_by_expert] or expert_bytes
     return CacheSize(size.scope, pool_bytes // largest, pool_bytes)
 
 

@@ -87,6 +87,7 @@ def _carry(planner: Planner, copy: _Queued, now_s: float) -> float | None:
             return None
         copy.read = False
         planner.read_done(*copy.place)
+        assert planner.host is not None
         now_s += planner.host.read_s(*copy.place)
     elif not _is_in_host_memory(planner, copy):
         return None

@@ -78,7 +78,9 @@ class CacheSize:
                 f"cache scope: expected 'layer' or 'global', got {scope!r}"
             )
         sizes = np.asarray(expert_bytes, dtype=np.int64)
-        largest = np.array([max(own) for own in by_expert] or expert_bytes, np.int64)
+        largest = np.array(
+            [max(layer) for layer in by_expert] or expert_bytes, np.int64
+        )
         all_bytes = sum(map(sum, by_expert)) or int(sizes.sum()) * experts
         slots: int | np.ndarray
         if ratio is not None:
@@ -144,7 +146,9 @@ def _pools(slots: np.ndarray, by_expert: Sequence[Sequence[int]]) -> np.ndarray:
     """Bytes of slots that are as large as the mean expert of their layer, int64 [L]."""
     # Not by the rounded mean, so that all slots of a layer hold exactly its experts.
     layers = zip(slots.tolist(), by_expert, strict=True)
-    return np.array([count * sum(own) // len(own) for count, own in layers], np.int64)
+    return np.array(
+        [count * sum(sizes) // len(sizes) for count, sizes in layers], np.int64
+    )
 
 
 def _spread(sizes: np.ndarray, experts: int, ratio: float) -> np.ndarray:

@@ -165,8 +165,8 @@ class ModelShape:
                 f"model shape {self.name!r}: bytes_by_expert: expected {self.layers}"
                 f" lists (one per MoE layer) of {self.experts} sizes"
             )
-        for layer, own in enumerate(sizes):
-            if min(own) < 1 or max(own) > MOST_OF_A_SIZE:
+        for layer, of_layer in enumerate(sizes):
+            if min(of_layer) < 1 or max(of_layer) > MOST_OF_A_SIZE:
                 raise TraceError(
                     f"model shape {self.name!r}: bytes_by_expert: layer {layer}:"
                     f" expected 1..{MOST_OF_A_SIZE} bytes for every expert"
@@ -206,7 +206,9 @@ class ModelShape:
     def expert_sizes(self) -> tuple[int, ...]:
         """The different sizes of its experts in bytes, ascending."""
         if self.bytes_by_expert:
-            return tuple(sorted({size for own in self.bytes_by_expert for size in own}))
+            return tuple(
+                sorted({size for layer in self.bytes_by_expert for size in layer})
+            )
         return tuple(sorted(set(self.expert_bytes)))
 
     @property
