@@ -49,17 +49,20 @@ class HostMemory:
         states = np.empty(len(experts), np.int8)
         wait_s = np.empty(len(experts))
         begins_s = max(0.0, self._busy_until_s - now_s)
+        first = layer * memory.experts
         look_up(
             memory.state,
             memory.landing_s,
             layer,
             experts,
             now_s,
-            begins_s,
-            self._read_s,
+            begins_s + self._read_of_s[first],
             states,
             wait_s,
         )
+        if not memory.equal_in_layers:
+            absent = states == ABSENT
+            wait_s[absent] = begins_s + self._read_s[layer, experts[absent]]
         return wait_s
 
     def accessed(self, work: LayerWork, lanes: np.ndarray) -> None:

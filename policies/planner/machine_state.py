@@ -36,6 +36,7 @@ class MachineState:
     Attributes:
         shape: the model.
         costs: what operations take on this machine.
+        unequal: whether experts of one layer differ in size.
         policies: who decides.
         sizes: how large the memories are.
         gpu: cache and books of each GPU.
@@ -69,6 +70,7 @@ class MachineState:
         self.sizes = memory
         self.layers = shape.layers
         self.experts = shape.experts
+        self.unequal = bool(shape.bytes_by_expert)
         self.gpus = len(policies.caches)
         self.cpu_first_s = costs.cpu_first_s
         self.now_s = 0.0
@@ -140,7 +142,7 @@ class MachineState:
         """Seconds to copy an expert of this layer from host memory to a GPU; one of
         mean size, if none is named.
         """
-        if expert is None and self.shape.bytes_by_expert:
+        if expert is None and self.unequal:
             return self.costs.copy_s(layer)
         return float(self.links[0].copy_s[layer, expert or 0])
 
@@ -152,21 +154,17 @@ class MachineState:
         self, layer: int, tokens: np.ndarray, experts: np.ndarray | None = None
     ) -> np.ndarray:
         """Seconds that experts take on the CPU; of mean size, if none are named."""
-        if experts is None or not self.shape.bytes_by_expert:
+        if experts is None or not self.unequal:
             return self.costs.cpu_s(layer, tokens)
         return self.costs.cpu_s(layer, tokens, experts=experts)
 
     def gpu_s(
-        self,
-        layer: int,
-        tokens: np.ndarray,
-        experts: np.ndarray | None = None,
-        gpu: int = 0,
+        self, layer: int, tokens: np.ndarray, experts: np.ndarray | None = None
     ) -> np.ndarray:
         """The same of resident experts on a GPU."""
-        if experts is None or not self.shape.bytes_by_expert:
-            return self.costs.gpu_s(layer, tokens, gpu)
-        return self.costs.gpu_s(layer, tokens, gpu, experts=experts)
+        if experts is None or not self.unequal:
+            return self.costs.gpu_s(layer, tokens)
+        return self.costs.gpu_s(layer, tokens, experts=experts)
 
     # -- what the engine reports ------------------------------------------------------
 

@@ -186,7 +186,8 @@ class Residency:
         staged_count: the same by layer.
         expert_bytes: bytes of one expert by layer, of mean size where they differ.
         bytes_of: bytes of every expert, by flat key.
-        equal_sizes: whether all experts of a pool weigh the same.
+        equal_in_layers: whether all experts of a layer weigh the same.
+        equal_sizes: whether all experts of a pool do.
         on_leave: called with the flat key of every expert that has left, if set.
     """
 
@@ -220,9 +221,9 @@ class Residency:
         self._used_bytes = 0
         self._free_bytes: list[int] = size.pool_bytes.tolist()
         self._global = size.scope == GLOBAL
-        same_in_layers = not by_expert
-        same_in_pools = not self._global or len(set(expert_bytes)) == 1
-        self.equal_sizes = same_in_layers and same_in_pools
+        self.equal_in_layers = not by_expert
+        one_size = not self._global or len(set(expert_bytes)) == 1
+        self.equal_sizes = self.equal_in_layers and one_size
 
     def pool(self, layer: int) -> int:
         """Index of the pool that serves a layer."""

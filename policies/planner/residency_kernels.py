@@ -15,8 +15,7 @@ def look_up(
     layer: int,
     experts: np.ndarray,
     now_s: float,
-    begins_s: float,
-    load_s: np.ndarray,
+    absent_s: float,
     states: np.ndarray,
     wait_s: np.ndarray,
 ) -> None:
@@ -30,8 +29,7 @@ def look_up(
         layer: MoE layer.
         experts: int32 [A].
         now_s: the time.
-        begins_s: seconds until an absent expert could begin to come.
-        load_s: float64 [L, E], seconds that it takes then.
+        absent_s: seconds until an absent expert would be present.
         states: int8 [A], result.
         wait_s: float64 [A], result: seconds until each is present.
     """
@@ -41,7 +39,7 @@ def look_up(
         if states[i] == RESIDENT:
             wait_s[i] = 0.0
         elif states[i] == ABSENT:
-            wait_s[i] = begins_s + load_s[layer, expert]
+            wait_s[i] = absent_s
         else:
             wait_s[i] = max(0.0, landing_s[layer, expert] - now_s)
 

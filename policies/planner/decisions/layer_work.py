@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from moesim.policies.planner.machine_state import MachineState
     from moesim.traces.format.batch import RoutedLayer
     from moesim.traces.format.schema import Phase
+
+
+_ANY: Final[dict[str, Any]] = {}
+"""Costs of whichever expert of a layer: all of them are alike."""
 
 
 def look(
@@ -44,23 +48,24 @@ def look(
             layer,
             experts,
             now_s,
-            left_s,
-            link.copy_s,
+            left_s + link.copy_of_s[layer * machine.experts],
             states[row],
             arrive_s[row],
         )
-        if machine.host is not None:
+        if machine.host is not None or machine.unequal:
             # A copy starts when link and expert are there, whichever is later.
             absent = states[row] == ABSENT
             copy_s = link.copy_s[layer, experts[absent]]
             arrive_s[row, absent] = np.maximum(left_s, host_s[absent]) + copy_s
 
+    which: dict[str, Any] = {"experts": experts} if machine.unequal else _ANY
+    costs = machine.costs
     if len(gpus) == 1:
         state = states[0]
-        gpu_s = machine.gpu_s(layer, tokens, experts, gpus[0])[None]
+        gpu_s = costs.gpu_s(layer, tokens, gpus[0], **which)[None]
     else:
         state = states.max(axis=0)
-        gpu_s = np.stack([machine.gpu_s(layer, tokens, experts, gpu) for gpu in gpus])
+        gpu_s = np.stack([costs.gpu_s(layer, tokens, gpu, **which) for gpu in gpus])
     return LayerWork(
         step=step,
         layer=layer,
@@ -68,7 +73,7 @@ def look(
         experts=experts,
         tokens=tokens,
         state=state,
-        cpu_s=machine.cpu_s(layer, tokens, experts),
+        cpu_s=costs.cpu_s(layer, tokens, **which),
         host_s=host_s,
         gpu_s=gpu_s,
         arrive_s=arrive_s,
