@@ -14,11 +14,14 @@ class GpuLink:
     Attributes:
         copy_s: float64 [L, E], seconds to copy each expert.
         copy_of_s: the same by flat key.
+        first_copy_s: of the first expert of each layer, which stands for all where they
+            are alike.
     """
 
     def __init__(self, copy_s: np.ndarray) -> None:
         self.copy_s = copy_s
         self.copy_of_s = cast("memoryview[float]", copy_s.reshape(-1).data)
+        self.first_copy_s: list[float] = copy_s[:, 0].tolist()
         self._busy_until_s = 0.0
         self._queued_s = 0.0
         self._queued = 0

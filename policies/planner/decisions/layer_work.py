@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from moesim.policies.planner.machine_state import MachineState
     from moesim.traces.format.batch import RoutedLayer
     from moesim.traces.format.schema import Phase
-
-
-_ANY: Final[dict[str, Any]] = {}
-"""Costs of whichever expert of a layer: all of them are alike."""
 
 
 def look(
@@ -48,7 +44,7 @@ def look(
             layer,
             experts,
             now_s,
-            left_s + link.copy_of_s[layer * machine.experts],
+            left_s + link.first_copy_s[layer],
             states[row],
             arrive_s[row],
         )
@@ -58,14 +54,18 @@ def look(
             copy_s = link.copy_s[layer, experts[absent]]
             arrive_s[row, absent] = np.maximum(left_s, host_s[absent]) + copy_s
 
-    which: dict[str, Any] = {"experts": experts} if machine.unequal else _ANY
     costs = machine.costs
+    cpu_s = costs.cpu_s(layer, tokens)
     if len(gpus) == 1:
         state = states[0]
-        gpu_s = costs.gpu_s(layer, tokens, gpus[0], **which)[None]
+        gpu_s = costs.gpu_s(layer, tokens, gpus[0])[None]
     else:
         state = states.max(axis=0)
-        gpu_s = np.stack([costs.gpu_s(layer, tokens, gpu, **which) for gpu in gpus])
+        gpu_s = np.stack([costs.gpu_s(layer, tokens, gpu) for gpu in gpus])
+    if machine.unequal:
+        cpu_s = machine.cpu_s(layer, tokens, experts)
+        # All GPUs of a machine are alike.
+        gpu_s[:] = machine.gpu_s(layer, tokens, experts)
     return LayerWork(
         step=step,
         layer=layer,
@@ -73,7 +73,7 @@ def look(
         experts=experts,
         tokens=tokens,
         state=state,
-        cpu_s=costs.cpu_s(layer, tokens, **which),
+        cpu_s=cpu_s,
         host_s=host_s,
         gpu_s=gpu_s,
         arrive_s=arrive_s,
