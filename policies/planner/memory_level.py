@@ -239,7 +239,7 @@ class MemoryLevel:
         free = self._room(layer)
         # What large victims will leave over, for those that start after them.
         left_over = 0
-        lacks_room = int(self._bytes_of[incoming].sum()) > free
+        lacks_room = int(self._bytes_of[incoming].sum()) > max(0, free)
         if lacks_room and not self._in_launch_order:
             incoming = preferred(self.cache, self.name, incoming)
         for position, key in enumerate(incoming.tolist()):
@@ -262,6 +262,10 @@ class MemoryLevel:
                 continue
             # Only what is free now can be promised.
             room = min(free, max(0, missing))
+            if self.memory.equal_in_layers:
+                # Pools of unequal layers promise what will be left over as well, and
+                # twice: at worst a copy that starts in between evicts one more.
+                room = min(free + left_over, bytes_of[key])
             self._promise(key, pool, room, leaving)
             free -= room
             left_over += room - missing

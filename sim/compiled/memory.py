@@ -270,7 +270,7 @@ def _demand_unequal(world: Any, m: int, layer: int, incoming: Any) -> None:
     total = 0
     for key in incoming:
         total += world.bytes_of[key]
-    if total > free and not world.memories[m].in_launch_order:
+    if total > max(0, free) and not world.memories[m].in_launch_order:
         _precedence(world, m, incoming)
     for n in range(len(incoming)):
         size = world.bytes_of[incoming[n]]
@@ -283,6 +283,8 @@ def _demand_unequal(world: Any, m: int, layer: int, incoming: Any) -> None:
         # Only what is free now can be promised.
         missing = size - (gained - before)
         room = min(free, max(0, missing))
+        if world.memories[m].equal_in_layers:
+            room = min(before, size)
         _promise(world, m, incoming[n], layer, room, leaving[:count])
         free -= room
         left_over += room - missing
