@@ -299,6 +299,7 @@ class CompiledReplay:
             constants["dense_after_read"] = costs.after_read("dense")
             constants["copy_after_read"] = costs.after_read("h2d")
             constants["compute_after_read"] = costs.after_read("cpu")
+        constants["unequal"] = planner.unequal
         constants["splits_layers"] = planner.splits_layers
         # Where all memory is shared, results need no way back.
         constants["moves_activations"] = not profile.shares_memory

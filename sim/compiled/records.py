@@ -216,6 +216,7 @@ CONSTANTS = _record(
         ("assignment_sizes", np.int64, (6,)),
         ("prefetch_at", np.int64, (4,)),
         ("prefetch_sizes", np.int64, (6,)),
+        ("unequal", np.bool_),  # experts of one layer differ in size
         ("splits_layers", np.bool_),
         ("moves_activations", np.bool_),
         ("writes_back", np.bool_),  # what leaves a GPU is copied to host memory
