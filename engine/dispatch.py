@@ -14,8 +14,11 @@ from moesim.hwprofiles.lanes import CPU as CPU_LANE
 from moesim.policies.base import RESIDENT
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from moesim.engine.transfers import Transfers
     from moesim.engine.world import World
+    from moesim.policies.base import LayerWork
     from moesim.policies.planner.plan import Plan
     from moesim.policies.planner.planner import Planner
 
@@ -55,7 +58,9 @@ class Dispatch(Generic[Op]):
         Returns:
             Whether the CPU has a part in this layer step.
         """
-        cpu_used = self._await_precomputes(plan)
+        cpu_used = False
+        if plan.work.precomputed is not None:
+            cpu_used = self._await_precomputes(plan.work, plan.work.precomputed)
         if plan.waits:
             self._barred = []
         cpu_used |= self._queue_products(plan)
@@ -88,6 +93,8 @@ class Dispatch(Generic[Op]):
         transfers = self._transfers
         submit = self._world.submit
         start_on_cpu = submit if transfers.all_read else transfers.when_in_host_memory
+        start_on_gpu = transfers.when_on_gpu
+        gpu_of = self._gpu_of
         # A serial plan counts what the planner has not heard of yet as fetched.
         waits = plan.serial or self._barred is not None
         all_on_gpu = transfers.all_copied and not waits
@@ -104,13 +111,15 @@ class Dispatch(Generic[Op]):
             product.on_end = self._computed
             if all_on_gpu:
                 submit(product)
+            elif waits:
+                self._hold_back(product, serial=plan.serial)
             else:
-                self._queue_on_gpu(product, serial=plan.serial)
+                start_on_gpu(gpu_of[product.lane], product)
         self.pending += count
         return cpu_used
 
-    def _queue_on_gpu(self, product: Op, *, serial: bool) -> None:
-        """Start a product once its expert is there.
+    def _hold_back(self, product: Op, *, serial: bool) -> None:
+        """Start a product once its expert is there, or all experts of its layer are.
 
         The CPU of a serial plan waits for those that are fetched.
         """
@@ -140,16 +149,13 @@ class Dispatch(Generic[Op]):
             self._precomputes[product.layer, product.expert] = product
             self._world.submit(product)
 
-    def _await_precomputes(self, plan: Plan) -> bool:
+    def _await_precomputes(self, work: LayerWork, precomputed: np.ndarray) -> bool:
         """Count products that were started ahead of this gate and have not ended.
 
         Returns:
             Whether there were any, ended or not: they are the CPU's.
         """
-        work = plan.work
-        if work.precomputed is None:
-            return False
-        experts = work.experts[work.precomputed].tolist()
+        experts = work.experts[precomputed].tolist()
         for expert in experts:
             product = self._precomputes.pop((work.layer, expert), None)
             if product is not None:

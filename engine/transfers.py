@@ -136,7 +136,8 @@ class Transfers(Generic[Op]):
 
     def when_on_gpu(self, gpu: int, product: Op) -> None:
         """Start a product as soon as its expert is on a GPU."""
-        key = gpu * self._model + self._key(product)
+        # As `_key`, whose call would be made for every product.
+        key = gpu * self._model + product.layer * self._experts + product.expert
         if key in self._queued or key in self._in_flight:
             self._awaiting_gpu[key] = product
         else:

@@ -287,8 +287,9 @@ class HardwareProfile:
         # Sorted within sections, so that files of two calibrations can be compared
         # line by line.
         entries: dict[str, Quantity | Curve] = {**self.numbers, **self.curves}
+        ordered = sorted(entries)
         for section in paths.SECTIONS:
-            for path in sorted(entries):
+            for path in ordered:
                 if paths.below(path, section):
                     _insert(tree, path, as_table(entries[path]))
 
@@ -419,6 +420,11 @@ def list_profiles() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _DATA.glob("*.toml")))
 
 
+def ships(name: str) -> bool:
+    """Whether a shipped profile has this name."""
+    return (_DATA / f"{name}.toml").is_file()
+
+
 def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     """Load a shipped profile by name, or any profile by a path, which ends in
     ``.toml`` or has a folder in it (``./mine``).
@@ -431,7 +437,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     # Spelling alone decides, so that a name never depends on what lies in the folder.
     is_path = text.endswith(".toml") or Path(text).name != text
     path = Path(text) if is_path else _DATA / f"{text}.toml"
-    if path.parent == _DATA and path.stem not in list_profiles():
+    if path.parent == _DATA and not path.is_file():
         known = list_profiles()
         raise ProfileError(
             f"unknown hardware profile {text!r}; known: {', '.join(known)}, or a path"

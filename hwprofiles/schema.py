@@ -237,7 +237,9 @@ def lower_bound(path: str) -> LowerBound:
 
 def as_table(entry: Quantity | Curve) -> dict[str, Any]:
     """Return the TOML table of a number or curve, without empty fields."""
-    table = asdict(entry)
+    table = {name: getattr(entry, name) for name in entry.__slots__}
+    if table.get("reference") is not None:
+        table["reference"] = asdict(table["reference"])
     # A curve's sizes stand under the name of their unit, before its seconds.
     if isinstance(entry, Curve):
         sizes = list(table.pop("at"))

@@ -1,7 +1,8 @@
 """Where the program begins: from here on, ctrl-C and SIGTERM end it in one line.
 
-What the commands need takes a second to import. Nothing has been written by then, so
-the process ends at once; `moesim.cli.errors.guarded` takes over when a command begins.
+What the command line needs takes a moment to import. Nothing has been written by then,
+so the process ends at once; `moesim.cli.errors.guarded` takes over when a command
+begins.
 """
 
 import os
@@ -17,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; see `moesim.cli.app.main`."""
     for number in stopping_signals():
         signal.signal(number, _end)
-    from moesim.cli import main as command_line  # noqa: PLC0415 - takes a second
+    from moesim.cli import main as command_line  # noqa: PLC0415 - takes a moment
 
     command_line(arguments)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.policies.base import ABSENT, LayerWork, RunContext
-from moesim.policies.cache._kernels import (
+from moesim.policies.cache._access_replay import (
     REPLAY_BELADY,
     REPLAY_BELADY_ADMITTING,
     REPLAY_LRU,

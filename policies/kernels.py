@@ -19,6 +19,7 @@ import numpy as np
 from numba import types as nb
 
 from moesim.traces.compilation import compiled
+from moesim.traces.structures import structure
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork
@@ -168,10 +169,11 @@ _INT32 = nb.int32[::1]
 _SECONDS = nb.float64[::1]
 _KEYS = nb.int64[::1]
 
-STATE = nb.NamedTuple(
-    (nb.float64[:, ::1], nb.int64[:, ::1], nb.float64[::1], nb.int64[::1]), State
+STATE = structure(
+    State, (nb.float64[:, ::1], nb.int64[:, ::1], nb.float64[::1], nb.int64[::1])
 )
-WORK = nb.NamedTuple(
+WORK = structure(
+    Work,
     (
         *[nb.int64] * 5,
         _INT32,
@@ -186,10 +188,10 @@ WORK = nb.NamedTuple(
         _SECONDS,
         nb.float64,
     ),
-    Work,
 )
 
-VIEW = nb.NamedTuple(
+VIEW = structure(
+    KernelView,
     (
         nb.int8[:, ::1],
         nb.uint16[:, ::1],
@@ -204,7 +206,6 @@ VIEW = nb.NamedTuple(
         nb.float64,
         nb.float64,
     ),
-    KernelView,
 )
 
 SERIAL = 1

@@ -6,6 +6,7 @@ annotations and defaults. Nothing is declared twice.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import types
@@ -78,14 +79,19 @@ def expect_choice(name: str, got: object, choices: Any) -> None:
 
 def parameters(cls: type) -> tuple[Parameter, ...]:
     """List the parameters of `cls`, in the order of its `__init__`."""
+    return _parameters(cls)
+
+
+@functools.lru_cache(maxsize=512)
+def _parameters(cls: Any) -> tuple[Parameter, ...]:
     # `object.__init__` has a signature of ``*args, **kwargs`` that accepts nothing.
-    if cls.__init__ is object.__init__:  # type: ignore[misc]
+    if cls.__init__ is object.__init__:
         return ()
 
     # Annotations may name types that are imported for type checkers only; such a
     # parameter is read by the type of its default.
     try:
-        hints = get_type_hints(cls.__init__)  # type: ignore[misc]
+        hints = get_type_hints(cls.__init__)
     except NameError:
         hints = {}
 

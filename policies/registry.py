@@ -53,6 +53,7 @@ GROUP = "moesim.policies"
 _SPEC = re.compile(r"(?P<name>.+?\.py|[^:]*)(?::(?P<parameters>.*))?")
 
 _registered: dict[tuple[str, str], type[Policy]] = {}
+_scanned: dict[str, dict[str, str]] = {}
 
 
 class PolicyInfo(NamedTuple):
@@ -91,7 +92,7 @@ def knows(name: str, kind: str) -> bool:
     ours.
     """
     return (
-        name in _files(kind)
+        _module(name, kind) is not None
         or (kind, name) in _registered
         or name in _entry_points(kind)
     )
@@ -105,10 +106,9 @@ def find(name: str, kind: str) -> type[Policy]:
             this kind.
     """
     # Ours first, so that no package can change what a published name means.
-    files = _files(kind)
-    if name in files:
-        module = importlib.import_module(files[name])
-        return _named(_only_policy(module, kind, files[name]), name)
+    path = _module(name, kind)
+    if path is not None:
+        return _named(_only_policy(importlib.import_module(path), kind, path), name)
 
     if (kind, name) in _registered:
         return _registered[kind, name]
@@ -223,7 +223,7 @@ def register(kind: str, name: str, cls: type[Policy]) -> None:
         PolicyError: no such kind, not a policy of that kind, or the name of a policy of
             ours.
     """
-    if name in _files(kind):
+    if _module(name, kind) is not None:
         raise PolicyError(f"{kind} policy {name!r} exists already; choose another name")
 
     # A colon, comma or path separator in a name could not be told from a parameter or
@@ -298,6 +298,15 @@ def _first_sentence(docstring: str) -> str:
     return sentence + "." if stop else sentence
 
 
+def _module(name: str, kind: str) -> str | None:
+    """The module of one of our own policies; None for a name that is none of ours."""
+    known = _scanned.get(kind)
+    # Runs resolve dozens of names: only an unknown one may be a file just added.
+    if known is None or name not in known:
+        known = _files(kind)
+    return known.get(name)
+
+
 def _files(kind: str) -> dict[str, str]:
     """Name -> module of every file in the kind's folder; names with a leading
     underscore are helpers.
@@ -305,21 +314,13 @@ def _files(kind: str) -> dict[str, str]:
     if kind not in KINDS:
         raise PolicyError(f"unknown kind of policy {kind!r}; known: {', '.join(KINDS)}")
     folder = importlib.import_module(f"moesim.policies.{kind}")
-    # A file that was just added is found without a restart: it changes its folder.
-    changed_ns = tuple(Path(path).stat().st_mtime_ns for path in folder.__path__)
-    return _scanned(kind, changed_ns)
-
-
-@functools.lru_cache(maxsize=2 * len(KINDS))
-def _scanned(kind: str, _changed_ns: tuple[int, ...]) -> dict[str, str]:
-    """Names of our own policies of a kind, and the modules that hold them."""
-    folder = importlib.import_module(f"moesim.policies.{kind}")
     modules = (module.name for module in pkgutil.iter_modules(folder.__path__))
-    return {
+    _scanned[kind] = {
         name.replace("_", "-"): f"moesim.policies.{kind}.{name}"
         for name in modules
         if not name.startswith("_")
     }
+    return _scanned[kind]
 
 
 def _entry_points(kind: str) -> dict[str, EntryPoint]:
@@ -363,6 +364,7 @@ def _from_file(path: Path, kind: str) -> type[Policy]:
     return _only_policy(module, kind, str(path))
 
 
+@functools.lru_cache(maxsize=512)
 def _only_policy(module: ModuleType, kind: str, where: str) -> type[Policy]:
     """The single public policy that a module defines.
 

@@ -8,7 +8,7 @@ no event that can fail: so its turns need no events of their own.
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heappop
 from typing import TYPE_CHECKING, Any
 
 from simpy.core import Environment
@@ -26,6 +26,9 @@ class Clock(Environment):
 
     Attributes:
         now_s: seconds since the run began.
+        queue: SimPy's heap of what is to happen: when, priority (at one instant, lower
+            goes first), number, and the event, triggered already, as simpy.Timeout.
+        numbers: tells apart what happens at one instant: first scheduled, first served.
         turns: how often the process was woken, waits for a time aside.
     """
 
@@ -33,6 +36,9 @@ class Clock(Environment):
 
     def __init__(self) -> None:
         super().__init__()
+        # Operations end so often that contention pushes them itself.
+        self.queue: list[tuple[float, int, int, Event]] = self._queue  # type: ignore[assignment] # any int sorts
+        self.numbers = self._eid
         self.turns = 0
         self._turn_is_due = False
 
@@ -44,17 +50,6 @@ class Clock(Environment):
     @_now.setter
     def _now(self, now_s: float) -> None:
         self.now_s = now_s
-
-    def end(self, event: Event, priority: int, delay_s: float) -> None:
-        """Schedule the event of an operation's end.
-
-        Args:
-            event: triggered already, as simpy.Timeout.
-            priority: at one instant, lower goes first.
-            delay_s: seconds from now.
-        """
-        entry = (self.now_s + delay_s, priority, next(self._eid), event)
-        heappush(self._queue, entry)  # type: ignore[misc] # any int sorts
 
     def wake(self, _: object = None) -> None:
         """Give the process its turn when all callbacks of this event have returned,
@@ -78,7 +73,7 @@ class Clock(Environment):
         Raises:
             SimulationError: nothing is scheduled any more, and the process still waits.
         """
-        queue = self._queue
+        queue = self.queue
         self._turn_is_due = True
         while True:
             while self._turn_is_due:

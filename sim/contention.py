@@ -8,6 +8,7 @@ ends of the others move. Two operations that slow each other by 2 share a proces
 
 from __future__ import annotations
 
+from heapq import heappush
 from typing import TYPE_CHECKING
 
 from simpy.events import Event
@@ -33,6 +34,7 @@ class Operation(Event):
         lane: index of the lane.
         kind: kind of span.
         work_s: seconds it takes alone.
+        nbytes: that it moves.
         on_end: called with the operation when its work is done.
         start_s: when it started; negative before.
         end_s: when its work is done; known at the end only where lanes slow each other.
@@ -45,6 +47,8 @@ class Operation(Event):
     _ok = True
     _value = None
     _defused = False
+    nbytes = 0
+    on_end: Callable[..., object] | None = None
     start_s = -1.0
     end: Event | None = None
     end_s: float
@@ -60,8 +64,6 @@ class Operation(Event):
         layer: int,
         expert: int,
         work_s: float,
-        nbytes: int = 0,
-        on_end: Callable[..., object] | None = None,
     ) -> None:
         self.lane = lane
         self.kind = kind
@@ -69,8 +71,6 @@ class Operation(Event):
         self.layer = layer
         self.expert = expert
         self.work_s = work_s
-        self.nbytes = nbytes
-        self.on_end = on_end
 
 
 class _End(Event):
@@ -100,7 +100,8 @@ class Contention:
         finished: Callable[[Operation], None],
     ) -> None:
         self._clock = clock
-        self._end = clock.end
+        self._queue = clock.queue
+        self._numbers = clock.numbers
         self._finished = finished
         # Shared, as nobody else waits for the end of an operation.
         self._alone: list[Callable[..., None]] = [finished]
@@ -131,10 +132,11 @@ class Contention:
     def _start_alone(self, operation: Operation) -> None:
         """Begin an operation on a machine where nothing slows anything."""
         operation.start_s = now_s = self._clock.now_s
-        operation.end_s = now_s + operation.work_s
+        operation.end_s = end_s = now_s + operation.work_s
         operation.callbacks = self._alone
         self.events += 1
-        self._end(operation, self._priority[operation.lane], operation.work_s)
+        priority = self._priority[operation.lane]
+        heappush(self._queue, (end_s, priority, next(self._numbers), operation))
 
     def _adjust(self) -> None:
         """Settle and re-schedule every operation whose rate has changed."""
@@ -156,7 +158,9 @@ class Contention:
                 operation.rate = rate
                 end.callbacks = [self._ended]
                 self.events += 1
-                self._end(end, self._priority[operation.lane], operation.left_s / rate)
+                end_s = now_s + operation.left_s / rate
+                priority = self._priority[operation.lane]
+                heappush(self._queue, (end_s, priority, next(self._numbers), end))
 
     def _ended(self, end: Event) -> None:
         operation: Operation = end if isinstance(end, Operation) else end._value  # noqa: SLF001 - our own event

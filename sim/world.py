@@ -151,10 +151,9 @@ class VirtualWorld:
         if demanded and self._last_read_at != (step, layer):
             self._last_read_at = (step, layer)
             work_s += self._first_read_s
-        nbytes = self._bytes[layer][expert]
-        return Operation(
-            self._ssd, READ, step, layer, expert, work_s=work_s, nbytes=nbytes
-        )
+        operation = Operation(self._ssd, READ, step, layer, expert, work_s)
+        operation.nbytes = self._bytes[layer][expert]
+        return operation
 
     def copy(self, copies: Copies, position: int, step: int) -> Operation:
         """Make the copy of an expert."""
@@ -164,15 +163,11 @@ class VirtualWorld:
         copy_s = self._copy_s[gpu][layer][expert]
         if copies.read[position]:
             copy_s *= self._copy_after_read
-        return Operation(
-            self._links[gpu],
-            copies.kind,
-            step,
-            layer,
-            expert,
-            work_s=copy_s + self._dispatch_s,
-            nbytes=self._bytes[layer][expert],
-        )
+        lane = self._links[gpu]
+        work_s = copy_s + self._dispatch_s
+        operation = Operation(lane, copies.kind, step, layer, expert, work_s)
+        operation.nbytes = self._bytes[layer][expert]
+        return operation
 
     def computes(self, plan: Plan) -> list[Operation]:
         """Make the products of a layer step, in launch order.
@@ -243,7 +238,7 @@ class VirtualWorld:
         work = plan.work
         lane = self._compute_lanes[1 + self._planner.home(work.layer)]
         work_s = plan.dense_parts * self.dense_s + self._dispatch_s
-        return (Operation(lane, DENSE, work.step, work.layer, -1, work_s=work_s),)
+        return (Operation(lane, DENSE, work.step, work.layer, -1, work_s),)
 
     # -- what the engine reports ------------------------------------------------------
 
@@ -254,15 +249,9 @@ class VirtualWorld:
         """Keep the way back busy; nobody waits for the expert itself."""
         gpu = self._links.index(operation.lane)
         work_s = self._back_s[gpu][layer][expert] + self._dispatch_s
-        copy = Operation(
-            self._back_links[gpu],
-            REPLACE,
-            operation.step,
-            layer,
-            expert,
-            work_s=work_s,
-            nbytes=self._bytes[layer][expert],
-        )
+        lane = self._back_links[gpu]
+        copy = Operation(lane, REPLACE, operation.step, layer, expert, work_s)
+        copy.nbytes = self._bytes[layer][expert]
         self.submit(copy)
 
     def computed(self, _: Operation | None) -> None:
@@ -321,7 +310,7 @@ class VirtualWorld:
         if not self._inline:
             self._serves_after(RETURN)
 
-    def asked(self, step: int, layer: int) -> Iterator[str]:
+    def asked(self, step: int, layer: int) -> tuple[str, ...]:
         """The gate has spoken: wait for control, which plans."""
         self._place = step, layer
         machine = self._machine
@@ -332,12 +321,11 @@ class VirtualWorld:
                 request()
             else:
                 machine.take(self._control, request)
-            yield TURN
-        elif self._inline:
-            return
-        elif not machine.take_if_free(self._control):
-            machine.take(self._control, self._clock.wake)
-            yield TURN
+            return (TURN,)
+        if self._inline or machine.take_if_free(self._control):
+            return ()
+        machine.take(self._control, self._clock.wake)
+        return (TURN,)
 
     def noted(self, step: int) -> None:
         """A forward pass has ended: control writes it down; nobody waits for that."""
@@ -353,7 +341,7 @@ class VirtualWorld:
 
     def alone(self, lane: int, kind: int, step: int, layer: int, work_s: float) -> str:
         """Start one operation and return the process's turn after it."""
-        operation = Operation(lane, kind, step, layer, -1, work_s=work_s)
+        operation = Operation(lane, kind, step, layer, -1, work_s)
         if self._inline and self._machine.shares_worker(lane, self._control):
             # The thread is the model's until it asks for experts.
             operation.on_end = self._kept
@@ -389,9 +377,9 @@ class VirtualWorld:
         work_s: float = 0.0,
     ) -> Operation:
         step, layer = self._place
-        return Operation(
-            self._control, kind, step, layer, -1, work_s=work_s, on_end=on_end
-        )
+        part = Operation(self._control, kind, step, layer, -1, work_s)
+        part.on_end = on_end
+        return part
 
     def _kept(self, operation: Operation) -> None:
         """Keep the operation's worker, and give the replaying process its turn."""

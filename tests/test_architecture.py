@@ -272,11 +272,14 @@ def test_import_moesim_is_light(tmp_path):
 
 
 def test_a_replay_never_imports_torch(tmp_path):
-    """Nor pandas or matplotlib, which cost half a second each, nor what pages need."""
+    """Nor pandas or matplotlib, which cost half a second each, nor what pages need, nor
+    SciPy's BLAS, which numba would like.
+    """
     trace = write_small_trace(tmp_path / "small.parquet")
     code = (
         "import sys, moesim; assert moesim.replay(sys.argv[1],"
-        " 'greedy', engine='simpy').metrics['accesses']"
+        " 'greedy', engine='simpy').metrics['accesses'];"
+        " assert 'scipy.linalg' not in sys.modules"
     )
     loaded = modules_loaded_by(code, trace, cwd=tmp_path)
     assert "simpy" in loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import tempfile
 from dataclasses import replace
@@ -22,7 +23,7 @@ from moesim.policies.faults import PolicyFault
 from moesim.policies.registry import find, names
 from moesim.sim.compiled import compilation
 from moesim.sim.compiled.support import brings_kernels
-from moesim.traces.format.reader import open_trace
+from moesim.traces.format.reader import Trace, open_trace
 from tests.handmade import hand_trace, registered
 
 ASSIGNMENTS = (
@@ -495,3 +496,24 @@ def test_results_do_not_depend_on_where_chunks_end(make_trace, monkeypatch):
     rows = np.concatenate([c["end_s"] for c in second.timeline.chunks()])
     assert len(list(second.timeline.chunks())) > 1
     np.testing.assert_array_equal(rows, next(iter(whole.timeline.chunks()))["end_s"])
+
+
+def test_a_trace_is_cut_once_for_equal_runs(make_trace, monkeypatch):
+    """Runs of a sweep share it; another batch is another cut, and so are other
+    passes.
+    """
+    trace = open_trace(make_trace(sequences=((4, 6), (2, 5))))
+    reads = []
+    sequences = Trace.sequences
+    monkeypatch.setattr(
+        Trace, "sequences", lambda *given: reads.append(1) or sequences(*given)
+    )
+    runs = [
+        moesim.replay(trace, policy, batch=batch, engine="compiled").metrics["accesses"]
+        for batch in (1, 2)
+        for policy in ("greedy", "all-cpu", "on-demand")
+    ]
+    assert len(reads) == 2
+    assert runs[:3] == [runs[0]] * 3
+    assert runs[3:] == [runs[3]] * 3
+    assert pickle.loads(pickle.dumps(trace)).last_cut == {}

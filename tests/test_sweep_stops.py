@@ -91,7 +91,7 @@ def test_a_killed_sweep_goes_on_where_it_was(trace, tmp_path, request):
 
 def test_an_interrupted_sweep_keeps_what_was_finished(trace, tmp_path, request):
     store = tmp_path / "store"
-    seeds = ",".join(map(str, range(200)))
+    seeds = ",".join(map(str, range(4000)))
     process = start(
         "sweep", trace, "--seeds", seeds, "--jobs", 1, "--store", store, cwd=tmp_path
     )

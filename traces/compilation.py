@@ -5,6 +5,7 @@ run.
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+# As numba loads its array functions it imports SciPy's BLAS, a sixth of a second and
+# 14 MiB, which no loop of ours calls. One that does gets it when it is compiled.
+_BLAS = "scipy.linalg.cython_blas"
+if _BLAS not in sys.modules:
+    sys.modules[_BLAS] = None  # type: ignore[assignment] # as if it were not there
+    import numba.np.arraymath
+
+    del sys.modules[_BLAS]
 
 
 def input_array(dtype: Any, ndim: int = 1) -> Any:

@@ -5,71 +5,73 @@ and exit code 2; a bug of ours is a traceback.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated, NoReturn
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from moesim.cli.commands import (
-    calibrate,
-    compare,
-    config,
-    gap,
-    hits,
-    listing,
-    quality,
-    record,
-    replay,
-    reproduce,
-    run,
-    sensitivity,
-    store,
-    trace,
-    train,
-    validate,
-)
-from moesim.cli.commands.advice import advise, model
-from moesim.cli.commands.machine import doctor, profile
-from moesim.cli.commands.sweeps import results, search, sweep
+from moesim.cli.deferred import DeferredCommand
 from moesim.cli.errors import guarded
 from moesim.cli.output import COMMAND_WORDS
 from moesim.version import __version__
 
 # The first ones are what a newcomer needs; help shows them in this order.
-COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
-    "replay": (replay.replay, "Replay a trace through a policy on a machine."),
-    "compare": (compare.compare, "Replay one trace under several policies."),
-    "sweep": (sweep.sweep, "Replay every combination of any options."),
-    "results": (results.results, "Ask questions of the results of sweeps."),
-    "search": (search.search, "Search for the best policy, memory and machine."),
-    "advise": (advise.advise, "Say which llama.cpp flags are fastest here."),
-    "model": (model.model, "Print what a model file holds, by layer."),
-    "list": (listing.list_, "List policies, systems, machines, models."),
-    "config": (config.config, "Print a configuration file to start from."),
-    "record": (record.record, "Run a model and write its routing trace."),
-    "doctor": (doctor.doctor, "Say what of this PC works."),
-    "profile": (profile.profile, "Measure this PC."),
-    "train-tiny": (train.train_tiny, "Train the small model that ships."),
-    "hits": (hits.hits, "Hit rates of caches at several sizes."),
-    "run": (run.run, "Run real experts on this machine."),
-    "calibrate": (calibrate.calibrate, "Learn this PC's costs from runs."),
-    "validate": (validate.validate, "Compare simulated with measured runs."),
-    "sensitivity": (sensitivity.sensitivity, "Say which constant decides who wins."),
-    "gap": (gap.gap, "Say where a policy loses its time."),
-    "quality": (quality.quality, "Measure what a policy does to a model's answers."),
-    "reproduce": (reproduce.reproduce, "Published figures beside ours."),
-    "train-cache": (train.train_cache, "Train a learned cache policy on a trace."),
+COMMANDS = {
+    "replay": ("replay:replay", "Replay a trace through a policy on a machine."),
+    "compare": ("compare:compare", "Replay one trace under several policies."),
+    "sweep": ("sweeps.sweep:sweep", "Replay every combination of any options."),
+    "results": ("sweeps.results:results", "Ask questions of the results of sweeps."),
+    "search": (
+        "sweeps.search:search",
+        "Search for the best policy, memory and machine.",
+    ),
+    "advise": ("advice.advise:advise", "Say which llama.cpp flags are fastest here."),
+    "model": ("advice.model:model", "Print what a model file holds, by layer."),
+    "list": ("listing:list_", "List policies, systems, machines, models."),
+    "config": ("config:config", "Print a configuration file to start from."),
+    "record": ("record:record", "Run a model and write its routing trace."),
+    "doctor": ("machine.doctor:doctor", "Say what of this PC works."),
+    "profile": ("machine.profile:profile", "Measure this PC."),
+    "train-tiny": ("train:train_tiny", "Train the small model that ships."),
+    "hits": ("hits:hits", "Hit rates of caches at several sizes."),
+    "run": ("run:run", "Run real experts on this machine."),
+    "calibrate": ("calibrate:calibrate", "Learn this PC's costs from runs."),
+    "validate": ("validate:validate", "Compare simulated with measured runs."),
+    "sensitivity": ("sensitivity:sensitivity", "Say which constant decides who wins."),
+    "gap": ("gap:gap", "Say where a policy loses its time."),
+    "quality": ("quality:quality", "Measure what a policy does to a model's answers."),
+    "reproduce": ("reproduce:reproduce", "Published figures beside ours."),
+    "train-cache": ("train:train_cache", "Train a learned cache policy on a trace."),
+    "store": ("store:app", "Build expert stores."),
+    "trace": ("trace:app", "Look into traces, or make them of foreign files."),
 }
-"""Name -> function and the line that ``moesim --help`` shows, in its order."""
+"""Name -> module and function, and the line that ``moesim --help`` shows; ``app`` is
+that of commands which have commands of their own.
+"""
 
-GROUPS: dict[str, tuple[typer.Typer, str]] = {
-    "store": (store.app, "Build expert stores."),
-    "trace": (trace.app, "Look into traces, or make them of foreign files."),
-}
-"""Commands that have commands of their own."""
+
+class _Commands(TyperGroup):
+    """All commands. They are many and help needs none, so each is imported when it is
+    called.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name, (place, short_help) in COMMANDS.items():
+            module, _, function = place.partition(":")
+            command = DeferredCommand(
+                name,
+                short_help=short_help,
+                module=f"moesim.cli.commands.{module}",
+                function=function,
+            )
+            self.add_command(command)
+
 
 app = typer.Typer(
     name="moesim",
+    cls=_Commands,
     no_args_is_help=True,
     # Brackets in help are text, and a traceback is for a bug report.
     rich_markup_mode=None,
@@ -82,10 +84,6 @@ app = typer.Typer(
         "Start with: moesim replay TRACE --policy greedy, or make demo in a checkout."
     ),
 )
-for _name, (_function, _short_help) in COMMANDS.items():
-    app.command(_name, short_help=_short_help)(_function)
-for _name, (_group, _short_help) in GROUPS.items():
-    app.add_typer(_group, name=_name, short_help=_short_help)
 
 
 def _print_version(is_given: bool) -> None:

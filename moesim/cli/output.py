@@ -1,12 +1,17 @@
 """Lines that many commands print when they are done."""
 
+from __future__ import annotations
+
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moesim.runs.config import RunConfig
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from moesim.runs.config import RunConfig
 
 COMMAND_WORDS: ContextVar[Sequence[str]] = ContextVar("COMMAND_WORDS", default=())
 """The command line of this process behind the program's name."""

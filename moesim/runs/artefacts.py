@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.policies.base import PolicyError
-from moesim.traces.importers.readers.tensors import load_named
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,6 +73,11 @@ def load_artefacts(place: str | Path | None) -> dict[str, Any]:
 
 def _named(path: Path) -> dict[str, np.ndarray | dict[str, np.ndarray]]:
     """What one file contributes: its content under its name, and known tensors."""
+    # Readers of all formats bring machine code, which few runs need.
+    from moesim.traces.importers.readers.tensors import (  # noqa: PLC0415 - see above
+        load_named,
+    )
+
     arrays = load_named(path)
     if path.suffix == ".npy":
         return {path.stem: arrays[""]}

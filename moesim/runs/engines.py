@@ -15,7 +15,7 @@ from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.format.schema import PREDICTION_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.planner import Planner
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.format.reader import Trace
     from moesim.traces.timeline.spans import Timeline
+
+MOST_KEPT_ROWS = 1 << 16
+"""Rows of a trace whose blocks are kept for the next run: about ten megabytes."""
 
 SIMPY = "simpy"
 COMPILED = "compiled"
@@ -92,7 +95,7 @@ def _blocks(
     *,
     batch: int,
     steps: int | None,
-) -> Iterator[LayerSteps]:
+) -> Iterable[LayerSteps]:
     """What the compiled engine reads of a trace, for the policies of a run."""
     from moesim.sim.compiled.support import (  # noqa: PLC0415 - as above
         all_bring_kernels,
@@ -107,16 +110,26 @@ def _blocks(
             name for name in prefetch.needs if name in PREDICTION_COLUMNS
         )
         routing = prefetch.reads_routing
-    return layer_steps(
+    # Policies in Python are shown every layer step as an object.
+    routed = not all_bring_kernels(planner)
+    blocks = layer_steps(
         trace,
         batch=batch,
         steps=steps,
         columns=columns,
         predictors=predictors,
         routing=routing,
-        # Policies in Python are shown every layer step as an object.
-        routed=not all_bring_kernels(planner),
+        routed=routed,
     )
+    if columns or routing or routed or trace.rows > MOST_KEPT_ROWS:
+        return blocks
+    # Runs of a sweep differ in policies and machines far more often than in this.
+    cut = (trace.passes, batch, steps)
+    if cut not in trace.last_cut:
+        kept = list(blocks)
+        trace.last_cut.clear()
+        trace.last_cut[cut] = kept
+    return trace.last_cut[cut]
 
 
 def choose_engine(

@@ -42,8 +42,9 @@ from moesim.traces.timeline.perfetto import write_perfetto
 from moesim.traces.timeline.spans import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
+    from moesim.policies.planner.planner import Planner
     from moesim.runs.memory import MemorySize
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
@@ -182,7 +183,7 @@ def replay(
         timeline = Timeline(profile.lanes)
 
     warnings = synthetic_caveats(opened.header)
-    warnings += _warnings(setup, planner.costs.extrapolated, metrics)
+    warnings += _warnings(setup, planner, metrics)
     effective = setup.effective_config(opened) | engine.described()
     run = Run(metrics, timeline, effective, warnings)
     if out is not None:
@@ -252,9 +253,7 @@ def _sink(
     return both
 
 
-def _warnings(
-    setup: Setup, extrapolated: Sequence[str], metrics: dict[str, Any]
-) -> list[str]:
+def _warnings(setup: Setup, planner: Planner, metrics: dict[str, Any]) -> list[str]:
     """What a reader of the figures should know."""
     shape = setup.shape
     profile = setup.profile
@@ -302,6 +301,7 @@ def _warnings(
         warnings.append(
             f"model shape {shape.name}: stated defaults for {', '.join(guessed)}"
         )
+    extrapolated = planner.costs.extrapolated
     if extrapolated:
         warnings.append(
             f"profile {profile.name}: extrapolated by bytes and FLOPs:"
@@ -316,8 +316,8 @@ def _warnings(
         if memory.startswith("gpu")
     )
     # An empty cache is no surprise where nothing could have filled or used it.
-    wants_gpu = setup.policies().assignment.places_on_gpu
-    if wants_gpu and metrics["misses"] and not ever_filled and plan.gpu.total_bytes:
+    could_fill = plan.gpu.total_bytes and planner.policies.assignment.places_on_gpu
+    if could_fill and metrics["misses"] and not ever_filled:
         warnings.append(
             f"the GPU cache stayed empty: it starts so, and {setup.system.assignment}"
             f" with {setup.system.cache} never found a copy worth its time; fill it"

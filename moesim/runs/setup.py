@@ -6,6 +6,7 @@ Simulated and measured runs share this, so that both start alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ from moesim.hwprofiles.prediction_error import prediction_error
 from moesim.hwprofiles.profile import (
     HardwareProfile,
     default_profile,
-    list_profiles,
     load_profile,
+    ships,
 )
 from moesim.policies.base import PolicyError
 from moesim.policies.planner.plan import LAYERS
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
 
 
-@dataclass(slots=True)
+@dataclass
 class Setup:
     """What a run needs beside its lanes; every call of `planner` makes an equal one.
 
@@ -113,7 +114,7 @@ class Setup:
             gpus=self.profile.gpus, host_cache=host_cache if limited else None
         )
 
-    @property
+    @cached_property
     def memory(self) -> MemoryPlan:
         """Sizes of memories.
 
@@ -338,7 +339,7 @@ def _source(profile: HardwareProfile) -> str | None:
     path = Path(profile.where)
     if path.is_file():
         return str(path.absolute())
-    return path.stem if path.stem in list_profiles() else None
+    return path.stem if ships(path.stem) else None
 
 
 def figures_of(planner: Planner) -> dict[str, Any]:

@@ -47,9 +47,11 @@ def in_flight(
     """Which active experts are on their way to which GPU: bool [G, A]."""
     state = gpu_state(work, view).reshape(work.arrive_s.shape)
     flying = state == IN_FLIGHT
-    # A copy that lands this very moment counts as resident. There are seldom copies in
-    # flight, so the second comparison is spared.
-    return flying & (work.arrive_s > 0.0) if flying.any() else flying
+    # There are seldom copies in flight; counting is how numpy sees that soonest.
+    if not np.count_nonzero(flying):
+        return flying
+    # A copy that lands this very moment counts as resident.
+    return flying & (work.arrive_s > 0.0)
 
 
 def link_s(work: LayerWork) -> np.ndarray:
@@ -87,7 +89,6 @@ def first_cpu_s(view: MachineView) -> float:
 def gpu_lanes(
     work: LayerWork,
     chosen: np.ndarray,
-    allowed: np.ndarray | None = None,
 ) -> np.ndarray:
     """Lanes of experts of which some shall run on a GPU: int8 [A].
 
@@ -98,11 +99,26 @@ def gpu_lanes(
     Args:
         work: the layer step.
         chosen: bool [A], those that shall; the others go to the CPU.
-        allowed: bool [G, A] GPUs that may be used, at least one for each chosen expert;
-            None for all.
     """
     if len(work.gpu_s) == 1:
         return chosen.astype(np.int8)
-    if allowed is None:
-        allowed = _EVERYWHERE
+    return spread(chosen, _EVERYWHERE, work.gpu_s, work.arrive_s, link_s(work))
+
+
+def allowed_lanes(
+    work: LayerWork,
+    allowed: np.ndarray,
+) -> np.ndarray:
+    """Lanes of experts that run on a GPU wherever one is allowed: int8 [A].
+
+    With several GPUs as in `gpu_lanes`.
+
+    Args:
+        work: the layer step.
+        allowed: bool [G, A], such as where each expert is resident; the CPU computes
+            what no GPU may.
+    """
+    if len(allowed) == 1:
+        return allowed[0].astype(np.int8)
+    chosen = np.logical_or.reduce(allowed)
     return spread(chosen, allowed, work.gpu_s, work.arrive_s, link_s(work))

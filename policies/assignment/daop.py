@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from moesim.policies.assignment._gpu_choice import gpu_lanes
+from moesim.policies.assignment._gpu_choice import allowed_lanes, gpu_lanes
 from moesim.policies.base import (
     IN_FLIGHT,
     Assignment,
@@ -95,8 +95,7 @@ class DAOP(AssignmentPolicy):
         if work.phase == Phase.PREFILL:
             # What is being swapped in is awaited: the prompt runs on the new placement.
             resident |= np.isfinite(work.arrive_s) & (work.state == IN_FLIGHT)
-        lanes = gpu_lanes(work, resident.any(axis=0), resident)
-        return Assignment(lanes, None, serial)
+        return Assignment(allowed_lanes(work, resident), None, serial)
 
     def precompute(
         self,

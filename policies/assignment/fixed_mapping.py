@@ -7,7 +7,11 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from moesim.policies.assignment import _kernels
-from moesim.policies.assignment._gpu_choice import gpu_lanes, in_flight
+from moesim.policies.assignment._gpu_choice import (
+    allowed_lanes,
+    gpu_lanes,
+    in_flight,
+)
 from moesim.policies.assignment._kernels import (
     ascending,
     flying,
@@ -84,7 +88,7 @@ class FixedMapping(AssignmentPolicy):
         present = work.arrive_s == 0.0
         if self.wait:
             present = present | in_flight(work, view)
-        return Assignment(gpu_lanes(work, present.any(axis=0), present))
+        return Assignment(allowed_lanes(work, present))
 
     def kernels(self) -> AssignmentKernels:
         """The same in compiled runs."""

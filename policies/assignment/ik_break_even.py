@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesim.policies.assignment._gpu_choice import gpu_lanes
+from moesim.policies.assignment._gpu_choice import allowed_lanes, gpu_lanes
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
 from moesim.policies.parameters import expect
 
@@ -40,4 +40,4 @@ class IkBreakEven(AssignmentPolicy):
             return Assignment(gpu_lanes(work, everything))
 
         resident = work.arrive_s == 0.0
-        return Assignment(gpu_lanes(work, resident.any(axis=0), resident))
+        return Assignment(allowed_lanes(work, resident))

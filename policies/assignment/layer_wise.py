@@ -18,7 +18,6 @@ from moesim.policies.base import (
     MachineView,
     RunContext,
 )
-from moesim.policies.compilation import joined
 from moesim.policies.kernels import (
     ASSIGN,
     WAITS,
@@ -37,21 +36,11 @@ _NEVER = np.iinfo(np.int64).max
 """More tokens than a step has."""
 
 
-@joined
-def _is_large(tokens: int, per_token: int, least: int) -> bool:
-    """Whether a step has so many tokens that CPU layers are uploaded for it.
-
-    Multiplied out, so that integers are compared.
-    """
-    return tokens * per_token >= least
-
-
 @linked(ASSIGN, _kernels)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
     several = len(work.gpu_s) > 1
     on_gpu = state.marks[int(several), work.layer] != 0
-    is_large = _is_large(work.rows, state.integers[0], state.integers[1])
-    uploads = not on_gpu and is_large
+    uploads = not on_gpu and work.rows >= state.integers[0]
     chosen = np.full(len(lanes), on_gpu or uploads)
     anywhere = np.ones((0, 0), np.bool_)
     placed = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
@@ -116,11 +105,11 @@ class LayerWise(AssignmentPolicy):
     def start(self, context: RunContext) -> None:
         """Keep the sizes from which the layers follow, and what a large step is."""
         self._context = context
-        self._per_token = 1
-        self._large = self.upload_tokens or _NEVER
+        self._large_tokens = self.upload_tokens or _NEVER
         if self.upload_tokens is not None and self.counted == "expert":
-            self._per_token = context.shape.top_k
-            self._large = self.upload_tokens * context.shape.experts
+            choices = self.upload_tokens * context.shape.experts
+            # Rounded up: so many tokens choose so often.
+            self._large_tokens = -(-choices // context.shape.top_k)
 
     def assign(
         self,
@@ -132,10 +121,13 @@ class LayerWise(AssignmentPolicy):
         # Only a layer step shows whether an expert may run on any of several GPUs.
         if self._on_gpu is None:
             self._on_gpu = self._choose(split_experts=len(work.gpu_s) > 1)
-        is_large = _is_large(len(work.routing), self._per_token, self._large)
-        uploads = bool(is_large and not self._on_gpu[work.layer])
-        on_gpu = np.full(len(work.experts), self._on_gpu[work.layer] or uploads)
-        return Assignment(gpu_lanes(work, on_gpu), waits=uploads)
+        on_gpu = bool(self._on_gpu[work.layer])
+        uploads = not on_gpu and len(work.routing) >= self._large_tokens
+        if not on_gpu and not uploads:
+            return Assignment(np.zeros(len(work.experts), np.int8))
+
+        everything = np.ones(len(work.experts), np.bool_)
+        return Assignment(gpu_lanes(work, everything), waits=uploads)
 
     def _choose(self, *, split_experts: bool) -> np.ndarray:
         """Bool [L]: layers on a GPU."""
@@ -171,5 +163,5 @@ class LayerWise(AssignmentPolicy):
     def kernels(self) -> AssignmentKernels:
         """The same in compiled runs."""
         layers = [self._choose(split_experts=several) for several in (False, True)]
-        large = [self._per_token, self._large]
+        large = [self._large_tokens]
         return AssignmentKernels(_assign, state(marks=layers, integers=large))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moesim.policies.assignment._gpu_choice import gpu_lanes
+from moesim.policies.assignment._gpu_choice import allowed_lanes
 from moesim.policies.assignment._static_split import StaticSplit
 from moesim.policies.base import (
     Assignment,
@@ -52,5 +52,4 @@ class MoELightning(AssignmentPolicy):
         plan = self._split.of(work.phase, work.layer, len(work.routing), view)
         resident = work.arrive_s == 0.0
         streamed = plan[work.experts]
-        on_gpu = streamed | resident.any(axis=0)
-        return Assignment(gpu_lanes(work, on_gpu, streamed | resident))
+        return Assignment(allowed_lanes(work, streamed | resident))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from moesim.policies.base import PolicyError
-from moesim.policies.cache import _kernels
-from moesim.policies.cache._kernels import (
+from moesim.policies.cache import _kernels, _next_use
+from moesim.policies.cache._kernels import lowest_victims
+from moesim.policies.cache._next_use import (
     by_descending_score,
-    lowest_victims,
     outscored_victims,
     score_next_uses,
 )
@@ -38,7 +38,7 @@ _SIZES = 3
 """Integers before the first access: experts, layers, never."""
 
 
-@linked(ACCESSED, _kernels)
+@linked(ACCESSED, _kernels, _next_use)
 def _accessed(state: State, work: Work) -> None:
     width = state.integers[0]
     layers = state.integers[1]
@@ -54,14 +54,14 @@ def _accessed(state: State, work: Work) -> None:
     )
 
 
-@linked(PRECEDENCE, _kernels)
+@linked(PRECEDENCE, _kernels, _next_use)
 def _precedence(state: State, incoming: np.ndarray) -> None:
     ordered = by_descending_score(incoming, state.scores[0])
     for n in range(len(incoming)):
         incoming[n] = ordered[n]
 
 
-@linked(VICTIMS, _kernels)
+@linked(VICTIMS, _kernels, _next_use)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:

@@ -6,25 +6,65 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
+from moesim.policies.cache import _kernels
 from moesim.policies.cache._kernels import (
     count_accesses,
-    lfu_accessed,
-    lfu_admitted,
-    lfu_evicted,
     lowest_victims,
     mark_keys,
     stamp,
     stamp_keys,
 )
 from moesim.policies.cache._score_based import ScoreBasedCache
-from moesim.policies.kernels import CacheKernels, state
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    CacheKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
+from moesim.traces.compilation import linked
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
 
 Variant = Literal["in-cache", "perfect"]
 Tie = Literal["id", "fifo", "lru"]
+
+
+@linked(ACCESSED, _kernels)
+def _accessed(state: State, work: Work) -> None:
+    """Count the active experts that are counted, after ageing their layer.
+
+    Scores: counts, and where ties are not by id, the tie's numbers. Marks: what is
+    counted. Numbers: layer steps, decay. Integers: E, whether entering starts a count,
+    whether ties go to the least recently used.
+    """
+    width = state.integers[0]
+    first = work.layer * width
+    decay = state.numbers[1]
+    count_accesses(state.scores[0], state.marks[0], work.experts, first, width, decay)
+    state.numbers[0] += 1.0
+    if state.integers[2]:
+        stamp(state.scores[1], work.experts, first, state.numbers[0])
+
+
+@linked(MOVED, _kernels)
+def _admitted(state: State, keys: np.ndarray) -> None:
+    """Begin to count what enters."""
+    if state.integers[1]:
+        stamp_keys(state.scores[0], keys, 1.0)
+        mark_keys(state.marks[0], keys, 1)
+    if len(state.scores) > 1:
+        stamp_keys(state.scores[1], keys, state.numbers[0])
+
+
+@linked(MOVED, _kernels)
+def _evicted(state: State, keys: np.ndarray) -> None:
+    """Forget what leaves, unless all-time counts are kept."""
+    if state.integers[1]:
+        mark_keys(state.marks[0], keys, 0)
 
 
 class LFU(ScoreBasedCache):
@@ -115,7 +155,7 @@ class LFU(ScoreBasedCache):
                 integers=[self.experts, *rules],
             ),
             victims=lowest_victims,
-            accessed=lfu_accessed,
-            admitted=lfu_admitted,
-            evicted=lfu_evicted,
+            accessed=_accessed,
+            admitted=_admitted,
+            evicted=_evicted,
         )

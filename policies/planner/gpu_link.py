@@ -29,9 +29,12 @@ class GpuLink:
     def enqueue(self, keys: list[int]) -> None:
         """Note queued copies, by flat key."""
         self._queued += len(keys)
+        copy_of_s = self.copy_of_s
+        queued_s = self._queued_s
         # One by one, as they will be withdrawn: else roundings would differ.
         for key in keys:
-            self._queued_s += self.copy_of_s[key]
+            queued_s += copy_of_s[key]
+        self._queued_s = queued_s
 
     def withdraw(self, key: int) -> None:
         """Note that a queued copy has left the queue, started or not."""

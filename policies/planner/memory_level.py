@@ -15,8 +15,6 @@ from moesim.policies.base import RESIDENT, CachePolicy, LayerWork, PolicyError
 from moesim.policies.planner.residency_kernels import distinct_members
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from moesim.policies.planner.residency import Residency
 
 NO_VICTIMS: Final[tuple[int, ...]] = ()
@@ -54,13 +52,14 @@ class Wish:
 
     __slots__ = ("demanded", "enters", "hurried", "leaving", "replaces", "room")
 
-    def __init__(self, *, enters: bool, demanded: bool, replaces: int = -1) -> None:
-        self.enters = enters
-        self.demanded = demanded
+    # One is made for every copy, and keyword arguments would double its time.
+    def __init__(self) -> None:
+        self.enters = False
+        self.demanded = False
         self.hurried = False
-        self.replaces = replaces
+        self.replaces = -1
         self.room = 0
-        self.leaving: list[int] | None = None
+        self.leaving: tuple[int, ...] | None = None
 
 
 def preferred(cache: CachePolicy, name: str, incoming: np.ndarray) -> np.ndarray:
@@ -152,10 +151,12 @@ class MemoryLevel:
         """Whether a copy of this expert is queued."""
         return key in self._wishes
 
-    def wished_among(self, keys: Sequence[int]) -> list[bool]:
-        """Of which of some experts a copy is queued."""
+    def wished_among(self, keys: np.ndarray) -> list[int]:
+        """Flat keys of those experts of which a copy is queued."""
         wishes = self._wishes
-        return [key in wishes for key in keys]
+        if not wishes:
+            return []
+        return [key for key in keys.tolist() if key in wishes]
 
     def is_demanded(self, key: int) -> bool:
         """Whether a layer step waits for the queued copy of this expert."""
@@ -200,7 +201,9 @@ class MemoryLevel:
         """
         wishes = self._wishes
         for key in keys.tolist():
-            wishes[key] = Wish(enters=False, demanded=True)
+            wish = Wish()
+            wish.demanded = True
+            wishes[key] = wish
         entering = keys if self._admits_all else keys[self.cache.admits(work, keys)]
         memory = self.memory
         pool = memory.pool(layer)
@@ -224,13 +227,19 @@ class MemoryLevel:
         if not len(incoming):
             return
         victims = self.cache.victims(incoming, candidates)
-        if min(victims.tolist()) < 0:
+        leaving = victims.tolist()
+        if min(leaving) < 0:
             chosen = victims >= 0
             incoming = incoming[chosen]
             victims = victims[chosen]
+            leaving = victims.tolist()
         self._check(victims, candidates)
-        for key, victim in zip(incoming.tolist(), victims.tolist(), strict=True):
-            self._promise(key, pool, 0, (victim,))
+        holds = self._holds
+        for key, victim in zip(incoming.tolist(), leaving, strict=True):
+            wish = wishes[key]
+            wish.enters = True
+            wish.leaving = (victim,)
+            holds[victim] += 1
 
     def _demand_unequal(self, layer: int, incoming: np.ndarray) -> None:
         """A pool of unequal experts: name victims until each one fits."""
@@ -272,12 +281,18 @@ class MemoryLevel:
 
     def prefetch(self, work: LayerWork, key: int) -> None:
         """Wish for an absent expert of a coming layer."""
-        enters = self._admits_all or bool(self.cache.admits(work, np.array([key]))[0])
-        self._wishes[key] = Wish(enters=enters, demanded=False)
+        wish = Wish()
+        wish.enters = self._admits_all or bool(
+            self.cache.admits(work, np.array([key]))[0]
+        )
+        self._wishes[key] = wish
 
     def replace(self, outgoing: int, incoming: int) -> None:
         """Wish for an absent expert in the place of a resident one."""
-        self._wishes[incoming] = Wish(enters=True, demanded=False, replaces=outgoing)
+        wish = Wish()
+        wish.enters = True
+        wish.replaces = outgoing
+        self._wishes[incoming] = wish
 
     def wished_of(self, layer: int) -> list[int]:
         """Flat keys of queued copies of one layer, in queue order."""
@@ -301,7 +316,7 @@ class MemoryLevel:
         wish = self._wishes[key]
         wish.enters = True
         wish.room = room
-        wish.leaving = list(leaving)
+        wish.leaving = tuple(leaving)
         self._promised_bytes[pool] += room
         holds = self._holds
         for victim in leaving:

@@ -79,6 +79,12 @@ class Planner(MachineState):
         self._follows_all = policies.prefetch.late == "wait"
         self._hurries = any(cache.lands_by_next_visit for cache in policies.caches)
 
+        # Lanes that an assignment may name beside the CPU's.
+        self._gpu_lanes = 1 if self.splits_layers else self.gpus
+        self._places_on_gpu = policies.assignment.places_on_gpu
+        if not self._places_on_gpu:
+            self._gpu_lanes = 0
+
         # Made once, used in every layer step.
         self._ascending = np.arange(self.experts)
         limited = self.host is not None
@@ -159,24 +165,28 @@ class Planner(MachineState):
             else ([], [])
         )
         exposed_s = self._demand(work, launch, copies, promoted)
+        dense_parts = 0
         if self._prefetches:
             prefetches.wish_for_named(self, work, copies)
+            dense_parts = self.evaluations(work.layer, phase).dense_parts
         # Products that wait free no slot: staging must hold all that they wait for.
         waits = launch.waits or follows_all
         waits = waits and demand.can_stage_all(self, work.layer, copies, promoted)
 
-        copied = len(promoted) + sum(len(part.experts) for part in copies)
+        copied = len(promoted)
+        for part in copies:
+            copied += len(part.experts)
         plan = Plan(
-            work=work,
-            lanes=lanes,
-            order=launch.order.tolist(),
-            copies=copies,
-            promoted=promoted,
-            copied=copied,
+            work,
+            lanes,
+            launch.order.tolist(),
+            copies,
+            promoted,
+            copied,
             planning_s=exposed_s + self._planning_s(len(lanes), copied),
             serial=launch.serial,
             waits=waits,
-            dense_parts=self.evaluations(work.layer, phase).dense_parts,
+            dense_parts=dense_parts,
             released=released,
             swaps=postponed,
         )
@@ -248,7 +258,7 @@ class Planner(MachineState):
         first load.
         """
         exposed_s = 0.0
-        for gpu in self.serving[work.layer]:
+        for gpu in self.serving[work.layer] if self._places_on_gpu else ():
             keys = demand.wish_for_missing(self, work, gpu, launch, copies, promoted)
             if self.gpu[gpu].deliberates:
                 exposed_s = max(exposed_s, demand.exposed_s(self, work, gpu, keys))
@@ -263,7 +273,7 @@ class Planner(MachineState):
     def _assign(self, work: LayerWork) -> Launch:
         """Ask for lanes and launch order, and check them."""
         lanes, order, serial, waits = self.policies.assignment.assign(work, self)
-        gpus = 1 if self.splits_layers else self.gpus
+        gpus = self._gpu_lanes
         if order is None:
             order = self._ascending[: len(work.experts)]
         if not is_legal(lanes, order, len(work.experts), gpus):

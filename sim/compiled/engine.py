@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from moesim.policies.planner.residency import GLOBAL
 from moesim.sim.compiled import memory, records
 from moesim.sim.compiled.loop import run_steps
 from moesim.sim.compiled.planning import plan_layer_step
-from moesim.sim.compiled.python_policies import PythonPolicies
 from moesim.sim.compiled.records import NONE
 from moesim.sim.compiled.support import (
     answers_with_kernels,
@@ -36,6 +35,7 @@ from moesim.sim.noise import Noise
 from moesim.sim.results import ReplayResult, SimulationError
 from moesim.traces.format.batch import RoutedStep
 from moesim.traces.format.schema import Phase
+from moesim.traces.structures import numbers_of
 from moesim.traces.timeline.spans import CHUNK_ACCESSES, CHUNK_SPANS, CHUNK_STEPS
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.memory_level import MemoryLevel
     from moesim.policies.planner.planner import Planner
+    from moesim.sim.compiled.python_policies import PythonPolicies
     from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.timeline.spans import Chunk, Timeline
 
@@ -92,7 +93,6 @@ class CompiledReplay:
         for name, program in _PARTS.items():
             self._world.give_kernel(name, program)
         self._make_lanes()
-        self._python = PythonPolicies(planner, self._world)
         self._make_memories()
         self._make_constants()
 
@@ -101,6 +101,16 @@ class CompiledReplay:
         """Memories: GPUs, then limited host memory."""
         host = self._planner.host
         return self._planner.gpu + ([] if host is None else [host.level])
+
+    @cached_property
+    def _asked(self) -> PythonPolicies:
+        """Policies that bring no kernels."""
+        # What asks them has kernels of its own, which few runs need.
+        from moesim.sim.compiled.python_policies import (  # noqa: PLC0415 - see above
+            PythonPolicies,
+        )
+
+        return PythonPolicies(self._planner, self._world)
 
     # -- arrays -----------------------------------------------------------------------
 
@@ -159,8 +169,6 @@ class CompiledReplay:
         operations = np.zeros(count, records.OPERATION)
         held = self._world["operations"]
         operations[: len(held)] = held
-        # The last one that was free is followed by the first new one.
-        operations["next"][len(held) :] = np.arange(len(held) + 1, count + 1)
         self._world["operations"] = operations
 
     def _make_spans(self, count: int) -> None:
@@ -253,14 +261,14 @@ class CompiledReplay:
                 self._world.give_kernel(f"host_{name}", getattr(brought, name))
         else:
             self._give_kernels(brought)
-        table["at"], table["sizes"] = self._keep(brought.state)
+        table["state"] = self._keep(brought.state)
 
     def _kernels_of_cache(self, cache: CachePolicy, *, of_host: bool) -> CacheKernels:
         answers = host_answers_with_kernels if of_host else answers_with_kernels
         if answers(cache):
             brought: CacheKernels = cache.kernels()
             return brought
-        return self._python.cache(cache, of_host=of_host)
+        return self._asked.cache(cache, of_host=of_host)
 
     def _make_constants(self) -> None:
         world = self._world
@@ -313,21 +321,19 @@ class CompiledReplay:
         brought_by_assignment = (
             assignment.kernels()
             if answers_with_kernels(assignment)
-            else self._python.assignment(assignment)
+            else self._asked.assignment(assignment)
         )
         brought_by_prefetch = (
             prefetch.kernels()
             if answers_with_kernels(prefetch)
-            else self._python.prefetch(prefetch)
+            else self._asked.prefetch(prefetch)
         )
         for name, brought in (
             ("assignment", brought_by_assignment),
             ("prefetch", brought_by_prefetch),
         ):
             self._give_kernels(brought)
-            constants[f"{name}_at"], constants[f"{name}_sizes"] = self._keep(
-                brought.state
-            )
+            constants[name] = self._keep(brought.state)
         world["constants"] = table
 
         world["bytes_of"] = np.array(shape.sizes_by_expert(), np.int64).reshape(-1)
@@ -378,11 +384,10 @@ class CompiledReplay:
             if name != "state":
                 self._world.give_kernel(name, kernel)
 
-    def _keep(self, state: State) -> tuple[list[int], list[int]]:
+    def _keep(self, state: State) -> list[int]:
         """Where the arrays of a policy's state lie, and their sizes."""
         self._kept.append(state)
-        sizes = [size for array in state for size in array.shape]
-        return [array.ctypes.data for array in state], sizes
+        return numbers_of(state)
 
     # -- blocks -----------------------------------------------------------------------
 
@@ -424,7 +429,7 @@ class CompiledReplay:
         run = world["run"][0]
         passes = self._put(block)
         if block.routed is not None:
-            self._python.begin(block)
+            self._asked.begin(block)
         begin = 0
         while begin < len(block.layer):
             self._draw()
@@ -649,8 +654,9 @@ class CompiledReplay:
             PolicyError: a policy answered something illegal.
             SimulationError: nothing ran although something was awaited.
         """
-        if self._python.raised is not None:
-            raise self._python.raised
+        if error == memory.RAISED:
+            assert self._asked.raised is not None
+            raise self._asked.raised
         names = self._planner.policies.names
         kind, problem = _ERRORS[error]
         where = f"step {block.step[s]}, layer {block.layer[s]}"

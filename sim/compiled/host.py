@@ -14,6 +14,7 @@ from moesim.sim.compiled import memory
 from moesim.sim.compiled.compilation import part
 from moesim.sim.compiled.records import NONE
 from moesim.sim.compiled.world import rows_at
+from moesim.traces.structures import packed
 
 
 @part
@@ -78,23 +79,25 @@ def note_accesses(world: Any, work: Work, lanes: Any) -> None:
                 gpu_s[row, n] = work.gpu_s[row, i]
                 arrive_s[row, n] = work.arrive_s[row, i]
                 n += 1
-    part_of_it = Work(
-        work.step,
-        work.layer,
-        work.phase,
-        work.batch,
-        work.rows,
-        experts[:asked],
-        tokens[:asked],
-        state[:asked],
-        cpu_s[:asked],
-        host_s[:asked],
-        gpu_s,
-        arrive_s,
-        work.link_s,
-        state[:asked],
-        work.scores,
-        0.0,
+    part_of_it = packed(
+        Work(
+            work.step,
+            work.layer,
+            work.phase,
+            work.batch,
+            work.rows,
+            experts[:asked],
+            tokens[:asked],
+            state[:asked],
+            cpu_s[:asked],
+            host_s[:asked],
+            gpu_s,
+            arrive_s,
+            work.link_s,
+            state[:asked],
+            work.scores,
+            0.0,
+        )
     )
     world.host_accessed(memory.cache_state(world, m), part_of_it)
 

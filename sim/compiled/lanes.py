@@ -37,7 +37,8 @@ def operation(
     run = world.run
     i = run.free
     made = world.operations[i]
-    run.free = made.next
+    # Behind the last one that was given back all are unused.
+    run.free = made.next - 1 if made.next else i + 1
     run.operations += 1
     made.lane = lane
     made.kind = kind
@@ -58,7 +59,7 @@ def operation(
 def forget(world: Any, i: int) -> None:
     """Let another operation take the place of this one."""
     run = world.run
-    world.operations[i].next = run.free
+    world.operations[i].next = run.free + 1
     run.free = i
     run.operations -= 1
 

@@ -11,7 +11,7 @@ from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT
 from moesim.policies.kernels import State, Work
 from moesim.sim.compiled.compilation import part
 from moesim.sim.compiled.records import NONE
-from moesim.sim.compiled.world import state_at
+from moesim.traces.structures import loaded
 
 NO_PLACE = 0
 CACHED = 1
@@ -33,8 +33,7 @@ RESERVED_SLOTS = 1
 @part
 def cache_state(world: Any, m: int) -> State:
     """The state of a memory's cache policy."""
-    memory = world.memories[m]
-    return state_at(memory.at, memory.sizes)
+    return loaded(State, world.memories[m].state)
 
 
 @part

@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 
 from moesim.policies.base import ABSENT, RESIDENT
-from moesim.policies.kernels import WAITS, KernelView, Work
+from moesim.policies.kernels import WAITS, KernelView, State, Work
 from moesim.policies.planner.plan import FETCH, PREFETCH, READ, REPLACE
 from moesim.sim.compiled import host, memory
 from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.memory import cache_state
 from moesim.sim.compiled.records import NONE
 from moesim.sim.compiled.transfers import LATE_WAIT, link_enqueue
-from moesim.sim.compiled.world import ENTRIES, rows_at, state_at, world_at
+from moesim.sim.compiled.world import ENTRIES, rows_at, world_at
+from moesim.traces.structures import loaded, packed
 
 _COMPUTE_LANES = 2
 """Place of the CPU in `world.lane_by_use`; GPUs follow."""
@@ -135,23 +136,25 @@ def work_of(world: Any, s: int) -> Work:
     scores = world.work_s[0][:0]
     if len(world.scores):
         scores = world.scores[s]
-    return Work(
-        world.step[s],
-        world.layer[s],
-        np.int64(world.phase[s]),  # type: ignore[arg-type] # an int64 it must be
-        world.batch[s],
-        world.rows[s],
-        experts,
-        tokens,
-        world.work_state[0][:active],
-        world.work_s[0][:active],
-        world.work_s[1][:active],
-        gpu_seconds(world, active),
-        rows_at(world.work_s[3], rows, active),
-        world.work_link_s[:rows],
-        world.work_state[1][: rows * active],
-        scores,
-        world.constants.cpu_first_s,
+    return packed(
+        Work(
+            world.step[s],
+            world.layer[s],
+            np.int64(world.phase[s]),  # type: ignore[arg-type] # an int64 it must be
+            world.batch[s],
+            world.rows[s],
+            experts,
+            tokens,
+            world.work_state[0][:active],
+            world.work_s[0][:active],
+            world.work_s[1][:active],
+            gpu_seconds(world, active),
+            rows_at(world.work_s[3], rows, active),
+            world.work_link_s[:rows],
+            world.work_state[1][: rows * active],
+            scores,
+            world.constants.cpu_first_s,
+        )
     )
 
 
@@ -161,7 +164,7 @@ def assign(world: Any, work: Work, lanes: Any, order: Any) -> int:
     constants = world.constants
     run = world.run
     flags = world.assign(
-        state_at(constants.assignment_at, constants.assignment_sizes),
+        loaded(State, constants.assignment),
         work,
         lanes,
         order,
@@ -382,19 +385,21 @@ def _view(world: Any, s: int) -> KernelView:
         coming = world.active
         coming_edges = world.edges[s + 1 : s + 1 + constants.layers - layer]
     link = world.memories[0]
-    return KernelView(
-        gpu_states(world),
-        routing,
-        before,
-        world.workload[min(s, len(world.workload) - 1)],
-        world.score_sums[min(s, len(world.score_sums) - 1)],
-        coming,
-        coming_edges,
-        world.mean_copy_s,
-        world.cpu_s,
-        world.gpu_s,
-        max(0.0, link.busy_until_s - run.now_s) + link.queued_s,
-        run.gap_s,
+    return packed(
+        KernelView(
+            gpu_states(world),
+            routing,
+            before,
+            world.workload[min(s, len(world.workload) - 1)],
+            world.score_sums[min(s, len(world.score_sums) - 1)],
+            coming,
+            coming_edges,
+            world.mean_copy_s,
+            world.cpu_s,
+            world.gpu_s,
+            max(0.0, link.busy_until_s - run.now_s) + link.queued_s,
+            run.gap_s,
+        )
     )
 
 
@@ -406,7 +411,7 @@ def prefetch(world: Any, work: Work, s: int) -> None:
     experts = constants.experts
     named = world.keys[5]
     count = world.prefetch(
-        state_at(constants.prefetch_at, constants.prefetch_sizes),
+        loaded(State, constants.prefetch),
         work,
         _view(world, s),
         named,

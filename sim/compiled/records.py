@@ -74,6 +74,7 @@ OPERATION = _record(
         ("nbytes", np.int64),
         ("on_end", np.int64),
         ("priority", np.int64),
+        # In its queue; of a free one the next free one + 1, 0 for the place behind it.
         ("next", np.int64),
         ("previous", np.int64),
         ("order", np.int64),
@@ -155,8 +156,7 @@ MEMORY = _record(
         ("queued_s", np.float64),
         ("queued", np.int64),
         # Where the arrays of the cache's state lie, and their sizes.
-        ("at", np.int64, (4,)),
-        ("sizes", np.int64, (6,)),
+        ("state", np.int64, (10,)),
     ]
 )
 """One memory, the link into it, and the state of its cache policy."""
@@ -212,10 +212,8 @@ CONSTANTS = _record(
         ("copy_after_read", np.float64),
         ("compute_after_read", np.float64),
         # Where the arrays of the policies' states lie, and their sizes.
-        ("assignment_at", np.int64, (4,)),
-        ("assignment_sizes", np.int64, (6,)),
-        ("prefetch_at", np.int64, (4,)),
-        ("prefetch_sizes", np.int64, (6,)),
+        ("assignment", np.int64, (10,)),
+        ("prefetch", np.int64, (10,)),
         ("unequal", np.bool_),  # experts of one layer differ in size
         ("splits_layers", np.bool_),
         ("moves_activations", np.bool_),

@@ -30,8 +30,8 @@ from numba.extending import (
 from numba.np.arrayobj import make_array, populate_array
 
 from moesim.policies.kernels import KERNELS as POLICY_KERNELS
-from moesim.policies.kernels import State
 from moesim.sim.compiled.records import ARRAYS, RECORDS
+from moesim.traces.structures import array_at
 
 ENTRIES = {
     "serve_worker": nb.void(nb.int64, nb.int64),
@@ -130,21 +130,10 @@ def _load(context: Any, builder: Any, _: Any, world: Any, name: str) -> Any:
     if name in RECORDS:
         value_type = context.get_value_type(kind)
         return builder.inttoptr(_number(builder, world, place), value_type)
-    array = make_array(kind)(context, builder)
-    itemsize = context.get_abi_sizeof(context.get_data_type(kind.dtype))
     sizes = [_number(builder, world, place + 1 + n) for n in range(kind.ndim)]
-    strides = [ir.Constant(_INT, itemsize)]
-    for size in sizes[:0:-1]:
-        strides.insert(0, builder.mul(strides[0], size))
-    populate_array(
-        array,
-        data=builder.inttoptr(_number(builder, world, place), array.data.type),
-        shape=cgutils.pack_array(builder, sizes),
-        strides=cgutils.pack_array(builder, strides),
-        itemsize=ir.Constant(_INT, itemsize),
-        meminfo=None,
-    )
-    return array._getvalue()  # noqa: SLF001 - how numba's own code asks
+    data_type = context.get_value_type(nb.CPointer(kind.dtype))
+    data = builder.inttoptr(_number(builder, world, place), data_type)
+    return array_at(context, builder, kind, data, sizes)
 
 
 def _method(name: str, signature: Any) -> type[AbstractTemplate]:
@@ -191,26 +180,6 @@ def _address(kernel: Any, name: str) -> int:
         program.fndesc.llvm_func_name
     )
     return address
-
-
-@intrinsic
-def _pointer(_: Any, address: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = context.get_value_type(signature.return_type)
-        return builder.inttoptr(arguments[0], kind)
-
-    return nb.voidptr(address), code
-
-
-@numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def state_at(at: Any, sizes: Any) -> State:
-    """A policy's state, by where its arrays lie and their sizes."""
-    return State(
-        numba.carray(_pointer(at[0]), (sizes[0], sizes[1]), np.float64),
-        numba.carray(_pointer(at[1]), (sizes[2], sizes[3]), np.int64),
-        numba.carray(_pointer(at[2]), (sizes[4],), np.float64),
-        numba.carray(_pointer(at[3]), (sizes[5],), np.int64),
-    )
 
 
 @intrinsic

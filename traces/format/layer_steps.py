@@ -20,7 +20,6 @@ from moesim.traces.format.batch import (
 )
 from moesim.traces.format.schema import prediction_distance
 from moesim.traces.passes import Passes
-from moesim.traces.predictions import tally_layer_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -208,6 +207,9 @@ def _predicted(
     passes: PassRows, predictors: tuple[str, ...], layers: int, experts: int
 ) -> dict[str, np.ndarray]:
     """What these predictors give to the experts of each layer step."""
+    # Few runs predict, and all would wait for its machine code.
+    from moesim.traces.predictions import tally_layer_steps  # noqa: PLC0415 - see above
+
     places = len(passes.row_edges) - 1
     top_k = passes.rows["experts"].shape[1]
     workloads = []

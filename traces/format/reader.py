@@ -36,7 +36,7 @@ from moesim.traces.passes import Passes
 from moesim.traces.shipped import SHIPPED, resolve_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Hashable, Iterable, Iterator
     from pathlib import Path
 
     import pyarrow.parquet as pq
@@ -85,6 +85,8 @@ class Trace:
         path: of the file.
         name: what it was opened by: its path, or the name of a trace that ships.
         passes: what the forward passes hold that are composed of it.
+        last_cut: how it was cut last, and the blocks of that: for whoever replays the
+            same trace again; shared with what `cut` returns.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Trace:
         # Results hold the name, so that they are the same wherever moesim is installed.
         self.name = name or str(path)
         self.passes = Passes()
+        self.last_cut: dict[Hashable, list[Any]] = {}
         self.header = header
         self.shape: ModelShape = header.shape
         self.columns: frozenset[str] = frozenset(OPTIONAL_COLUMNS) & frozenset(
@@ -118,7 +121,12 @@ class Trace:
         """The same trace, whose forward passes hold something else."""
         other = copy(self)
         other.passes = passes
+        other.last_cut = self.last_cut
         return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what another process can cut for itself."""
+        return {**vars(self), "last_cut": {}}
 
     def digest(self) -> str:
         """sha256 of the file, in hexadecimal.

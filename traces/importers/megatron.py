@@ -314,7 +314,8 @@ def _of_decoder(lines: JsonLines) -> JsonLines:
     if block.null_count == len(block):
         return lines
 
-    encoded = block.fill_null("").dictionary_encode()
+    # `fill_null` would import pandas.
+    encoded = block.dictionary_encode(null_encoding="encode")
     is_draft = np.array([name == _DRAFT for name in encoded.dictionary.to_pylist()])
     kept = np.flatnonzero(~is_draft[values(encoded.indices)])
     if len(kept) == len(block):

@@ -4,13 +4,14 @@ had just left?
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numba import types as nb
 
+from moesim.traces.compilation import compiled
 from moesim.traces.timeline.spans import (
     COMPUTE,
-    DELAYED,
     FETCH,
     HIT,
     JOIN,
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from moesim.traces.timeline.spans import Chunk
 
 REFETCH_STEPS = 5
-_EXPERTS = 1 << 16
 
-# Kinds of events; an access has its state added.
+_LONG_AGO = -(1 << 40)
+
+# What is known of the last prefetch of an expert.
 _SETTLED = 0
-_FETCH = 1
-_PREFETCH = 2
-_UNUSED = 3
-_ACCESS = 4
+_UNUSED = 1
+_MISSED = 2
+"""Unused, and a miss of the same step has been looked past."""
 
 
 class CopyAggregator:
@@ -57,13 +58,10 @@ class CopyAggregator:
         self._is_link = np.array([lane.startswith("h2d") for lane in lanes])
         self._copies: list[Chunk] = []
         self._accesses: list[Chunk] = []
-        # Per expert the last event in which it was on the GPU: its key, the step, and
-        # whether it is a prefetch whose use is not known yet.
-        self._present: Chunk = {
-            "key": np.empty(0, np.int64),
-            "step": np.empty(0, np.int64),
-            "event": np.empty(0, np.int64),
-        }
+        # Of each expert the last step in which it was on the GPU, and whether that was
+        # a prefetch whose use is not known yet: [L, E], as far as experts have come.
+        self._present_step = np.empty((0, 0), np.int64)
+        self._prefetch = np.empty((0, 0), np.int8)
 
     def add_spans(self, spans: Chunk) -> int:
         """Buffer the copies of one chunk; return the last step whose compute it has
@@ -72,24 +70,14 @@ class CopyAggregator:
         kind = spans["kind"]
         is_copy = (kind >= FETCH) & (kind <= REPLACE) & self._is_link[spans["lane"]]
         if is_copy.any():
-            copies = {
-                name: spans[name][is_copy] for name in ("step", "kind", "start_s")
-            }
-            copies["key"] = _key(spans["layer"][is_copy], spans["expert"][is_copy])
-            self._copies.append(copies)
+            self._copies.append({name: spans[name][is_copy] for name in _NO_COPIES})
 
         computed = spans["step"][(kind == COMPUTE) | (kind == JOIN)]
         return int(computed.max()) if len(computed) else -1
 
     def add_accesses(self, accesses: Chunk) -> None:
         """Buffer one chunk of accesses."""
-        self._accesses.append(
-            {
-                "key": _key(accesses["layer"], accesses["expert"]),
-                "step": accesses["step"],
-                "state": accesses["state"],
-            }
-        )
+        self._accesses.append({name: accesses[name] for name in _NO_ACCESSES})
 
     def settle(self, before: int | None = None) -> None:
         """Resolve all buffered events of steps below `before` (None: all)."""
@@ -98,104 +86,116 @@ class CopyAggregator:
         if copies is not None or accesses is not None:
             self._resolve(copies, accesses)
 
-    def _resolve(
-        self,
-        copies: Chunk | None,
-        accesses: Chunk | None,
-    ) -> None:
-        key, step, event = self._events(copies, accesses)
-        count = len(key)
-        index = np.arange(count)
-        is_copy = (event == _FETCH) | (event == _PREFETCH)
-        is_present = event != _ACCESS + MISS
-
-        before = self._last_present(is_present, index)
-        same_key = (before >= 0) & (key[before] == key)
-        is_recent = is_copy & same_key & (step - step[before] <= REFETCH_STEPS)
-        self.copies += int(is_copy.sum())
-        self.refetched += int(is_recent.sum())
-        self.prefetched += int((event == _PREFETCH).sum())
-
-        prefetches = index[(event == _PREFETCH) | (event == _UNUSED)]
-        after = _next_event(prefetches, key, count)
-        is_miss = (after >= 0) & (event[after] == _ACCESS + MISS)
-        # Issued behind the access of its own step, for the next one.
-        looked_past = is_miss & (step[after] == step[prefetches])
-        after[looked_past] = _next_event(after[looked_past], key, count)
-
-        is_known = after >= 0
-        self.timely += int((is_known & (event[after] == _ACCESS + HIT)).sum())
-        self.used += int((is_known & (event[after] >= _ACCESS + DELAYED)).sum())
-
-        # What is remembered: of each expert the last event in which it was there.
-        event[prefetches] = np.where(is_known, _SETTLED, _UNUSED)
-        event[is_copy & (event == _FETCH)] = _SETTLED
-        present = index[is_present]
-        if len(present):
-            is_last = np.concatenate((np.diff(key[present]) != 0, [True]))
-            present = present[is_last]
-        event[event >= _ACCESS] = _SETTLED
-        self._present = {
-            "key": key[present],
-            "step": step[present],
-            "event": event[present],
-        }
-
-    def _events(
-        self,
-        copies: Chunk | None,
-        accesses: Chunk | None,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Key, step and kind of all events, those of one expert behind each other."""
-        events = [tuple(self._present.values())]
-        if copies is not None:
-            by_start = np.argsort(copies["start_s"], kind="stable")
-            kind = np.where(copies["kind"] == PREFETCH, _PREFETCH, _FETCH)
-            key = copies["key"][by_start]
-            events.append((key, copies["step"][by_start], kind[by_start]))
-        if accesses is not None:
-            kind = _ACCESS + accesses["state"].astype(np.int64)
-            events.append((accesses["key"], accesses["step"], kind))
-
-        key, step, event = (
-            np.concatenate(columns).astype(np.int64)
-            for columns in zip(*events, strict=True)
+    def _resolve(self, copies: Chunk | None, accesses: Chunk | None) -> None:
+        copies = _NO_COPIES if copies is None else copies
+        accesses = _NO_ACCESSES if accesses is None else accesses
+        self._make_room(copies, accesses)
+        by_start = np.lexsort((copies["start_s"], copies["step"]))
+        by_step = np.argsort(accesses["step"], kind="stable")
+        counts = np.zeros(len(_COUNTS), np.int64)
+        follow_copies(
+            _events(copies, copies["kind"] == PREFETCH, by_start),
+            _events(accesses, accesses["state"], by_step),
+            self._present_step,
+            self._prefetch,
+            counts,
         )
+        for name, count in zip(_COUNTS, counts.tolist(), strict=True):
+            setattr(self, name, getattr(self, name) + count)
+
+    def _make_room(self, *events: Chunk) -> None:
+        """Let the tables reach to the last layer and expert that have come."""
+        layers, experts = self._present_step.shape
+        for chunk in events:
+            layers = max(layers, 1 + int(chunk["layer"].max(initial=-1)))
+            experts = max(experts, 1 + int(chunk["expert"].max(initial=-1)))
+        if self._present_step.shape == (layers, experts):
+            return
+        more = [
+            (0, layers - self._present_step.shape[0]),
+            (0, experts - self._present_step.shape[1]),
+        ]
+        self._present_step = np.pad(self._present_step, more, constant_values=_LONG_AGO)
+        self._prefetch = np.pad(self._prefetch, more, constant_values=_SETTLED)
+
+
+_COUNTS = ("copies", "refetched", "prefetched", "used", "timely")
+"""Attributes of `CopyAggregator`, in the order in which `follow_copies` counts."""
+
+_NO_COPIES: Chunk = {
+    name: np.empty(0, np.int64)
+    for name in ("step", "layer", "expert", "kind", "start_s")
+}
+_NO_ACCESSES: Chunk = {
+    name: np.empty(0, np.int64) for name in ("step", "layer", "expert", "state")
+}
+
+
+class Events(NamedTuple):
+    """Copies or accesses in the order of their steps, int64 [N] each.
+
+    Attributes:
+        step, layer, expert: of each.
+        detail: of a copy whether it is a prefetch, of an access its state.
+    """
+
+    step: np.ndarray
+    layer: np.ndarray
+    expert: np.ndarray
+    detail: np.ndarray
+
+
+_EVENTS = nb.NamedUniTuple(nb.int64[::1], 4, Events)
+
+
+def _events(chunk: Chunk, detail: np.ndarray, order: np.ndarray) -> Events:
+    columns = (chunk["step"], chunk["layer"], chunk["expert"], detail)
+    return Events(*(column[order].astype(np.int64) for column in columns))
+
+
+@compiled(nb.void(_EVENTS, _EVENTS, nb.int64[:, ::1], nb.int8[:, ::1], nb.int64[::1]))
+def follow_copies(
+    copies: Events,
+    accesses: Events,
+    present_step: np.ndarray,
+    prefetch: np.ndarray,
+    counts: np.ndarray,
+) -> None:
+    """Add to `counts`, int64 [5] as `_COUNTS` names them, and bring the two tables
+    [L, E] up to date.
+    """
+    copy = 0
+    for access in range(len(accesses.step) + 1):
+        is_last = access == len(accesses.step)
         # Within a step copies come before the access.
-        time = (step << 1) + (event >= _ACCESS)
-        order = np.argsort((key << 32) + time, kind="stable")
-        return key[order], step[order], event[order]
+        while copy < len(copies.step) and (
+            is_last or copies.step[copy] <= accesses.step[access]
+        ):
+            place = (copies.layer[copy], copies.expert[copy])
+            step = copies.step[copy]
+            is_prefetch = copies.detail[copy] != 0
+            counts[0] += 1
+            counts[1] += step - present_step[place] <= REFETCH_STEPS
+            counts[2] += is_prefetch
+            present_step[place] = step
+            prefetch[place] = _UNUSED if is_prefetch else _SETTLED
+            copy += 1
+        if is_last:
+            return
 
-    @staticmethod
-    def _last_present(
-        is_present: np.ndarray,
-        index: np.ndarray,
-    ) -> np.ndarray:
-        """Place of the last event before each one in which an expert was there."""
-        if not len(index):
-            return index
-
-        last = np.maximum.accumulate(np.where(is_present, index, -1))
-        return np.concatenate(([-1], last[:-1]))
-
-
-def _key(
-    layer: np.ndarray,
-    expert: np.ndarray,
-) -> np.ndarray:
-    return layer.astype(np.int64) * _EXPERTS + expert
-
-
-def _next_event(
-    index: np.ndarray,
-    key: np.ndarray,
-    count: int,
-) -> np.ndarray:
-    """Index of the next event of the same key, -1 if there is none."""
-    after = index + 1
-    # The last event has none behind it; any valid index serves to look.
-    inside = np.minimum(after, count - 1)
-    return np.where((after < count) & (key[inside] == key[index]), inside, -1)
+        place = (accesses.layer[access], accesses.expert[access])
+        step = accesses.step[access]
+        state = accesses.detail[access]
+        if state == MISS:
+            # A prefetch for the next step may be issued behind the access of its own.
+            own_step = prefetch[place] == _UNUSED and step == present_step[place]
+            prefetch[place] = _MISSED if own_step else _SETTLED
+            continue
+        if prefetch[place] != _SETTLED:
+            counts[3] += 1
+            counts[4] += state == HIT
+        present_step[place] = step
+        prefetch[place] = _SETTLED
 
 
 def _split(
@@ -215,4 +215,4 @@ def _split(
     is_ready = joined["step"] < before
     ready = {name: values[is_ready] for name, values in joined.items()}
     rest = {name: values[~is_ready] for name, values in joined.items()}
-    return ready, [rest] if len(rest["key"]) else []
+    return ready, [rest] if len(rest["step"]) else []

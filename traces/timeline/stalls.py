@@ -4,10 +4,13 @@ copies.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numba import types as nb
 
+from moesim.traces.compilation import compiled
+from moesim.traces.structures import structure
 from moesim.traces.timeline.spans import COMPUTE, FETCH, PLAN, READ
 
 if TYPE_CHECKING:
@@ -15,9 +18,8 @@ if TYPE_CHECKING:
 
     from moesim.traces.timeline.spans import Chunk
 
-# Keys are made of numbers below these: step and layer; lane, layer and expert.
+# More than a model has: keys are made of step and layer.
 _LAYERS = 1 << 16
-_EXPERTS = 1 << 16
 _COLUMNS = ("lane", "kind", "layer", "expert", "start_s", "end_s")
 
 
@@ -55,15 +57,16 @@ class StallAggregator:
 
     def add(self, spans: Chunk | None) -> None:
         """Take one chunk of spans; None closes the last layer step."""
-        rows = self._open if spans is None else self._behind(_relevant(spans))
+        rows = self._open if spans is None else self._behind(_with_key(spans))
         self._open = None
         if rows is None or not len(rows["key"]):
             return
 
         work = (rows["kind"] == COMPUTE) | (rows["kind"] == PLAN)
         if spans is not None:
+            copies = _are_copies(rows["kind"])
             if not work.any():
-                self._open = rows
+                self._open = {name: values[copies] for name, values in rows.items()}
                 return
 
             # The last layer step may go on in the next chunk, and its copies may
@@ -71,7 +74,7 @@ class StallAggregator:
             last = rows["key"][work].max()
             unfinished = work & (rows["key"] == last)
             since = np.arange(len(work)) >= int(np.argmax(unfinished))
-            kept = unfinished | (~work & since)
+            kept = unfinished | (copies & since)
             self._open = {name: values[kept] for name, values in rows.items()}
             work &= ~unfinished
 
@@ -96,33 +99,35 @@ class StallAggregator:
         if not compute.any():
             return
 
-        lane = rows["lane"][compute]
-        start_s = rows["start_s"][compute]
-        end_s = rows["end_s"][compute]
-        keys, place = np.unique(rows["key"][compute], return_inverse=True)
+        keys, place = _numbered(rows["key"], compute)
+        copies = np.flatnonzero(_are_copies(rows["kind"]))
+        copies = copies[np.argsort(rows["end_s"][copies], kind="stable")]
+        spans = Rows(*rows.values())
+        waits_s = self._waits_s(spans, place, copies, _plan_end_s(rows, work, keys))
+        busy_s = np.zeros((len(keys), self._lanes))
+        waited_s = np.zeros(self._lanes)
+        sum_by_lane(spans, place, waits_s, busy_s, waited_s)
+        self._add_imbalance(busy_s)
+        self.stall_s += waited_s
 
-        self._add_imbalance(lane, end_s - start_s, place, len(keys))
+    def _waits_s(
+        self, spans: Rows, place: np.ndarray, copies: np.ndarray, plan_end_s: np.ndarray
+    ) -> np.ndarray:
+        """Seconds that the lane of each compute span waited, float64 [N]."""
+        order = np.arange(len(place))
+        target = self._target
+        is_ordered, waits_s = waits_of_lanes(
+            spans, place, order, copies, target, plan_end_s
+        )
+        if not is_ordered:
+            # Threads note their spans as they end, not quite in the order of time.
+            order = np.argsort(spans.start_s, kind="stable")
+            _, waits_s = waits_of_lanes(spans, place, order, copies, target, plan_end_s)
+        return waits_s
 
-        idle_from_s = self._idle_from_s(rows, compute)
-        idle_from_s = np.maximum(idle_from_s, _plan_end_s(rows, work, keys)[place])
-        copy_end_s = self._copy_end_s(rows, compute)
-        waited_s = np.minimum(start_s, copy_end_s) - idle_from_s
-        self.stall_s += np.bincount(lane, np.maximum(waited_s, 0.0), self._lanes)
-
-    def _add_imbalance(
-        self,
-        lane: np.ndarray,
-        duration_s: np.ndarray,
-        place: np.ndarray,
-        count: int,
-    ) -> None:
-        """Add `count` layer steps; `place` says which of them a compute span belongs
-        to.
-        """
-        by_lane = place * self._lanes + lane
-        busy_s = np.bincount(by_lane, duration_s, count * self._lanes)
-        busy_s = busy_s.reshape(count, -1)
-
+    def _add_imbalance(self, busy_s: np.ndarray) -> None:
+        """Add layer steps, whose lanes were busy for so long: [S, lanes]."""
+        count = len(busy_s)
         nothing = np.zeros(count)
         cpu_s = busy_s[:, self._cpu] if self._cpu >= 0 else nothing
         gpu_s = busy_s[:, self._gpus].max(axis=1) if self._gpus else nothing
@@ -134,60 +139,171 @@ class StallAggregator:
         self.imbalance += float((difference_s / longer_s[some]).sum())
         self.layer_steps += count
 
-    def _idle_from_s(
-        self,
-        rows: Chunk,
-        compute: np.ndarray,
-    ) -> np.ndarray:
-        """End of the compute span before each one, on the same lane in the same layer
-        step; -inf for the first.
-        """
-        key = rows["key"][compute]
-        lane = rows["lane"][compute]
-        start_s = rows["start_s"][compute]
-        end_s = rows["end_s"][compute]
 
-        order = np.lexsort((start_s, lane, key))
-        follows = (np.diff(key[order]) == 0) & (np.diff(lane[order]) == 0)
-        before_s = np.where(follows, end_s[order][:-1], -np.inf)
+class Rows(NamedTuple):
+    """Spans, N, in the types of a timeline's columns.
 
-        idle_from_s = np.empty(len(key))
-        idle_from_s[order] = np.concatenate(([-np.inf], before_s))
-        return idle_from_s
+    Attributes:
+        lane, kind: int8 [N].
+        layer: int16 [N].
+        expert: int32 [N].
+        start_s, end_s: float64 [N].
+        key: int64 [N], of step and layer.
+    """
 
-    def _copy_end_s(
-        self,
-        rows: Chunk,
-        compute: np.ndarray,
-    ) -> np.ndarray:
-        """End of the latest copy of the same expert to the same lane before each
-        compute span; -inf if none.
-        """
-        kind = rows["kind"]
-        is_copy = (kind >= FETCH) & (kind <= READ)
-        copies = np.flatnonzero(is_copy & (self._target[rows["lane"]] >= 0))
-        uses = np.flatnonzero(compute)
-        if not len(copies):
-            return np.full(len(uses), -np.inf)
+    lane: np.ndarray
+    kind: np.ndarray
+    layer: np.ndarray
+    expert: np.ndarray
+    start_s: np.ndarray
+    end_s: np.ndarray
+    key: np.ndarray
 
-        # Copies by their ends and uses by their starts in one order, by expert and
-        # lane; a copy that ends as the use starts comes before it.
-        both = np.concatenate([copies, uses])
-        lane = np.concatenate([self._target[rows["lane"][copies]], rows["lane"][uses]])
-        of_layer = lane * _LAYERS + rows["layer"][both]
-        expert = of_layer * _EXPERTS + rows["expert"][both]
-        time_s = np.concatenate([rows["end_s"][copies], rows["start_s"][uses]])
-        is_use = np.arange(len(both)) >= len(copies)
-        order = np.lexsort((is_use, time_s, expert))
 
-        # The last copy at or before each place of that order.
-        copy_places = np.where(is_use[order], -1, np.arange(len(both)))
-        last = np.maximum.accumulate(copy_places)
-        is_same = (last >= 0) & (expert[order][last] == expert[order])
+_ROWS = structure(
+    Rows,
+    (
+        nb.int8[::1],
+        nb.int8[::1],
+        nb.int16[::1],
+        nb.int32[::1],
+        nb.float64[::1],
+        nb.float64[::1],
+        nb.int64[::1],
+    ),
+)
 
-        end_s = np.empty(len(both))
-        end_s[order] = np.where(is_same, time_s[order][last], -np.inf)
-        return end_s[len(copies) :]
+
+@compiled(
+    nb.Tuple((nb.boolean, nb.float64[::1]))(
+        _ROWS,
+        nb.int64[::1],
+        nb.int64[::1],
+        nb.int64[::1],
+        nb.int64[::1],
+        nb.float64[::1],
+    )
+)
+def waits_of_lanes(
+    rows: Rows,
+    place: np.ndarray,
+    order: np.ndarray,
+    copies: np.ndarray,
+    target: np.ndarray,
+    plan_end_s: np.ndarray,
+) -> tuple[bool, np.ndarray]:
+    """How long the lane of each compute span waited: idle, after planning and after the
+    compute span before, until the last copy of its expert had landed.
+
+    Args:
+        rows: N spans of S layer steps.
+        place: int64 [N], the layer step of each compute span, -1 of other spans.
+        order: int64 [N], in which the compute spans of every lane start.
+        copies: int64, spans of copies in the order of their ends.
+        target: int64, the lane that computes what each lane brings, -1 for none.
+        plan_end_s: float64 [S].
+
+    Returns:
+        Whether the order is that of the starts, and if so seconds, float64 [N].
+    """
+    lanes = len(target)
+    layers = 0
+    experts = 0
+    for row in copies:
+        layers = max(layers, rows.layer[row] + 1)
+        experts = max(experts, rows.expert[row] + 1)
+    landed_s = np.full((lanes, layers, experts), -np.inf)
+    landed = np.zeros(lanes, np.int64)
+    started_s = np.full(lanes, -np.inf)
+    computed_s = np.full((len(plan_end_s), lanes), -np.inf)
+    waits_s = np.zeros(len(place))
+
+    for row in order:
+        if place[row] < 0:
+            continue
+        lane = rows.lane[row]
+        start_s = rows.start_s[row]
+        if start_s < started_s[lane]:
+            return False, waits_s
+        started_s[lane] = start_s
+
+        # A copy that ends as the span starts has landed.
+        while landed[lane] < len(copies):
+            copy = copies[landed[lane]]
+            if rows.end_s[copy] > start_s:
+                break
+            if target[rows.lane[copy]] == lane:
+                landed_s[lane, rows.layer[copy], rows.expert[copy]] = rows.end_s[copy]
+            landed[lane] += 1
+
+        step = place[row]
+        idle_from_s = max(computed_s[step, lane], plan_end_s[step])
+        computed_s[step, lane] = rows.end_s[row]
+        if rows.layer[row] < layers and rows.expert[row] < experts:
+            copied_s = min(start_s, landed_s[lane, rows.layer[row], rows.expert[row]])
+            waits_s[row] = max(copied_s - idle_from_s, 0.0)
+    return True, waits_s
+
+
+@compiled(
+    nb.void(_ROWS, nb.int64[::1], nb.float64[::1], nb.float64[:, ::1], nb.float64[::1])
+)
+def sum_by_lane(
+    rows: Rows,
+    place: np.ndarray,
+    waits_s: np.ndarray,
+    busy_s: np.ndarray,
+    waited_s: np.ndarray,
+) -> None:
+    """Add the seconds of compute spans to those of their layer steps and lanes, float64
+    [S, lanes], and what lanes waited before them to those of the lanes.
+    """
+    for row in range(len(place)):
+        if place[row] >= 0:
+            lane = rows.lane[row]
+            busy_s[place[row], lane] += rows.end_s[row] - rows.start_s[row]
+            waited_s[lane] += waits_s[row]
+
+
+@compiled(nb.int64(nb.int64[::1], nb.boolean[::1], nb.int64[::1]))
+def number_in_order(key: np.ndarray, chosen: np.ndarray, place: np.ndarray) -> int:
+    """Number the distinct keys of what is chosen, if they ascend.
+
+    Args:
+        key: int64 [N].
+        chosen: bool [N].
+        place: int64 [N], to be filled in where chosen.
+
+    Returns:
+        How many there are; -1 if they do not ascend.
+    """
+    count = 0
+    last = 0
+    for n in range(len(key)):
+        if not chosen[n]:
+            continue
+        if not count or key[n] > last:
+            count += 1
+            last = key[n]
+        elif key[n] < last:
+            return -1
+        place[n] = count - 1
+    return count
+
+
+def _numbered(key: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct keys of what is chosen, ascending, and which of them each one is, int64;
+    -1 where it is not chosen.
+    """
+    place = np.full(len(key), -1)
+    count = number_in_order(key, chosen, place)
+    if count < 0:
+        # Layer steps follow each other, unless one was begun before its time.
+        keys, place[chosen] = np.unique(key[chosen], return_inverse=True)
+        return keys, place
+    keys = np.empty(count, np.int64)
+    keys[place[chosen]] = key[chosen]
+    return keys, place
 
 
 def _consumer(lane: str) -> str:
@@ -198,15 +314,15 @@ def _consumer(lane: str) -> str:
     return lane.replace("h2d", "gpu") if lane.startswith("h2d") else ""
 
 
-def _relevant(spans: Chunk) -> Chunk:
-    """Compute, plan and copy spans, with a key of step and layer."""
-    kind = spans["kind"]
-    is_copy = (kind >= FETCH) & (kind <= READ)
-    kept = (kind == COMPUTE) | (kind == PLAN) | is_copy
+def _are_copies(kind: np.ndarray) -> np.ndarray:
+    copies: np.ndarray = (kind >= FETCH) & (kind <= READ)
+    return copies
 
-    rows = {name: spans[name][kept] for name in _COLUMNS}
-    step = spans["step"][kept].astype(np.int64)
-    rows["key"] = step * _LAYERS + rows["layer"]
+
+def _with_key(spans: Chunk) -> Chunk:
+    """What is looked at of spans, and a key of step and layer."""
+    rows = {name: np.ascontiguousarray(spans[name]) for name in _COLUMNS}
+    rows["key"] = spans["step"].astype(np.int64) * _LAYERS + rows["layer"]
     return rows
 
 

@@ -37,12 +37,12 @@ def wish_for_missing(
     )
     if not len(keys):
         return keys
-    queued = level.wished_among(keys.tolist())
-    if any(queued):
-        for key in keys[queued].tolist():
+    queued = level.wished_among(keys)
+    if queued:
+        for key in queued:
             if not level.is_demanded(key):
                 _promote(machine, gpu, key, promoted)
-        keys = keys[np.logical_not(queued)]
+        keys = keys[np.isin(keys, queued, invert=True)]
         if not len(keys):
             return keys
     level.demand(work, layer, keys)

@@ -31,13 +31,16 @@ def look(
 
     states = np.empty((len(gpus), active), np.int8)
     arrive_s = np.empty((len(gpus), active))
-    # Links are idle in most layer steps, so this stays a list until the end.
-    link_s: list[float] = []
+    # Links are idle in most layer steps.
+    link_s: np.ndarray | None = None
     for row, gpu in enumerate(gpus):
         memory = machine.gpu[gpu].memory
         link = machine.links[gpu]
         left_s = link.left_s(now_s)
-        link_s.append(left_s)
+        if left_s:
+            if link_s is None:
+                link_s = np.zeros(len(gpus))
+            link_s[row] = left_s
         look_up(
             memory.state,
             memory.landing_s,
@@ -67,12 +70,12 @@ def look(
         # All GPUs of a machine are alike.
         gpu_s[:] = machine.gpu_s(layer, tokens, experts)
     return LayerWork(
-        step=step,
-        layer=layer,
-        phase=phase,
-        experts=experts,
-        tokens=tokens,
-        state=state,
+        step,
+        layer,
+        phase,
+        experts,
+        tokens,
+        state,
         cpu_s=cpu_s,
         host_s=host_s,
         gpu_s=gpu_s,
@@ -82,5 +85,5 @@ def look(
         scores=routed.scores,
         predicted=routed.predicted,
         batch=batch,
-        link_s=np.array(link_s) if any(link_s) else None,
+        link_s=link_s,
     )
