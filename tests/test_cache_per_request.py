@@ -45,6 +45,19 @@ def in_list(policy, number):
     return keys[:-1]
 
 
+@pytest.mark.parametrize("policy", REQUEST_CACHES)
+def test_a_victim_that_stays_after_all_can_be_chosen_again(policy):
+    """Of two residents one is chosen, but its copy is not made; then the other is held,
+    so that nobody else may leave.
+    """
+    cache = policy()
+    cache.start(context([], 2))
+    cache.admitted(np.array([0, 1]))
+    (stays,) = cache.victims(np.array([2]), np.array([0, 1]))
+    assert cache.victims(np.array([3]), np.array([stays])).tolist() == [stays]
+    assert inside(cache) == [1 - stays, 3]
+
+
 class AlternatingLeCaR(LeCaR):
     """The draws of the worked example: .25, .75, .25, ..."""
 

@@ -14,6 +14,8 @@ translation stands here, once:
   its order that may leave.
 - An expert that leaves without having been chosen (a copy cancelled, a swap) leaves no
   trace in the ghost lists.
+- A victim that stays after all, since somebody needed it or the copy was not made,
+  enters anew when victims are asked for next.
 """
 
 from __future__ import annotations
@@ -90,6 +92,10 @@ class PerRequestCache(CachePolicy):
     ) -> np.ndarray:
         """Serve the misses one by one, in launch order."""
         self._forget(self._placed)
+        for key in candidates.tolist():
+            pool = self._pool_of(key)
+            if key not in pool:
+                pool.fill(key)
         free = set(candidates.tolist())
         chosen = np.full(len(incoming), -1, np.int64)
         for n, key in enumerate(incoming.tolist()):

@@ -242,6 +242,19 @@ def serve_misses(
 
 
 @inlined
+def take_back(state: State, candidates: np.ndarray, fill: Any) -> None:
+    """Enter residents that are in no list: ``fill(state, pool, key)``.
+
+    They were chosen once, left the lists, and stayed after all, since somebody needed
+    them or the copy was not made.
+    """
+    for key in candidates:
+        pool = _pool_of(state, key)
+        if not is_cached(state, pool, key):
+            fill(state, pool, key)
+
+
+@inlined
 def confirm(state: State, keys: np.ndarray, fill: Any) -> None:
     """Confirm keys that `serve_misses` has entered; the others took a free slot:
     ``fill(state, pool, key)``.

@@ -66,6 +66,7 @@ def _accessed(state: State, work: Work) -> None:
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
+    lists.take_back(state, candidates, _fill)
     lists.serve_misses(state, incoming, candidates, chosen, _miss, lists.drop_from_list)
 
 
