@@ -153,12 +153,11 @@ ahead = st.fixed_dictionaries(
 
 def check(drawn, policy, given, columns=(), host_ratio=None):
     """Run one drawn configuration in both engines."""
-    sizes = drawn.shape.expert_bytes
     if host_ratio is not None:
         experts = given["staging"] + int(
             host_ratio * drawn.shape.experts * drawn.shape.layers
         )
-        given = given | {"host_memory_bytes": experts * max(sizes)}
+        given = given | {"host_memory_bytes": experts * drawn.shape.max_expert_bytes}
     with tempfile.TemporaryDirectory() as folder:
         trace = open_trace(drawn.write(Path(folder) / "drawn.parquet", columns))
         assert_equal(*both(trace, policy, **given))

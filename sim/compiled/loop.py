@@ -104,7 +104,8 @@ def _enqueue(world: Any) -> None:
         if copy.kind == READ:
             transfers.read(world, copy.layer, copy.expert, DEMAND, copy.read)
             continue
-        copy_s = world.copy_s[copy.gpu, copy.layer]
+        key = copy.layer * constants.experts + copy.expert
+        copy_s = world.copy_s[copy.gpu, key]
         if copy.read:
             copy_s *= constants.copy_after_read
         i = operation(
@@ -114,7 +115,7 @@ def _enqueue(world: Any) -> None:
             copy.layer,
             copy.expert,
             copy_s + constants.dispatch_s,
-            world.expert_bytes[copy.layer],
+            world.bytes_of[key],
             kinds.COPIED,
         )
         priority = REPLACEMENT
