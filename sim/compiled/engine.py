@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.hwprofiles import lanes
-from moesim.hwprofiles.costs import seconds_by_expert
 from moesim.policies.base import CachePolicy, PolicyError
 from moesim.policies.kernels import CacheKernels, State
 from moesim.policies.planner.residency import GLOBAL
@@ -299,10 +298,16 @@ class CompiledReplay:
         constants["join_s"] = costs.join_terms(tiered=tiered)
         constants["host"] = NONE
         layers = range(shape.layers)
+        sizes = np.array(shape.sizes_by_expert(), np.int64).reshape(-1)
+        # One expert of each size stands for all of them.
+        _, firsts, size_of = np.unique(sizes, return_index=True, return_inverse=True)
+        self._firsts = firsts
+        world["size_of"] = size_of.astype(np.int16)
+        world["size_bytes"] = sizes[firsts]
         world["read_s"] = np.zeros(0)
         if tiered:
             constants["host"] = gpus
-            world["read_s"] = seconds_by_expert(shape, costs.read_s).reshape(-1)
+            world["read_s"] = np.array(self._by_size(costs.read_s), np.float64)
             constants["first_read_s"] = costs.ssd_first_s
             constants["dense_after_read"] = costs.after_read("dense")
             constants["copy_after_read"] = costs.after_read("h2d")
@@ -336,20 +341,15 @@ class CompiledReplay:
             constants[name] = self._keep(brought.state)
         world["constants"] = table
 
-        world["bytes_of"] = np.array(shape.sizes_by_expert(), np.int64).reshape(-1)
         for name, seconds_of in (
             ("copy_s", costs.copy_s),
             ("back_s", costs.writeback_s),
         ):
             by_gpu = [
-                seconds_by_expert(shape, partial(seconds_of, gpu=gpu)).reshape(-1)
-                for gpu in range(gpus)
+                self._by_size(partial(seconds_of, gpu=gpu)) for gpu in range(gpus)
             ]
-            world[name] = np.array(by_gpu)
+            world[name] = np.array(by_gpu, np.float64)
         world["mean_copy_s"] = np.array([costs.copy_s(layer) for layer in layers])
-        world["size_of"] = np.zeros(0, np.int64)
-        if shape.bytes_by_expert:
-            world["size_of"] = np.searchsorted(shape.expert_sizes, world["bytes_of"])
         evaluations = [
             [planner.evaluations(layer, phase) for phase in Phase]
             for layer in range(shape.layers)
@@ -377,6 +377,12 @@ class CompiledReplay:
         world["host_work_experts"] = np.zeros((2, shape.experts), np.int32)
         self._most_tokens = -1
         self._activation_s = np.zeros(0)
+
+    def _by_size(self, seconds_of: Callable[..., float]) -> list[float]:
+        """Seconds of one expert of each size, of its layer and itself."""
+        experts = self._planner.shape.experts
+        places = [divmod(key, experts) for key in self._firsts.tolist()]
+        return [seconds_of(layer, expert=expert) for layer, expert in places]
 
     def _give_kernels(self, brought: Any) -> None:
         """Give the loop all that a policy brings but its state."""
@@ -516,9 +522,7 @@ class CompiledReplay:
         """
         shape = self._planner.shape
         rows = []
-        # The first expert of a size stands for all of them.
-        _, firsts = np.unique(self._world["size_of"], return_index=True)
-        for key in firsts.tolist():
+        for key in self._firsts.tolist() if self._planner.unequal else ():
             layer, expert = divmod(key, shape.experts)
             experts = np.full(len(tokens), expert)
             rows.append(seconds_of(layer, tokens, experts=experts))

@@ -105,7 +105,7 @@ def _enqueue(world: Any) -> None:
             transfers.read(world, copy.layer, copy.expert, DEMAND, copy.read)
             continue
         key = copy.layer * constants.experts + copy.expert
-        copy_s = world.copy_s[copy.gpu, key]
+        copy_s = world.copy_s[copy.gpu, world.size_of[key]]
         if copy.read:
             copy_s *= constants.copy_after_read
         i = operation(
@@ -115,7 +115,7 @@ def _enqueue(world: Any) -> None:
             copy.layer,
             copy.expert,
             copy_s + constants.dispatch_s,
-            world.bytes_of[key],
+            world.size_bytes[world.size_of[key]],
             kinds.COPIED,
         )
         priority = REPLACEMENT

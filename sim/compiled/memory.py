@@ -237,7 +237,7 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
         _demand_unequal(world, m, layer, entering)
         return
     free = _room(world, m, layer)
-    size = world.bytes_of[layer * world.constants.experts]
+    size = world.size_bytes[world.size_of[layer * world.constants.experts]]
     room = max(0, free // size)
     if len(entering) > room and not memory.in_launch_order:
         _precedence(world, m, entering)
@@ -268,11 +268,11 @@ def _demand_unequal(world: Any, m: int, layer: int, incoming: Any) -> None:
     left_over = 0
     total = 0
     for key in incoming:
-        total += world.bytes_of[key]
+        total += world.size_bytes[world.size_of[key]]
     if total > max(0, free) and not world.memories[m].in_launch_order:
         _precedence(world, m, incoming)
     for n in range(len(incoming)):
-        size = world.bytes_of[incoming[n]]
+        size = world.size_bytes[world.size_of[incoming[n]]]
         before = free + left_over
         count, gained = _name_victims(world, m, incoming[n : n + 1], 0, before)
         if world.run.error:
@@ -299,7 +299,7 @@ def _name_victims(world: Any, m: int, incoming: Any, count: int, free: int) -> A
     """
     layer = incoming[0] // world.constants.experts
     demanded = world.experts[m, incoming[0]].demanded
-    size = world.bytes_of[incoming[0]]
+    size = world.size_bytes[world.size_of[incoming[0]]]
     candidates = world.keys[2]
     victims = world.keys[4]
     while free < size:
@@ -319,7 +319,7 @@ def _name_victims(world: Any, m: int, incoming: Any, count: int, free: int) -> A
             break
         victims[count] = chosen[0]
         count += 1
-        free += world.bytes_of[chosen[0]]
+        free += world.size_bytes[world.size_of[chosen[0]]]
     return count, free
 
 
@@ -332,7 +332,7 @@ def _can_free(world: Any, m: int, missing_bytes: int, candidates: Any) -> bool:
     if world.memories[m].equal_sizes:
         return len(candidates) > 0
     for key in candidates:
-        missing_bytes -= world.bytes_of[key]
+        missing_bytes -= world.size_bytes[world.size_of[key]]
     return missing_bytes <= 0
 
 
@@ -380,7 +380,7 @@ def start(
     _keep_promises(world, m, key, layer, -1)
     if wished.enters and _make_room(world, m, key, layer):
         wished.wished = False
-        _take(world, m, layer, world.bytes_of[key])
+        _take(world, m, layer, world.size_bytes[world.size_of[key]])
         world.state[m, key] = IN_FLIGHT
         wished.landing_s = landing_s
         world.keys[1][0] = key
@@ -402,7 +402,7 @@ def start(
 def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
     """Evict what must leave for a copy; False if it gets no place in the cache."""
     wished = world.experts[m, key]
-    size = world.bytes_of[key]
+    size = world.size_bytes[world.size_of[key]]
     victims = world.keys[4]
     if wished.replaces != NONE:
         if may_leave(world, m, wished.replaces):
@@ -426,7 +426,7 @@ def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
             break
         victims[count] = victim
         count += 1
-        free += world.bytes_of[victim]
+        free += world.size_bytes[world.size_of[victim]]
         victim = world.experts[m, victim].next_victim
     world.keys[1][0] = key
     count, free = _name_victims(world, m, world.keys[1][:1], count, free)
@@ -439,7 +439,9 @@ def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
 @part
 def swap_fits(world: Any, m: int, key: int, outgoing: int) -> bool:
     """Whether an expert fits into the room of a resident and what is free."""
-    missing_bytes = world.bytes_of[key] - world.bytes_of[outgoing]
+    missing_bytes = (
+        world.size_bytes[world.size_of[key]] - world.size_bytes[world.size_of[outgoing]]
+    )
     if missing_bytes <= 0:
         return True
     return _room(world, m, key // world.constants.experts) >= missing_bytes
@@ -465,7 +467,7 @@ def _evict(world: Any, m: int, victims: Any) -> None:
         world.experts[m, victim].next_victim = run.evicted
         run.evicted = victim
         layer = victim // experts
-        _take(world, m, layer, -world.bytes_of[victim])
+        _take(world, m, layer, -world.size_bytes[world.size_of[victim]])
     if len(victims):
         _evicted(world, m, victims)
 

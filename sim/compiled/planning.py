@@ -86,7 +86,9 @@ def _look(world: Any, s: int) -> None:
                 arrive_s[row, i] = 0.0
             elif here == ABSENT:
                 # A copy starts when link and expert are there, whichever is later.
-                arrive_s[row, i] = max(left_s, host_s[i]) + world.copy_s[gpu, first]
+                arrive_s[row, i] = (
+                    max(left_s, host_s[i]) + world.copy_s[gpu, world.size_of[first]]
+                )
             else:
                 lands_s = world.experts[gpu, key].landing_s
                 arrive_s[row, i] = max(0.0, lands_s - run.now_s)
@@ -123,7 +125,7 @@ def _look_by_size(world: Any, s: int) -> None:
             gpu_s[row, i] = world.gpu_by_size_s[size, tokens[i]]
             if world.state[gpu, key] == ABSENT:
                 begins_s = max(link_s[row], host_s[i])
-                arrive_s[row, i] = begins_s + world.copy_s[gpu, key]
+                arrive_s[row, i] = begins_s + world.copy_s[gpu, world.size_of[key]]
 
 
 @part
@@ -439,9 +441,9 @@ def prefetch(world: Any, work: Work, s: int) -> None:
         if world.state[gpu, key] != ABSENT or world.experts[gpu, key].wished:
             continue
         if constants.budget_bytes >= 0:
-            if budget < world.bytes_of[key]:
+            if budget < world.size_bytes[world.size_of[key]]:
                 break
-            budget -= world.bytes_of[key]
+            budget -= world.size_bytes[world.size_of[key]]
         memory.prefetch(world, work, gpu, key)
         # The products of this very layer may wait for it: then it is no guess.
         awaited = layer == work.layer and constants.late == LATE_WAIT

@@ -262,15 +262,15 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "keys": (np.int64, 2),
     "answers": (np.bool_, 1),
     # Sizes and seconds.
-    "bytes_of": (np.int64, 1),  # [K]
-    "copy_s": (np.float64, 2),  # [G, K]
-    "back_s": (np.float64, 2),  # [G, K], of a copy to host memory
-    "read_s": (np.float64, 1),  # [K]; empty where host memory holds everything
+    "size_of": (np.int16, 1),  # [K], which of the model's S sizes an expert has
+    "size_bytes": (np.int64, 1),  # [S]
+    "copy_s": (np.float64, 2),  # [G, S]
+    "back_s": (np.float64, 2),  # [G, S], of a copy to host memory
+    "read_s": (np.float64, 1),  # [S]; empty where host memory holds everything
     "mean_copy_s": (np.float64, 1),  # [L], of an expert of mean size
     "cpu_s": (np.float64, 2),  # [L, T + 1], by tokens; of mean size
     "gpu_s": (np.float64, 2),
     # Where experts of a layer differ in size, else empty.
-    "size_of": (np.int64, 1),  # [K], which of the S sizes
     "cpu_by_size_s": (np.float64, 2),  # [S, T + 1]
     "gpu_by_size_s": (np.float64, 2),
     "evaluations": (np.int64, 3),  # [L, phases, 2]: gates, dense parts

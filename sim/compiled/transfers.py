@@ -57,7 +57,7 @@ def link_enqueue(world: Any, gpu: int, key: int) -> None:
     """Note a queued copy."""
     link = world.memories[gpu]
     link.queued += 1
-    link.queued_s += world.copy_s[gpu, key]
+    link.queued_s += world.copy_s[gpu, world.size_of[key]]
 
 
 @part
@@ -65,7 +65,9 @@ def link_withdraw(world: Any, gpu: int, key: int) -> None:
     """Note that a queued copy has left the queue, started or not."""
     link = world.memories[gpu]
     link.queued -= 1
-    link.queued_s = link.queued_s - world.copy_s[gpu, key] if link.queued else 0.0
+    link.queued_s = (
+        link.queued_s - world.copy_s[gpu, world.size_of[key]] if link.queued else 0.0
+    )
 
 
 # -- starts ----------------------------------------------------------------------------
@@ -205,8 +207,8 @@ def _write_back(world: Any, gpu: int, step: int) -> None:
             REPLACE,
             layer,
             key - layer * constants.experts,
-            world.back_s[gpu, key] + constants.dispatch_s,
-            world.bytes_of[key],
+            world.back_s[gpu, world.size_of[key]] + constants.dispatch_s,
+            world.size_bytes[world.size_of[key]],
             UNAWAITED,
         )
         world.operations[i].step = step
@@ -218,7 +220,7 @@ def _write_back(world: Any, gpu: int, step: int) -> None:
 def _start_copy(world: Any, gpu: int, layer: int, key: int) -> bool:
     """Take a place for a queued copy to a GPU that starts now."""
     run = world.run
-    landing_s = run.now_s + world.copy_s[gpu, key]
+    landing_s = run.now_s + world.copy_s[gpu, world.size_of[key]]
     stages = world.constants.no_place != DROP
     kept = memory.RESERVED_SLOTS
     place = memory.start(world, gpu, key, landing_s, kept, stages)
@@ -249,7 +251,7 @@ def _frees_staging(world: Any, gpu: int, layer: int) -> bool:
 def _start_read(world: Any, layer: int, key: int) -> bool:
     """Take a place in host memory for a read that starts now."""
     m = world.constants.host
-    landing_s = world.run.now_s + world.read_s[key]
+    landing_s = world.run.now_s + world.read_s[world.size_of[key]]
     kept = memory.RESERVED_SLOTS
     place = memory.start(world, m, key, landing_s, kept, True)
     if place == memory.NO_PLACE and _yields(world, layer, key):
@@ -444,7 +446,7 @@ def read(world: Any, layer: int, expert: int, priority: int, new: bool) -> None:
         if priority == DEMAND:
             _promote_read(world, key)
         return
-    work_s = world.read_s[key] + constants.dispatch_s
+    work_s = world.read_s[world.size_of[key]] + constants.dispatch_s
     # The first one that a layer step demands takes longer.
     first = run.read_step != run.step or run.read_layer != layer
     if priority == DEMAND and first:
@@ -458,7 +460,7 @@ def read(world: Any, layer: int, expert: int, priority: int, new: bool) -> None:
         layer,
         expert,
         work_s,
-        world.bytes_of[key],
+        world.size_bytes[world.size_of[key]],
         HAS_READ,
     )
     world.operations[i].priority = priority

@@ -90,7 +90,7 @@ class StepAggregator:
     def __init__(self) -> None:
         self.gaps_s = array("d")
         self.ttft_s = array("d")
-        self._books = np.zeros(1, _BOOKS)
+        self._books = np.zeros(1, _BOOKS).view(np.recarray)
         self._books["batch"] = -1
         self._books["start_s"] = np.inf
         self._books["end_s"] = -np.inf
