@@ -78,39 +78,57 @@ def edgemoe(inputs: Path) -> None:
                 shown = f"{hits[0]:.1%} / {hits[1]:.1%}"
                 rows(trace, scope, ratio, step_ms(plain), step_ms(both), change, shown)
 
-    print("\nedgemoe: link bytes with half of the experts at half the width")
-    rows("trace", "cache", "at random, widest of 20", "the rarest half narrow")
+    print("\nedgemoe: widths of experts, 4.5 bits in the mean; ms per pass")
+    rows("trace", "cache", "4.5 bits", *WIDTHS, "random: least, most")
+    print("then bytes over the link, over those with one width")
     for trace in TRACES:
-        for ratio in RATIOS:
-            run = replayed(inputs, trace, "edgemoe", cache_ratio=ratio)
-            rows(trace, ratio, *_of_widths(run))
+        with tempfile.TemporaryDirectory() as folder:
+            paths = _widened(inputs, trace, Path(folder))
+            for ratio in RATIOS:
+                runs = {
+                    name: replayed(path.parent, path.stem, "edgemoe", cache_ratio=ratio)
+                    for name, path in paths.items()
+                }
+                _print_widths(trace, ratio, runs)
 
 
-def _of_widths(run: Run) -> tuple[float, float]:
-    """Bytes over the link with unequal widths, over those with equal ones of the same
-    mean: largest deviation of random choices, and with the rarely used half narrow.
-    """
-    accesses = run.timeline.access_frame()
-    layers = len(run.config["cache_slots"])
-    experts = int(accesses["expert"].max()) + 1
-    used = np.zeros((layers, experts))
-    np.add.at(used, (accesses["layer"], accesses["expert"]), 1)
-    spans = run.timeline.frame()
-    copied = spans[spans["lane"].astype(str).str.startswith("h2d")]
-    counts = np.zeros((layers, experts))
-    np.add.at(counts, (copied["layer"], copied["expert"]), 1)
+BITS = (8, 4, 2)
+SHARES = (0.25, 0.5, 0.25)
+WIDTHS = ("popular wide", "popular narrow")
+_SEEDS = range(5)
 
-    narrow, wide = 2 / 3, 4 / 3
-    draws = np.random.default_rng(0)
-    random = []
-    for _ in range(20):
-        order = draws.random((layers, experts)).argsort(axis=1)
-        width = np.where(order < experts // 2, narrow, wide)
-        random.append(float((counts * width).sum() / counts.sum()))
-    by_use = used.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
-    width = np.where(by_use < experts // 2, narrow, wide)
-    farthest = max(random, key=lambda share: abs(share - 1))
-    return farthest, float((counts * width).sum() / counts.sum())
+
+def _widened(inputs: Path, trace: str, folder: Path) -> dict[str, Path]:
+    """One width for all experts, and several of the same mean: name -> trace."""
+    from moesim.traces.synthetic.widths import set_widths
+
+    source = inputs / f"{trace}.parquet"
+    mean_bits = sum(bits * share for bits, share in zip(BITS, SHARES, strict=True))
+    options: dict[str, dict[str, Any]] = {"one": {"bits": [mean_bits]}}
+    for name, bits in zip(WIDTHS, (BITS, BITS[::-1]), strict=True):
+        options[name] = {"bits": bits, "shares": SHARES, "by": "popularity"}
+    for seed in _SEEDS:
+        options[f"random {seed}"] = {"bits": BITS, "shares": SHARES, "seed": seed}
+    return {
+        name: set_widths(source, folder / f"{name}.parquet", **given).path
+        for name, given in options.items()
+    }
+
+
+def _print_widths(trace: str, ratio: float, runs: dict[str, Run]) -> None:
+    """Milliseconds per pass, then bytes over the link relative to one width."""
+    copied = {
+        name: sum(n for lane, n in run.metrics["bytes"].items() if "h2d" in lane)
+        for name, run in runs.items()
+    }
+    for figure in (
+        {name: step_ms(run) for name, run in runs.items()},
+        {name: copied[name] / copied["one"] for name in runs},
+    ):
+        random = [figure[f"random {seed}"] for seed in _SEEDS]
+        named = [figure[name] for name in WIDTHS]
+        extremes = f"{min(random):.3f}, {max(random):.3f}"
+        rows(trace, ratio, figure["one"], *named, extremes)
 
 
 def moe_infinity(inputs: Path) -> None:

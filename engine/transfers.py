@@ -76,8 +76,10 @@ class Transfers(Generic[Op]):
         self._reads: dict[int, PendingRead[Op]] = {}
         # Layer -> queued prefetches for it: (GPU, layer, expert) in queue order.
         self._prefetches: dict[int, dict[tuple[int, int, int], None]] = {}
-        # Layer -> copies to it that have not landed, and what to call when all have.
+        # Layer -> copies to it that have not landed; queued ones that no layer step
+        # waits for; and what to call when all but those have landed.
         self._outstanding = [0] * planner.shape.layers
+        self._unawaited = [0] * planner.shape.layers
         self._when_landed: dict[int, Callable[[], None]] = {}
         self._predicting = False
         # Reports of what happened while decisions were under way.
@@ -103,6 +105,8 @@ class Transfers(Generic[Op]):
             copy = QueuedCopy(operation, gpu, priority)
             self._queued[gpu * self._model + key] = copy
             self._outstanding[layer] += 1
+            if priority != DEMAND:
+                self._unawaited[layer] += 1
             if priority == PREFETCH:
                 place = (gpu, layer, expert)
                 self._prefetches.setdefault(layer, {})[place] = None
@@ -122,6 +126,8 @@ class Transfers(Generic[Op]):
         elif copy.priority != DEMAND:
             self._world.withdraw(copy.operation, copy.priority)
             self._submit(copy.operation, DEMAND)
+        if copy.priority != DEMAND:
+            self._unawaited[layer] -= 1
         copy.priority = DEMAND
 
     @property
@@ -152,8 +158,11 @@ class Transfers(Generic[Op]):
             read.products.append(product)
 
     def when_all_on_gpu(self, layer: int, call: Callable[[], None]) -> None:
-        """Call once all copies of a layer have landed, or now if there is none."""
-        if self._outstanding[layer]:
+        """Call once all copies of a layer have landed, or now if there is none.
+
+        Queued ones that nobody waits for may need a place that this layer step holds.
+        """
+        if self._outstanding[layer] > self._unawaited[layer]:
             self._when_landed[layer] = call
         else:
             call()
@@ -161,7 +170,8 @@ class Transfers(Generic[Op]):
     def _settle(self, layer: int) -> None:
         """Count a copy that has landed or was given up."""
         self._outstanding[layer] -= 1
-        if not self._outstanding[layer] and layer in self._when_landed:
+        all_landed = self._outstanding[layer] == self._unawaited[layer]
+        if all_landed and layer in self._when_landed:
             self._when_landed.pop(layer)()
 
     def _read(
@@ -240,6 +250,8 @@ class Transfers(Generic[Op]):
     def _forget(self, gpu: int, layer: int, expert: int) -> QueuedCopy[Op]:
         key = layer * self._experts + expert
         copy = self._queued.pop(gpu * self._model + key)
+        if copy.priority != DEMAND:
+            self._unawaited[layer] -= 1
         if copy.operation.kind == kinds.PREFETCH:
             del self._prefetches[layer][gpu, layer, expert]
         return copy

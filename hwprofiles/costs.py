@@ -14,12 +14,18 @@ import numpy as np
 
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.dense_costs import DenseCosts
-from moesim.hwprofiles.expert_costs import extrapolated_sizes, tables_by_layer
+from moesim.hwprofiles.expert_costs import (
+    extrapolated_sizes,
+    tables_by_layer,
+    tables_by_size,
+)
 from moesim.hwprofiles.isotonic import isotonic
 from moesim.hwprofiles.lanes import CPU, D2H, GPU, H2D, SSD
 from moesim.hwprofiles.roofline import MeasuredPart
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from moesim.hwprofiles.paths import ControlPaths
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.traces.format.schema import ModelShape
@@ -82,6 +88,11 @@ class Costs:
         # Empty tables: the first look-up lies beyond their end and builds them.
         self._cpu: list[np.ndarray] = [np.empty(0)] * shape.layers
         self._gpu: list[np.ndarray] = [np.empty(0)] * shape.layers
+        self._unequal = bool(shape.bytes_by_expert)
+        self._by_size: dict[str, np.ndarray] = {}
+        if self._unequal:
+            sizes = np.array(shape.bytes_by_expert, np.int64)
+            self._size_of = np.searchsorted(shape.expert_sizes, sizes)
         self._dense = DenseCosts(profile, shape)
         self._links: dict[tuple[str, int], float] = {}
         self._planning: dict[str, _ControlCost] = {}
@@ -90,13 +101,17 @@ class Costs:
 
     # --- experts
 
-    def cpu_s(self, layer: int, tokens: np.ndarray) -> np.ndarray:
+    def cpu_s(
+        self, layer: int, tokens: np.ndarray, experts: np.ndarray | None = None
+    ) -> np.ndarray:
         """Look up the seconds one expert of `layer` takes on the CPU lane, weights in
         host memory.
 
         Args:
             layer: MoE layer.
             tokens: int, any shape, >= 0; 0 tokens take 0 seconds.
+            experts: int, same shape: which ones; None for one of mean size. It matters
+                where experts of a layer differ in size.
 
         Returns:
             float64, same shape as `tokens`; `cpu_first_s` is not included.
@@ -104,6 +119,8 @@ class Costs:
         Raises:
             ProfileError: the profile has no CPU cost.
         """
+        if experts is not None and self._unequal:
+            return self._of_experts(CPU.name, layer, tokens, experts)
         # Asked in every layer step: an exception once is cheaper than a check always.
         try:
             return self._cpu[layer].take(tokens)
@@ -116,6 +133,7 @@ class Costs:
         layer: int,
         tokens: np.ndarray,
         gpu: int = 0,
+        experts: np.ndarray | None = None,
     ) -> np.ndarray:
         """Look up the seconds one resident expert of `layer` takes on a GPU; all GPUs
         of a machine are alike.
@@ -123,11 +141,24 @@ class Costs:
         Args, returns and raises as `cpu_s`.
         """
         del gpu
+        if experts is not None and self._unequal:
+            return self._of_experts(GPU.name, layer, tokens, experts)
         try:
             return self._gpu[layer].take(tokens)
         except IndexError:
             self._gpu = self._tables(GPU.name, tokens)
             return self._gpu[layer].take(tokens)
+
+    def _of_experts(
+        self, lane: str, layer: int, tokens: np.ndarray, experts: np.ndarray
+    ) -> np.ndarray:
+        """Look up the seconds of experts by their sizes."""
+        table = self._by_size.get(lane)
+        most_tokens = int(np.max(tokens, initial=0))
+        if table is None or most_tokens >= table.shape[1]:
+            table = tables_by_size(self.profile, self.shape, lane, most_tokens)
+            self._by_size[lane] = table
+        return np.asarray(table[self._size_of[layer, experts], tokens])
 
     def _tables(self, lane: str, tokens: np.ndarray) -> list[np.ndarray]:
         most_tokens = int(np.max(tokens))
@@ -187,10 +218,12 @@ class Costs:
 
     # --- links
 
-    def copy_s(self, layer: int, gpu: int = 0) -> float:
-        """Seconds to copy one expert of `layer` from host memory to a GPU."""
+    def copy_s(self, layer: int, gpu: int = 0, expert: int | None = None) -> float:
+        """Seconds to copy an expert of `layer` from host memory to a GPU; one of mean
+        size, if none is named.
+        """
         del gpu
-        expert_bytes = self.shape.expert_bytes[layer]
+        expert_bytes = self.shape.bytes_of(layer, expert)
         return self._copy_factor * self._link_s(H2D.name, expert_bytes)
 
     @property
@@ -201,15 +234,15 @@ class Costs:
             link=slowdown(H2D.name, CPU.name), cpu=slowdown(CPU.name, H2D.name)
         )
 
-    def writeback_s(self, layer: int, gpu: int = 0) -> float:
-        """Seconds to copy one expert of `layer` from a GPU to host memory."""
+    def writeback_s(self, layer: int, gpu: int = 0, expert: int | None = None) -> float:
+        """The same of a copy from a GPU to host memory."""
         del gpu
-        expert_bytes = self.shape.expert_bytes[layer]
+        expert_bytes = self.shape.bytes_of(layer, expert)
         return self._link_s(D2H.name, expert_bytes)
 
-    def read_s(self, layer: int) -> float:
-        """Seconds to read one expert of `layer` from SSD into host memory."""
-        expert_bytes = self.shape.expert_bytes[layer]
+    def read_s(self, layer: int, expert: int | None = None) -> float:
+        """The same of a read from SSD into host memory."""
+        expert_bytes = self.shape.bytes_of(layer, expert)
         return self._link_s(SSD.name, expert_bytes)
 
     def activation_s(self, tokens: int) -> float:
@@ -409,6 +442,28 @@ class Costs:
     def _optional(self, path: str) -> float:
         quantity = self.profile.numbers.get(path)
         return 0.0 if quantity is None else quantity.value
+
+
+def seconds_by_expert(
+    shape: ModelShape, seconds_of: Callable[..., float]
+) -> np.ndarray:
+    """Ask for the seconds of every expert of a model, float64 [L, E].
+
+    Args:
+        shape: the model.
+        seconds_of: of a layer; where its experts differ in size, asked with `expert`.
+    """
+    layers = range(shape.layers)
+    if not shape.bytes_by_expert:
+        by_layer = [[seconds_of(layer)] * shape.experts for layer in layers]
+        return np.array(by_layer, np.float64)
+    return np.array(
+        [
+            [seconds_of(layer, expert=expert) for expert in range(shape.experts)]
+            for layer in layers
+        ],
+        np.float64,
+    )
 
 
 def _pageable_factor(profile: HardwareProfile) -> float:

@@ -41,13 +41,32 @@ def tables_by_layer(
     Raises:
         ProfileError: the profile has no such cost.
     """
-    # Twice as long as needed, so that growing prefills do not rebuild it every time.
-    length = max(_FIRST_TABLE_TOKENS, 2 * (most_tokens + 1))
+    length = _length(most_tokens)
     tables = {
         expert_bytes: expert_table(profile, shape, lane, expert_bytes, length)
         for expert_bytes in sorted(set(shape.expert_bytes))
     }
     return [tables[expert_bytes] for expert_bytes in shape.expert_bytes]
+
+
+def tables_by_size(
+    profile: HardwareProfile, shape: ModelShape, lane: str, most_tokens: int
+) -> np.ndarray:
+    """Tabulate the same for every size of the model's experts, float64 [S, T], in the
+    order of `ModelShape.expert_sizes`.
+    """
+    length = _length(most_tokens)
+    tables = [
+        expert_table(profile, shape, lane, expert_bytes, length)
+        for expert_bytes in shape.expert_sizes
+    ]
+    return np.array(tables)
+
+
+def _length(most_tokens: int) -> int:
+    """Of a table that covers `most_tokens`."""
+    # Twice as long as needed, so that growing prefills do not rebuild it every time.
+    return max(_FIRST_TABLE_TOKENS, 2 * (most_tokens + 1))
 
 
 def expert_table(
@@ -156,7 +175,7 @@ def extrapolated_sizes(profile: HardwareProfile, shape: ModelShape) -> tuple[str
             references.append(small.reference)
         measured_sizes = {_size(reference) for reference in references}
 
-        for expert_bytes in sorted(set(shape.expert_bytes)):
+        for expert_bytes in shape.expert_sizes:
             size = (shape.hidden, shape.expert_intermediate, expert_bytes)
             if size not in measured_sizes:
                 known = large.reference

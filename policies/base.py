@@ -198,8 +198,10 @@ class MachineView(Protocol):
         scope).
         """
 
-    def copy_s(self, layer: int) -> float:
-        """Seconds to copy one expert of this layer from host memory to a GPU."""
+    def copy_s(self, layer: int, expert: int | None = None) -> float:
+        """Seconds to copy an expert of this layer from host memory to a GPU; one of
+        mean size, if none is named.
+        """
 
     def link_wait_s(self, gpu: int = 0) -> float:
         """Seconds until the host-to-GPU link has served everything already queued on
@@ -210,17 +212,19 @@ class MachineView(Protocol):
         self,
         layer: int,
         tokens: np.ndarray,
+        experts: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Seconds one expert takes on the CPU, float64, same shape as `tokens`."""
+        """Seconds that experts take on the CPU, float64, same shape as `tokens`; of
+        mean size, if none are named.
+        """
 
     def gpu_s(
         self,
         layer: int,
         tokens: np.ndarray,
+        experts: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Seconds one resident expert takes on a GPU, float64, same shape as
-        `tokens`.
-        """
+        """The same of resident experts on a GPU."""
 
 
 class Gate(NamedTuple):

@@ -82,7 +82,13 @@ def replay(
     Raises:
         PolicyError: the policy answered something illegal.
     """
-    memory = Residency(shape.layers, shape.experts, shape.expert_bytes, size)
+    memory = Residency(
+        shape.layers,
+        shape.experts,
+        shape.expert_bytes,
+        size,
+        by_expert=shape.bytes_by_expert,
+    )
     level = MemoryLevel(memory, cache, name, staging=shape.experts)
     cache.start(
         RunContext(
@@ -106,7 +112,7 @@ def replay(
             size.slots,
             size.scope,
             pool_bytes=size.pool_bytes,
-            expert_bytes=shape.expert_bytes,
+            shape=shape,
         )
     if keys is not None:
         level.fill(keys)
@@ -184,9 +190,9 @@ def _work_without_costs(
 
 def has_compiled_loop(spec: str, shape: ModelShape, size: CacheSize) -> bool:
     """Whether `replay_compiled` knows this policy: LRU and Belady, over equal slots."""
-    # In global scope experts of unequal size would need bytes instead of slots.
-    equal_slots = size.scope != GLOBAL or len(set(shape.expert_bytes)) == 1
-    return spec in _RULES and equal_slots
+    # Experts of unequal size in one pool would need bytes instead of slots.
+    equal_in_pools = size.scope != GLOBAL or len(set(shape.expert_bytes)) == 1
+    return spec in _RULES and equal_in_pools and not shape.bytes_by_expert
 
 
 def replay_compiled(

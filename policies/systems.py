@@ -272,9 +272,9 @@ SYSTEMS = {
         # One buffer for all layers, as eviction compares them.
         scope="global",
         note=(
-            "the two preceding layers predict. All experts have one bit-width: unequal"
-            " ones of the same mean move 2.3 % fewer or more bytes at most, 29 % more"
-            " if the rarer half is the narrow one (docs/measurements/systems.md)"
+            "the two preceding layers predict. Experts have the bit-widths of the"
+            " trace: moesim trace widths gives those of one layer several, by a table"
+            " of what narrowing costs, as the paper does, or by rules of ours"
         ),
     ),
     "moe-lightning": System(

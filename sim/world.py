@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from moesim.hwprofiles import lanes
+from moesim.hwprofiles.costs import seconds_by_expert
 from moesim.policies.base import CPU
 from moesim.policies.planner.plan import FETCH, READ, REPLACE
 from moesim.sim.contention import Operation
@@ -76,7 +77,6 @@ class VirtualWorld:
         self._clock = clock
         self._machine = machine
         self._planner = planner
-        self._costs = costs
         self._timeline = timeline
         self.parts = measured is not None
         self._measured = measured
@@ -106,12 +106,23 @@ class VirtualWorld:
         # Durations that depend on sizes or counts only.
         shape = planner.shape
         limited = planner.host is not None
-        layers = range(shape.layers)
-        self._bytes = shape.expert_bytes
+        # By layer and expert.
+        self._bytes = shape.sizes_by_expert()
         self._dispatch_s = costs.dispatch_s
         self._first_s = [costs.cpu_first_s] + [costs.gpu_first_s] * planner.gpus
-        self._copy_s = [[costs.copy_s(layer, gpu) for layer in layers] for gpu in gpus]
-        self._read_s = [costs.read_s(layer) for layer in layers] if limited else []
+        self._copy_s = [
+            seconds_by_expert(shape, partial(costs.copy_s, gpu=gpu)).tolist()
+            for gpu in gpus
+        ]
+        self._back_s = []
+        if planner.policies.writes_back:
+            self._back_s = [
+                seconds_by_expert(shape, partial(costs.writeback_s, gpu=gpu)).tolist()
+                for gpu in gpus
+            ]
+        self._read_s = []
+        if limited:
+            self._read_s = seconds_by_expert(shape, costs.read_s).tolist()
         self._first_read_s = costs.ssd_first_s
         self._first_op_s = cache(
             lambda active, copies: costs.first_op_s(active, copies, tiered=limited)
@@ -136,26 +147,26 @@ class VirtualWorld:
 
         The first one that a layer step demands takes longer.
         """
-        work_s = self._read_s[layer] + self._dispatch_s
+        work_s = self._read_s[layer][expert] + self._dispatch_s
         if demanded and self._last_read_at != (step, layer):
             self._last_read_at = (step, layer)
             work_s += self._first_read_s
         operation = Operation(self._ssd, READ, step, layer, expert, work_s)
-        operation.nbytes = self._bytes[layer]
+        operation.nbytes = self._bytes[layer][expert]
         return operation
 
     def copy(self, copies: Copies, position: int, step: int) -> Operation:
         """Make the copy of an expert."""
         gpu = copies.gpu
         layer = copies.layer
-        copy_s = self._copy_s[gpu][layer]
+        expert = copies.experts[position]
+        copy_s = self._copy_s[gpu][layer][expert]
         if copies.read[position]:
             copy_s *= self._copy_after_read
         lane = self._links[gpu]
         work_s = copy_s + self._dispatch_s
-        expert = copies.experts[position]
         operation = Operation(lane, copies.kind, step, layer, expert, work_s)
-        operation.nbytes = self._bytes[layer]
+        operation.nbytes = self._bytes[layer][expert]
         return operation
 
     def computes(self, plan: Plan) -> list[Operation]:
@@ -235,10 +246,10 @@ class VirtualWorld:
     def write_back(self, operation: Operation, layer: int, expert: int) -> None:
         """Keep the way back busy; nobody waits for the expert itself."""
         gpu = self._links.index(operation.lane)
-        work_s = self._costs.writeback_s(layer, gpu) + self._dispatch_s
+        work_s = self._back_s[gpu][layer][expert] + self._dispatch_s
         lane = self._back_links[gpu]
         copy = Operation(lane, REPLACE, operation.step, layer, expert, work_s)
-        copy.nbytes = self._bytes[layer]
+        copy.nbytes = self._bytes[layer][expert]
         self.submit(copy)
 
     def computed(self, _: Operation | None) -> None:

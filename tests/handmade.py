@@ -137,6 +137,31 @@ class HandCosts:
 
 
 @dataclass
+class SizedCosts(HandCosts):
+    """The same of 100 bytes; copies and reads grow with the bytes of an expert."""
+
+    model: ModelShape = field(default_factory=shape)
+
+    def _sized(self, seconds, layer, expert):
+        return seconds * self.model.bytes_of(layer, expert) / 100
+
+    def cpu_s(self, layer, tokens, experts=None):
+        return super().cpu_s(layer, tokens)
+
+    def gpu_s(self, layer, tokens, gpu=0, experts=None):
+        return super().gpu_s(layer, tokens)
+
+    def copy_s(self, layer, gpu=0, expert=None):
+        return self._sized(self.copy, layer, expert)
+
+    def writeback_s(self, layer, gpu=0, expert=None):
+        return self._sized(self.copy, layer, expert)
+
+    def read_s(self, layer, expert=None):
+        return self._sized(self.read, layer, expert)
+
+
+@dataclass
 class HandProfile:
     """Lanes and workers like a real profile's; `slow` maps (victim class, other class)
     to a factor.
@@ -212,20 +237,16 @@ def plan_of(
 ) -> Planner:
     """A planner with `slots` per layer (global scope: their bytes together)."""
     ratio = more.pop("ratio", None)
-    size = CacheSize.of(
-        model.expert_bytes,
-        model.experts,
+    size = CacheSize.for_model(
+        model,
         scope=scope,
         ratio=ratio,
         slots_per_layer=slots if ratio is None else None,
     )
     host = None
     if host_slots is not None:
-        host = CacheSize.of(
-            model.expert_bytes,
-            model.experts,
-            scope="global",
-            total_bytes=host_slots * model.max_expert_bytes,
+        host = CacheSize.for_model(
+            model, scope="global", total_bytes=host_slots * model.max_expert_bytes
         )
     policies = system.build(gpus=gpus, host_cache=None if host is None else "lru")
     memory = MemoryPlan(

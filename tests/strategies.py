@@ -13,10 +13,12 @@ from moesim.traces.format.writer import TraceWriter
 
 @st.composite
 def shapes(draw, max_layers=3, max_experts=8):
-    """Models of a few layers and experts; bytes per expert may differ by layer."""
+    """Models of a few layers and experts; bytes per expert may differ by layer, and
+    within a layer.
+    """
     layers = draw(st.integers(1, max_layers))
     experts = draw(st.integers(2, max_experts))
-    return ModelShape(
+    shape = ModelShape(
         name="drawn",
         layers=layers,
         experts=experts,
@@ -34,6 +36,12 @@ def shapes(draw, max_layers=3, max_experts=8):
         ),
         other_bytes=1 << 20,
     )
+    if draw(st.sampled_from([False, False, True])):
+        size = st.sampled_from([1 << 18, 1 << 19, (1 << 19) + 3, 1 << 20])
+        layer = st.lists(size, min_size=experts, max_size=experts)
+        sizes = draw(st.lists(layer, min_size=layers, max_size=layers))
+        shape = shape.with_bytes_by_expert(sizes)
+    return shape
 
 
 @dataclass(frozen=True)

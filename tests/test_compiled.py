@@ -13,7 +13,7 @@ import pytest
 from engine_pairs import assert_equal, both, machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import traces
+from strategies import DrawnTrace, traces
 
 import moesim
 from moesim.hwprofiles.schema import Quantity
@@ -24,7 +24,7 @@ from moesim.policies.registry import find, names
 from moesim.sim.compiled import compilation
 from moesim.sim.compiled.support import brings_kernels
 from moesim.traces.format.reader import Trace, open_trace
-from tests.handmade import hand_trace, registered
+from tests.handmade import hand_trace, registered, shape
 
 ASSIGNMENTS = (
     "all-cpu",
@@ -153,12 +153,11 @@ ahead = st.fixed_dictionaries(
 
 def check(drawn, policy, given, columns=(), host_ratio=None):
     """Run one drawn configuration in both engines."""
-    sizes = drawn.shape.expert_bytes
     if host_ratio is not None:
         experts = given["staging"] + int(
             host_ratio * drawn.shape.experts * drawn.shape.layers
         )
-        given = given | {"host_memory_bytes": experts * max(sizes)}
+        given = given | {"host_memory_bytes": experts * drawn.shape.max_expert_bytes}
     with tempfile.TemporaryDirectory() as folder:
         trace = open_trace(drawn.write(Path(folder) / "drawn.parquet", columns))
         assert_equal(*both(trace, policy, **given))
@@ -376,6 +375,29 @@ def test_by_hand_two_misses_share_one_link(tmp_path):
     assert copies["start_s"].iloc[1] == copies["end_s"].iloc[0]
     products = spans[(spans["kind"] == "compute")]
     assert products["start_s"].iloc[0] == copies["end_s"].iloc[0]
+
+
+def test_by_hand_products_wait_for_no_replacement_that_waits_for_them(tmp_path):
+    """Two layer steps of two tokens are uploaded. The first wishes for a replacement of
+    expert 0, whose copy finds the one worker busy; the second computes expert 0, and
+    waits for all of its own copies, but not for one that needs the place of 0.
+    """
+    tokens = ([[[2, 4]], [[1, 0]]], [[[3, 2]], [[1, 0]]])
+    drawn = DrawnTrace(shape(1, 5, 2), tuple((0, np.array(each)) for each in tokens))
+    lanes = ("control", "cpu", "gpu", "h2d", "d2h")
+    runs = both(
+        open_trace(drawn.write(tmp_path / "t.parquet", ())),
+        "layer-wise:upload_tokens=2",
+        cache="workload-window:window=1,prefill=false,deadline=none,fill=lowest",
+        prefetch="pre-gated",
+        hw=machine(shared=lanes),
+        slots_per_layer=1,
+        staging=3,
+        batch=2,
+    )
+    assert_equal(*runs)
+    accesses = next(runs[0].timeline.access_chunks())
+    assert accesses["expert"].tolist() == [2, 3, 4, 0, 1]
 
 
 def test_auto_says_which_engine_ran_and_why(make_trace):

@@ -21,8 +21,8 @@ from moesim.policies.base import (
 from moesim.policies.systems import System
 from moesim.traces.timeline.spans import Timeline
 from tests.handmade import (
-    HandCosts,
     HandProfile,
+    SizedCosts,
     plan_of,
     registered,
     routed,
@@ -119,7 +119,7 @@ setups = st.fixed_dictionaries(
         "seed": st.integers(0, 1000),
         "gpus": st.sampled_from([1, 2]),
         "split": st.sampled_from(["layers", "experts"]),
-        "unequal": st.booleans(),
+        "unequal": st.sampled_from(["nothing", "layers", "experts"]),
     }
 )
 systems = st.builds(
@@ -143,7 +143,8 @@ contention = st.sampled_from(
 
 def replayed(trace, setup, system, slow):
     setup = dict(setup)
-    sizes = [100, 150, 100] if setup.pop("unequal") else 100
+    unequal = setup.pop("unequal")
+    sizes = [100, 150, 100] if unequal == "layers" else 100
     if (
         setup["gpus"] == 2
         and setup["split"] == "experts"
@@ -153,7 +154,11 @@ def replayed(trace, setup, system, slow):
     if setup["gpus"] == 2 and system.cache == "wild":
         setup["gpus"] = 1
     model = shape(LAYERS, EXPERTS, expert_bytes=sizes)
-    costs = HandCosts(
+    if unequal == "experts":
+        widths = np.random.default_rng(setup["seed"]).choice([50, 75, 140], (3, 6))
+        model = model.with_bytes_by_expert(widths.tolist())
+    costs = SizedCosts(
+        model=model,
         cpu=3.1,
         gpu=0.9,
         copy=2.3,
@@ -198,10 +203,8 @@ def test_every_replay_keeps_the_books(trace, setup, system, slow):
         assert (lane["end_s"] - lane["start_s"]).sum() <= result.makespan_s + 1e-9
     # bytes are whole experts
     copies = frame[frame["kind"].isin(["fetch", "prefetch", "replace", "read"])]
-    assert (
-        copies["bytes"]
-        == copies["layer"].map(dict(enumerate(planner.shape.expert_bytes)))
-    ).all()
+    sizes = np.array(planner.shape.sizes_by_expert())
+    assert (copies["bytes"] == sizes[copies["layer"], copies["expert"]]).all()
     # layer steps follow one another
     dense = frame[frame["kind"] == "dense"]["start_s"].to_numpy()
     assert (np.diff(dense) > 0).all()
@@ -217,10 +220,7 @@ def test_every_replay_keeps_the_books(trace, setup, system, slow):
     for tier in planner.gpu:
         memory = tier.memory
         unstaged = (memory.state != 0) & ~memory.staged
-        used = sum(
-            int(unstaged[layer].sum()) * size
-            for layer, size in enumerate(memory.expert_bytes)
-        )
+        used = int(sizes[unstaged].sum())
         free = sum(memory._free_bytes)
         assert used + free == memory.size.total_bytes
         assert (memory.holds == memory.staged).all()

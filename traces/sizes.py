@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -80,3 +84,14 @@ def format_bytes(
         value /= 1024
 
     return f"{value:.{decimals}f} TiB"
+
+
+def format_sizes(sizes: Sequence[float]) -> str:
+    """Write different sizes, ascending: ``2.0 MiB or 7.4 MiB``; of many, the first and
+    the last.
+    """
+    if len(sizes) <= 4:
+        return " or ".join(map(format_bytes, sizes))
+    first = format_bytes(sizes[0])
+    last = format_bytes(sizes[-1])
+    return f"{first} to {last}, {len(sizes)} sizes"

@@ -179,9 +179,7 @@ class MixReplays:
         """Return the makespan if all experts were on the GPUs from the start, with the
         bound's assignment and free planning.
         """
-        all_experts = CacheSize.of(
-            self.shape.expert_bytes, self.shape.experts, ratio=1.0
-        )
+        all_experts = CacheSize.for_model(self.shape, ratio=1.0)
         memory = replace(self.memory, gpu=all_experts, host=None)
         # A static cache is filled from the start, and asks for no copy.
         system = System(assignment=self.bound.assignment, cache="static:fill=lowest")

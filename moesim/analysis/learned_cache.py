@@ -87,7 +87,7 @@ def evaluate(
             declines admissions.
     """
     future = RecordedFuture(steps)
-    size = CacheSize.of(shape.expert_bytes, shape.experts, slots_per_layer=slots)
+    size = CacheSize.for_model(shape, slots_per_layer=slots)
 
     def record(spec: str) -> tuple[EvictionRecorder, float | None]:
         policy = cast("CachePolicy", resolve(spec, "cache"))

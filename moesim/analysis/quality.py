@@ -229,7 +229,7 @@ def quality(
     )
 
     # As shares, since sizes may have been given in slots or bytes.
-    all_bytes = sum(shape.expert_bytes) * shape.experts
+    all_bytes = shape.routed_bytes
     rows = []
     for setting, scored in zip(settings, scores, strict=True):
         cache_ratio = setting.memory.gpu.total_bytes / all_bytes

@@ -210,12 +210,7 @@ def _replayed(
     policies = system.build(gpus=1, host_cache=None)
     if type(policies.caches[0]) is LRU:
         policies.caches = [RankLRU()]
-    size = CacheSize.of(
-        shape.expert_bytes,
-        shape.experts,
-        scope=GLOBAL,
-        total_bytes=cache_bytes,
-    )
+    size = CacheSize.for_model(shape, scope=GLOBAL, total_bytes=cache_bytes)
     # Costs decide nothing here. Staging holds a whole layer: an engine computes what
     # does not fit its cache as well.
     costs = Costs(default_profile(), shape)

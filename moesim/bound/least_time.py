@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.bound.least_reads import LayerStep, least_reads
+from moesim.hwprofiles.costs import seconds_by_expert
 from moesim.policies.planner.residency import GLOBAL
 
 if TYPE_CHECKING:
@@ -103,8 +104,9 @@ def least_seconds(
     for step in passes:
         work.add(step)
 
-    sizes = work.expert_bytes
-    slots = gpus * most_experts(memory.gpu, sizes)
+    shape = costs.shape
+    sizes = shape.expert_bytes, shape.bytes_by_expert
+    slots = gpus * most_experts(memory.gpu, *sizes)
     shared = memory.gpu.scope == GLOBAL
     least = least_reads(work.steps, slots, shared=shared, warm=warm)
     lanes, on_cpu = _best_split(work, least, gpus)
@@ -112,11 +114,10 @@ def least_seconds(
 
     if memory.host is not None:
         # An expert in either memory needs no read; one pool of both is the best case.
-        host_slots = most_experts(memory.host, sizes)
+        host_slots = most_experts(memory.host, *sizes)
         both = np.array([slots.sum() + host_slots.sum()])
         reads = least_reads(work.steps, both, shared=True, warm=warm)
-        layers = range(len(sizes))
-        fastest_s = min(costs.read_s(layer) for layer in layers)
+        fastest_s = float(seconds_by_expert(shape, costs.read_s).min())
         by_resource[SSD] = reads * fastest_s
 
     resource = max(by_resource, key=lambda name: by_resource[name])
@@ -130,14 +131,20 @@ def least_seconds(
     )
 
 
-def most_experts(size: CacheSize, expert_bytes: Sequence[int]) -> np.ndarray:
+def most_experts(
+    size: CacheSize,
+    expert_bytes: Sequence[int],
+    by_expert: Sequence[Sequence[int]] = (),
+) -> np.ndarray:
     """Return how many experts a cache holds at most, int64 [L] or [1].
 
     A pool of bytes is taken to hold its smallest experts: then more fit, and fewer
     reads are called unavoidable.
     """
     if size.scope == GLOBAL:
-        return size.pool_bytes // min(expert_bytes)
+        return size.pool_bytes // min(map(min, by_expert or [expert_bytes]))
+    if by_expert:
+        return size.pool_bytes // np.array([min(layer) for layer in by_expert])
     return size.slots
 
 
@@ -159,11 +166,8 @@ class _Work:
         self.cpu_factor = min(1.0, costs.after_read("cpu"))
         self.dense_factor = min(1.0, costs.after_read("dense"))
         self.copy_factor = min(1.0, costs.after_read("h2d"))
-
-    @property
-    def expert_bytes(self) -> tuple[int, ...]:
-        """Bytes of one expert by layer."""
-        return tuple(self.costs.shape.expert_bytes)
+        self.copy_of_s = seconds_by_expert(costs.shape, costs.copy_s)
+        self.unequal = bool(costs.shape.bytes_by_expert)
 
     def add(self, step: RoutedStep) -> None:
         """Add one forward pass."""
@@ -177,18 +181,20 @@ class _Work:
         for routed in step.layers:
             layer = routed.layer
             dispatch_s = costs.dispatch_s
-            cpu_s = costs.cpu_s(layer, routed.tokens) * self.cpu_factor
+            which: dict[str, Any] = {}
+            if self.unequal:
+                which["experts"] = routed.experts
+            cpu_s = costs.cpu_s(layer, routed.tokens, **which) * self.cpu_factor
             cpu_s = cpu_s + dispatch_s
-            gpu_s = costs.gpu_s(layer, routed.tokens)
+            gpu_s = costs.gpu_s(layer, routed.tokens, **which)
             gpu_s = gpu_s + dispatch_s
-            copy_s = costs.copy_s(layer) * self.copy_factor
+            copy_s = self.copy_of_s[layer, routed.experts] * self.copy_factor
             copy_s += dispatch_s
 
-            used = len(cpu_s)
-            self.accesses += used
+            self.accesses += len(cpu_s)
             self.cpu_s.append(cpu_s)
             self.gpu_s.append(gpu_s)
-            self.copy_s.append(np.full(used, copy_s))
+            self.copy_s.append(copy_s)
             experts = routed.experts.tolist()
             self.steps.append((layer, experts))
             self.dense_s += dense_s

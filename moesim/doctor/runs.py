@@ -98,7 +98,7 @@ def _parity(profile: HardwareProfile, folder: Path) -> tuple[Any, str]:
 
     trace = open_trace(resolve_trace("tiny"))
     shape = shape_for(trace.shape, "qwen3-30b-a3b/16")
-    total = sum(shape.expert_bytes) * shape.experts
+    total = shape.routed_bytes
     memory = MemoryOptions(cache_ratio=0.25, host_memory_bytes=total // 2)
     policy = "on-demand+lru+next-gate"
     run = run_trace(

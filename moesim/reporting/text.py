@@ -359,8 +359,10 @@ def _cache_size(config: Mapping[str, Any]) -> str:
         held = f"{min(slots)} to {max(slots)} experts per layer"
     else:
         held = f"{min(slots)} experts per layer"
+    # Slots count the largest experts, and others are smaller.
+    least = "at least " if "expert_sizes" in config else ""
     size = (
-        f"{held}, {percent(config['cache_ratio'])} of all"
+        f"{least}{held}, {percent(config['cache_ratio'])} of all"
         f" ({format_bytes(config['cache_bytes'])})"
     )
     # A quarter was nobody's wish, and nobody would offload such a model.

@@ -7,7 +7,7 @@ same policies, same figures.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -367,7 +367,7 @@ def execute(
     return MeasuredRun(
         metrics=metrics,
         timeline=timeline,
-        config={"direct_reads": store.direct, "model_shape": asdict(planner.shape)},
+        config={"direct_reads": store.direct, "model_shape": planner.shape.fields()},
         warnings=[] if store.direct else [f"store: {store.reason}"],
         shape=planner.shape,
         result=result,
@@ -462,7 +462,7 @@ def compare_startups(
     shape = first.shape
     # Staging needs its slots, and one expert must fit beside them.
     least_bytes = (first.config["staging"] + 1) * shape.max_expert_bytes
-    quarter_bytes = sum(shape.expert_bytes) * shape.experts // 4
+    quarter_bytes = shape.routed_bytes // 4
     demand_bytes = config.host_memory_bytes or max(quarter_bytes, least_bytes)
 
     on_demand = run(config.replaced(host_memory_bytes=demand_bytes))

@@ -174,9 +174,8 @@ class MemoryOptions:
         elif not self.is_stated:
             total_bytes = self._left_on_card(shape, profile, staging, kv_tokens)
             ratio = DEFAULT_CACHE_RATIO if total_bytes is None else None
-        gpu = CacheSize.of(
-            shape.expert_bytes,
-            shape.experts,
+        gpu = CacheSize.for_model(
+            shape,
             scope=scope,
             ratio=ratio,
             slots_per_layer=self.slots_per_layer,
@@ -219,14 +218,14 @@ class MemoryOptions:
                     f"--{option}: {profile.name} has one memory for CPU and GPU, so"
                     " there is no cache to size and nothing is copied; drop it"
                 )
-        total = sum(shape.expert_bytes) * shape.experts
+        total = shape.routed_bytes
         if total > profile.memory.host_bytes:
             raise PolicyError(
                 f"{profile.name}: its memory holds {profile.memory.host_bytes:,} bytes"
                 f" of experts, {shape.name} has {total:,}; reads from the SSD into a"
                 " unified memory are not simulated, so choose a smaller model or format"
             )
-        everything = CacheSize.of(shape.expert_bytes, shape.experts, ratio=1.0)
+        everything = CacheSize.for_model(shape, ratio=1.0)
         return MemoryPlan(gpu=everything, unified=True, gpu_split=self.gpu_split)
 
     def _staging(
@@ -276,7 +275,7 @@ class MemoryOptions:
             left = self._left_on_gpu(budget_bytes, shape, staging, profile.gpus)
         except PolicyError:
             return None
-        return left if left < sum(shape.expert_bytes) * shape.experts else None
+        return left if left < shape.routed_bytes else None
 
     def card_budget_bytes(
         self, shape: ModelShape, profile: HardwareProfile, kv_tokens: int
@@ -308,7 +307,7 @@ class MemoryOptions:
         """
         if self.host_memory_bytes is None:
             return None
-        total = sum(shape.expert_bytes) * shape.experts
+        total = shape.routed_bytes
         # Nobody asks host memory for what never leaves a GPU.
         total -= 0 if kept is None else kept.total_bytes
         left = self.host_memory_bytes - staging * shape.max_expert_bytes
@@ -321,9 +320,7 @@ class MemoryOptions:
         # Nothing would ever be read from the SSD again.
         if left >= total:
             return None
-        return CacheSize.of(
-            shape.expert_bytes, shape.experts, scope=GLOBAL, total_bytes=left
-        )
+        return CacheSize.for_model(shape, scope=GLOBAL, total_bytes=left)
 
 
 MemorySize = MemoryOptions | str | int
@@ -373,7 +370,10 @@ def _by_use(
         )
     expert_bytes = np.asarray(shape.expert_bytes, np.int64)
     slots = _in_bytes(slots, expert_bytes, shape.experts, budget)
-    return CacheSize(size.scope, slots, slots * expert_bytes)
+    pool_bytes = slots * expert_bytes
+    # Slots count the largest experts of a layer.
+    largest = [max(sizes) for sizes in shape.bytes_by_expert] or expert_bytes
+    return CacheSize(size.scope, pool_bytes // largest, pool_bytes)
 
 
 def _in_bytes(

@@ -287,7 +287,7 @@ def _warnings(setup: Setup, planner: Planner, metrics: dict[str, Any]) -> list[s
             f" {format_bytes(gpu_bytes)} of GPU memory, {profile.name} has"
             f" {format_bytes(profile.memory.gpu_bytes)}"
         )
-    host_bytes = sum(shape.expert_bytes) * shape.experts
+    host_bytes = shape.routed_bytes
     # Nobody asks host memory for what never leaves a GPU.
     if setup.system.keeps_residents:
         host_bytes -= plan.gpu.total_bytes

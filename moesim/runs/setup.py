@@ -175,7 +175,7 @@ class Setup:
         if memory.is_stated or budget is None:
             return False
         bill = self.weights_bill()
-        experts_bytes = sum(self.shape.expert_bytes) * self.shape.experts
+        experts_bytes = self.shape.routed_bytes
         split = self.profile.gpus if self.memory.gpu_split == LAYERS else 1
         left = budget - bill["staging"] - bill["dense weights"]
         return experts_bytes <= left * split
@@ -227,9 +227,7 @@ class Setup:
             "cache_scope": plan.gpu.scope,
             "cache_slots": plan.gpu.slots.tolist(),
             "cache_bytes": plan.gpu.total_bytes,
-            "cache_ratio": (
-                plan.gpu.total_bytes / (sum(shape.expert_bytes) * shape.experts)
-            ),
+            "cache_ratio": plan.gpu.total_bytes / shape.routed_bytes,
             "gpus": profile.gpus,
             "gpu_bytes": self.gpu_bytes(),
             "gpu_bill": self.gpu_bill(),
@@ -252,7 +250,13 @@ class Setup:
             "version": __version__,
             "policies": self._policy_settings(),
             "options": self._options(trace, digest),
+            **self._sizes(),
         }
+
+    def _sizes(self) -> dict[str, Any]:
+        """Sizes of experts where those of one layer differ: slots count the largest."""
+        shape = self.shape
+        return {"expert_sizes": shape.expert_sizes} if shape.bytes_by_expert else {}
 
     def _policy_settings(self) -> dict[str, dict[str, Any]]:
         """Every policy with all its parameters, defaults included."""

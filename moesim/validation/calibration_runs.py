@@ -163,7 +163,7 @@ def designs(shape: ModelShape, *, quick: bool = False, seed: int = 0) -> list[De
     large_cache = MemoryOptions(cache_ratio=0.6)
     full_cache = MemoryOptions(cache_ratio=1.0)
     # Half of the experts: enough for reads in every layer step, and for hits.
-    host_bytes = sum(shape.expert_bytes) * shape.experts // 2
+    host_bytes = shape.routed_bytes // 2
     no_cache_ssd = MemoryOptions(cache_ratio=0.0, host_memory_bytes=host_bytes)
     small_cache_ssd = MemoryOptions(cache_ratio=0.3, host_memory_bytes=host_bytes)
 

@@ -100,7 +100,7 @@ class ReferenceRuns:
                     store=stores / f"reference{size}",
                 )
             )
-            half_bytes = sum(shape.expert_bytes) * shape.experts // 2
+            half_bytes = shape.routed_bytes // 2
             for tier, host_bytes in (("memory", None), ("ssd", half_bytes)):
                 memory = MemoryOptions(
                     cache_ratio=0.3,

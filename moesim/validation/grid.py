@@ -194,7 +194,7 @@ def _trial(
     # None is no limit, and no SSD; a limit that holds everything would still have one.
     host_bytes = None
     if coordinates.host_ratio < 1:
-        all_bytes = sum(shape.expert_bytes) * shape.experts
+        all_bytes = shape.routed_bytes
         host_bytes = int(coordinates.host_ratio * all_bytes)
     memory = MemoryOptions(
         cache_ratio=coordinates.cache_ratio,

@@ -133,13 +133,13 @@ class LayerWise(AssignmentPolicy):
         """Bool [L]: layers on a GPU."""
         context = self._context
         layers = context.shape.layers
-        expert_bytes = np.asarray(context.shape.expert_bytes, np.int64)
-        layer_bytes = expert_bytes * context.shape.experts
+        sizes = np.array(context.shape.sizes_by_expert(), np.int64)
+        layer_bytes = sizes.sum(axis=1)
         slots = context.capacity_slots
         by_layer = len(slots) == layers
         pool_bytes = context.pool_bytes
         if pool_bytes is None:
-            pool_bytes = slots * (expert_bytes if by_layer else expert_bytes.max())
+            pool_bytes = slots * (sizes.max(axis=1) if by_layer else sizes.max())
 
         # A given number counts layers of the model, so it is not divided by GPU.
         gpus = 1 if split_experts or self.gpu_layers is not None else context.gpus

@@ -74,6 +74,16 @@ def _victims(
         chosen[n] = -1
 
 
+def sizes_in_slots(key: np.ndarray, context: RunContext) -> np.ndarray:
+    """Sizes of experts in slots of their pool, which count its largest: float64, same
+    shape as the flat keys `key`.
+    """
+    sizes = np.array(context.shape.sizes_by_expert(), np.float64)
+    is_global = len(context.capacity_slots) == 1
+    largest = sizes.max() if is_global else sizes.max(axis=1, keepdims=True)
+    return np.asarray((sizes / largest).reshape(-1)[key])
+
+
 class OfflineOptimalCache(CompiledCache):
     """Follows `best_stays`; subclasses price the uses in `uses`.
 

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moesim.hwprofiles.costs import seconds_by_expert
 from moesim.policies.cache._offline_bounds import Uses, miss_costs
-from moesim.policies.cache._offline_optimal import OfflineOptimalCache
+from moesim.policies.cache._offline_optimal import OfflineOptimalCache, sizes_in_slots
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
     from moesim.hwprofiles.costs import Costs
     from moesim.policies.base import RunContext
+    from moesim.traces.format.schema import ModelShape
 
 
 class BeladyCost(OfflineOptimalCache):
@@ -59,26 +61,21 @@ class BeladyCost(OfflineOptimalCache):
         """Price in seconds of this machine, or by bytes relative to the largest expert;
         capacity in bytes likewise.
         """
-        layer = key // context.shape.experts
-        expert_bytes = np.array(context.shape.expert_bytes, np.float64)
-        size = expert_bytes[layer] / context.shape.max_expert_bytes
-
+        shape = context.shape
         if self.cpu is None and context.costs is not None:
-            fetch, cpu = _seconds(layer, tokens, context.costs)
+            fetch, cpu = _seconds(key, tokens, context.costs, shape)
         else:
             share = 1.0 if self.cpu is None else self.cpu
             growth = 1.0 + self.growth * (tokens - 1.0)
-            fetch = size
-            cpu = share * size * growth
+            sizes = np.array(shape.sizes_by_expert(), np.float64).reshape(-1)
+            fetch = sizes[key] / shape.max_expert_bytes
+            cpu = share * fetch * growth
         cost, entry = miss_costs(fetch, cpu)
 
-        # A layer's own slots hold its own experts, whatever their size.
-        if len(context.capacity_slots) > 1:
-            size = np.ones(len(key))
         uses = Uses(
             time=time,
             key=key,
-            size=size,
+            size=sizes_in_slots(key, context),
             cost=cost,
             entry=entry,
         )
@@ -86,19 +83,23 @@ class BeladyCost(OfflineOptimalCache):
 
 
 def _seconds(
-    layer: np.ndarray,
+    key: np.ndarray,
     tokens: np.ndarray,
     costs: Costs,
+    shape: ModelShape,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds beyond a hit's of every use, float64 [U]: fetched, and on the CPU."""
-    fetch_s = np.empty(len(layer))
-    cpu_s = np.empty(len(layer))
+    layer = key // shape.experts
+    fetch_s = seconds_by_expert(shape, costs.copy_s).reshape(-1)[key]
+    cpu_s = np.empty(len(key))
     # Costs are asked layer by layer, as layers may have experts of unequal size.
     for number in np.unique(layer).tolist():
         members = layer == number
         workload = tokens[members]
-        fetch_s[members] = costs.copy_s(number)
-        on_cpu_s = costs.cpu_s(number, workload)
-        on_gpu_s = costs.gpu_s(number, workload)
+        which = {}
+        if shape.bytes_by_expert:
+            which["experts"] = key[members] % shape.experts
+        on_cpu_s = costs.cpu_s(number, workload, **which)
+        on_gpu_s = costs.gpu_s(number, workload, **which)
         cpu_s[members] = np.maximum(0.0, on_cpu_s - on_gpu_s)
     return fetch_s, cpu_s

@@ -1,4 +1,4 @@
-"""The bound when layers have experts of unequal size."""
+"""The bound when experts have unequal sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from moesim.policies.cache._offline_bounds import Uses
-from moesim.policies.cache._offline_optimal import OfflineOptimalCache
+from moesim.policies.cache._offline_optimal import OfflineOptimalCache, sizes_in_slots
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
@@ -23,9 +23,10 @@ class BeladySize(OfflineOptimalCache):
     With unequal sizes evicting the farthest next use is no optimum, and the optimum is
     hard to find. The linear relaxation bounds every demand-filled cache
     (`stays[0].least_cost`); the policy carries out the stays that it grants wholly
-    (`stays[0].plan_cost`), so the truth lies between. In per-layer scope sizes are
-    equal and both coincide. Its capacity is the number of largest experts that fit, as
-    a policy knows nothing else; the pool may be larger by less than one of them.
+    (`stays[0].plan_cost`), so the truth lies between. Where experts of a layer are of
+    equal size, both coincide in per-layer scope. Its capacity is the number of largest
+    experts that fit, as a policy knows nothing else; the pool may be larger by less
+    than one of them.
 
     Args:
         value: ``hits`` counts every miss the same; ``bytes`` by its expert's size, so
@@ -51,19 +52,14 @@ class BeladySize(OfflineOptimalCache):
         """
         # A miss costs the same whatever its workload.
         del tokens
-        expert_bytes = np.array(context.shape.expert_bytes, np.float64)
-        bytes_of = expert_bytes[key // context.shape.experts]
-        ones = np.ones(len(key))
-        cost = bytes_of if self.value == "bytes" else ones
-
-        # A layer's own slots hold its own experts, whatever their size.
-        size = ones
-        if len(context.capacity_slots) == 1:
-            size = bytes_of / context.shape.max_expert_bytes
+        cost = np.ones(len(key))
+        if self.value == "bytes":
+            sizes = np.array(context.shape.sizes_by_expert(), np.float64)
+            cost = sizes.reshape(-1)[key]
         uses = Uses(
             time=time,
             key=key,
-            size=size,
+            size=sizes_in_slots(key, context),
             cost=cost,
             entry=np.zeros(len(key)),
         )

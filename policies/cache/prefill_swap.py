@@ -87,7 +87,7 @@ class PrefillSwap(OwnReplacementsCache):
         if served is None:
             served = np.ones(context.shape.layers, np.bool_)
         self._served = served
-        self._expert_bytes = np.asarray(context.shape.expert_bytes, np.int64)
+        self._bytes_of = np.array(context.shape.sizes_by_expert(), np.int64)
         self._pool_bytes = context.pool_bytes
 
         if context.calibration is not None:
@@ -123,12 +123,12 @@ class PrefillSwap(OwnReplacementsCache):
             order = ranked(self._counts.reshape(-1))
             order = order[self._served[order // experts]]
             order = order[~flat[order]]
-            sizes = self._expert_bytes[order // experts]
+            sizes = self._bytes_of.reshape(-1)[order]
             # Slots count the largest experts; smaller ones leave room for more.
-            room = int(capacity_slots[0] * self._expert_bytes.max())
+            room = int(capacity_slots[0] * self._bytes_of.max())
             if self._pool_bytes is not None:
                 room = int(self._pool_bytes[0])
-            room -= int(taken.sum(axis=1) @ self._expert_bytes)
+            room -= int(self._bytes_of[taken].sum())
             flat[order[first_fit(sizes, room)]] = True
         return np.flatnonzero(taken)
 

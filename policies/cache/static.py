@@ -70,7 +70,7 @@ class Static(NoAdmissionCache):
             context.scope,
             context.served,
             pool_bytes=context.pool_bytes,
-            expert_bytes=context.shape.expert_bytes,
+            shape=context.shape,
         )
 
     def _rank(self) -> np.ndarray:

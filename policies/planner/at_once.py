@@ -87,7 +87,8 @@ def _carry(planner: Planner, copy: _Queued, now_s: float) -> float | None:
             return None
         copy.read = False
         planner.read_done(*copy.place)
-        now_s += planner.costs.read_s(copy.layer)
+        assert planner.host is not None
+        now_s += planner.host.read_s(*copy.place)
     elif not _is_in_host_memory(planner, copy):
         return None
     if copy.kind == READ:
@@ -99,7 +100,7 @@ def _carry(planner: Planner, copy: _Queued, now_s: float) -> float | None:
     planner.landed(copy.gpu, *copy.place)
     if copy.kind == FETCH:
         planner.computed(copy.gpu, *copy.place)
-    return now_s + planner.copy_s(copy.layer)
+    return now_s + planner.copy_s(*copy.place)
 
 
 def _is_in_host_memory(planner: Planner, copy: _Queued) -> bool:

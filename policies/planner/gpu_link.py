@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    import numpy as np
+
 
 class GpuLink:
     """Expected seconds of one host-to-GPU link, by the profile's estimate.
 
     Attributes:
-        copy_s: seconds to copy one expert, by layer.
+        copy_s: float64 [L, E], seconds to copy each expert.
+        copy_of_s: the same by flat key.
+        first_copy_s: of the first expert of each layer, which stands for all where they
+            are alike.
     """
 
-    def __init__(self, copy_s: list[float]) -> None:
+    def __init__(self, copy_s: np.ndarray) -> None:
         self.copy_s = copy_s
+        self.copy_of_s = cast("memoryview[float]", copy_s.reshape(-1).data)
+        self.first_copy_s: list[float] = copy_s[:, 0].tolist()
         self._busy_until_s = 0.0
         self._queued_s = 0.0
         self._queued = 0
 
-    def enqueue(self, layer: int, copies: int) -> None:
-        """Note queued copies of one layer."""
-        self._queued += copies
-        copy_s = self.copy_s[layer]
+    def enqueue(self, keys: list[int]) -> None:
+        """Note queued copies, by flat key."""
+        self._queued += len(keys)
+        copy_of_s = self.copy_of_s
         queued_s = self._queued_s
         # One by one, as they will be withdrawn: else roundings would differ.
-        for _ in range(copies):
-            queued_s += copy_s
+        for key in keys:
+            queued_s += copy_of_s[key]
         self._queued_s = queued_s
 
-    def withdraw(self, layer: int) -> None:
+    def withdraw(self, key: int) -> None:
         """Note that a queued copy has left the queue, started or not."""
         self._queued -= 1
         # An empty queue is empty, whatever sums of floating-point numbers say.
-        self._queued_s = self._queued_s - self.copy_s[layer] if self._queued else 0.0
+        left_s = self._queued_s - self.copy_of_s[key]
+        self._queued_s = left_s if self._queued else 0.0
 
-    def start(self, layer: int, now_s: float) -> float:
+    def start(self, key: int, now_s: float) -> float:
         """Note that a queued copy starts; return when it is expected to land."""
-        self.withdraw(layer)
-        landing_s = now_s + self.copy_s[layer]
+        self.withdraw(key)
+        landing_s = now_s + self.copy_of_s[key]
         self._busy_until_s = landing_s
         return landing_s
 

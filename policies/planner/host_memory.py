@@ -7,7 +7,7 @@ host cache policy declines lies in staging until its last user is done.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -24,13 +24,21 @@ class HostMemory:
     Attributes:
         level: the memory and its cache policy.
         memory: its books.
+
+    Args:
+        read_s: float64 [L, E], seconds to read each expert.
     """
 
-    def __init__(self, level: MemoryLevel, read_s: list[float]) -> None:
+    def __init__(self, level: MemoryLevel, read_s: np.ndarray) -> None:
         self.level = level
         self.memory = level.memory
         self._read_s = read_s
+        self._read_of_s = cast("memoryview[float]", read_s.reshape(-1).data)
         self._busy_until_s = 0.0  # when the read under way is expected to end
+
+    def read_s(self, layer: int, expert: int) -> float:
+        """Seconds to read one expert."""
+        return float(self._read_s[layer, expert])
 
     def wait_s(self, layer: int, experts: np.ndarray, now_s: float) -> np.ndarray:
         """Seconds until each expert is in host memory, float64 [A].
@@ -40,17 +48,21 @@ class HostMemory:
         memory = self.memory
         states = np.empty(len(experts), np.int8)
         wait_s = np.empty(len(experts))
-        absent_s = max(0.0, self._busy_until_s - now_s) + self._read_s[layer]
+        begins_s = max(0.0, self._busy_until_s - now_s)
+        first = layer * memory.experts
         look_up(
             memory.state,
             memory.landing_s,
             layer,
             experts,
             now_s,
-            absent_s,
+            begins_s + self._read_of_s[first],
             states,
             wait_s,
         )
+        if not memory.equal_in_layers:
+            absent = states == ABSENT
+            wait_s[absent] = begins_s + self._read_s[layer, experts[absent]]
         return wait_s
 
     def accessed(self, work: LayerWork, lanes: np.ndarray) -> None:
@@ -100,7 +112,7 @@ class HostMemory:
 
     def start_read(self, key: int, now_s: float) -> Place | None:
         """Take a place for a read that starts now; None if there is none."""
-        landing_s = now_s + self._read_s[key // self.memory.experts]
+        landing_s = now_s + self._read_of_s[key]
         place = self.level.start(key, landing_s, reserve=1)
         if place is not None:
             self._busy_until_s = landing_s

@@ -9,7 +9,7 @@ import numpy as np
 from moesim.policies.planner.residency import GLOBAL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from moesim.traces.format.schema import ModelShape
 
 
 def fitting(
@@ -19,7 +19,7 @@ def fitting(
     served: np.ndarray | None = None,
     *,
     pool_bytes: np.ndarray | None = None,
-    expert_bytes: Sequence[int] = (),
+    shape: ModelShape | None = None,
 ) -> np.ndarray:
     """Flat keys, int64 ascending, of the most wanted experts that fit.
 
@@ -29,20 +29,27 @@ def fitting(
             ranks the whole model at once.
         scope: ``layer`` or ``global``.
         served: bool [L], layers that may be there; None for all.
-        pool_bytes: bytes of each pool, with which a global pool of unequal experts is
-            filled to less than one expert; None counts slots.
-        expert_bytes: bytes of one expert of each layer, if `pool_bytes` are given.
+        pool_bytes: bytes of each pool, with which a pool of unequal experts is filled
+            to less than one expert; None counts slots.
+        shape: the model, whose experts have sizes, if `pool_bytes` are given.
     """
     layers, experts = rank.shape
     here = np.ones(layers, np.bool_) if served is None else served
     if scope == GLOBAL:
         order = np.argsort(rank, axis=None, kind="stable")
         order = order[here[order // experts]]
-        if pool_bytes is None:
+        if pool_bytes is None or shape is None:
             return np.sort(order[: int(capacity_slots[0])])
-        sizes = np.asarray(expert_bytes, np.int64)[order // experts]
+        sizes = np.array(shape.sizes_by_expert(), np.int64).reshape(-1)[order]
         return np.sort(order[first_fit(sizes, int(pool_bytes[0]))])
     by_layer = np.argsort(rank, axis=1, kind="stable")
+    if shape is not None and shape.bytes_by_expert and pool_bytes is not None:
+        taken = np.zeros(rank.shape, np.bool_)
+        for layer in np.flatnonzero(here).tolist():
+            order = by_layer[layer]
+            sizes = np.array(shape.bytes_by_expert[layer], np.int64)[order]
+            taken[layer, order] = first_fit(sizes, int(pool_bytes[layer]))
+        return np.flatnonzero(taken)
     slots = np.where(here, capacity_slots, 0).tolist()
     filled = [
         layer * experts + by_layer[layer, : slots[layer]] for layer in range(layers)

@@ -6,10 +6,12 @@ or was given up. It asks a policy only for the victim of a copy that starts.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from moesim.hwprofiles.costs import seconds_by_expert
 from moesim.policies.base import IN_FLIGHT, RESIDENT, PolicyError
 from moesim.policies.planner.gpu_link import GpuLink
 from moesim.policies.planner.host_memory import HostMemory
@@ -34,6 +36,7 @@ class MachineState:
     Attributes:
         shape: the model.
         costs: what operations take on this machine.
+        unequal: whether experts of one layer differ in size.
         policies: who decides.
         sizes: how large the memories are.
         gpu: cache and books of each GPU.
@@ -67,6 +70,7 @@ class MachineState:
         self.sizes = memory
         self.layers = shape.layers
         self.experts = shape.experts
+        self.unequal = bool(shape.bytes_by_expert)
         self.gpus = len(policies.caches)
         self.cpu_first_s = costs.cpu_first_s
         self.now_s = 0.0
@@ -83,10 +87,9 @@ class MachineState:
                 "limited host memory needs a host cache policy"
             )
             level = self._level(memory.host, policies.host_cache, name)
-            read_s = [costs.read_s(layer) for layer in range(self.layers)]
-            self.host = HostMemory(level, read_s)
+            self.host = HostMemory(level, seconds_by_expert(shape, costs.read_s))
         self.links = [
-            GpuLink([costs.copy_s(layer, gpu) for layer in range(self.layers)])
+            GpuLink(seconds_by_expert(shape, partial(costs.copy_s, gpu=gpu)))
             for gpu in range(self.gpus)
         ]
         self.orphans: list[set[int]] = [set() for _ in self.gpu]
@@ -97,7 +100,14 @@ class MachineState:
         self.no_wait_s.flags.writeable = False
 
     def _level(self, size: CacheSize, cache: Any, name: str) -> MemoryLevel:
-        memory = Residency(self.layers, self.experts, self.shape.expert_bytes, size)
+        shape = self.shape
+        memory = Residency(
+            self.layers,
+            self.experts,
+            shape.expert_bytes,
+            size,
+            by_expert=shape.bytes_by_expert,
+        )
         return MemoryLevel(memory, cache, name, self.sizes.staging)
 
     def _serving_gpus(self) -> list[tuple[int, ...]]:
@@ -128,21 +138,33 @@ class MachineState:
         slots = self.gpu[gpu].memory.size.slots
         return int(slots[layer] if len(slots) > 1 else slots[0])
 
-    def copy_s(self, layer: int) -> float:
-        """Seconds to copy one expert of this layer from host memory to a GPU."""
-        return self.links[0].copy_s[layer]
+    def copy_s(self, layer: int, expert: int | None = None) -> float:
+        """Seconds to copy an expert of this layer from host memory to a GPU; one of
+        mean size, if none is named.
+        """
+        if expert is None and self.unequal:
+            return self.costs.copy_s(layer)
+        return float(self.links[0].copy_s[layer, expert or 0])
 
     def link_wait_s(self, gpu: int = 0) -> float:
         """Seconds until the link has served what is queued on it, as expected."""
         return self.links[gpu].wait_s(self.now_s)
 
-    def cpu_s(self, layer: int, tokens: np.ndarray) -> np.ndarray:
-        """Seconds one expert takes on the CPU."""
-        return self.costs.cpu_s(layer, tokens)
+    def cpu_s(
+        self, layer: int, tokens: np.ndarray, experts: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Seconds that experts take on the CPU; of mean size, if none are named."""
+        if experts is None or not self.unequal:
+            return self.costs.cpu_s(layer, tokens)
+        return self.costs.cpu_s(layer, tokens, experts=experts)
 
-    def gpu_s(self, layer: int, tokens: np.ndarray) -> np.ndarray:
-        """Seconds one resident expert takes on a GPU."""
-        return self.costs.gpu_s(layer, tokens)
+    def gpu_s(
+        self, layer: int, tokens: np.ndarray, experts: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The same of resident experts on a GPU."""
+        if experts is None or not self.unequal:
+            return self.costs.gpu_s(layer, tokens)
+        return self.costs.gpu_s(layer, tokens, experts=experts)
 
     # -- what the engine reports ------------------------------------------------------
 
@@ -156,7 +178,7 @@ class MachineState:
         """
         level = self.gpu[gpu]
         key = layer * self.experts + expert
-        landing_s = now_s + self.links[gpu].copy_s[layer]
+        landing_s = now_s + self.links[gpu].copy_of_s[key]
         place = level.start(
             key, landing_s, reserve=_RESERVED_SLOTS, may_stage=self._may_stage
         )
@@ -167,7 +189,7 @@ class MachineState:
                 level.memory.drop_staged(*divmod(idle[0], self.experts))
                 place = level.start(key, landing_s, reserve=_RESERVED_SLOTS)
         if place is not None:
-            self.links[gpu].start(layer, now_s)
+            self.links[gpu].start(key, now_s)
         return place
 
     def gives_up(self, gpu: int, layer: int, expert: int) -> bool:
@@ -185,8 +207,9 @@ class MachineState:
 
     def cancel_copy(self, gpu: int, layer: int, expert: int) -> None:
         """Forget a queued copy to a GPU."""
-        self.gpu[gpu].cancel(layer * self.experts + expert)
-        self.links[gpu].withdraw(layer)
+        key = layer * self.experts + expert
+        self.gpu[gpu].cancel(key)
+        self.links[gpu].withdraw(key)
         if self.host is not None:
             self.host.unneed(layer, expert)
 
@@ -284,7 +307,7 @@ class MachineState:
         self, kind: int, gpu: int, layer: int, keys: np.ndarray, read: list[bool]
     ) -> Copies:
         """Put copies on the books of their link."""
-        self.links[gpu].enqueue(layer, len(keys))
+        self.links[gpu].enqueue(keys.tolist())
         experts = (keys - layer * self.experts).tolist()
         return Copies(kind, gpu, layer, experts, read)
 

@@ -105,7 +105,7 @@ class MemoryLevel:
         self._wishes: dict[int, Wish] = {}
         self._promised_bytes = [0] * len(memory.size.pool_bytes)
         self._equal_sizes = memory.equal_sizes
-        self._bytes_by_layer = np.array(memory.expert_bytes, np.int64)
+        self._bytes_of = np.array(memory.bytes_of, np.int64)
         self._admits_all = type(cache).admits is CachePolicy.admits
         self._in_launch_order = type(cache).precedence is CachePolicy.precedence
         self._notes_evictions = type(cache).evicted is not CachePolicy.evicted
@@ -169,12 +169,12 @@ class MemoryLevel:
     def is_hopeless(self, key: int) -> bool:
         """Whether a queued replacement that found no place is given up.
 
-        So it is if the resident that it should follow has left, or if demand would have
-        to wait behind it.
+        So it is if the resident that it should follow has left or is too small, or if
+        demand would have to wait behind it.
         """
         wish = self._wishes[key]
         left = self._state[wish.replaces] != RESIDENT
-        return left or wish.hurried
+        return left or wish.hurried or not self._swap_fits(key, wish.replaces)
 
     def hurry(self, key: int) -> bool:
         """Note that a queued copy is late, if it is a replacement whose place is free.
@@ -206,9 +206,12 @@ class MemoryLevel:
             wishes[key] = wish
         entering = keys if self._admits_all else keys[self.cache.admits(work, keys)]
         memory = self.memory
-        size = memory.expert_bytes[layer]
         pool = memory.pool(layer)
-        free = memory.free_bytes(layer) - self._promised_bytes[pool]
+        if not self._equal_sizes:
+            self._demand_unequal(layer, entering)
+            return
+        free = self._room(layer)
+        size = memory.bytes_of[layer * memory.experts]
         room = max(0, free // size)
         if len(entering) > room and not self._in_launch_order:
             entering = preferred(self.cache, self.name, entering)
@@ -219,9 +222,6 @@ class MemoryLevel:
             return
 
         incoming = entering[room:]
-        if not self._equal_sizes:
-            self._demand_unequal(layer, incoming, free - room * size)
-            return
         candidates = memory.candidates(layer)
         incoming = incoming[: len(candidates)]
         if not len(incoming):
@@ -241,17 +241,23 @@ class MemoryLevel:
             wish.leaving = (victim,)
             holds[victim] += 1
 
-    def _demand_unequal(self, layer: int, incoming: np.ndarray, free: int) -> None:
-        """Global pool with unequal experts: name victims until each one fits."""
-        size = self.memory.expert_bytes[layer]
+    def _demand_unequal(self, layer: int, incoming: np.ndarray) -> None:
+        """A pool of unequal experts: name victims until each one fits."""
+        bytes_of = self.memory.bytes_of
         pool = self.memory.pool(layer)
+        free = self._room(layer)
+        # What large victims will leave over, for those that start after them.
+        left_over = 0
+        lacks_room = int(self._bytes_of[incoming].sum()) > max(0, free)
+        if lacks_room and not self._in_launch_order:
+            incoming = preferred(self.cache, self.name, incoming)
         for position, key in enumerate(incoming.tolist()):
             leaving: list[int] = []
-            gained = free
-            while gained < size:
+            missing = bytes_of[key]
+            while missing > free + left_over:
                 candidates = self.memory.candidates(layer)
                 candidates = candidates[~np.isin(candidates, leaving)]
-                if not self._can_free(size - gained, candidates):
+                if not self._can_free(missing - free - left_over, candidates):
                     break
                 victim = self.cache.victims(
                     incoming[position : position + 1], candidates
@@ -260,12 +266,18 @@ class MemoryLevel:
                     break
                 self._check(victim, candidates)
                 leaving.append(int(victim[0]))
-                gained += self.memory.expert_bytes[leaving[-1] // self.memory.experts]
-            if gained < size:
+                missing -= bytes_of[leaving[-1]]
+            if missing > free + left_over:
                 continue
-            self._promise(key, pool, min(free, size), leaving)
-            # What a large victim leaves over is free for the next.
-            free = gained - size
+            # Only what is free now can be promised.
+            room = min(free, max(0, missing))
+            if self.memory.equal_in_layers:
+                # Pools of unequal layers promise what will be left over as well, and
+                # twice: at worst a copy that starts in between evicts one more.
+                room = min(free + left_over, bytes_of[key])
+            self._promise(key, pool, room, leaving)
+            free -= room
+            left_over += room - missing
 
     def prefetch(self, work: LayerWork, key: int) -> None:
         """Wish for an absent expert of a coming layer."""
@@ -367,20 +379,19 @@ class MemoryLevel:
     def _make_room(self, key: int, layer: int, wish: Wish) -> tuple[int, ...] | None:
         """Evict what must leave for a copy; None if it gets no place in the cache."""
         if wish.replaces >= 0:
-            return self._make_room_by_swap(layer, wish.replaces)
-        free = self._unpromised_bytes(layer)
-        size = self.memory.expert_bytes[layer]
+            return self._make_room_by_swap(key, wish.replaces)
+        free = self._room(layer)
+        bytes_of = self.memory.bytes_of
+        size = bytes_of[key]
         # Whoever was promised leaves, unless somebody needs one of them after all.
         victims = list(wish.leaving or NO_VICTIMS)
-        expert_bytes = self.memory.expert_bytes
-        experts = self.memory.experts
         promised = 0
         for outgoing in victims:
             if not self._may_leave(outgoing):
                 victims = []
                 promised = 0
                 break
-            promised += expert_bytes[outgoing // experts]
+            promised += bytes_of[outgoing]
         free += promised
         # That may be too little: where experts differ in size, copies share what a
         # large victim leaves over, and one of them may start before it has left.
@@ -396,7 +407,7 @@ class MemoryLevel:
                 return None
             self._check(victim, candidates)
             victims.append(int(victim[0]))
-            free += expert_bytes[victims[-1] // experts]
+            free += bytes_of[victims[-1]]
         return self._evict(victims)
 
     def _can_free(self, missing_bytes: int, candidates: np.ndarray) -> bool:
@@ -406,19 +417,28 @@ class MemoryLevel:
         """
         if self._equal_sizes:
             return len(candidates) > 0
-        weights = self._bytes_by_layer[candidates // self.memory.experts]
-        return int(weights.sum()) >= missing_bytes
+        return int(self._bytes_of[candidates].sum()) >= missing_bytes
 
-    def _make_room_by_swap(self, layer: int, outgoing: int) -> tuple[int, ...] | None:
+    def _make_room_by_swap(self, key: int, outgoing: int) -> tuple[int, ...] | None:
         """The named resident leaves; if it has left already, its room is enough."""
         if self._may_leave(outgoing):
-            return self._evict([outgoing])
+            return self._evict([outgoing]) if self._swap_fits(key, outgoing) else None
         gone = self._state[outgoing] != RESIDENT
-        if gone and self._unpromised_bytes(layer) >= self.memory.expert_bytes[layer]:
+        free = self._room(key // self.memory.experts)
+        if gone and free >= self.memory.bytes_of[key]:
             return NO_VICTIMS
         return None
 
-    def _unpromised_bytes(self, layer: int) -> int:
+    def _swap_fits(self, key: int, outgoing: int) -> bool:
+        """Whether an expert fits into the room of a resident and what is free."""
+        bytes_of = self.memory.bytes_of
+        missing_bytes = bytes_of[key] - bytes_of[outgoing]
+        if missing_bytes <= 0:
+            return True
+        return self._room(key // self.memory.experts) >= missing_bytes
+
+    def _room(self, layer: int) -> int:
+        """Free bytes of a layer's pool that are promised to nobody."""
         memory = self.memory
         return memory.free_bytes(layer) - self._promised_bytes[memory.pool(layer)]
 

@@ -15,7 +15,9 @@ from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT, PolicyError
 from moesim.policies.planner.residency_kernels import count_holds, unheld
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from moesim.traces.format.schema import ModelShape
 
 PER_LAYER = "layer"
 GLOBAL = "global"
@@ -47,6 +49,7 @@ class CacheSize:
         ratio: float | None = None,
         slots_per_layer: int | None = None,
         total_bytes: int | None = None,
+        by_expert: Sequence[Sequence[int]] = (),
     ) -> CacheSize:
         """Size a cache by exactly one of a ratio of all experts, slots per layer, or
         bytes.
@@ -55,6 +58,10 @@ class CacheSize:
         slots that do not divide evenly are spread over the layers. Bytes with the
         per-layer scope follow FlashMoE eq. 1: the same number of slots in every layer,
         ``floor(total_bytes / bytes of one expert index across all layers)``.
+
+        Where experts of one layer differ in size, `expert_bytes` are the layers' means
+        and `by_expert` [L][E] the sizes. Pools have the bytes that they would have with
+        experts of the mean size; slots count the largest.
 
         Raises:
             PolicyError: none or several of the three are given, or one is out of range.
@@ -71,12 +78,18 @@ class CacheSize:
                 f"cache scope: expected 'layer' or 'global', got {scope!r}"
             )
         sizes = np.asarray(expert_bytes, dtype=np.int64)
+        largest = np.array(
+            [max(layer) for layer in by_expert] or expert_bytes, np.int64
+        )
+        all_bytes = sum(map(sum, by_expert)) or int(sizes.sum()) * experts
         slots: int | np.ndarray
         if ratio is not None:
             if not 0 <= ratio <= 1:
                 raise PolicyError(f"cache ratio: expected 0 <= ratio <= 1, got {ratio}")
             slots = _spread(sizes, experts, ratio)
             pool = round(ratio * experts * float(sizes.sum()))
+            if by_expert:
+                pool = round(ratio * all_bytes)
         elif slots_per_layer is not None:
             if not 0 <= slots_per_layer <= experts:
                 raise PolicyError(
@@ -84,16 +97,40 @@ class CacheSize:
                     f" {slots_per_layer}"
                 )
             slots = slots_per_layer
-            pool = slots_per_layer * int(sizes.sum())
+            pool = slots_per_layer * all_bytes // experts
         else:
             assert total_bytes is not None
             pool = max(0, total_bytes)
-            slots = min(experts, pool // int(sizes.sum()))
+            slots = min(experts, pool * experts // all_bytes)
         if scope == GLOBAL:
-            count = pool // int(sizes.max())
+            count = pool // int(largest.max())
             return cls(scope, np.array([count], np.int64), np.array([pool], np.int64))
         by_layer = np.broadcast_to(np.asarray(slots, np.int64), sizes.shape).copy()
-        return cls(scope, by_layer, by_layer * sizes)
+        if not by_expert:
+            return cls(scope, by_layer, by_layer * sizes)
+        pools = _pools(by_layer, by_expert)
+        return cls(scope, pools // largest, pools)
+
+    @classmethod
+    def for_model(
+        cls,
+        shape: ModelShape,
+        *,
+        scope: str = PER_LAYER,
+        ratio: float | None = None,
+        slots_per_layer: int | None = None,
+        total_bytes: int | None = None,
+    ) -> CacheSize:
+        """Size a cache for the experts of one model; arguments as in `of`."""
+        return cls.of(
+            shape.expert_bytes,
+            shape.experts,
+            scope=scope,
+            ratio=ratio,
+            slots_per_layer=slots_per_layer,
+            total_bytes=total_bytes,
+            by_expert=shape.bytes_by_expert,
+        )
 
     def split(self, gpus: int) -> CacheSize:
         """One GPU's share of a global pool whose layers are divided among `gpus`."""
@@ -103,6 +140,15 @@ class CacheSize:
     def total_bytes(self) -> int:
         """Bytes the cache may occupy."""
         return int(self.pool_bytes.sum())
+
+
+def _pools(slots: np.ndarray, by_expert: Sequence[Sequence[int]]) -> np.ndarray:
+    """Bytes of slots that are as large as the mean expert of their layer, int64 [L]."""
+    # Not by the rounded mean, so that all slots of a layer hold exactly its experts.
+    layers = zip(slots.tolist(), by_expert, strict=True)
+    return np.array(
+        [count * sum(sizes) // len(sizes) for count, sizes in layers], np.int64
+    )
 
 
 def _spread(sizes: np.ndarray, experts: int, ratio: float) -> np.ndarray:
@@ -138,16 +184,27 @@ class Residency:
             for whoever asks for one expert at a time: a third of the time of an array.
         staged_total: how many of these there are.
         staged_count: the same by layer.
-        equal_sizes: whether all experts of a pool weigh the same.
+        expert_bytes: bytes of one expert by layer, of mean size where they differ.
+        bytes_of: bytes of every expert, by flat key.
+        equal_in_layers: whether all experts of a layer weigh the same.
+        equal_sizes: whether all experts of a pool do.
         on_leave: called with the flat key of every expert that has left, if set.
     """
 
     def __init__(
-        self, layers: int, experts: int, expert_bytes: tuple[int, ...], size: CacheSize
+        self,
+        layers: int,
+        experts: int,
+        expert_bytes: tuple[int, ...],
+        size: CacheSize,
+        *,
+        by_expert: Sequence[Sequence[int]] = (),
     ) -> None:
         self.layers = layers
         self.experts = experts
         self.expert_bytes = expert_bytes
+        sizes = by_expert or [(each,) * experts for each in expert_bytes]
+        self.bytes_of = [nbytes for layer in sizes for nbytes in layer]
         self.size = size
         self.state = np.full((layers, experts), ABSENT, np.int8)
         self.holds = np.zeros((layers, experts), np.int16)
@@ -164,7 +221,9 @@ class Residency:
         self._used_bytes = 0
         self._free_bytes: list[int] = size.pool_bytes.tolist()
         self._global = size.scope == GLOBAL
-        self.equal_sizes = not self._global or len(set(expert_bytes)) == 1
+        self.equal_in_layers = not by_expert
+        one_size = not self._global or len(set(expert_bytes)) == 1
+        self.equal_sizes = self.equal_in_layers and one_size
 
     def pool(self, layer: int) -> int:
         """Index of the pool that serves a layer."""
@@ -183,14 +242,14 @@ class Residency:
     def fill(self, keys: np.ndarray) -> None:
         """Make absent experts resident before the run starts, without a copy."""
         for key in keys.tolist():
-            self._take(key // self.experts, 1)
+            self._take(key, 1)
         self.state.reshape(-1)[keys] = RESIDENT
 
     def enter(self, layer: int, expert: int, landing_s: float) -> None:
         """Give an absent expert its place in the cache; its copy starts now."""
         key = layer * self.experts + expert
         assert self.state_of[key] == ABSENT, "a copy of what is there already"
-        self._take(layer, 1)
+        self._take(key, 1)
         self.state_of[key] = IN_FLIGHT
         self.landing_of_s[key] = landing_s
 
@@ -219,7 +278,7 @@ class Residency:
         assert self.state_of[key] == RESIDENT, "an absent expert was evicted"
         assert self.holds_of[key] == 0, "a held expert was evicted"
         self.state_of[key] = ABSENT
-        self._take(key // self.experts, -1)
+        self._take(key, -1)
         if self.on_leave is not None:
             self.on_leave(key)
 
@@ -248,9 +307,9 @@ class Residency:
         """End the protection of one `hold`."""
         count_holds(self.holds, layer, experts, -1)
 
-    def _take(self, layer: int, count: int) -> None:
-        pool = 0 if self._global else layer
-        taken = count * self.expert_bytes[layer]
+    def _take(self, key: int, count: int) -> None:
+        pool = 0 if self._global else key // self.experts
+        taken = count * self.bytes_of[key]
         free = self._free_bytes[pool] - taken
         assert free >= 0, "more was placed than fits"
         self._free_bytes[pool] = free

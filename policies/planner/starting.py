@@ -101,7 +101,7 @@ def fill_memories(planner: StartingPlanner, calibration: np.ndarray | None) -> N
                 size.scope,
                 served,
                 pool_bytes=size.pool_bytes,
-                expert_bytes=planner.shape.expert_bytes,
+                shape=planner.shape,
             )
         if keys is None:
             continue

@@ -20,6 +20,7 @@ from moesim.runtime.models.dense import DenseSizes, DenseStack
 from moesim.runtime.models.expert_layout import swiglu_layout, torch_dtype
 from moesim.runtime.models.expert_math import group_tokens
 from moesim.runtime.store.index import record_stride
+from moesim.traces.errors import TraceError
 from moesim.traces.models import model_shape
 
 if TYPE_CHECKING:
@@ -47,9 +48,15 @@ def shape_for(
             as slots and reads have them.
 
     Raises:
-        TraceError: no such model.
+        TraceError: no such model, or experts of one layer differ in size.
         ValueError: no such dtype.
     """
+    if routed.bytes_by_expert:
+        raise TraceError(
+            f"{routed.name}: experts of one layer differ in size, and the records of a"
+            " store do not; simulate this trace (moesim replay), or run the one it was"
+            " made of"
+        )
     sizes = routed if spec is None else model_shape(spec, WEIGHTS[dtype])
     kind = torch_dtype(dtype)
     layout = swiglu_layout(sizes.hidden, sizes.expert_intermediate, kind)

@@ -151,7 +151,7 @@ def belady_labels(
     Source: algorithms §5.4, target (i).
     """
     teacher = _Teacher(must_admit=True)
-    size = CacheSize.of(shape.expert_bytes, shape.experts, slots_per_layer=slots)
+    size = CacheSize.for_model(shape, slots_per_layer=slots)
     replay(teacher, "belady", shape, size, steps, future=RecordedFuture(steps))
     if not teacher.evictions:
         raise TraceError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moesim.hwprofiles import lanes
+from moesim.hwprofiles.costs import seconds_by_expert
 from moesim.policies.base import CachePolicy, PolicyError
 from moesim.policies.kernels import CacheKernels, State
 from moesim.policies.planner.residency import GLOBAL
@@ -241,6 +242,7 @@ class CompiledReplay:
         books = level.memory
         kind = type(cache)
         table["is_global"] = books.size.scope == GLOBAL
+        table["equal_in_layers"] = books.equal_in_layers
         table["equal_sizes"] = books.equal_sizes
         table["admits_all"] = kind.admits is CachePolicy.admits
         table["in_launch_order"] = kind.precedence is CachePolicy.precedence
@@ -300,11 +302,12 @@ class CompiledReplay:
         world["read_s"] = np.zeros(0)
         if tiered:
             constants["host"] = gpus
-            world["read_s"] = np.array([costs.read_s(layer) for layer in layers])
+            world["read_s"] = seconds_by_expert(shape, costs.read_s).reshape(-1)
             constants["first_read_s"] = costs.ssd_first_s
             constants["dense_after_read"] = costs.after_read("dense")
             constants["copy_after_read"] = costs.after_read("h2d")
             constants["compute_after_read"] = costs.after_read("cpu")
+        constants["unequal"] = planner.unequal
         constants["splits_layers"] = planner.splits_layers
         # Where all memory is shared, results need no way back.
         constants["moves_activations"] = not profile.shares_memory
@@ -333,19 +336,20 @@ class CompiledReplay:
             constants[name] = self._keep(brought.state)
         world["constants"] = table
 
-        world["expert_bytes"] = np.array(shape.expert_bytes, np.int64)
-        world["copy_s"] = np.array(
-            [
-                [costs.copy_s(layer, gpu) for layer in range(shape.layers)]
+        world["bytes_of"] = np.array(shape.sizes_by_expert(), np.int64).reshape(-1)
+        for name, seconds_of in (
+            ("copy_s", costs.copy_s),
+            ("back_s", costs.writeback_s),
+        ):
+            by_gpu = [
+                seconds_by_expert(shape, partial(seconds_of, gpu=gpu)).reshape(-1)
                 for gpu in range(gpus)
             ]
-        )
-        world["back_s"] = np.array(
-            [
-                [costs.writeback_s(layer, gpu) for layer in range(shape.layers)]
-                for gpu in range(gpus)
-            ]
-        )
+            world[name] = np.array(by_gpu)
+        world["mean_copy_s"] = np.array([costs.copy_s(layer) for layer in layers])
+        world["size_of"] = np.zeros(0, np.int64)
+        if shape.bytes_by_expert:
+            world["size_of"] = np.searchsorted(shape.expert_sizes, world["bytes_of"])
         evaluations = [
             [planner.evaluations(layer, phase) for phase in Phase]
             for layer in range(shape.layers)
@@ -494,6 +498,8 @@ class CompiledReplay:
             layers = range(shape.layers)
             world["cpu_s"] = np.array([costs.cpu_s(layer, tokens) for layer in layers])
             world["gpu_s"] = np.array([costs.gpu_s(layer, tokens) for layer in layers])
+            world["cpu_by_size_s"] = self._by_size_s(costs.cpu_s, tokens)
+            world["gpu_by_size_s"] = self._by_size_s(costs.gpu_s, tokens)
             self._most_tokens = most_tokens
         most_rows = int(block.rows.max(initial=0))
         if most_rows >= len(self._activation_s):
@@ -501,6 +507,22 @@ class CompiledReplay:
             self._activation_s = np.array(by_rows)
         world["activation_s"] = self._activation_s[block.rows]
         return last
+
+    def _by_size_s(
+        self, seconds_of: Callable[..., np.ndarray], tokens: np.ndarray
+    ) -> np.ndarray:
+        """Seconds of one expert of each size, float64 [S, T + 1]; empty where experts
+        of a layer are alike.
+        """
+        shape = self._planner.shape
+        rows = []
+        # The first expert of a size stands for all of them.
+        _, firsts = np.unique(self._world["size_of"], return_index=True)
+        for key in firsts.tolist():
+            layer, expert = divmod(key, shape.experts)
+            experts = np.full(len(tokens), expert)
+            rows.append(seconds_of(layer, tokens, experts=experts))
+        return np.array(rows).reshape(len(rows), len(tokens))
 
     def _put_predictions(self, block: LayerSteps) -> None:
         """Give the loop what the prefetch policy reads of a block."""

@@ -36,7 +36,7 @@ def wait_s(world: Any, layer: int, expert: int) -> float:
     if world.state[m, key] == RESIDENT:
         return 0.0
     if world.state[m, key] == ABSENT:
-        return max(0.0, world.memories[m].busy_until_s - now_s) + world.read_s[layer]
+        return max(0.0, world.memories[m].busy_until_s - now_s) + world.read_s[key]
     return max(0.0, world.experts[m, key].landing_s - now_s)
 
 

@@ -104,7 +104,8 @@ def _enqueue(world: Any) -> None:
         if copy.kind == READ:
             transfers.read(world, copy.layer, copy.expert, DEMAND, copy.read)
             continue
-        copy_s = world.copy_s[copy.gpu, copy.layer]
+        key = copy.layer * constants.experts + copy.expert
+        copy_s = world.copy_s[copy.gpu, key]
         if copy.read:
             copy_s *= constants.copy_after_read
         i = operation(
@@ -114,7 +115,7 @@ def _enqueue(world: Any) -> None:
             copy.layer,
             copy.expert,
             copy_s + constants.dispatch_s,
-            world.expert_bytes[copy.layer],
+            world.bytes_of[key],
             kinds.COPIED,
         )
         priority = REPLACEMENT
@@ -129,6 +130,7 @@ def _enqueue(world: Any) -> None:
         world.experts[copy.gpu, key].queued = i
         run.queued += 1
         world.pools[0, copy.layer].outstanding += 1
+        world.pools[0, copy.layer].unawaited += priority != DEMAND
         # Somebody else's read may be pending.
         behind_read = copy.read
         if constants.host != NONE:

@@ -91,6 +91,13 @@ def pool_of(world: Any, m: int, layer: int) -> Any:
 
 
 @part
+def _room(world: Any, m: int, layer: int) -> int:
+    """Free bytes of a layer's pool that are promised to nobody."""
+    pool = pool_of(world, m, layer)
+    return pool.free_bytes - pool.promised_bytes
+
+
+@part
 def _take(world: Any, m: int, layer: int, nbytes: int) -> None:
     memory = world.memories[m]
     pool_of(world, m, layer).free_bytes -= nbytes
@@ -226,18 +233,17 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
         entering = entering[:count]
 
     layer = work.layer
-    size = world.expert_bytes[layer]
-    pool = pool_of(world, m, layer)
-    free = pool.free_bytes - pool.promised_bytes
+    if not memory.equal_sizes:
+        _demand_unequal(world, m, layer, entering)
+        return
+    free = _room(world, m, layer)
+    size = world.bytes_of[layer * world.constants.experts]
     room = max(0, free // size)
     if len(entering) > room and not memory.in_launch_order:
         _precedence(world, m, entering)
     for n in range(min(room, len(entering))):
         _promise(world, m, entering[n], layer, size, entering[:0])
     if len(entering) <= room:
-        return
-    if not memory.equal_sizes:
-        _demand_unequal(world, m, layer, entering[room:], free - room * size)
         return
 
     candidates = world.keys[2]
@@ -254,19 +260,33 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
 
 
 @part
-def _demand_unequal(world: Any, m: int, layer: int, incoming: Any, free: int) -> None:
-    """Name victims of any layer, one by one, until each expert fits."""
-    size = world.expert_bytes[layer]
+def _demand_unequal(world: Any, m: int, layer: int, incoming: Any) -> None:
+    """A pool of unequal experts: name victims, one by one, until each expert fits."""
     leaving = world.keys[4]
+    free = _room(world, m, layer)
+    # What large victims will leave over, for those that start after them.
+    left_over = 0
+    total = 0
+    for key in incoming:
+        total += world.bytes_of[key]
+    if total > max(0, free) and not world.memories[m].in_launch_order:
+        _precedence(world, m, incoming)
     for n in range(len(incoming)):
-        count, gained = _name_victims(world, m, incoming[n : n + 1], 0, free)
+        size = world.bytes_of[incoming[n]]
+        before = free + left_over
+        count, gained = _name_victims(world, m, incoming[n : n + 1], 0, before)
         if world.run.error:
             return
         if gained < size:
             continue
-        _promise(world, m, incoming[n], layer, min(free, size), leaving[:count])
-        # What a large victim leaves over is free for the next.
-        free = gained - size
+        # Only what is free now can be promised.
+        missing = size - (gained - before)
+        room = min(free, max(0, missing))
+        if world.memories[m].equal_in_layers:
+            room = min(before, size)
+        _promise(world, m, incoming[n], layer, room, leaving[:count])
+        free -= room
+        left_over += room - missing
 
 
 @part
@@ -279,7 +299,7 @@ def _name_victims(world: Any, m: int, incoming: Any, count: int, free: int) -> A
     """
     layer = incoming[0] // world.constants.experts
     demanded = world.experts[m, incoming[0]].demanded
-    size = world.expert_bytes[layer]
+    size = world.bytes_of[incoming[0]]
     candidates = world.keys[2]
     victims = world.keys[4]
     while free < size:
@@ -299,7 +319,7 @@ def _name_victims(world: Any, m: int, incoming: Any, count: int, free: int) -> A
             break
         victims[count] = chosen[0]
         count += 1
-        free += world.expert_bytes[chosen[0] // world.constants.experts]
+        free += world.bytes_of[chosen[0]]
     return count, free
 
 
@@ -312,7 +332,7 @@ def _can_free(world: Any, m: int, missing_bytes: int, candidates: Any) -> bool:
     if world.memories[m].equal_sizes:
         return len(candidates) > 0
     for key in candidates:
-        missing_bytes -= world.expert_bytes[key // world.constants.experts]
+        missing_bytes -= world.bytes_of[key]
     return missing_bytes <= 0
 
 
@@ -360,7 +380,7 @@ def start(
     _keep_promises(world, m, key, layer, -1)
     if wished.enters and _make_room(world, m, key, layer):
         wished.wished = False
-        _take(world, m, layer, world.expert_bytes[layer])
+        _take(world, m, layer, world.bytes_of[key])
         world.state[m, key] = IN_FLIGHT
         wished.landing_s = landing_s
         world.keys[1][0] = key
@@ -382,31 +402,31 @@ def start(
 def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
     """Evict what must leave for a copy; False if it gets no place in the cache."""
     wished = world.experts[m, key]
-    pool = pool_of(world, m, layer)
-    size = world.expert_bytes[layer]
-    experts = world.constants.experts
+    size = world.bytes_of[key]
     victims = world.keys[4]
     if wished.replaces != NONE:
         if may_leave(world, m, wished.replaces):
+            if not swap_fits(world, m, key, wished.replaces):
+                return False
             victims[0] = wished.replaces
             _evict(world, m, victims[:1])
             return True
         gone = world.state[m, wished.replaces] != RESIDENT
-        return gone and pool.free_bytes - pool.promised_bytes >= size
+        return gone and _room(world, m, layer) >= size
 
-    unpromised = pool.free_bytes - pool.promised_bytes
-    free = unpromised
+    room = _room(world, m, layer)
+    free = room
     count = 0
     # Whoever was promised leaves, unless somebody needs one of them after all.
     victim = wished.victim if wished.promised else NONE
     while victim != NONE:
         if not may_leave(world, m, victim):
             count = 0
-            free = unpromised
+            free = room
             break
         victims[count] = victim
         count += 1
-        free += world.expert_bytes[victim // experts]
+        free += world.bytes_of[victim]
         victim = world.experts[m, victim].next_victim
     world.keys[1][0] = key
     count, free = _name_victims(world, m, world.keys[1][:1], count, free)
@@ -414,6 +434,15 @@ def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
         return False
     _evict(world, m, victims[:count])
     return True
+
+
+@part
+def swap_fits(world: Any, m: int, key: int, outgoing: int) -> bool:
+    """Whether an expert fits into the room of a resident and what is free."""
+    missing_bytes = world.bytes_of[key] - world.bytes_of[outgoing]
+    if missing_bytes <= 0:
+        return True
+    return _room(world, m, key // world.constants.experts) >= missing_bytes
 
 
 @part
@@ -436,7 +465,7 @@ def _evict(world: Any, m: int, victims: Any) -> None:
         world.experts[m, victim].next_victim = run.evicted
         run.evicted = victim
         layer = victim // experts
-        _take(world, m, layer, -world.expert_bytes[layer])
+        _take(world, m, layer, -world.bytes_of[victim])
     if len(victims):
         _evicted(world, m, victims)
 

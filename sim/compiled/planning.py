@@ -86,7 +86,7 @@ def _look(world: Any, s: int) -> None:
                 arrive_s[row, i] = 0.0
             elif here == ABSENT:
                 # A copy starts when link and expert are there, whichever is later.
-                arrive_s[row, i] = max(left_s, host_s[i]) + world.copy_s[gpu, layer]
+                arrive_s[row, i] = max(left_s, host_s[i]) + world.copy_s[gpu, first]
             else:
                 lands_s = world.experts[gpu, key].landing_s
                 arrive_s[row, i] = max(0.0, lands_s - run.now_s)
@@ -94,6 +94,36 @@ def _look(world: Any, s: int) -> None:
             if rows > 1 and arrive_s[row, i] == 0.0:
                 here = np.int8(RESIDENT)
             gpu_state[row * active + i] = here
+    if constants.unequal:
+        _look_by_size(world, s)
+
+
+@part
+def _look_by_size(world: Any, s: int) -> None:
+    """The same of experts that differ in size: other seconds."""
+    layer = world.layer[s]
+    experts = world.active[world.edges[s] : world.edges[s + 1]]
+    tokens = world.tokens[world.edges[s] : world.edges[s + 1]]
+    active = len(experts)
+    rows = rows_of(world)
+    at_home = home(world, layer)
+    first = layer * world.constants.experts
+
+    cpu_s = world.work_s[0][:active]
+    host_s = world.work_s[1][:active]
+    gpu_s = gpu_seconds(world, active)
+    arrive_s = rows_at(world.work_s[3], rows, active)
+    link_s = world.work_link_s[:rows]
+    for i in range(active):
+        key = first + experts[i]
+        size = world.size_of[key]
+        cpu_s[i] = world.cpu_by_size_s[size, tokens[i]]
+        for row in range(rows):
+            gpu = at_home + row
+            gpu_s[row, i] = world.gpu_by_size_s[size, tokens[i]]
+            if world.state[gpu, key] == ABSENT:
+                begins_s = max(link_s[row], host_s[i])
+                arrive_s[row, i] = begins_s + world.copy_s[gpu, key]
 
 
 @part
@@ -217,7 +247,7 @@ def queue(world: Any, kind: int, gpu: int, key: int, read: bool) -> None:
     """
     run = world.run
     layer = key // world.constants.experts
-    link_enqueue(world, gpu, layer)
+    link_enqueue(world, gpu, key)
     expert = key - layer * world.constants.experts
     _add(world.copies, run.copies, kind, gpu, layer, expert)
     world.copies[run.copies].read = read
@@ -364,7 +394,7 @@ def _view(world: Any, s: int) -> KernelView:
             world.score_sums[min(s, len(world.score_sums) - 1)],
             coming,
             coming_edges,
-            world.copy_s[0],
+            world.mean_copy_s,
             world.cpu_s,
             world.gpu_s,
             max(0.0, link.busy_until_s - run.now_s) + link.queued_s,
@@ -409,9 +439,9 @@ def prefetch(world: Any, work: Work, s: int) -> None:
         if world.state[gpu, key] != ABSENT or world.experts[gpu, key].wished:
             continue
         if constants.budget_bytes >= 0:
-            if budget < world.expert_bytes[layer]:
+            if budget < world.bytes_of[key]:
                 break
-            budget -= world.expert_bytes[layer]
+            budget -= world.bytes_of[key]
         memory.prefetch(world, work, gpu, key)
         # The products of this very layer may wait for it: then it is no guess.
         awaited = layer == work.layer and constants.late == LATE_WAIT

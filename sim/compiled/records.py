@@ -142,7 +142,8 @@ EXPERT = _record(
 MEMORY = _record(
     [
         ("is_global", np.bool_),
-        ("equal_sizes", np.bool_),  # all experts of a pool weigh the same
+        ("equal_in_layers", np.bool_),  # all experts of a layer weigh the same
+        ("equal_sizes", np.bool_),  # all experts of a pool do
         ("admits_all", np.bool_),
         ("in_launch_order", np.bool_),
         ("replaces", np.bool_),
@@ -166,11 +167,12 @@ POOL = _record(
         ("promised_bytes", np.int64),
         ("staged", np.int64),
         ("outstanding", np.int64),  # copies for it to any GPU that have not landed
+        ("unawaited", np.int64),  # queued ones of them that no layer step waits for
         ("prefetched", np.bool_),  # a prefetch was queued for it, ever
     ]
 )
-"""Of one memory and layer; with the global scope bytes stand at layer 0. The last two
-are the first memory's alone.
+"""Of one memory and layer; with the global scope bytes stand at layer 0. The last
+three are the first memory's alone.
 """
 
 COPY = _record(
@@ -213,6 +215,7 @@ CONSTANTS = _record(
         # Where the arrays of the policies' states lie, and their sizes.
         ("assignment", np.int64, (10,)),
         ("prefetch", np.int64, (10,)),
+        ("unequal", np.bool_),  # experts of one layer differ in size
         ("splits_layers", np.bool_),
         ("moves_activations", np.bool_),
         ("writes_back", np.bool_),  # what leaves a GPU is copied to host memory
@@ -259,12 +262,17 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "keys": (np.int64, 2),
     "answers": (np.bool_, 1),
     # Sizes and seconds.
-    "expert_bytes": (np.int64, 1),  # [L]
-    "copy_s": (np.float64, 2),  # [G, L]
-    "back_s": (np.float64, 2),  # [G, L], of a copy to host memory
-    "read_s": (np.float64, 1),  # [L]; empty where host memory holds everything
-    "cpu_s": (np.float64, 2),  # [L, T + 1], by tokens
+    "bytes_of": (np.int64, 1),  # [K]
+    "copy_s": (np.float64, 2),  # [G, K]
+    "back_s": (np.float64, 2),  # [G, K], of a copy to host memory
+    "read_s": (np.float64, 1),  # [K]; empty where host memory holds everything
+    "mean_copy_s": (np.float64, 1),  # [L], of an expert of mean size
+    "cpu_s": (np.float64, 2),  # [L, T + 1], by tokens; of mean size
     "gpu_s": (np.float64, 2),
+    # Where experts of a layer differ in size, else empty.
+    "size_of": (np.int64, 1),  # [K], which of the S sizes
+    "cpu_by_size_s": (np.float64, 2),  # [S, T + 1]
+    "gpu_by_size_s": (np.float64, 2),
     "evaluations": (np.int64, 3),  # [L, phases, 2]: gates, dense parts
     "lane_by_use": (np.int64, 1),  # control, ssd, cpu, GPUs, links to, links back
     # A block of S layer steps, as `moesim.traces.format.layer_steps` cuts them.

@@ -53,19 +53,19 @@ DROP = 2
 
 
 @part
-def link_enqueue(world: Any, gpu: int, layer: int) -> None:
+def link_enqueue(world: Any, gpu: int, key: int) -> None:
     """Note a queued copy."""
     link = world.memories[gpu]
     link.queued += 1
-    link.queued_s += world.copy_s[gpu, layer]
+    link.queued_s += world.copy_s[gpu, key]
 
 
 @part
-def link_withdraw(world: Any, gpu: int, layer: int) -> None:
+def link_withdraw(world: Any, gpu: int, key: int) -> None:
     """Note that a queued copy has left the queue, started or not."""
     link = world.memories[gpu]
     link.queued -= 1
-    link.queued_s = link.queued_s - world.copy_s[gpu, layer] if link.queued else 0.0
+    link.queued_s = link.queued_s - world.copy_s[gpu, key] if link.queued else 0.0
 
 
 # -- starts ----------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def _admit(world: Any, i: int) -> int:
     if not _start_copy(world, gpu, copy.layer, key):
         if run.error or not _gives_up(world, gpu, key):
             return _WAIT
-        cancel_copy(world, gpu, copy.layer, key)
+        cancel_copy(world, gpu, key)
         _unqueue(world, gpu, key)
         settle(world, copy.layer)
         return _DROP
@@ -205,8 +205,8 @@ def _write_back(world: Any, gpu: int, step: int) -> None:
             REPLACE,
             layer,
             key - layer * constants.experts,
-            world.back_s[gpu, layer] + constants.dispatch_s,
-            world.expert_bytes[layer],
+            world.back_s[gpu, key] + constants.dispatch_s,
+            world.bytes_of[key],
             UNAWAITED,
         )
         world.operations[i].step = step
@@ -218,7 +218,7 @@ def _write_back(world: Any, gpu: int, step: int) -> None:
 def _start_copy(world: Any, gpu: int, layer: int, key: int) -> bool:
     """Take a place for a queued copy to a GPU that starts now."""
     run = world.run
-    landing_s = run.now_s + world.copy_s[gpu, layer]
+    landing_s = run.now_s + world.copy_s[gpu, key]
     stages = world.constants.no_place != DROP
     kept = memory.RESERVED_SLOTS
     place = memory.start(world, gpu, key, landing_s, kept, stages)
@@ -228,7 +228,7 @@ def _start_copy(world: Any, gpu: int, layer: int, key: int) -> bool:
         place = memory.start(world, gpu, key, landing_s, kept, True)
     if place == memory.NO_PLACE:
         return False
-    link_withdraw(world, gpu, layer)
+    link_withdraw(world, gpu, key)
     world.memories[gpu].busy_until_s = landing_s
     return True
 
@@ -249,7 +249,7 @@ def _frees_staging(world: Any, gpu: int, layer: int) -> bool:
 def _start_read(world: Any, layer: int, key: int) -> bool:
     """Take a place in host memory for a read that starts now."""
     m = world.constants.host
-    landing_s = world.run.now_s + world.read_s[layer]
+    landing_s = world.run.now_s + world.read_s[key]
     kept = memory.RESERVED_SLOTS
     place = memory.start(world, m, key, landing_s, kept, True)
     if place == memory.NO_PLACE and _yields(world, layer, key):
@@ -296,17 +296,19 @@ def _gives_up(world: Any, gpu: int, key: int) -> bool:
     if wished.demanded:
         return False
     if wished.replaces != NONE:
-        return world.state[gpu, wished.replaces] != RESIDENT or wished.hurried
+        left = world.state[gpu, wished.replaces] != RESIDENT
+        fits = memory.swap_fits(world, gpu, key, wished.replaces)
+        return left or wished.hurried or not fits
     if world.constants.no_place == STAGE:
         return not memory.staging_will_have_room(world, gpu)
     return world.constants.no_place == DROP
 
 
 @part
-def cancel_copy(world: Any, gpu: int, layer: int, key: int) -> None:
+def cancel_copy(world: Any, gpu: int, key: int) -> None:
     """Forget the wish for a queued copy to a GPU."""
     memory.cancel(world, gpu, key)
-    link_withdraw(world, gpu, layer)
+    link_withdraw(world, gpu, key)
     host.unneed(world, key)
 
 
@@ -315,7 +317,7 @@ def _take_back(world: Any, gpu: int, key: int) -> None:
     """Cancel a queued copy, with the read that only it needs."""
     i = world.experts[gpu, key].queued
     copy = world.operations[i]
-    cancel_copy(world, gpu, copy.layer, key)
+    cancel_copy(world, gpu, key)
     _unqueue(world, gpu, key)
     settle(world, copy.layer)
     if copy.awaits_read:
@@ -330,7 +332,9 @@ def _unqueue(world: Any, gpu: int, key: int) -> None:
     """Forget that a copy is queued; its operation stays."""
     copy = world.experts[gpu, key]
     run = world.run
-    run.prefetches -= world.operations[copy.queued].kind == PREFETCH
+    queued = world.operations[copy.queued]
+    run.prefetches -= queued.kind == PREFETCH
+    world.pools[0, queued.layer].unawaited -= queued.priority != DEMAND
     run.queued -= 1
     copy.queued = NONE
 
@@ -398,6 +402,7 @@ def promote(world: Any, gpu: int, layer: int, expert: int) -> None:
     elif copy.priority != DEMAND:
         withdraw(world, i, copy.priority)
         submit(world, i, DEMAND)
+    world.pools[0, layer].unawaited -= copy.priority != DEMAND
     copy.priority = DEMAND
 
 
@@ -439,7 +444,7 @@ def read(world: Any, layer: int, expert: int, priority: int, new: bool) -> None:
         if priority == DEMAND:
             _promote_read(world, key)
         return
-    work_s = world.read_s[layer] + constants.dispatch_s
+    work_s = world.read_s[key] + constants.dispatch_s
     # The first one that a layer step demands takes longer.
     first = run.read_step != run.step or run.read_layer != layer
     if priority == DEMAND and first:
@@ -453,7 +458,7 @@ def read(world: Any, layer: int, expert: int, priority: int, new: bool) -> None:
         layer,
         expert,
         work_s,
-        world.expert_bytes[layer],
+        world.bytes_of[key],
         HAS_READ,
     )
     world.operations[i].priority = priority
@@ -573,7 +578,8 @@ def settle(world: Any, layer: int) -> None:
     """Count a copy that has landed or was given up."""
     pool = world.pools[0, layer]
     pool.outstanding -= 1
-    if not pool.outstanding and world.run.barred_layer == layer:
+    all_landed = pool.outstanding == pool.unawaited
+    if all_landed and world.run.barred_layer == layer:
         _open(world)
 
 
@@ -591,11 +597,15 @@ def _open(world: Any) -> None:
 
 @part
 def open_when_landed(world: Any, layer: int) -> None:
-    """Start products once all copies of their layer have landed, or now."""
+    """Start products once all copies of their layer have landed, or now.
+
+    Queued ones that nobody waits for may need a place that this layer step holds.
+    """
     run = world.run
     if not run.barred:
         return
-    if world.pools[0, layer].outstanding:
+    pool = world.pools[0, layer]
+    if pool.outstanding > pool.unawaited:
         run.barred_layer = layer
     else:
         _open(world)

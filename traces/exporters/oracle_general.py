@@ -87,7 +87,8 @@ def _write(
     records = np.empty(int(counts.sum()), RECORD)
     records["time"] = time
     records["object"] = layer * trace.shape.experts + experts
-    records["bytes"] = np.array(trace.shape.expert_bytes, np.uint32)[layer]
+    sizes = np.array(trace.shape.sizes_by_expert(), np.uint32)
+    records["bytes"] = sizes[layer, experts]
     file.write(records.tobytes())
     return len(records)
 

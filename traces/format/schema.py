@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import enum
 import json
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from moesim.traces.checked import parse_json
 from moesim.traces.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SCHEMA_VERSION = 1
 METADATA_KEY = b"moesim"
@@ -83,7 +86,9 @@ class ModelShape:
 
     L MoE layers, E routed experts per layer, K chosen per token, H hidden, F expert
     intermediate. `expert_bytes` has one entry per MoE layer, because quantised layers
-    of one model differ. `assumed` names the fields that were not known and hold stated
+    of one model differ. Where experts of one layer differ as well, `bytes_by_expert`
+    has their sizes, [L][E], and `expert_bytes` the mean of each layer, rounded; it is
+    empty elsewhere. `assumed` names the fields that were not known and hold stated
     defaults.
     """
 
@@ -107,6 +112,7 @@ class ModelShape:
     scoring: str = "softmax"
     norm_topk: bool = True
     assumed: tuple[str, ...] = ()
+    bytes_by_expert: tuple[tuple[int, ...], ...] = ()
 
     __pydantic_config__ = _NO_OTHER_FIELDS
 
@@ -139,6 +145,8 @@ class ModelShape:
                 f"model shape {self.name!r}: top_k {self.top_k} exceeds experts"
                 f" {self.experts}"
             )
+        if self.bytes_by_expert:
+            self._check_bytes_by_expert()
         if len(self.expert_bytes) != self.layers:
             raise TraceError(
                 f"model shape {self.name!r}: expert_bytes: expected {self.layers}"
@@ -150,16 +158,94 @@ class ModelShape:
                 f" 1..{MOST_OF_A_SIZE} bytes in every layer"
             )
 
+    def _check_bytes_by_expert(self) -> None:
+        sizes = self.bytes_by_expert
+        if [len(layer) for layer in sizes] != [self.experts] * self.layers:
+            raise TraceError(
+                f"model shape {self.name!r}: bytes_by_expert: expected {self.layers}"
+                f" lists (one per MoE layer) of {self.experts} sizes"
+            )
+        for layer, of_layer in enumerate(sizes):
+            if min(of_layer) < 1 or max(of_layer) > MOST_OF_A_SIZE:
+                raise TraceError(
+                    f"model shape {self.name!r}: bytes_by_expert: layer {layer}:"
+                    f" expected 1..{MOST_OF_A_SIZE} bytes for every expert"
+                )
+        means = tuple(map(_mean_bytes, sizes))
+        if self.expert_bytes != means:
+            raise TraceError(
+                f"model shape {self.name!r}: expert_bytes: expected the means of"
+                f" bytes_by_expert, {means}, got {self.expert_bytes}"
+            )
+
+    def with_bytes_by_expert(self, sizes: Sequence[Sequence[int]]) -> ModelShape:
+        """The same model with experts of these sizes, [L][E].
+
+        Raises:
+            TraceError: too few or too many, or a size that no expert can have.
+        """
+        by_expert = tuple(tuple(layer) for layer in sizes)
+        means = tuple(_mean_bytes(layer) for layer in by_expert)
+        if all(len(set(layer)) == 1 for layer in by_expert):
+            by_expert = ()
+        return replace(self, expert_bytes=means, bytes_by_expert=by_expert)
+
+    def bytes_of(self, layer: int, expert: int | None = None) -> int:
+        """Bytes of an expert; of its layer's mean, if none is named."""
+        if expert is None or not self.bytes_by_expert:
+            return self.expert_bytes[layer]
+        return self.bytes_by_expert[layer][expert]
+
+    def sizes_by_expert(self) -> tuple[tuple[int, ...], ...]:
+        """Bytes of every expert, [L][E]."""
+        if self.bytes_by_expert:
+            return self.bytes_by_expert
+        return tuple((size,) * self.experts for size in self.expert_bytes)
+
+    @property
+    def expert_sizes(self) -> tuple[int, ...]:
+        """The different sizes of its experts in bytes, ascending."""
+        if self.bytes_by_expert:
+            return tuple(
+                sorted({size for layer in self.bytes_by_expert for size in layer})
+            )
+        return tuple(sorted(set(self.expert_bytes)))
+
+    @property
+    def min_expert_bytes(self) -> int:
+        """Bytes of the smallest expert."""
+        return min(map(min, self.bytes_by_expert or [self.expert_bytes]))
+
     @property
     def max_expert_bytes(self) -> int:
         """Bytes of the largest expert: what a staging slot must hold."""
-        return max(self.expert_bytes)
+        return max(map(max, self.bytes_by_expert or [self.expert_bytes]))
+
+    @property
+    def routed_bytes(self) -> int:
+        """Bytes of all routed experts together."""
+        if self.bytes_by_expert:
+            return sum(map(sum, self.bytes_by_expert))
+        return sum(self.expert_bytes) * self.experts
 
     @property
     def expert_flops_per_token(self) -> int:
         """Multiply-adds count twice: gate, up and down projections, ``6 H F``."""
         # Three matrices of H x F, two operations per weight.
         return 6 * self.hidden * self.expert_intermediate
+
+    def fields(self) -> dict[str, Any]:
+        """All fields by name, for files."""
+        fields = asdict(self)
+        # Few models need it; without it, versions that do not know it read the file.
+        if not self.bytes_by_expert:
+            del fields["bytes_by_expert"]
+        return fields
+
+
+def _mean_bytes(sizes: Sequence[int]) -> int:
+    """The mean of a layer's experts, rounded half up."""
+    return (2 * sum(sizes) + len(sizes)) // (2 * len(sizes)) if sizes else 0
 
 
 @dataclass
@@ -196,7 +282,8 @@ class TraceHeader:
 
     def to_json(self) -> str:
         """Serialise with sorted keys, so equal headers are equal bytes."""
-        return json.dumps(asdict(self), sort_keys=True)
+        fields = asdict(self) | {"shape": self.shape.fields()}
+        return json.dumps(fields, sort_keys=True)
 
     @classmethod
     def from_json(

@@ -56,7 +56,7 @@ def info(trace: Trace) -> dict[str, Any]:
         "layers": shape.layers,
         "experts": shape.experts,
         "top_k": shape.top_k,
-        "expert_bytes": sorted(set(shape.expert_bytes)),
+        "expert_bytes": list(shape.expert_sizes),
         "assumed": list(shape.assumed),
         "sequences": sequences,
         "prefill_tokens": tokens["prefill"],

@@ -170,7 +170,7 @@ def offloading_verdict(
         LRU cache copies per decode step if every miss is copied.
     """
     curve = figures["curve_decode"]
-    total = sum(shape.expert_bytes) * shape.experts
+    total = shape.routed_bytes
     if curve is None:
         why = [
             (

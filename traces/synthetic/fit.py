@@ -12,7 +12,7 @@ Source: Darroch and Ratcliff (1972) for iterative scaling. Letters as in
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from moesim.traces.synthetic.draw import (
     draw,
     inclusion,
 )
+from moesim.traces.synthetic.marks import WIDTHS
 
 if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
@@ -98,7 +99,7 @@ def fit(
     return _with_topics(_freed(model, kinds, sequences), min(_TOPICS, len(sequences)))
 
 
-def _origin(trace: Trace) -> dict[str, str]:
+def _origin(trace: Trace) -> dict[str, Any]:
     """Where the real tokens are from, as far as their header says so."""
     facts = trace.header.provenance
     like = trace.path.name
@@ -106,7 +107,10 @@ def _origin(trace: Trace) -> dict[str, str]:
     if facts.get("synthetic") is True:
         like = f"{like}, itself synthetic, like {facts.get('like', 'nothing recorded')}"
 
-    origin = {"like": like}
+    origin: dict[str, Any] = {"like": like}
+    # Its experts have the sizes of these, so what was said of those holds here too.
+    if WIDTHS in facts:
+        origin[WIDTHS] = facts[WIDTHS]
     for name in ("source", "licence"):
         if name in facts:
             origin[f"like_{name}"] = str(facts[name])

@@ -275,7 +275,10 @@ def _overlap(model: SynthModel) -> float:
     """
     layers = min(model.shape.layers, 4)
     shape = replace(
-        model.shape, layers=layers, expert_bytes=model.shape.expert_bytes[:layers]
+        model.shape,
+        layers=layers,
+        expert_bytes=model.shape.expert_bytes[:layers],
+        bytes_by_expert=model.shape.bytes_by_expert[:layers],
     )
     part = replace(
         model,

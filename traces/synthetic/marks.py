@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 PREDICTIONS = "synthetic_predictions"
 """Key of the header's provenance: column -> what was drawn, and how."""
 
+WIDTHS = "expert_widths"
+"""Key of the header's provenance: how experts of one layer got widths of their own."""
+
 
 def predictions_text(drawn: dict[str, Any]) -> str:
     """Return the entry `PREDICTIONS` of a header as words on one line."""
@@ -35,9 +38,22 @@ def predictions_text(drawn: dict[str, Any]) -> str:
     return "; ".join([*parts, *sources])
 
 
+def widths_text(given: dict[str, Any]) -> str:
+    """Return the entry `WIDTHS` of a header as words on one line."""
+    if "table" in given:
+        return f"as {given['table']} says"
+    bits = ", ".join(f"{width:g}" for width in given.get("bits", []))
+    shares = ", ".join(f"{100 * share:.3g} %" for share in given.get("shares", []))
+    by = given.get("by")
+    rule = f"by {by}, highest first"
+    if by == "random":
+        rule = f"at random (seed {given.get('seed')})"
+    return f"{bits} bits for {shares} of each layer's experts, {rule}"
+
+
 def synthetic_caveats(header: TraceHeader) -> list[str]:
     """Return what a reader of a replay must know of a trace that was drawn, whole or in
-    part: one line for its routing, one for its predictions.
+    part: one line for its routing, one for its predictions, one for widths of experts.
     """
     provenance = header.provenance
     caveats = []
@@ -49,4 +65,8 @@ def synthetic_caveats(header: TraceHeader) -> list[str]:
     drawn = provenance.get(PREDICTIONS)
     if isinstance(drawn, dict) and drawn:
         caveats.append(f"synthetic predictions: {predictions_text(drawn)}")
+
+    given = provenance.get(WIDTHS)
+    if isinstance(given, dict) and given:
+        caveats.append(f"stated widths of experts: {widths_text(given)}")
     return caveats

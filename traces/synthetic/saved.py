@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from moesim.traces.models import known_models, model_shape
 from moesim.traces.shipped import resolve_trace
 from moesim.traces.synthetic.draw import CLASSES, SynthModel, TokenKinds
 from moesim.traces.synthetic.fit import fit
+from moesim.traces.synthetic.marks import WIDTHS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,7 +99,9 @@ def _with_weights(
             f"--weights {weights}: the sizes of {shape.name!r} are not known by name;"
             " leave it out"
         )
-    return replace(model, shape=replace(sizes, top_k=shape.top_k))
+    provenance = {k: v for k, v in model.provenance.items() if k != WIDTHS}
+    sizes = replace(sizes, top_k=shape.top_k)
+    return replace(model, shape=sizes, provenance=provenance)
 
 
 _WAY_OUT = "`moesim trace synth --save-stats` makes such a file"
@@ -132,7 +135,7 @@ def save(
         )
     header = {
         "moesim_statistics": VERSION,
-        "shape": asdict(model.shape),
+        "shape": model.shape.fields(),
         "provenance": model.provenance,
     }
     text = json.dumps(header, sort_keys=True).encode()

@@ -22,9 +22,7 @@ def cache_size(
 ) -> CacheSize:
     """A cache per layer: a share of its experts, or so many slots."""
     shape = excerpt.shape
-    return CacheSize.of(
-        shape.expert_bytes, shape.experts, ratio=ratio, slots_per_layer=slots
-    )
+    return CacheSize.for_model(shape, ratio=ratio, slots_per_layer=slots)
 
 
 def cache_counts(

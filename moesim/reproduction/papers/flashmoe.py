@@ -112,7 +112,7 @@ def _load_s(workload: Workload, *, experts: bool) -> float:
     shape = workload.shape
     read_bytes = shape.other_bytes
     if experts:
-        read_bytes += sum(shape.expert_bytes) * shape.experts
+        read_bytes += shape.routed_bytes
     rate = load_profile(MACHINE).number(paths.link("ssd").bytes_per_s)
     return read_bytes / rate
 

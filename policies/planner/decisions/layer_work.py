@@ -36,7 +36,6 @@ def look(
     for row, gpu in enumerate(gpus):
         memory = machine.gpu[gpu].memory
         link = machine.links[gpu]
-        copy_s = link.copy_s[layer]
         left_s = link.left_s(now_s)
         if left_s:
             if link_s is None:
@@ -48,21 +47,28 @@ def look(
             layer,
             experts,
             now_s,
-            left_s + copy_s,
+            left_s + link.first_copy_s[layer],
             states[row],
             arrive_s[row],
         )
-        if machine.host is not None:
+        if machine.host is not None or machine.unequal:
             # A copy starts when link and expert are there, whichever is later.
             absent = states[row] == ABSENT
+            copy_s = link.copy_s[layer, experts[absent]]
             arrive_s[row, absent] = np.maximum(left_s, host_s[absent]) + copy_s
 
+    costs = machine.costs
+    cpu_s = costs.cpu_s(layer, tokens)
     if len(gpus) == 1:
         state = states[0]
-        gpu_s = machine.costs.gpu_s(layer, tokens, gpus[0])[None]
+        gpu_s = costs.gpu_s(layer, tokens, gpus[0])[None]
     else:
         state = states.max(axis=0)
-        gpu_s = np.stack([machine.costs.gpu_s(layer, tokens, gpu) for gpu in gpus])
+        gpu_s = np.stack([costs.gpu_s(layer, tokens, gpu) for gpu in gpus])
+    if machine.unequal:
+        cpu_s = machine.cpu_s(layer, tokens, experts)
+        # All GPUs of a machine are alike.
+        gpu_s[:] = machine.gpu_s(layer, tokens, experts)
     return LayerWork(
         step,
         layer,
@@ -70,7 +76,7 @@ def look(
         experts,
         tokens,
         state,
-        cpu_s=machine.costs.cpu_s(layer, tokens),
+        cpu_s=cpu_s,
         host_s=host_s,
         gpu_s=gpu_s,
         arrive_s=arrive_s,

@@ -55,9 +55,10 @@ def _wish(
         if level.memory.state[layer, expert] != ABSENT or level.is_wished(key):
             continue
         if budget is not None:
-            if budget < machine.shape.expert_bytes[layer]:
+            nbytes = level.memory.bytes_of[key]
+            if budget < nbytes:
                 break
-            budget -= machine.shape.expert_bytes[layer]
+            budget -= nbytes
         keys = np.array([key])
         level.prefetch(work, key)
         # The products of this very layer may wait for it: then it is no guess.

@@ -51,7 +51,7 @@ def replace_first(machine: MachineState, work: LayerWork) -> list[tuple[int, Swa
             continue
         lands_s = machine.links[gpu].left_s(machine.now_s)
         for swap in ask(machine, gpu, work):
-            lands_s += machine.links[gpu].copy_s[work.layer]
+            lands_s += machine.links[gpu].copy_s[swap.incoming]
             coming = work.experts == swap.incoming.expert
             work.state[coming] = IN_FLIGHT
             work.arrive_s[row, coming] = lands_s

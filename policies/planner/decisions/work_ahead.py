@@ -60,7 +60,8 @@ class WorkAhead:
             self._held[layer] = named.experts
         self._started[layer] = named.experts
         plan.precompute = named
-        plan.precompute_s = machine.costs.cpu_s(layer, named.tokens).tolist()
+        seconds = machine.cpu_s(layer, named.tokens, named.experts)
+        plan.precompute_s = seconds.tolist()
 
     def release(self, host: HostMemory, layer: int) -> None:
         """End the holds of a layer step that is over."""

@@ -10,6 +10,7 @@ from moesim.cli.commands.trace.info import info
 from moesim.cli.commands.trace.predict import predict
 from moesim.cli.commands.trace.stats import stats
 from moesim.cli.commands.trace.synth import synth
+from moesim.cli.commands.trace.widths import widths
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,6 +26,7 @@ for _name, _function, _short_help in (
     ("export", export, "Write a trace in another layout."),
     ("synth", synth, "Draw a synthetic trace."),
     ("predict", predict, "Add synthetic predictions to a trace."),
+    ("widths", widths, "Give the experts of one layer bit-widths of their own."),
     (
         "check-residency",
         check_residency,

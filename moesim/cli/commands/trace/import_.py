@@ -124,7 +124,7 @@ def import_(
             "rows": imported.rows,
             "sequences": imported.sequences,
             "model": imported.shape.name,
-            "expert_bytes": sorted(set(imported.shape.expert_bytes)),
+            "expert_bytes": list(imported.shape.expert_sizes),
             "columns": imported.columns,
             "notes": imported.notes,
         }
@@ -155,11 +155,11 @@ def _print(imported: "ImportSummary", weights: str) -> None:
         imported: the summary.
         weights: what is to be said of the weight format.
     """
-    from moesim.traces.sizes import format_bytes
+    from moesim.traces.sizes import format_sizes
 
     shape = imported.shape
     # Layers of mixed quantisation have experts of several sizes.
-    sizes = " or ".join(map(format_bytes, sorted(set(shape.expert_bytes))))
+    sizes = format_sizes(shape.expert_sizes)
     print(
         f"{imported.rows:,} rows of {imported.sequences:,}"
         f" sequence{'s' * (imported.sequences != 1)}; {shape.name}: {shape.layers} MoE"

@@ -30,11 +30,17 @@ def info(trace: TraceFile, as_json: AsJson = False) -> None:
 
 
 def _facts(trace: dict[str, Any]) -> dict[str, str]:
-    from moesim.traces.sizes import format_bytes
-    from moesim.traces.synthetic.marks import PREDICTIONS, predictions_text
+    from moesim.traces.sizes import format_bytes, format_sizes
+    from moesim.traces.synthetic.marks import (
+        PREDICTIONS,
+        WIDTHS,
+        predictions_text,
+        widths_text,
+    )
 
     provenance = dict(trace["provenance"])
     drawn = provenance.pop(PREDICTIONS, None)
+    widths = provenance.pop(WIDTHS, None)
     facts = {
         "trace": (
             f"{trace['path']}, {format_bytes(trace['size_bytes'])}, {trace['rows']:,}"
@@ -46,7 +52,8 @@ def _facts(trace: dict[str, Any]) -> dict[str, str]:
             f" experts, top {trace['top_k']}"
         ),
         # Layers of mixed quantisation have experts of several sizes.
-        "one expert": " or ".join(map(format_bytes, trace["expert_bytes"])),
+        "one expert": format_sizes(trace["expert_bytes"]),
+        "widths of experts": widths_text(widths) if widths else "",
         "tokens": (
             f"{trace['prefill_tokens']:,} prompt, {trace['decode_tokens']:,} generated,"
             f" in {trace['sequences']:,} sequence{'s' * (trace['sequences'] != 1)}"

@@ -1,0 +1,232 @@
+"""Gives the experts of one layer bit-widths of their own.
+
+Traces are recorded with one width per layer; systems such as EdgeMoE store the experts
+of one layer at several. Here widths are dealt out, by a stated rule, or read from a
+table; the header says which. A width counts bits per weight, scales included: an expert
+of ``3 H F`` weights has ``3 H F x bits / 8`` bytes. Routing stays as it was recorded.
+
+Letters: L layers, E experts, H hidden, F expert intermediate, W widths.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moesim.traces.errors import TraceError
+from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.format.writer import TraceWriter
+from moesim.traces.synthetic.marks import WIDTHS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moesim.traces.format.schema import ModelShape
+
+RANDOM = "random"
+POPULARITY = "popularity"
+_MOST_BITS = 64.0
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedTrace:
+    """What `set_widths` wrote.
+
+    Attributes:
+        path: of the trace.
+        rows: written.
+        shape: the model, with sizes by expert.
+        bits: float64 [L, E].
+        mark: what its header says of them.
+    """
+
+    path: Path
+    rows: int
+    shape: ModelShape
+    bits: np.ndarray
+    mark: dict[str, Any]
+
+
+def set_widths(
+    source: Trace | Path | str,
+    target: Path | str,
+    *,
+    bits: Sequence[float] = (),
+    shares: Sequence[float] | None = None,
+    by: str = RANDOM,
+    table: Path | str | None = None,
+    seed: int = 0,
+) -> WidenedTrace:
+    """Write a trace whose experts have widths of their own, and say so in its header.
+
+    Args:
+        source: a trace.
+        target: the trace to write; it appears when it is complete.
+        bits: W widths, for the first experts of each layer's ranking first.
+        shares: of each layer's experts, for each width; None for equal ones. What does
+            not divide evenly goes to the largest remainders.
+        by: who ranks first in a layer: ``random``, ``popularity`` (used most often in
+            this trace; ties to the lower id), or a CSV file of scores with the columns
+            layer, expert, score, highest first.
+        table: instead of all that: a CSV file with the columns layer, expert, bits.
+        seed: of ``random``.
+
+    Raises:
+        TraceError: widths or shares that no model can have, neither or both of `bits`
+            and `table`, or a file that does not name every expert once.
+    """
+    trace = source if isinstance(source, Trace) else open_trace(source)
+    shape = trace.shape
+    if (table is None) == (not bits):
+        raise TraceError("widths: expected either bits or a table of them")
+    mark: dict[str, Any]
+    if table is not None:
+        width = _read(Path(table), "bits", shape)
+        mark = {"table": str(table)}
+    else:
+        counts, given = _counts(bits, shares, shape.experts)
+        score = _score(trace, by, seed)
+        ranked = np.argsort(-score, axis=1, kind="stable")
+        width = np.empty(ranked.shape)
+        np.put_along_axis(width, ranked, np.repeat(bits, counts)[None, :], axis=1)
+        mark = {"bits": list(bits), "shares": given, "by": by}
+        if by == RANDOM:
+            mark["seed"] = seed
+
+    widened = shape.with_bytes_by_expert(_sizes(width, shape))
+    header = replace(
+        trace.header,
+        shape=widened,
+        provenance=trace.header.provenance | {WIDTHS: mark},
+    )
+    columns = sorted(trace.columns)
+    with TraceWriter(target, header, columns) as writer:
+        for rows in trace.sequences(columns):
+            writer.write(
+                seq=rows.seq,
+                pos=rows.pos,
+                phase=rows.phase,
+                layer=rows.layer,
+                experts=rows.experts,
+                **rows.columns,
+            )
+    return WidenedTrace(writer.path, writer.rows, widened, width, mark)
+
+
+def _sizes(bits: np.ndarray, shape: ModelShape) -> list[list[int]]:
+    """Bytes of every expert, [L][E].
+
+    Raises:
+        TraceError: a width out of 0..64.
+    """
+    if not ((bits > 0) & (bits <= _MOST_BITS)).all():
+        raise TraceError(
+            f"widths: expected 0 < bits <= {_MOST_BITS:g} per weight, got"
+            f" {bits.min():g}..{bits.max():g}"
+        )
+    weights = 3 * shape.hidden * shape.expert_intermediate
+    sizes: list[list[int]] = (
+        np.maximum(1, np.rint(weights * bits / 8)).astype(np.int64).tolist()
+    )
+    return sizes
+
+
+def _counts(
+    bits: Sequence[float], shares: Sequence[float] | None, experts: int
+) -> tuple[np.ndarray, list[float]]:
+    """How many experts of a layer get each width, int64 [W], and the shares.
+
+    Raises:
+        TraceError: as many shares as widths are not given, or they are no shares.
+    """
+    given = [1 / len(bits)] * len(bits) if shares is None else list(shares)
+    if len(given) != len(bits):
+        raise TraceError(
+            f"widths: expected one share for each of {len(bits)} widths, got"
+            f" {len(given)}"
+        )
+    if min(given) < 0 or abs(sum(given) - 1) > 1e-6:
+        listed = ",".join(f"{share:g}" for share in given)
+        raise TraceError(f"widths: expected shares that add up to 1, got {listed}")
+
+    wanted = np.array(given) * experts
+    # A share of 0.3 of ten experts are three, whatever binary numbers say.
+    counts = np.floor(wanted + 1e-9).astype(np.int64)
+    remainder = counts - wanted
+    order = np.argsort(remainder, kind="stable")
+    counts[order[: experts - int(counts.sum())]] += 1
+    return counts, given
+
+
+def _score(trace: Trace, by: str, seed: int) -> np.ndarray:
+    """Who ranks first in each layer, float64 [L, E], highest first."""
+    shape = trace.shape
+    if by == RANDOM:
+        return np.random.default_rng(seed).random((shape.layers, shape.experts))
+    if by == POPULARITY:
+        uses = np.zeros((shape.layers, shape.experts))
+        for rows in trace.sequences():
+            np.add.at(uses, (rows.layer[:, None], rows.experts), 1)
+        return uses
+    return _read(Path(by), "score", shape)
+
+
+def _read(path: Path, column: str, shape: ModelShape) -> np.ndarray:
+    """Read one number for every expert from a CSV file, float64 [L, E].
+
+    Raises:
+        TraceError: it cannot be read, or does not name every expert once.
+    """
+    names = ("layer", "expert", column)
+    numbers = np.full((shape.layers, shape.experts), np.nan)
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            if not set(names) <= set(reader.fieldnames or ()):
+                raise TraceError(
+                    f"{path}: expected the columns {','.join(names)}, found"
+                    f" {','.join(reader.fieldnames or ()) or 'none'}"
+                )
+            for row in reader:
+                _note(numbers, [row[name] for name in names], path, reader.line_num)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"{path}: expected a CSV file: {error}") from None
+    missing = np.argwhere(np.isnan(numbers))
+    if len(missing):
+        layer, expert = missing[0].tolist()
+        raise TraceError(
+            f"{path}: expected a row for each of {shape.layers} x {shape.experts}"
+            f" experts, found none for layer {layer}, expert {expert}"
+        )
+    return numbers
+
+
+def _note(numbers: np.ndarray, cells: list[str], path: Path, line: int) -> None:
+    """Write down one row of such a file.
+
+    Raises:
+        TraceError: no such expert, one that was there before, or no number.
+    """
+    layers, experts = numbers.shape
+    try:
+        layer, expert, value = int(cells[0]), int(cells[1]), float(cells[2])
+    except (TypeError, ValueError):
+        raise TraceError(
+            f"{path}: line {line}: expected three numbers, found {cells}"
+        ) from None
+    if not (0 <= layer < layers and 0 <= expert < experts):
+        raise TraceError(
+            f"{path}: line {line}: expected layers below {layers} and experts below"
+            f" {experts}, found layer {layer}, expert {expert}"
+        )
+    if not np.isnan(numbers[layer, expert]):
+        raise TraceError(
+            f"{path}: line {line}: layer {layer}, expert {expert} was there before"
+        )
+    if not np.isfinite(value):
+        raise TraceError(f"{path}: line {line}: expected a number, found {cells[2]}")
+    numbers[layer, expert] = value
