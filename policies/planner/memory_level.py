@@ -271,10 +271,6 @@ class MemoryLevel:
                 continue
             # Only what is free now can be promised.
             room = min(free, max(0, missing))
-            if self.memory.equal_in_layers:
-                # Pools of unequal layers promise what will be left over as well, and
-                # twice: at worst a copy that starts in between evicts one more.
-                room = min(free + left_over, bytes_of[key])
             self._promise(key, pool, room, leaving)
             free -= room
             left_over += room - missing

@@ -241,7 +241,6 @@ class CompiledReplay:
         books = level.memory
         kind = type(cache)
         table["is_global"] = books.size.scope == GLOBAL
-        table["equal_in_layers"] = books.equal_in_layers
         table["equal_sizes"] = books.equal_sizes
         table["admits_all"] = kind.admits is CachePolicy.admits
         table["in_launch_order"] = kind.precedence is CachePolicy.precedence

@@ -282,8 +282,6 @@ def _demand_unequal(world: Any, m: int, layer: int, incoming: Any) -> None:
         # Only what is free now can be promised.
         missing = size - (gained - before)
         room = min(free, max(0, missing))
-        if world.memories[m].equal_in_layers:
-            room = min(before, size)
         _promise(world, m, incoming[n], layer, room, leaving[:count])
         free -= room
         left_over += room - missing

@@ -142,8 +142,7 @@ EXPERT = _record(
 MEMORY = _record(
     [
         ("is_global", np.bool_),
-        ("equal_in_layers", np.bool_),  # all experts of a layer weigh the same
-        ("equal_sizes", np.bool_),  # all experts of a pool do
+        ("equal_sizes", np.bool_),  # all experts of a pool weigh the same
         ("admits_all", np.bool_),
         ("in_launch_order", np.bool_),
         ("replaces", np.bool_),
