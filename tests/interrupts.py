@@ -17,4 +17,4 @@ def end_by_two_interrupts(process, gap_s):
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - before_s < 2
     assert process.returncode == 130
-    assert err == "interrupted\n"
+    assert err == "interrupted\n", err

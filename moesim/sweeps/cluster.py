@@ -6,6 +6,7 @@ Dask is imported here only, and only when a cluster is asked for.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import signal
@@ -80,6 +81,17 @@ def _for_users(error: Exception) -> Exception:
 
 
 @contextmanager
+def _log_of_dask() -> Iterator[logging.Logger]:
+    """Dask's log, whose level may be changed while the block runs."""
+    log = logging.getLogger("distributed")
+    level = log.level
+    try:
+        yield log
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
 def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]:
     """Connect to a cluster while the block runs.
 
@@ -105,6 +117,7 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
 
     if local is not None:
         with (
+            _log_of_dask() as log,
             _loop_without_stops() as loop,
             LocalCluster(
                 n_workers=int(local[1]),
@@ -121,7 +134,9 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
             try:
                 yield DaskExecutor(client)
             except BaseException:
-                # They hold nothing that needs an orderly end, which takes seconds.
+                # They hold nothing that needs an orderly end, which takes seconds. That
+                # their connections break is no news to anybody.
+                log.setLevel(logging.CRITICAL)
                 for number in workers.values():
                     with suppress(psutil.NoSuchProcess):
                         psutil.Process(number).kill()
