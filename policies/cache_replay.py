@@ -82,13 +82,7 @@ def replay(
     Raises:
         PolicyError: the policy answered something illegal.
     """
-    memory = Residency(
-        shape.layers,
-        shape.experts,
-        shape.expert_bytes,
-        size,
-        by_expert=shape.bytes_by_expert,
-    )
+    memory = Residency.for_model(shape, size)
     level = MemoryLevel(memory, cache, name, staging=shape.experts)
     cache.start(
         RunContext(

@@ -99,10 +99,10 @@ class HandCosts:
     def _compute(self, base, tokens):
         return base * (1 + self.per_token * (np.asarray(tokens, np.float64) - 1))
 
-    def cpu_s(self, layer, tokens):
+    def cpu_s(self, layer, tokens, experts=None):
         return self._compute(self.cpu, tokens)
 
-    def gpu_s(self, layer, tokens, gpu=0):
+    def gpu_s(self, layer, tokens, gpu=0, experts=None):
         return self._compute(self.gpu, tokens)
 
     def copy_s(self, layer, gpu=0):

@@ -167,7 +167,6 @@ class _Work:
         self.dense_factor = min(1.0, costs.after_read("dense"))
         self.copy_factor = min(1.0, costs.after_read("h2d"))
         self.copy_of_s = seconds_by_expert(costs.shape, costs.copy_s)
-        self.unequal = bool(costs.shape.bytes_by_expert)
 
     def add(self, step: RoutedStep) -> None:
         """Add one forward pass."""
@@ -181,12 +180,10 @@ class _Work:
         for routed in step.layers:
             layer = routed.layer
             dispatch_s = costs.dispatch_s
-            which: dict[str, Any] = {}
-            if self.unequal:
-                which["experts"] = routed.experts
-            cpu_s = costs.cpu_s(layer, routed.tokens, **which) * self.cpu_factor
+            tokens = routed.tokens
+            cpu_s = costs.cpu_s(layer, tokens, routed.experts) * self.cpu_factor
             cpu_s = cpu_s + dispatch_s
-            gpu_s = costs.gpu_s(layer, routed.tokens, **which)
+            gpu_s = costs.gpu_s(layer, tokens, experts=routed.experts)
             gpu_s = gpu_s + dispatch_s
             copy_s = self.copy_of_s[layer, routed.experts] * self.copy_factor
             copy_s += dispatch_s

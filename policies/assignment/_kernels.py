@@ -31,6 +31,12 @@ UNLIMITED = 1 << 62
 _INSERTION_LIMIT = 48
 
 
+PLACEMENT = nb.Tuple((LANES, ORDER))(
+    SECONDS, SECONDS, SECONDS_BY_GPU, SECONDS_BY_GPU, SECONDS, nb.int64
+)
+"""``place(cpu_s, host_s, gpu_s, arrive_s, link_s, limit) -> (lanes, order)``."""
+
+
 @inlined
 def cost_s(
     lane: int,
@@ -90,16 +96,7 @@ def gap_order(
     return order
 
 
-@compiled(
-    nb.Tuple((LANES, ORDER))(
-        SECONDS,
-        SECONDS,
-        SECONDS_BY_GPU,
-        SECONDS_BY_GPU,
-        SECONDS,
-        nb.int64,
-    )
-)
+@compiled(PLACEMENT)
 def greedy(
     cpu_s: np.ndarray,
     host_s: np.ndarray,

@@ -100,14 +100,7 @@ class MachineState:
         self.no_wait_s.flags.writeable = False
 
     def _level(self, size: CacheSize, cache: Any, name: str) -> MemoryLevel:
-        shape = self.shape
-        memory = Residency(
-            self.layers,
-            self.experts,
-            shape.expert_bytes,
-            size,
-            by_expert=shape.bytes_by_expert,
-        )
+        memory = Residency.for_model(self.shape, size)
         return MemoryLevel(memory, cache, name, self.sizes.staging)
 
     def _serving_gpus(self) -> list[tuple[int, ...]]:
@@ -154,16 +147,12 @@ class MachineState:
         self, layer: int, tokens: np.ndarray, experts: np.ndarray | None = None
     ) -> np.ndarray:
         """Seconds that experts take on the CPU; of mean size, if none are named."""
-        if experts is None or not self.unequal:
-            return self.costs.cpu_s(layer, tokens)
         return self.costs.cpu_s(layer, tokens, experts=experts)
 
     def gpu_s(
         self, layer: int, tokens: np.ndarray, experts: np.ndarray | None = None
     ) -> np.ndarray:
         """The same of resident experts on a GPU."""
-        if experts is None or not self.unequal:
-            return self.costs.gpu_s(layer, tokens)
         return self.costs.gpu_s(layer, tokens, experts=experts)
 
     # -- what the engine reports ------------------------------------------------------

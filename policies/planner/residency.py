@@ -225,6 +225,17 @@ class Residency:
         one_size = not self._global or len(set(expert_bytes)) == 1
         self.equal_sizes = self.equal_in_layers and one_size
 
+    @classmethod
+    def for_model(cls, shape: ModelShape, size: CacheSize) -> Residency:
+        """Empty books for the experts of one model."""
+        return cls(
+            shape.layers,
+            shape.experts,
+            shape.expert_bytes,
+            size,
+            by_expert=shape.bytes_by_expert,
+        )
+
     def pool(self, layer: int) -> int:
         """Index of the pool that serves a layer."""
         return 0 if self._global else layer

@@ -232,14 +232,7 @@ class Segments:
             for first in range(0, self.done, self.batch):
                 segment = open_trace(_segment(self._folder, first))
                 for rows in segment.sequences(self.columns):
-                    writer.write(
-                        seq=rows.seq,
-                        pos=rows.pos,
-                        phase=rows.phase,
-                        layer=rows.layer,
-                        experts=rows.experts,
-                        **rows.columns,
-                    )
+                    writer.write(**rows.arrays())
                     prompt_rows += int(np.count_nonzero(rows.phase == Phase.PREFILL))
         return writer.rows, prompt_rows
 

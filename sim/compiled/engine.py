@@ -311,7 +311,6 @@ class CompiledReplay:
             constants["dense_after_read"] = costs.after_read("dense")
             constants["copy_after_read"] = costs.after_read("h2d")
             constants["compute_after_read"] = costs.after_read("cpu")
-        constants["unequal"] = planner.unequal
         constants["splits_layers"] = planner.splits_layers
         # Where all memory is shared, results need no way back.
         constants["moves_activations"] = not profile.shares_memory
@@ -516,16 +515,14 @@ class CompiledReplay:
     def _by_size_s(
         self, seconds_of: Callable[..., np.ndarray], tokens: np.ndarray
     ) -> np.ndarray:
-        """Seconds of one expert of each size, float64 [S, T + 1]; empty where experts
-        of a layer are alike.
-        """
+        """Seconds of one expert of each size, float64 [S, T + 1]."""
         shape = self._planner.shape
         rows = []
-        for key in self._firsts.tolist() if self._planner.unequal else ():
+        for key in self._firsts.tolist():
             layer, expert = divmod(key, shape.experts)
             experts = np.full(len(tokens), expert)
             rows.append(seconds_of(layer, tokens, experts=experts))
-        return np.array(rows).reshape(len(rows), len(tokens))
+        return np.array(rows)
 
     def _put_predictions(self, block: LayerSteps) -> None:
         """Give the loop what the prefetch policy reads of a block."""

@@ -69,7 +69,8 @@ def _look(world: Any, s: int) -> None:
     gpu_state = world.work_state[1][: rows * active]
     link_s = world.work_link_s[:rows]
     for i in range(active):
-        cpu_s[i] = world.cpu_s[layer, tokens[i]]
+        size = world.size_of[first + experts[i]]
+        cpu_s[i] = world.cpu_by_size_s[size, tokens[i]]
         host_s[i] = 0.0
         if constants.host != NONE:
             host_s[i] = host.wait_s(world, layer, experts[i])
@@ -81,14 +82,13 @@ def _look(world: Any, s: int) -> None:
         for i in range(active):
             key = first + experts[i]
             here = world.state[gpu, key]
-            gpu_s[row, i] = world.gpu_s[layer, tokens[i]]
+            size = world.size_of[key]
+            gpu_s[row, i] = world.gpu_by_size_s[size, tokens[i]]
             if here == RESIDENT:
                 arrive_s[row, i] = 0.0
             elif here == ABSENT:
                 # A copy starts when link and expert are there, whichever is later.
-                arrive_s[row, i] = (
-                    max(left_s, host_s[i]) + world.copy_s[gpu, world.size_of[first]]
-                )
+                arrive_s[row, i] = max(left_s, host_s[i]) + world.copy_s[gpu, size]
             else:
                 lands_s = world.experts[gpu, key].landing_s
                 arrive_s[row, i] = max(0.0, lands_s - run.now_s)
@@ -96,36 +96,6 @@ def _look(world: Any, s: int) -> None:
             if rows > 1 and arrive_s[row, i] == 0.0:
                 here = np.int8(RESIDENT)
             gpu_state[row * active + i] = here
-    if constants.unequal:
-        _look_by_size(world, s)
-
-
-@part
-def _look_by_size(world: Any, s: int) -> None:
-    """The same of experts that differ in size: other seconds."""
-    layer = world.layer[s]
-    experts = world.active[world.edges[s] : world.edges[s + 1]]
-    tokens = world.tokens[world.edges[s] : world.edges[s + 1]]
-    active = len(experts)
-    rows = rows_of(world)
-    at_home = home(world, layer)
-    first = layer * world.constants.experts
-
-    cpu_s = world.work_s[0][:active]
-    host_s = world.work_s[1][:active]
-    gpu_s = gpu_seconds(world, active)
-    arrive_s = rows_at(world.work_s[3], rows, active)
-    link_s = world.work_link_s[:rows]
-    for i in range(active):
-        key = first + experts[i]
-        size = world.size_of[key]
-        cpu_s[i] = world.cpu_by_size_s[size, tokens[i]]
-        for row in range(rows):
-            gpu = at_home + row
-            gpu_s[row, i] = world.gpu_by_size_s[size, tokens[i]]
-            if world.state[gpu, key] == ABSENT:
-                begins_s = max(link_s[row], host_s[i])
-                arrive_s[row, i] = begins_s + world.copy_s[gpu, world.size_of[key]]
 
 
 @part

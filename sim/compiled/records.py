@@ -214,7 +214,6 @@ CONSTANTS = _record(
         # Where the arrays of the policies' states lie, and their sizes.
         ("assignment", np.int64, (10,)),
         ("prefetch", np.int64, (10,)),
-        ("unequal", np.bool_),  # experts of one layer differ in size
         ("splits_layers", np.bool_),
         ("moves_activations", np.bool_),
         ("writes_back", np.bool_),  # what leaves a GPU is copied to host memory
@@ -269,7 +268,6 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "mean_copy_s": (np.float64, 1),  # [L], of an expert of mean size
     "cpu_s": (np.float64, 2),  # [L, T + 1], by tokens; of mean size
     "gpu_s": (np.float64, 2),
-    # Where experts of a layer differ in size, else empty.
     "cpu_by_size_s": (np.float64, 2),  # [S, T + 1]
     "gpu_by_size_s": (np.float64, 2),
     "evaluations": (np.int64, 3),  # [L, phases, 2]: gates, dense parts

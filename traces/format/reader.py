@@ -76,6 +76,19 @@ class SequenceRows:
     experts: np.ndarray
     columns: dict[str, np.ndarray] = field(default_factory=dict)
 
+    def arrays(self) -> dict[str, Any]:
+        """All of it by name, as `moesim.traces.format.writer.TraceWriter.write` takes
+        it.
+        """
+        return {
+            "seq": self.seq,
+            "pos": self.pos,
+            "phase": self.phase,
+            "layer": self.layer,
+            "experts": self.experts,
+            **self.columns,
+        }
+
 
 class Trace:
     """An opened trace: its header is read and its columns are checked, its rows are not

@@ -106,14 +106,7 @@ def set_widths(
     columns = sorted(trace.columns)
     with TraceWriter(target, header, columns) as writer:
         for rows in trace.sequences(columns):
-            writer.write(
-                seq=rows.seq,
-                pos=rows.pos,
-                phase=rows.phase,
-                layer=rows.layer,
-                experts=rows.experts,
-                **rows.columns,
-            )
+            writer.write(**rows.arrays())
     return WidenedTrace(writer.path, writer.rows, widened, width, mark)
 
 

@@ -58,17 +58,13 @@ def look(
             arrive_s[row, absent] = np.maximum(left_s, host_s[absent]) + copy_s
 
     costs = machine.costs
-    cpu_s = costs.cpu_s(layer, tokens)
+    cpu_s = costs.cpu_s(layer, tokens, experts)
     if len(gpus) == 1:
         state = states[0]
-        gpu_s = costs.gpu_s(layer, tokens, gpus[0])[None]
+        gpu_s = costs.gpu_s(layer, tokens, gpus[0], experts)[None]
     else:
         state = states.max(axis=0)
-        gpu_s = np.stack([costs.gpu_s(layer, tokens, gpu) for gpu in gpus])
-    if machine.unequal:
-        cpu_s = machine.cpu_s(layer, tokens, experts)
-        # All GPUs of a machine are alike.
-        gpu_s[:] = machine.gpu_s(layer, tokens, experts)
+        gpu_s = np.stack([costs.gpu_s(layer, tokens, gpu, experts) for gpu in gpus])
     return LayerWork(
         step,
         layer,
