@@ -64,6 +64,7 @@ class Transfers(Generic[Op]):
     def __init__(self, world: World[Op], planner: Planner) -> None:
         self._world = world
         self._submit = world.submit
+        self._admission = world.admission
         self._planner = planner
         self._experts = planner.shape.experts
         self._writes_back = planner.policies.writes_back
@@ -84,7 +85,7 @@ class Transfers(Generic[Op]):
         self._predicting = False
         # Reports of what happened while decisions were under way.
         self._unreported: list[tuple[Callable[..., bool], tuple[int, ...]]] = []
-        world.admission.decide = self._admit
+        self._admission.decide = self._admit
 
     # -- queueing ---------------------------------------------------------------------
 
@@ -98,15 +99,15 @@ class Transfers(Generic[Op]):
             return
 
         gpu = copies.gpu
+        self._outstanding[layer] += len(copies.experts)
+        if priority != DEMAND:
+            self._unawaited[layer] += len(copies.experts)
         for position, expert in enumerate(copies.experts):
             key = layer * self._experts + expert
             operation = self._world.copy(copies, position, step)
             operation.on_end = self._copied
             copy = QueuedCopy(operation, gpu, priority)
             self._queued[gpu * self._model + key] = copy
-            self._outstanding[layer] += 1
-            if priority != DEMAND:
-                self._unawaited[layer] += 1
             if priority == PREFETCH:
                 place = (gpu, layer, expert)
                 self._prefetches.setdefault(layer, {})[place] = None
@@ -170,8 +171,9 @@ class Transfers(Generic[Op]):
     def _settle(self, layer: int) -> None:
         """Count a copy that has landed or was given up."""
         self._outstanding[layer] -= 1
-        all_landed = self._outstanding[layer] == self._unawaited[layer]
-        if all_landed and layer in self._when_landed:
+        if layer not in self._when_landed:
+            return
+        if self._outstanding[layer] == self._unawaited[layer]:
             self._when_landed.pop(layer)()
 
     def _read(
@@ -206,7 +208,7 @@ class Transfers(Generic[Op]):
             layer: MoE layer whose gate has just chosen.
             active: int32 [A], the experts that it chose.
         """
-        self._world.admission.closed = True
+        self._admission.closed = True
         if not self._prefetches:
             return
         if self._planner.requeues:
@@ -222,7 +224,7 @@ class Transfers(Generic[Op]):
 
     def end_decisions(self) -> None:
         """Report what has landed meanwhile, and let queued operations start."""
-        self._world.admission.closed = False
+        self._admission.closed = False
         if self._unreported:
             for report, arguments in self._unreported:
                 report(*arguments)
@@ -240,20 +242,22 @@ class Transfers(Generic[Op]):
 
     def _take_back(self, gpu: int, layer: int, expert: int) -> None:
         """Forget a queued copy; the planner has forgotten it already."""
-        copy = self._forget(gpu, layer, expert)
+        copy = self._forget(gpu * self._model + layer * self._experts + expert)
         self._settle(layer)
         if copy.read is None:
             self._world.withdraw(copy.operation, copy.priority)
         else:
             self._leave_read(copy)
 
-    def _forget(self, gpu: int, layer: int, expert: int) -> QueuedCopy[Op]:
-        key = layer * self._experts + expert
-        copy = self._queued.pop(gpu * self._model + key)
+    def _forget(self, key: int) -> QueuedCopy[Op]:
+        """Take a copy off the books of the queue, by its key on its GPU."""
+        copy = self._queued.pop(key)
+        operation = copy.operation
+        layer = operation.layer
         if copy.priority != DEMAND:
             self._unawaited[layer] -= 1
-        if copy.operation.kind == kinds.PREFETCH:
-            del self._prefetches[layer][gpu, layer, expert]
+        if operation.kind == kinds.PREFETCH:
+            del self._prefetches[layer][copy.gpu, layer, operation.expert]
         return copy
 
     def _leave_read(self, copy: QueuedCopy[Op]) -> None:
@@ -289,17 +293,18 @@ class Transfers(Generic[Op]):
             return START
 
         gpu = self._gpu_of[operation.lane]
+        key = gpu * self._model + layer * self._experts + expert
         planner = self._planner
         place = planner.start_copy(gpu, layer, expert, now_s)
         if place is None:
             if not planner.gives_up(gpu, layer, expert):
                 return WAIT
             planner.cancel_copy(gpu, layer, expert)
-            self._forget(gpu, layer, expert)
+            self._forget(key)
             self._settle(layer)
             return DROP
-        self._forget(gpu, layer, expert)
-        self._in_flight.add(gpu * self._model + layer * self._experts + expert)
+        self._forget(key)
+        self._in_flight.add(key)
         self._world.placed(operation, gpu)
         if self._writes_back:
             for key in place.evicted:
@@ -351,7 +356,7 @@ class Transfers(Generic[Op]):
             report: one of its methods; answers whether a staging slot is free again.
             arguments: of it.
         """
-        if self._world.admission.closed:
+        if self._admission.closed:
             self._unreported.append((report, arguments))
         elif report(*arguments):
             self._world.offer()

@@ -166,8 +166,9 @@ class MachineState:
             The place, or None if there is none now.
         """
         level = self.gpu[gpu]
+        link = self.links[gpu]
         key = layer * self.experts + expert
-        landing_s = now_s + self.links[gpu].copy_of_s[key]
+        landing_s = now_s + link.copy_of_s[key]
         place = level.start(
             key, landing_s, reserve=_RESERVED_SLOTS, may_stage=self._may_stage
         )
@@ -178,7 +179,7 @@ class MachineState:
                 level.memory.drop_staged(*divmod(idle[0], self.experts))
                 place = level.start(key, landing_s, reserve=_RESERVED_SLOTS)
         if place is not None:
-            self.links[gpu].start(key, now_s)
+            link.start(key, landing_s)
         return place
 
     def gives_up(self, gpu: int, layer: int, expert: int) -> bool:
@@ -293,12 +294,12 @@ class MachineState:
     # -- what decisions write down ----------------------------------------------------
 
     def queue(
-        self, kind: int, gpu: int, layer: int, keys: np.ndarray, read: list[bool]
+        self, kind: int, gpu: int, layer: int, keys: list[int], read: list[bool]
     ) -> Copies:
         """Put copies on the books of their link."""
-        self.links[gpu].enqueue(keys.tolist())
-        experts = (keys - layer * self.experts).tolist()
-        return Copies(kind, gpu, layer, experts, read)
+        self.links[gpu].enqueue(layer, keys)
+        first = layer * self.experts
+        return Copies(kind, gpu, layer, [key - first for key in keys], read)
 
     def need_in_host(
         self, work: LayerWork, layer: int, keys: np.ndarray, *, demanded: bool

@@ -53,9 +53,9 @@ class Wish:
     __slots__ = ("demanded", "enters", "hurried", "leaving", "replaces", "room")
 
     # One is made for every copy, and keyword arguments would double its time.
-    def __init__(self) -> None:
-        self.enters = False
-        self.demanded = False
+    def __init__(self, demanded: bool = False, enters: bool = False) -> None:
+        self.enters = enters
+        self.demanded = demanded
         self.hurried = False
         self.replaces = -1
         self.room = 0
@@ -151,12 +151,12 @@ class MemoryLevel:
         """Whether a copy of this expert is queued."""
         return key in self._wishes
 
-    def wished_among(self, keys: np.ndarray) -> list[int]:
+    def wished_among(self, keys: list[int]) -> list[int]:
         """Flat keys of those experts of which a copy is queued."""
         wishes = self._wishes
         if not wishes:
             return []
-        return [key for key in keys.tolist() if key in wishes]
+        return [key for key in keys if key in wishes]
 
     def is_demanded(self, key: int) -> bool:
         """Whether a layer step waits for the queued copy of this expert."""
@@ -201,29 +201,26 @@ class MemoryLevel:
         """
         wishes = self._wishes
         for key in keys.tolist():
-            wish = Wish()
-            wish.demanded = True
-            wishes[key] = wish
+            wishes[key] = Wish(True)
         entering = keys if self._admits_all else keys[self.cache.admits(work, keys)]
-        memory = self.memory
-        pool = memory.pool(layer)
         if not self._equal_sizes:
             self._demand_unequal(layer, entering)
             return
-        free = self._room(layer)
+        memory = self.memory
         size = memory.bytes_of[layer * memory.experts]
-        room = max(0, free // size)
-        if len(entering) > room and not self._in_launch_order:
+        room = max(0, self._room(layer) // size)
+        lacking = len(entering) - room
+        if lacking > 0 and not self._in_launch_order:
             entering = preferred(self.cache, self.name, entering)
         if room:
+            pool = memory.pool(layer)
             for key in entering[:room].tolist():
                 self._promise(key, pool, size, NO_VICTIMS)
-        if len(entering) <= room:
+        if lacking <= 0:
             return
 
-        incoming = entering[room:]
         candidates = memory.candidates(layer)
-        incoming = incoming[: len(candidates)]
+        incoming = entering[room : room + len(candidates)]
         if not len(incoming):
             return
         victims = self.cache.victims(incoming, candidates)
@@ -321,7 +318,8 @@ class MemoryLevel:
     def _keep_promises(self, layer: int, wish: Wish) -> None:
         """End the promises made to a wish that starts or is cancelled."""
         assert wish.leaving is not None
-        self._promised_bytes[self.memory.pool(layer)] -= wish.room
+        if wish.room:
+            self._promised_bytes[self.memory.pool(layer)] -= wish.room
         holds = self._holds
         for victim in wish.leaving:
             holds[victim] -= 1
@@ -343,21 +341,22 @@ class MemoryLevel:
             The place, or None if there is none now; then nothing has changed.
         """
         wish = self._wishes[key]
-        layer, expert = divmod(key, self.memory.experts)
+        memory = self.memory
+        layer, expert = divmod(key, memory.experts)
         if wish.leaving is not None:
             self._keep_promises(layer, wish)
         victims = self._make_room(key, layer, wish) if wish.enters else None
         if victims is not None:
             del self._wishes[key]
-            self.memory.enter(layer, expert, landing_s)
+            memory.enter(layer, expert, landing_s)
             self.cache.admitted(np.array([key]))
-            return Place(staged=False, evicted=victims) if victims else _ENTERED
+            return Place(False, victims) if victims else _ENTERED
 
         # A swap belongs into the cache or nowhere, unless a layer step waits for it.
         stages = wish.demanded or (wish.replaces < 0 and may_stage)
         if stages and self._can_stage(wish, reserve):
             del self._wishes[key]
-            self.memory.stage(layer, expert, landing_s)
+            memory.stage(layer, expert, landing_s)
             return Place(staged=True)
         self._renew_promises(key, wish)
         return None
@@ -376,19 +375,18 @@ class MemoryLevel:
         """Evict what must leave for a copy; None if it gets no place in the cache."""
         if wish.replaces >= 0:
             return self._make_room_by_swap(key, wish.replaces)
-        free = self._room(layer)
+        # Whoever was promised leaves, unless somebody needs one of them after all.
+        victims: list[int] = []
+        for outgoing in wish.leaving or NO_VICTIMS:
+            if self._state[outgoing] != RESIDENT or self._holds[outgoing]:
+                victims = []
+                break
+            victims.append(outgoing)
+        if victims and self._equal_sizes:
+            return self._evict(victims)
         bytes_of = self.memory.bytes_of
         size = bytes_of[key]
-        # Whoever was promised leaves, unless somebody needs one of them after all.
-        victims = list(wish.leaving or NO_VICTIMS)
-        promised = 0
-        for outgoing in victims:
-            if not self._may_leave(outgoing):
-                victims = []
-                promised = 0
-                break
-            promised += bytes_of[outgoing]
-        free += promised
+        free = self._room(layer) + sum(bytes_of[outgoing] for outgoing in victims)
         # That may be too little: where experts differ in size, copies share what a
         # large victim leaves over, and one of them may start before it has left.
         while free < size:

@@ -1,4 +1,7 @@
-"""Compiled loops over a memory's books: the planner's inner loops."""
+"""Compiled loops over a memory's books: the planner's inner loops.
+
+The caller brings the result arrays: returning new ones takes longer than the loops.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,6 @@ def look_up(
     wait_s: np.ndarray,
 ) -> None:
     """Fill in states and waiting times of a layer's active experts.
-
-    The caller brings the result arrays: returning new ones takes longer than the loop.
 
     Args:
         state: int8 [L, E].
@@ -79,18 +80,20 @@ def missing(
     state: np.ndarray,
     layer: int,
     experts: np.ndarray,
-) -> np.ndarray:
-    """Flat keys, in launch order, of experts assigned to `lane` that are absent from a
-    memory.
+    keys: np.ndarray,
+) -> int:
+    """Find what is assigned to `lane` and absent from a memory: flat keys, in launch
+    order.
+
+    Fills in `keys` int64 [A], and returns how many there are.
     """
     first_key = layer * state.shape[1]
-    keys = np.empty(len(order), np.int64)
     count = 0
     for i in order:
         if lanes[i] == lane and state[layer, experts[i]] == ABSENT:
             keys[count] = first_key + experts[i]
             count += 1
-    return keys[:count]
+    return count
 
 
 @numba.njit(cache=True)
@@ -107,14 +110,19 @@ def distinct_members(chosen: np.ndarray, among: np.ndarray) -> bool:
 
 
 @numba.njit(cache=True)
-def unheld(state: np.ndarray, holds: np.ndarray, first: int, end: int) -> np.ndarray:
-    """Ascending flat keys of unheld residents in layers first..end-1."""
+def unheld(
+    state: np.ndarray, holds: np.ndarray, first: int, end: int, keys: np.ndarray
+) -> int:
+    """Find the unheld residents of layers first..end-1: flat keys, ascending.
+
+    Fills in `keys` int64, one for each expert of these layers at most, and returns how
+    many there are.
+    """
     experts = state.shape[1]
-    keys = np.empty((end - first) * experts, np.int64)
     count = 0
     for layer in range(first, end):
         for expert in range(experts):
             if state[layer, expert] == RESIDENT and holds[layer, expert] == 0:
                 keys[count] = layer * experts + expert
                 count += 1
-    return keys[:count]
+    return count

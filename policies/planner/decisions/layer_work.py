@@ -29,7 +29,7 @@ def look(
     if machine.host is not None:
         host_s = machine.host.wait_s(layer, experts, now_s)
 
-    states = np.empty((len(gpus), active), np.int8)
+    states = [np.empty(active, np.int8) for _ in gpus]
     arrive_s = np.empty((len(gpus), active))
     # Links are idle in most layer steps.
     link_s: np.ndarray | None = None
@@ -63,7 +63,7 @@ def look(
         state = states[0]
         gpu_s = costs.gpu_s(layer, tokens, gpus[0], experts)[None]
     else:
-        state = states.max(axis=0)
+        state = np.max(states, axis=0)
         gpu_s = np.stack([costs.gpu_s(layer, tokens, gpu, experts) for gpu in gpus])
     return LayerWork(
         step,
