@@ -376,17 +376,17 @@ class MemoryLevel:
         if wish.replaces >= 0:
             return self._make_room_by_swap(key, wish.replaces)
         # Whoever was promised leaves, unless somebody needs one of them after all.
-        victims: list[int] = []
-        for outgoing in wish.leaving or NO_VICTIMS:
+        promised = wish.leaving or NO_VICTIMS
+        for outgoing in promised:
             if self._state[outgoing] != RESIDENT or self._holds[outgoing]:
-                victims = []
+                promised = NO_VICTIMS
                 break
-            victims.append(outgoing)
-        if victims and self._equal_sizes:
-            return self._evict(victims)
+        if promised and self._equal_sizes:
+            return self._evict(promised)
+        victims = list(promised)
         bytes_of = self.memory.bytes_of
         size = bytes_of[key]
-        free = self._room(layer) + sum(bytes_of[outgoing] for outgoing in victims)
+        free = self._room(layer) + sum(bytes_of[outgoing] for outgoing in promised)
         # That may be too little: where experts differ in size, copies share what a
         # large victim leaves over, and one of them may start before it has left.
         while free < size:

@@ -257,16 +257,16 @@ class Residency:
     def fill(self, keys: np.ndarray) -> None:
         """Make absent experts resident before the run starts, without a copy."""
         for key in keys.tolist():
-            self._take(key)
+            self._take(key // self.experts, self.bytes_of[key])
         self.state.reshape(-1)[keys] = RESIDENT
 
     def enter(self, layer: int, expert: int, landing_s: float) -> None:
         """Give an absent expert its place in the cache; its copy starts now."""
         key = layer * self.experts + expert
         assert self.state_of[key] == ABSENT, "a copy of what is there already"
-        self._take(key)
         self.state_of[key] = IN_FLIGHT
         self.landing_of_s[key] = landing_s
+        self._take(layer, self.bytes_of[key])
 
     def stage(self, layer: int, expert: int, landing_s: float) -> None:
         """Give an absent expert a staging slot; its copy starts now.
@@ -324,9 +324,8 @@ class Residency:
         """End the protection of one `hold`."""
         count_holds(self.holds, layer, experts, -1)
 
-    def _take(self, key: int) -> None:
-        pool = 0 if self._global else key // self.experts
-        nbytes = self.bytes_of[key]
+    def _take(self, layer: int, nbytes: int) -> None:
+        pool = 0 if self._global else layer
         free = self._free_bytes[pool] - nbytes
         assert free >= 0, "more was placed than fits"
         self._free_bytes[pool] = free
