@@ -72,7 +72,7 @@ class Transfers(Generic[Op]):
         # Keys are layer * E + expert; per GPU they are shifted by the whole model.
         self._model = planner.shape.layers * planner.shape.experts
         self._queued: dict[int, QueuedCopy[Op]] = {}
-        self._in_flight: set[int] = set()
+        self._coming: set[int] = set()  # queued or in flight
         self._awaiting_gpu: dict[int, Op] = {}  # product that waits for a copy
         self._reads: dict[int, PendingRead[Op]] = {}
         # Layer -> queued prefetches for it: (GPU, layer, expert) in queue order.
@@ -108,6 +108,7 @@ class Transfers(Generic[Op]):
             operation.on_end = self._copied
             copy = QueuedCopy(operation, gpu, priority)
             self._queued[gpu * self._model + key] = copy
+            self._coming.add(gpu * self._model + key)
             if priority == PREFETCH:
                 place = (gpu, layer, expert)
                 self._prefetches.setdefault(layer, {})[place] = None
@@ -134,7 +135,7 @@ class Transfers(Generic[Op]):
     @property
     def all_copied(self) -> bool:
         """Whether no copy to a GPU is queued or on its way."""
-        return not self._queued and not self._in_flight
+        return not self._coming
 
     @property
     def all_read(self) -> bool:
@@ -145,7 +146,7 @@ class Transfers(Generic[Op]):
         """Start a product as soon as its expert is on a GPU."""
         # As `_key`, whose call would be made for every product.
         key = gpu * self._model + product.layer * self._experts + product.expert
-        if key in self._queued or key in self._in_flight:
+        if key in self._coming:
             self._awaiting_gpu[key] = product
         else:
             self._submit(product)
@@ -242,7 +243,9 @@ class Transfers(Generic[Op]):
 
     def _take_back(self, gpu: int, layer: int, expert: int) -> None:
         """Forget a queued copy; the planner has forgotten it already."""
-        copy = self._forget(gpu * self._model + layer * self._experts + expert)
+        key = gpu * self._model + layer * self._experts + expert
+        copy = self._forget(key)
+        self._coming.remove(key)
         self._settle(layer)
         if copy.read is None:
             self._world.withdraw(copy.operation, copy.priority)
@@ -301,10 +304,10 @@ class Transfers(Generic[Op]):
                 return WAIT
             planner.cancel_copy(gpu, layer, expert)
             self._forget(key)
+            self._coming.remove(key)
             self._settle(layer)
             return DROP
         self._forget(key)
-        self._in_flight.add(key)
         self._world.placed(operation, gpu)
         if self._writes_back:
             for key in place.evicted:
@@ -341,9 +344,14 @@ class Transfers(Generic[Op]):
         gpu = self._gpu_of[operation.lane]
         layer = operation.layer
         expert = operation.expert
-        self.report(self._planner.landed, gpu, layer, expert)
+        # As `report`, whose call would be made for every copy.
+        landed = self._planner.landed
+        if self._admission.closed:
+            self._unreported.append((landed, (gpu, layer, expert)))
+        elif landed(gpu, layer, expert):
+            self._world.offer()
         key = gpu * self._model + layer * self._experts + expert
-        self._in_flight.remove(key)
+        self._coming.remove(key)
         product = self._awaiting_gpu.pop(key, None)
         if product is not None:
             self._submit(product)

@@ -187,7 +187,7 @@ class Machine:
             worker.kept = False
         elif worker.takers:
             worker.takers.popleft()()
-        elif (following := worker.pick()) is not None:
+        elif worker.waiting and (following := worker.pick()) is not None:
             self.start(following)
         else:
             worker.busy = False

@@ -7,7 +7,7 @@ or was given up. It asks a policy only for the victim of a copy that starts.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from moesim.policies.planner.memory_level import Place
     from moesim.policies.planner.residency import CacheSize
     from moesim.traces.format.schema import ModelShape
-
-_RESERVED_SLOTS: Final = 1
-"""Staging slots that prefetches leave to demand: so it always finds one."""
 
 
 class MachineState:
@@ -169,15 +166,13 @@ class MachineState:
         link = self.links[gpu]
         key = layer * self.experts + expert
         landing_s = now_s + link.copy_of_s[key]
-        place = level.start(
-            key, landing_s, reserve=_RESERVED_SLOTS, may_stage=self._may_stage
-        )
+        place = level.start(key, landing_s, self._may_stage)
         if place is None and level.is_demanded(key):
             # A prefetch that waits in staging is a guess; demand is not.
             idle = level.staged_prefetches(layer)
             if idle:
                 level.memory.drop_staged(*divmod(idle[0], self.experts))
-                place = level.start(key, landing_s, reserve=_RESERVED_SLOTS)
+                place = level.start(key, landing_s)
         if place is not None:
             link.start(key, landing_s)
         return place
@@ -192,7 +187,7 @@ class MachineState:
             return level.is_hopeless(key)
         no_place = self.policies.prefetch.no_place
         if no_place == "stage":
-            return not level.staging_will_have_room(_RESERVED_SLOTS)
+            return not level.staging_will_have_room()
         return no_place == "drop"
 
     def cancel_copy(self, gpu: int, layer: int, expert: int) -> None:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 NO_VICTIMS: Final[tuple[int, ...]] = ()
 
+_RESERVED_SLOTS: Final = 1
+"""Staging slots that prefetches leave to demand: so it always finds one."""
+
 
 class Place(NamedTuple):
     """The place that a starting copy has taken.
@@ -106,6 +109,8 @@ class MemoryLevel:
         self._promised_bytes = [0] * len(memory.size.pool_bytes)
         self._equal_sizes = memory.equal_sizes
         self._bytes_of = np.array(memory.bytes_of, np.int64)
+        # A slice of it stands for one key, in a third of the time of a new array.
+        self._keys = np.arange(memory.state.size)
         self._admits_all = type(cache).admits is CachePolicy.admits
         self._in_launch_order = type(cache).precedence is CachePolicy.precedence
         self._notes_evictions = type(cache).evicted is not CachePolicy.evicted
@@ -276,7 +281,7 @@ class MemoryLevel:
         """Wish for an absent expert of a coming layer."""
         wish = Wish()
         wish.enters = self._admits_all or bool(
-            self.cache.admits(work, np.array([key]))[0]
+            self.cache.admits(work, self._keys[key : key + 1])[0]
         )
         self._wishes[key] = wish
 
@@ -326,15 +331,12 @@ class MemoryLevel:
 
     # -- starts -----------------------------------------------------------------------
 
-    def start(
-        self, key: int, landing_s: float, *, reserve: int, may_stage: bool = True
-    ) -> Place | None:
+    def start(self, key: int, landing_s: float, may_stage: bool = True) -> Place | None:
         """Take a place for a copy that starts now.
 
         Args:
             key: flat key of the expert, wished for.
             landing_s: when it is expected.
-            reserve: staging slots that must stay free, for demand.
             may_stage: whether a prefetch may go to staging.
 
         Returns:
@@ -349,12 +351,12 @@ class MemoryLevel:
         if victims is not None:
             del self._wishes[key]
             memory.enter(layer, expert, landing_s)
-            self.cache.admitted(np.array([key]))
+            self.cache.admitted(self._keys[key : key + 1])
             return Place(False, victims) if victims else _ENTERED
 
         # A swap belongs into the cache or nowhere, unless a layer step waits for it.
         stages = wish.demanded or (wish.replaces < 0 and may_stage)
-        if stages and self._can_stage(wish, reserve):
+        if stages and self._can_stage(wish):
             del self._wishes[key]
             memory.stage(layer, expert, landing_s)
             return Place(staged=True)
@@ -390,7 +392,7 @@ class MemoryLevel:
         # That may be too little: where experts differ in size, copies share what a
         # large victim leaves over, and one of them may start before it has left.
         while free < size:
-            incoming = np.array([key])
+            incoming = self._keys[key : key + 1]
             candidates = self._candidates(layer, wish)
             if victims:
                 candidates = candidates[~np.isin(candidates, victims)]
@@ -462,24 +464,21 @@ class MemoryLevel:
 
     # -- staging ----------------------------------------------------------------------
 
-    def _can_stage(self, wish: Wish, reserve: int) -> bool:
+    def _can_stage(self, wish: Wish) -> bool:
         """Whether a staging slot is free for this wish."""
         free = self._staging - self.memory.staged_total
         if wish.demanded:
             return free > 0
-        return free > reserve
+        return free > _RESERVED_SLOTS
 
-    def staging_will_have_room(self, reserve: int) -> bool:
+    def staging_will_have_room(self) -> bool:
         """Whether staging can take a prefetch once demand has done with its slots.
 
         What other prefetches have staged stays until their layers are over.
-
-        Args:
-            reserve: staging slots that must stay free, for demand.
         """
         memory = self.memory
         guesses = np.count_nonzero(memory.staged & ~self.used)
-        return bool(self._staging - guesses > reserve)
+        return bool(self._staging - guesses > _RESERVED_SLOTS)
 
     def staged_prefetches(self, layer: int) -> list[int]:
         """Landed staged experts that nobody computes now, most distant layer first.

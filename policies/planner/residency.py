@@ -257,7 +257,7 @@ class Residency:
     def fill(self, keys: np.ndarray) -> None:
         """Make absent experts resident before the run starts, without a copy."""
         for key in keys.tolist():
-            self._take(key // self.experts, self.bytes_of[key])
+            self._take(key)
         self.state.reshape(-1)[keys] = RESIDENT
 
     def enter(self, layer: int, expert: int, landing_s: float) -> None:
@@ -266,7 +266,7 @@ class Residency:
         assert self.state_of[key] == ABSENT, "a copy of what is there already"
         self.state_of[key] = IN_FLIGHT
         self.landing_of_s[key] = landing_s
-        self._take(layer, self.bytes_of[key])
+        self._take(key)
 
     def stage(self, layer: int, expert: int, landing_s: float) -> None:
         """Give an absent expert a staging slot; its copy starts now.
@@ -324,10 +324,13 @@ class Residency:
         """End the protection of one `hold`."""
         count_holds(self.holds, layer, experts, -1)
 
-    def _take(self, layer: int, nbytes: int) -> None:
-        pool = 0 if self._global else layer
+    def _take(self, key: int) -> None:
+        pool = 0 if self._global else key // self.experts
+        nbytes = self.bytes_of[key]
         free = self._free_bytes[pool] - nbytes
         assert free >= 0, "more was placed than fits"
         self._free_bytes[pool] = free
-        self._used_bytes += nbytes
-        self.used_high_bytes = max(self.used_high_bytes, self._used_bytes)
+        used = self._used_bytes + nbytes
+        self._used_bytes = used
+        if used > self.used_high_bytes:  # noqa: PLR1730 - `max` takes as long as the rest
+            self.used_high_bytes = used

@@ -46,6 +46,60 @@ def look_up(
 
 
 @numba.njit(cache=True)
+def by_tokens(
+    cpu_table_s: np.ndarray,
+    gpu_table_s: np.ndarray,
+    tokens: np.ndarray,
+    cpu_s: np.ndarray,
+    gpu_s: np.ndarray,
+) -> bool:
+    """Look the seconds of experts up by their tokens, on both kinds of lanes.
+
+    Args:
+        cpu_table_s: float64 [T], by tokens.
+        gpu_table_s: likewise.
+        tokens: int32 [A].
+        cpu_s: float64 [A], result.
+        gpu_s: float64 [A], result.
+
+    Returns:
+        Whether the tables were long enough.
+    """
+    length = min(len(cpu_table_s), len(gpu_table_s))
+    for i in range(len(tokens)):
+        count = tokens[i]
+        if count >= length:
+            return False
+        cpu_s[i] = cpu_table_s[count]
+        gpu_s[i] = gpu_table_s[count]
+    return True
+
+
+@numba.njit(cache=True)
+def look_up_work(
+    state: np.ndarray,
+    landing_s: np.ndarray,
+    layer: int,
+    experts: np.ndarray,
+    now_s: float,
+    absent_s: float,
+    states: np.ndarray,
+    wait_s: np.ndarray,
+    cpu_table_s: np.ndarray,
+    gpu_table_s: np.ndarray,
+    tokens: np.ndarray,
+    cpu_s: np.ndarray,
+    gpu_s: np.ndarray,
+) -> bool:
+    """Look everything up that a layer step is planned by, in one call from Python.
+
+    As `look_up` and `by_tokens`, one after the other.
+    """
+    look_up(state, landing_s, layer, experts, now_s, absent_s, states, wait_s)
+    return by_tokens(cpu_table_s, gpu_table_s, tokens, cpu_s, gpu_s)
+
+
+@numba.njit(cache=True)
 def count_holds(
     holds: np.ndarray, layer: int, experts: np.ndarray, change: int
 ) -> None:
