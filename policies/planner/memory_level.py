@@ -56,8 +56,8 @@ class Wish:
     __slots__ = ("demanded", "enters", "hurried", "leaving", "replaces", "room")
 
     # One is made for every copy, and keyword arguments would double its time.
-    def __init__(self, demanded: bool = False, enters: bool = False) -> None:
-        self.enters = enters
+    def __init__(self, demanded: bool = False) -> None:
+        self.enters = False
         self.demanded = demanded
         self.hurried = False
         self.replaces = -1
