@@ -45,15 +45,25 @@ def policy_faults() -> Iterator[None]:
     """
     try:
         yield
-    except PolicyError:
-        # That is how a policy says what its user can mend.
-        raise
     except Exception as error:
-        for raised in _chain(error):
-            begin = _first_frame(raised.__traceback__)
-            if begin is not None:
-                raise _fault(raised, begin) from raised.with_traceback(begin)
-        raise
+        fault = policy_fault(error)
+        if fault is None:
+            raise
+        raise fault from fault.__cause__
+
+
+def policy_fault(error: Exception) -> PolicyFault | None:
+    """The fault of a policy that is none of ours, if `error` comes out of its code."""
+    # That is how a policy says what its user can mend.
+    if isinstance(error, PolicyError):
+        return None
+    for raised in _chain(error):
+        begin = _first_frame(raised.__traceback__)
+        if begin is not None:
+            fault = _fault(raised, begin)
+            fault.__cause__ = raised.with_traceback(begin)
+            return fault
+    return None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

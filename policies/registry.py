@@ -23,6 +23,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from moesim.policies.answers import with_checks
 from moesim.policies.base import (
     AssignmentPolicy,
     CachePolicy,
@@ -142,10 +143,19 @@ def resolve(spec: str, kind: str, values: Mapping[str, Any] | None = None) -> Po
             that names the policy.
     """
     name, cls, arguments = _read(spec, kind, values)
+    where = f"{kind} policy {name!r}"
+    missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+    if missing:
+        raise PolicyError(
+            f"{where}: expected {cls.__name__} to define {missing}, found no such"
+            " method; policies/base.py describes it"
+        )
+
     try:
-        return cls(**arguments)
+        policy = cls(**arguments)
     except PolicyError as error:
-        raise PolicyError(f"{kind} policy {name!r}: {error}") from None
+        raise PolicyError(f"{where}: {error}") from None
+    return policy if _is_ours(cls) else with_checks(policy, where)
 
 
 def settings(
@@ -171,7 +181,7 @@ def source_of(cls: type[Policy]) -> dict[str, str]:
         ``file`` and ``sha256``; the digest of its lines alone where it was written into
         a notebook; nothing for our own policies, and where no source is known.
     """
-    if cls.__module__.startswith("moesim."):
+    if _is_ours(cls):
         return {}
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if file is not None and Path(file).is_file():
@@ -249,15 +259,26 @@ def restore(policies: Mapping[tuple[str, str], type[Policy]]) -> None:
     _registered.update(policies)
 
 
+def name_of(spec: str) -> str:
+    """The name or path in a spec, without its parameters."""
+    return _parts(spec)[0]
+
+
+def _parts(spec: str) -> tuple[str, str | None]:
+    """Name and text of the parameters of a spec; None for no parameters."""
+    match = _SPEC.fullmatch(spec.strip())
+    if match is None:
+        return spec, None
+    return match["name"], match["parameters"]
+
+
 def _read(
     spec: str,
     kind: str,
     values: Mapping[str, Any] | None,
 ) -> tuple[str, type[Policy], dict[str, Any]]:
     """Name, class and checked constructor arguments of a spec."""
-    match = _SPEC.fullmatch(spec.strip())
-    name = match["name"] if match else spec
-    text = match["parameters"] if match else None
+    name, text = _parts(spec)
     cls = find(name, kind)
 
     try:
@@ -266,6 +287,10 @@ def _read(
     except PolicyError as error:
         raise PolicyError(f"{kind} policy {name!r}: {error}") from None
     return name, cls, arguments
+
+
+def _is_ours(cls: type[Policy]) -> bool:
+    return cls.__module__.startswith("moesim.")
 
 
 def _named(cls: type[Policy], name: str) -> type[Policy]:

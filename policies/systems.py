@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from moesim.policies.base import PolicyError
 from moesim.policies.planner.plan import Policies
-from moesim.policies.registry import KINDS, knows, names, resolve
+from moesim.policies.registry import KINDS, knows, name_of, names, resolve
 
 if TYPE_CHECKING:
     from moesim.policies.base import (
@@ -452,10 +452,10 @@ def _system_of(assignment: str) -> System:
     Raises:
         PolicyError: there is no such policy, nor a system of that name.
     """
-    plain = assignment.partition(":")[0]
+    plain = name_of(assignment)
     # A system takes no parameters: the registry refuses them with its own message.
     is_known = plain in SYSTEMS or knows(plain, "assignment")
-    if not (is_known or assignment.endswith(".py")):
+    if not (is_known or plain.endswith(".py")):
         known = [*names("assignment"), *SYSTEMS]
         close = difflib.get_close_matches(plain, known, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""

@@ -166,13 +166,23 @@ def _give_up(number: int) -> None:
 
 def _explain(error: Exception) -> None:
     """Print a line about what a user can mend; raise a bug of ours."""
-    _print_frames(error)
     message = message_for_users(error)
+    if message is None:
+        error = _fault_of_policy(error)
+        message = message_for_users(error)
+    _print_frames(error)
     if message is None:
         raise error
     # A group without a command answers with its help, which is no error.
     prefix = "" if message.startswith("Usage:") else "error: "
     print(f"{prefix}{message}", file=sys.stderr)
+
+
+def _fault_of_policy(error: Exception) -> Exception:
+    """The fault of a user's policy that `error` comes from, else `error` itself."""
+    from moesim.policies.faults import policy_fault
+
+    return policy_fault(error) or error
 
 
 def _print_frames(error: Exception) -> None:
