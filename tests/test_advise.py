@@ -13,7 +13,7 @@ from model_files import write_gguf
 import moesim
 from moesim.advice.advise import advise
 from moesim.advice.errors import AdviceError
-from moesim.advice.machine.machine import Grade
+from moesim.advice.machine.machine import Grade, describe_machine
 from moesim.advice.model.catalogue import named_contents
 from moesim.advice.plan.candidates import Candidate, Job, bill_of
 from moesim.advice.plan.commands import override_pattern, server_command
@@ -191,6 +191,8 @@ def test_overrides_are_written_with_ranges():
         ({"job": Job(context=100)}, "--context 100 does not hold a prompt"),
         ({"job": Job(answer=0)}, "--answer: expected at least 1, got 0"),
         ({"quant": "Q9"}, "quantisation 'Q9': unknown"),
+        ({"ram": "32"}, "--ram '32': expected a size with its unit"),
+        ({"job": Job(keep_vram_bytes=20 * 2**30)}, "a smaller --keep-vram"),
     ],
 )
 def test_what_cannot_be_is_one_line(changes, expected):
@@ -198,6 +200,27 @@ def test_what_cannot_be_is_one_line(changes, expected):
         advise(MODEL, **{**PC, **changes})
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("rtx4060ti 16gb", "RTX 4060 Ti 16GB"),
+        ("2x3090", "2x RTX 3090"),
+        ("7900xtx", "RX 7900 XTX"),
+        ("2x RTX 3090", "2x RTX 3090"),
+    ],
+)
+def test_cards_are_found_as_people_write_them(words, name):
+    machine = describe_machine(cpu=PC["cpu"], gpu=words)
+    assert machine.name == f"{PC['cpu']} + {name}"
+
+
+def test_cores_of_a_profile_are_not_assumed():
+    """The flags said six threads, the line above them eight cores."""
+    machine = advise(MODEL, hw="rtx4060ti").machine
+    assert machine.processor.cores == 6
+    assert "CPU: two memory channels" in machine.assumed
 
 
 def test_without_a_machine_it_asks_for_one(command):

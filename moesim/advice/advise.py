@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from moesim.advice.bench.observed import ObservedRows, observe
 from moesim.advice.errors import AdviceError
 from moesim.advice.machine.machine import Grade, Machine, describe_machine
+from moesim.advice.machine.memory import check_memory
 from moesim.advice.machine.profile_probes import machine_of_profile
 from moesim.advice.model.contents import ModelContents
 from moesim.advice.model.resolve import model_contents
@@ -216,6 +217,8 @@ def _machine(
 ) -> Machine:
     """Describe the machine from words, a profile, or what llama-bench saw of it."""
     described = [cpu, ram, gpu, pcie]
+    if ram is not None:
+        check_memory(ram)
     if hw is not None:
         return machine_of_profile(Path(hw), cpu=cpu, ram=ram, gpu=gpu, pcie=pcie)
     if not any(described) and not rows.rows:
@@ -250,10 +253,17 @@ def _nothing_fits(model: ModelContents, machine: Machine, job: Job) -> AdviceErr
         has = f"{machine.memory.size_bytes / 1024**3:.0f} GiB of RAM"
     if machine.graphics and not machine.unified:
         has += f" and {machine.vram_bytes / 1024**3:.0f} GiB of graphics memory"
+    usual = Job()
+    kept = ""
+    if job.keep_vram_bytes > usual.keep_vram_bytes:
+        kept += ", a smaller --keep-vram"
+    if job.keep_ram_bytes > usual.keep_ram_bytes:
+        kept += ", a smaller --keep-ram"
     return AdviceError(
-        f"{model.name} does not fit: it needs {no_fit_words(model, job)},"
-        f" {machine.name} has {has}, {(bill.host_free or 0) / 1024**3:.1f} GiB of it"
-        " free; take a smaller quantisation, a shorter --context, or more memory"
+        f"{model.name} does not fit: it needs {no_fit_words(model, job)};"
+        f" {machine.name} has {has}, and {(bill.host_free or 0) / 1024**3:.1f} GiB of"
+        " RAM are free for weights; take a smaller quantisation, a shorter --context"
+        f"{kept}, or more memory"
     )
 
 

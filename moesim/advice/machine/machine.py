@@ -153,6 +153,10 @@ _WORD_PAIRS = re.compile(r"^[a-z_]+\s*=")
 UNKNOWN_PROCESSOR = Processor(
     name="unknown desktop CPU", cores=8, known=False, source="assumed"
 )
+CHANNELS_ASSUMED = "two memory channels"
+CORES_ASSUMED = f"CPU: {UNKNOWN_PROCESSOR.cores} cores, {CHANNELS_ASSUMED}"
+"""What is said where the processor is not known."""
+
 UNKNOWN_GRAPHICS = Graphics(
     name="unknown GPU",
     vram_bytes=24 * 1024**3,
@@ -271,7 +275,7 @@ def _processor(cpu: str | None, assumed: list[str], *, lenient: bool) -> Process
                 f"{closest(cpu, processors())}; give its numbers instead, as in --cpu"
                 " 'cores=8,ghz=3.6' --ram '2x16GB DDR4-3200'"
             )
-        assumed.append(f"CPU: {UNKNOWN_PROCESSOR.cores} cores, two memory channels")
+        assumed.append(CORES_ASSUMED)
         return UNKNOWN_PROCESSOR
 
     # A virtual machine says how many of the host's hyperthreads it got.

@@ -106,6 +106,20 @@ def parse_memory(text: str, *, channels: int, server: bool = False) -> MemorySpe
     return MemorySpec(size_bytes, filled, kind, peak)
 
 
+def check_memory(text: str) -> None:
+    """Refuse a description of host memory that says nothing, such as ``32``.
+
+    Raises:
+        AdviceError: neither a size with its unit, nor modules, a type or a rate.
+    """
+    read = parse_memory(text, channels=2)
+    if read.size_bytes is None and read.peak_bytes_per_s is None:
+        raise AdviceError(
+            f"--ram {text!r}: expected a size with its unit, modules or a rate, as in"
+            " 32GB, '2x16GB DDR4-3600' or '60 GB/s'"
+        )
+
+
 def pcie_bytes_per_s(generation: float, lanes: int) -> float:
     """Return the rate of a PCIe link in one direction, before protocol losses.
 

@@ -41,7 +41,14 @@ FILLERS = {
 
 # Units that belong to the number before them: "16 GB" and "16GB" are the same word.
 _GLUED = re.compile(r"(\d+)\s*(gb|gib|g)\b")
-_COUNT = re.compile(r"(?:^|\s)(\d{1,2})\s*[x\u00d7*]\s*(?=\D)", re.IGNORECASE)
+_COUNT = re.compile(
+    # Four digits are a card's number: "2x3090".
+    r"(?:^|\s)(\d{1,2})\s*[x\u00d7*]\s*(?=\D|\d{4}\b)",
+    re.IGNORECASE,
+)
+
+# People and profiles write a card's maker and number as one word: "rtx4060ti".
+_JOINED = re.compile(r"\b(rtx|gtx|rx)(?=\d)|(?<=\d)(?=(?:ti|super|xtx?|gre)\b)")
 _COUNT_BEHIND = re.compile(r"\s[x\u00d7]\s?(\d)\b(?!\s*G)", re.IGNORECASE)
 
 
@@ -49,6 +56,7 @@ def words_of(text: str) -> tuple[str, ...]:
     """Cut a device name into lower-case words without maker names."""
     # "AI Max+" and "AI Max" are two chips, so the sign is a word.
     lowered = _GLUED.sub(r"\1gb", text.lower().replace("+", " plus "))
+    lowered = _JOINED.sub(r"\1 ", _COUNT.sub(" ", lowered))
     words = re.findall(r"[a-z0-9]+", lowered)
     return tuple(word for word in words if word not in FILLERS)
 

@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moesim.advice.machine.devices import Graphics, graphics_cards, processors
-from moesim.advice.machine.machine import Machine, Probes, describe_machine
+from moesim.advice.machine.machine import (
+    CHANNELS_ASSUMED,
+    CORES_ASSUMED,
+    Machine,
+    Probes,
+    describe_machine,
+)
 from moesim.advice.machine.names import find
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.profile import HardwareProfile, load_profile
@@ -58,6 +64,11 @@ def machine_of_profile(
         processor = replace(machine.processor, cores=profile.cores)
         # A measured rate needs no guess about modules and channels.
         assumed = () if machine.probes.host_read else machine.assumed
+        # The profile states its cores.
+        assumed = tuple(
+            f"CPU: {CHANNELS_ASSUMED}" if words == CORES_ASSUMED else words
+            for words in assumed
+        )
         machine = replace(machine, processor=processor, assumed=assumed)
     return machine
 

@@ -7,6 +7,7 @@ experts are scaled so that the sum is right.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import Counter
 from dataclasses import replace
@@ -110,9 +111,12 @@ def named_contents(
     """
     row = shape_named(name)
     if row is None:
+        names = [*(each["name"] for each in shapes().values()), *ALIASES]
+        close = difflib.get_close_matches(name.lower(), names, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise AdviceError(
-            f"model {name!r}: no such file, folder or name; `moesim list models` prints"
-            " the names, and a GGUF file or Hugging Face folder is exact"
+            f"model {name!r}: no such file, folder or name{hint}; `moesim list models`"
+            " prints the names, and a GGUF file or Hugging Face folder is exact"
         )
     # These models were trained in this format and hardly exist in others.
     native = "MXFP4" if row["name"].startswith("gpt-oss") else DEFAULT_QUANT
