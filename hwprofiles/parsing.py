@@ -38,6 +38,13 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {closest[0]!r}?)" if closest else ""
 
 
+def several(text: str, noun: str) -> str:
+    """Return where to go with ``a,b`` where one thing is expected, else nothing."""
+    if "," not in text:
+        return ""
+    return f"; one {noun} is expected here, `moesim compare` and `sweep` take several"
+
+
 def parse_numbers(
     table: Mapping[str, Any], *, where: str, path: str = ""
 ) -> Iterator[tuple[str, Quantity | Curve]]:

@@ -30,7 +30,7 @@ import tomli_w
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.lanes import GPU, LANE_KINDS, gpu_of, kind_of, lane_names
-from moesim.hwprofiles.parsing import parse_fit, parse_numbers, suggestion
+from moesim.hwprofiles.parsing import parse_fit, parse_numbers, several, suggestion
 from moesim.hwprofiles.schema import (
     ACCELERATORS,
     PROFILE_KINDS,
@@ -441,7 +441,8 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
         known = list_profiles()
         raise ProfileError(
             f"unknown hardware profile {text!r}; known: {', '.join(known)}, or a path"
-            f" that ends in .toml{suggestion(text, known)}"
+            f" that ends in .toml{suggestion(text.lower().replace(' ', ''), known)}"
+            f"{several(text, 'machine')}"
         )
 
     where = text if is_path else path.name

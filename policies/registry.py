@@ -23,6 +23,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from moesim.hwprofiles.parsing import several
 from moesim.policies.answers import with_checks
 from moesim.policies.base import (
     AssignmentPolicy,
@@ -127,6 +128,7 @@ def find(name: str, kind: str) -> type[Policy]:
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise PolicyError(
         f"unknown {kind} policy {name!r}; known: {', '.join(known)}{hint}"
+        f"{several(name, 'policy')}"
     )
 
 

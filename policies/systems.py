@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
+from moesim.hwprofiles.parsing import several
 from moesim.policies.base import PolicyError
 from moesim.policies.planner.plan import Policies
 from moesim.policies.registry import KINDS, knows, name_of, names, resolve
@@ -462,5 +463,6 @@ def _system_of(assignment: str) -> System:
         raise PolicyError(
             f"unknown policy {plain!r}; systems: {', '.join(sorted(SYSTEMS))};"
             f" assignment policies: {', '.join(names('assignment'))}{hint}"
+            f"{several(plain, 'policy')}"
         )
     return System(assignment=assignment)

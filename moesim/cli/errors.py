@@ -261,6 +261,8 @@ def _usage(error: Any) -> str:
     answers with its help.
     """
     message = str(error.format_message()).rstrip(".")
+    message = message.replace("Input should be", "expected")
+    message = re.sub(r", unable to parse \w+ as an? \w+", "", message)
     if "\n" in message or error.ctx is None:
         return message
     return f"{message} (see: {error.ctx.command_path} --help)"

@@ -135,6 +135,9 @@ ThisMachine = Annotated[str | None, _shared("hw", MeasuredConfig)]
 Batch = Annotated[int, _shared("batch")]
 Steps = Annotated[int | None, _shared("steps")]
 Seed = Annotated[int, _shared("seed")]
+DrawSeed = Annotated[
+    int, typer.Option(min=0, metavar="N", help="Of the random numbers drawn here.")
+]
 Dtype = Annotated[str | None, _shared("dtype", MeasuredConfig)]
 Residual = Annotated[Path | None, _shared("residual", MeasuredConfig)]
 

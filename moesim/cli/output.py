@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,6 +34,18 @@ def print_notes(warnings: Iterable[str]) -> None:
     """Print warnings on standard error, so that they are no results."""
     for warning in warnings:
         print(f"note: {warning}", file=sys.stderr)
+
+
+def bound_json(config: RunConfig, makespan_s: float) -> dict[str, Any]:
+    """What `print_bound` prints, as the part of a JSON object: ``bound``, None where
+    there is none.
+    """
+    from moesim.bound.of_replay import bound_of
+
+    bound = bound_of(config)
+    if bound is None:
+        return {"bound": None}
+    return {"bound": bound.to_json() | {"share": bound.share(makespan_s)}}
 
 
 def print_bound(config: RunConfig, makespan_s: float, lead: str = "") -> None:

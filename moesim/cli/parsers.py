@@ -14,7 +14,9 @@ def size_bytes(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        from moesim.hwprofiles.parsing import several
+
+        raise typer.BadParameter(f"{error}{several(text, 'size')}") from None
 
 
 def sizes_bytes(text: str) -> tuple[int, ...]:

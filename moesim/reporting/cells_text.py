@@ -60,6 +60,8 @@ def cells_setting(compared: Comparison) -> str:
     memory = f"{memories} memory sizes"
     if memories == 1:
         memory = f"{memory_head(compared)} {compared.table['memory'].iloc[0]}"
+        if compared.axis == "slots_per_layer":
+            memory = f"{compared.table['memory'].iloc[0]} per layer"
     policies = len(compared.by_policy())
     return (
         f"{config['model']}, batch {config['batch']}, {policies} policies on {machine}"

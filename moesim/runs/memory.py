@@ -256,9 +256,10 @@ class MemoryOptions:
         if left < 0:
             raise PolicyError(
                 f"--gpu-memory: no room to stage {staging} experts:"
-                f" {budget_bytes:,} bytes hold {rest:,} of non-expert weights"
-                f" but not {staging} x {shape.max_expert_bytes:,} beside them; give"
-                " more memory, or fewer --staging slots"
+                f" {format_bytes(budget_bytes)} do not hold {format_bytes(rest)} of"
+                f" non-expert weights and {staging} x"
+                f" {format_bytes(shape.max_expert_bytes)}; give more memory, or fewer"
+                " --staging slots"
             )
         return left * split
 
@@ -314,8 +315,8 @@ class MemoryOptions:
         if left < 0:
             raise PolicyError(
                 f"--host-memory: no room to stage {staging} experts of"
-                f" {shape.max_expert_bytes:,} bytes in {self.host_memory_bytes:,}"
-                " bytes; give more memory"
+                f" {format_bytes(shape.max_expert_bytes)} in"
+                f" {format_bytes(self.host_memory_bytes)}; give more memory"
             )
         # Nothing would ever be read from the SSD again.
         if left >= total:

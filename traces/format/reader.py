@@ -31,6 +31,7 @@ from moesim.traces.format.schema import (
 )
 from moesim.traces.format.sorting import joined
 from moesim.traces.format.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_width
+from moesim.traces.models import known_models
 from moesim.traces.parquet_seal import Digests, Footer, check_footer, digests
 from moesim.traces.passes import Passes
 from moesim.traces.shipped import SHIPPED, resolve_trace
@@ -466,6 +467,12 @@ def _opened(path: Path, stack: ExitStack) -> pq.ParquetFile:
         file = stack.enter_context(open_parquet(path))
         _ = file.schema_arrow.names  # damaged names show here
     except FileNotFoundError:
+        # The name of a model is easily taken for a trace of it.
+        if str(path) in known_models():
+            raise TraceError(
+                f"{path}: a model, and no trace; `moesim trace synth {path}.parquet"
+                f" --shape {path}` draws one, `moesim record` records one"
+            ) from None
         way_out = (
             "`moesim record` or `moesim trace import` makes a trace;"
             f" {' and '.join(SHIPPED)} ship with moesim"
@@ -474,6 +481,11 @@ def _opened(path: Path, stack: ExitStack) -> pq.ParquetFile:
     except IsADirectoryError:
         raise TraceError(f"{path}: expected a Parquet file, found a folder") from None
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if path.suffix == ".gguf":
+            raise TraceError(
+                f"{path}: a model, and no trace; `moesim advise` and `moesim model`"
+                " read it, `moesim trace import` makes a trace of what its engine wrote"
+            ) from None
         raise TraceError(
             f"{path}: not a readable Parquet file: {_first_line(error)}; {_AGAIN}"
         ) from None

@@ -307,7 +307,8 @@ def _question_lines(advice: Advice) -> list[str]:
 def model_text(model: ModelContents) -> str:
     """Lay out what a model file holds, layer by layer."""
     weights = (
-        f"{model.weights / 1e9:.2f} G, {model.active_weights / 1e9:.2f} G per token"
+        f"{model.weights / 1e9:.2f} billion, {model.active_weights / 1e9:.2f} billion"
+        " per token"
     )
     head = f"{format_bytes(model.head_bytes)} {model.head_format}"
     if model.tied:

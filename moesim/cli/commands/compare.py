@@ -129,14 +129,18 @@ def compare(
     _write(compared, is_single=is_single, png=png, html=html, table=table)
     if perfetto is not None:
         _write_perfetto(compared, perfetto, is_single=is_single)
+    # Of a ranking the bound says how far the fastest could still go.
+    runs = compared.by_policy()
+    best = min(runs, key=lambda name: runs[name].metrics["makespan_s"])
+    seconds = runs[best].metrics["makespan_s"]
     if as_json:
-        print(json.dumps(compared.to_json(), indent=2))
+        answer = compared.to_json()
+        if is_single:
+            answer |= output.bound_json(config.replaced(policy=best), seconds)
+        print(json.dumps(answer, indent=2))
         return
     _print(compared, is_single=is_single)
     if is_single:
-        runs = compared.by_policy()
-        best = min(runs, key=lambda name: runs[name].metrics["makespan_s"])
-        seconds = runs[best].metrics["makespan_s"]
         output.print_bound(config.replaced(policy=best), seconds, f"{best} is ")
     output.print_written([out, png, html, table, perfetto])
     warnings = [warning for run in compared.runs.values() for warning in run.warnings]

@@ -85,7 +85,8 @@ def replay(
             progress=progress,
         )
     if as_json:
-        print(json.dumps(run.to_json(), indent=2))
+        bound = output.bound_json(config, run.metrics["makespan_s"])
+        print(json.dumps(run.to_json() | bound, indent=2))
         return
     print(report.run_text(run))
     output.print_bound(config, run.metrics["makespan_s"])

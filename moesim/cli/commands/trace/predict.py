@@ -9,7 +9,7 @@ import typer
 
 from moesim.cli import parsers
 from moesim.cli.checks import check_places
-from moesim.cli.options import AsJson, Seed, TraceFile
+from moesim.cli.options import AsJson, DrawSeed, TraceFile
 
 
 def predict(
@@ -56,7 +56,7 @@ def predict(
     between_layers: Annotated[
         float, typer.Option(help="Share of difficulty that a token's layers share.")
     ] = 0.4,
-    seed: Seed = 0,
+    seed: DrawSeed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Add predictions of stated accuracy to a trace, and scores where it has none.

@@ -7,7 +7,7 @@ import typer
 
 from moesim.cli import output
 from moesim.cli.checks import check_places
-from moesim.cli.options import Seed
+from moesim.cli.options import DrawSeed
 
 
 def synth(
@@ -88,7 +88,7 @@ def synth(
         int | None,
         typer.Option(min=0, help="Generated tokens. Default: 512, or as in --like."),
     ] = None,
-    seed: Seed = 0,
+    seed: DrawSeed = 0,
 ) -> None:
     """Draw a trace with the statistics of a real one (--like), or with stated ones
     (--shape).

@@ -8,7 +8,7 @@ import typer
 
 from moesim.cli import parsers
 from moesim.cli.checks import check_places
-from moesim.cli.options import AsJson, Seed, TraceFile
+from moesim.cli.options import AsJson, DrawSeed, TraceFile
 
 
 def widths(
@@ -51,7 +51,7 @@ def widths(
             help="Instead of --bits: a CSV file with the columns layer, expert, bits.",
         ),
     ] = None,
-    seed: Seed = 0,
+    seed: DrawSeed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Give the experts of one layer bit-widths, and so sizes, of their own.
