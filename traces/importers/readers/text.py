@@ -9,18 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-# Text parsed at a time. A query of DuckDB costs some milliseconds whatever it holds: at
-# half a MiB they were half of the time per row.
+# Text copied at a time.
 TEXT_BYTES = 1 << 23
-# The first chunk is small, because it is parsed twice: the importer learns from it what
-# the file says about itself.
+# What is parsed to learn what a file says about itself.
 _FIRST_BYTES = 1 << 16
-_COUNTED_BYTES = 1 << 18
+# Text that is searched several times stays in the processor's cache.
+_CHUNK_BYTES = 1 << 18
 
 
 def head(
@@ -88,42 +85,19 @@ def _end_of_lines(path: Path) -> int | None:
     return size - cut if cut and newline >= 0 else None
 
 
-def _line_ends(data: bytes) -> int:
-    """How many lines end in some text."""
-    # numpy counts several times as fast as `bytes.count` does, in pieces that stay in
-    # the processor's cache.
-    text = np.frombuffer(data, np.uint8)
-    pieces = range(0, len(text), _COUNTED_BYTES)
-    return sum(
-        int(np.count_nonzero(text[first : first + _COUNTED_BYTES] == ord("\n")))
-        for first in pieces
-    )
-
-
-def line_chunks(
-    path: Path,
-    *,
-    skip: int = 0,
-) -> Iterator[tuple[int, bytes]]:
-    """Read whole lines: a few at first, then about `TEXT_BYTES` at a time.
-
-    Args:
-        path: a text.
-        skip: lines before the first chunk.
-
-    Yields:
-        The number of the chunk's first line, from 1, and its bytes.
-    """
-    number = 1 + skip
-
+def first_lines(path: Path) -> list[bytes]:
+    """Return the first lines of a file, whole ones, some `_FIRST_BYTES` in all."""
     with path.open("rb") as file:
-        for _ in range(skip):
-            file.readline()
+        return file.readlines(_FIRST_BYTES)
 
-        size = min(_FIRST_BYTES, TEXT_BYTES)
-        while data := file.read(size):
-            data += file.readline()
-            yield number, data
-            size = TEXT_BYTES
 
-            number += _line_ends(data)
+def filled(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Number lines from 1, and leave out those that are blank."""
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def line_chunks(path: Path) -> Iterator[bytes]:
+    """Read whole lines, about `_CHUNK_BYTES` at a time."""
+    with path.open("rb") as file:
+        while data := file.read(_CHUNK_BYTES):
+            yield data + file.readline()
