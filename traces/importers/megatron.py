@@ -112,9 +112,11 @@ def provenance(
     sidecars = False
 
     for data in line_chunks(path):
-        # Looking for one word first is many times faster than the expression.
+        # Looking for one word first is many times faster than the expression, and for
+        # a letter that other keys do not have than for a word.
         drafts += len(draft.findall(data)) if b'"mtp"' in data else 0
-        sidecars |= b'"hs_offset"' in data or b'"logit_offset"' in data
+        if b"f" in data:
+            sidecars |= b'"hs_offset"' in data or b'"logit_offset"' in data
 
     rank = _rank(path, names["rank"])
     if not isinstance(rank, int):

@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 # A line must be shorter; DuckDB reads twice as much at a time.
 LINE_BYTES = 64 << 20
-# What is yielded at a time is about as long, in the file and in memory.
-PIECE_BYTES = 8 << 20
-# DuckDB parses as many lines at a time.
-_VECTOR_LINES = 2048
+# Values that are yielded at a time, which stay in the processor's cache.
+PIECE_BYTES = 2 << 20
+# DuckDB returns as many lines at a time, or fewer where they are longer than this in all.
+_BATCH_LINES = 2048
+_BATCH_BYTES = 32 << 20
 
 
 class JsonLines(NamedTuple):
@@ -226,10 +227,10 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _batch_lines(path: Path) -> int:
-    """How many lines are about `PIECE_BYTES` long, if all are as long as the first."""
+    """How many lines DuckDB returns at a time, if all are as long as the first ones."""
     start = head(path)
-    lines = PIECE_BYTES * max(1, start.count(b"\n")) // max(1, len(start))
-    return min(max(1, lines), _VECTOR_LINES)
+    fitting = _BATCH_BYTES * start.count(b"\n") // max(1, len(start))
+    return min(max(1, fitting), _BATCH_LINES)
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
@@ -280,20 +281,25 @@ def whole_numbers(
     array: pa.Array,
     limit: int,
 ) -> tuple[np.ndarray, int]:
-    """Return doubles [N] as int64, and the place of the first that is null, negative,
-    not below `limit` or no whole number; -1 where all are fine.
+    """Return doubles [N] as int32, or int64 where `limit` is above 2**31, and the place
+    of the first that is null, negative, not below `limit` or no whole number; -1 where
+    all are fine.
     """
+    kind = np.int32 if limit <= 1 << 31 else np.int64
     if array.null_count:
-        return np.empty(0, np.int64), int(is_null(array).argmax())
+        return np.empty(0, kind), int(is_null(array).argmax())
 
     doubles = values(array)
-    # What is not a number compares as false.
-    in_range = (doubles >= 0) & (doubles < limit)
-    fine = in_range & (np.floor(doubles) == doubles)
+    # What is not a number makes the least one, too, and compares as false.
+    if not len(doubles) or (doubles.min() >= 0 and doubles.max() < limit):
+        whole = doubles.astype(kind)
+        fine = whole == doubles
+    else:
+        fine = (doubles >= 0) & (doubles < limit) & (np.floor(doubles) == doubles)
     if fine.all():
-        return doubles.astype(np.int64), -1
+        return whole, -1
 
-    return np.empty(0, np.int64), int(fine.argmin())
+    return np.empty(0, kind), int(fine.argmin())
 
 
 def is_null(array: pa.Array) -> np.ndarray:

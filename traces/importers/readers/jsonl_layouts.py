@@ -44,6 +44,8 @@ _TYPES: dict[str, Any] = {
     "experts": ["DOUBLE"],
     "weights": ["DOUBLE"],
 }
+# So many lines tell which columns a file has.
+_SAMPLED_LINES = 16
 # An error quotes no more of a value than this.
 _QUOTED_LETTERS = 80
 
@@ -117,7 +119,7 @@ def first_columns(path: Path, keys: Keys = KEYS) -> set[str]:
         TraceError: one JSON text over many lines that is not JSON.
     """
     columns: set[str] = set()
-    for _, text in _first_lines(path, _rows_of(path)):
+    for _, text in islice(_first_lines(path, _rows_of(path)), _SAMPLED_LINES):
         # Reading the file names a line that is not JSON.
         with suppress(ValueError):
             line = json.loads(text)
