@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 LINE_BYTES = 64 << 20
 # Values that are yielded at a time, which stay in the processor's cache.
 PIECE_BYTES = 2 << 20
-# DuckDB returns as many lines at a time, or fewer where they are longer than this in all.
-_BATCH_LINES = 2048
+# DuckDB returns so many lines at a time, fewer of long ones.
+BATCH_LINES = 2048
 _BATCH_BYTES = 32 << 20
 
 
@@ -126,38 +126,23 @@ class JsonLinesReader:
         """
         import duckdb  # noqa: PLC0415 - as above
 
-        # Of its own: another query would end this one.
-        connection = _connection().cursor()
-        relation = connection.read_json(
-            # What looks like a pattern is the name of a file here.
-            glob.escape(str(path.absolute())),
-            columns={"line": _sql_type(self._structure)},
-            format="newline_delimited",
-            records="false",
-            # A line that is not JSON is null, and is named below.
-            ignore_errors=True,
-            maximum_object_size=LINE_BYTES,
-            compression="none",
-            hive_partitioning=False,
-        )
-        pieces = _pieces(batches_of(relation, _batch_lines(path)))
-
+        pieces = _pieces(_batches(path, self._structure))
+        text = partial(_lines_of, path)
         place = 0
         while True:
             try:
                 piece = next(pieces, None)
             except (duckdb.Error, pa.ArrowException, OSError) as error:
+                behind = f"lines behind line {place}"
                 expected = f"JSON in lines of up to {LINE_BYTES >> 20} MiB"
-                where = f"lines behind line {place}"
-                raise layout_error(path, where, expected, _in_one_line(error)) from None
+                reason = _in_one_line(error)
+                raise layout_error(path, behind, expected, reason) from None
             if piece is None:
                 return
 
             first = min(max(0, skip - place), len(piece))
-            places = np.arange(place + first, place + len(piece))
+            yield self._checked(path, text, place + first, piece[first:])
             place += len(piece)
-            lines = self._lines(path, partial(_lines_of, path), places)
-            yield self._with_values(lines, piece[first:])
 
     def parse(self, path: Path, lines: Sequence[bytes]) -> JsonLines:
         """Parse lines in memory, none of them blank.
@@ -167,30 +152,32 @@ class JsonLinesReader:
         """
         offsets = np.cumsum([0, *map(len, lines)], dtype=np.int64)
         buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(lines))]
-        text = pa.Array.from_buffers(pa.large_string(), len(lines), buffers)
-        table = pa.Table.from_arrays([text], ["line"])
+        column = pa.Array.from_buffers(pa.large_string(), len(lines), buffers)
+        table = pa.Table.from_arrays([column], ["line"])
 
-        structure = _quoted(json.dumps(self._structure))
-        transform = (
-            f"CASE WHEN json_valid(line) THEN json_transform(line, {structure}) END"
-        )
-        parsed = _connection().from_arrow(table).project(transform).to_arrow_table()
-        places = np.arange(len(lines))
-        column = parsed.column(0).combine_chunks()
-        return self._with_values(self._lines(path, lambda: lines, places), column)
+        value = f"json_transform(line, {_quoted(json.dumps(self._structure))})"
+        # As in a file, a line that is not JSON is null.
+        value = f"CASE WHEN json_valid(line) THEN {value} END"
+        parsed = _connection().from_arrow(table).project(value).to_arrow_table()
+        return self._checked(path, lambda: lines, 0, parsed.column(0).combine_chunks())
 
-    def _lines(
-        self, path: Path, text: Callable[[], Iterable[bytes]], place: np.ndarray
+    def _checked(
+        self,
+        path: Path,
+        text: Callable[[], Iterable[bytes]],
+        first: int,
+        parsed: Any,
     ) -> JsonLines:
-        return JsonLines(path, text, place, None, self._names)
-
-    def _with_values(self, lines: JsonLines, found: Any) -> JsonLines:
-        """The lines with what they hold, if all of them are JSON."""
-        if found.null_count:
-            lines.require_json(int(is_null(found).argmax()))
-        if self._names:
-            found = _renamed(found, self._names)
-        return lines._replace(values=found)
+        """Parsed lines from the place `first` on, if all of them are JSON."""
+        place = first + np.arange(len(parsed))
+        lines = JsonLines(path, text, place, parsed, self._names)
+        if parsed.null_count:
+            lines.require_json(int(is_null(parsed).argmax()))
+        return (
+            lines._replace(values=_renamed(parsed, self._names))
+            if self._names
+            else lines
+        )
 
 
 @functools.cache
@@ -205,6 +192,28 @@ def _connection() -> Any:
             "threads": 1,
         }
     )
+
+
+def _batches(path: Path, structure: Any) -> Iterator[pa.RecordBatch]:
+    """What the lines of a file hold, as batches with one column."""
+    # What looks like a pattern is the name of a file here.
+    name = _quoted(glob.escape(str(path.absolute())))
+    # A line that is not JSON is null; a suffix or a folder's name says nothing.
+    query = f"""
+        FROM read_json(
+            {name},
+            columns = {{line: {_quoted(_sql_type(structure))}}},
+            format = 'newline_delimited',
+            records = false,
+            ignore_errors = true,
+            maximum_object_size = {LINE_BYTES},
+            compression = 'none',
+            hive_partitioning = false
+        )
+    """
+    # Another query would end this one, so it has a connection of its own.
+    connection = _connection().cursor()
+    yield from batches_of(connection.sql(query), _batch_lines(path))
 
 
 def _quoted(text: str, mark: str = "'") -> str:
@@ -230,7 +239,7 @@ def _batch_lines(path: Path) -> int:
     """How many lines DuckDB returns at a time, if all are as long as the first ones."""
     start = head(path)
     fitting = _BATCH_BYTES * start.count(b"\n") // max(1, len(start))
-    return min(max(1, fitting), _BATCH_LINES)
+    return min(max(1, fitting), BATCH_LINES)
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
@@ -292,13 +301,12 @@ def whole_numbers(
     doubles = values(array)
     # What is not a number makes the least one, too, and compares as false.
     if not len(doubles) or (doubles.min() >= 0 and doubles.max() < limit):
-        whole = doubles.astype(kind)
-        fine = whole == doubles
-    else:
-        fine = (doubles >= 0) & (doubles < limit) & (np.floor(doubles) == doubles)
-    if fine.all():
-        return whole, -1
+        integers = doubles.astype(kind)
+        if (integers == doubles).all():
+            return integers, -1
 
+    in_range = (doubles >= 0) & (doubles < limit)
+    fine = in_range & (np.floor(doubles) == doubles)
     return np.empty(0, kind), int(fine.argmin())
 
 

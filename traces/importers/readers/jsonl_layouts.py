@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -44,8 +43,6 @@ _TYPES: dict[str, Any] = {
     "experts": ["DOUBLE"],
     "weights": ["DOUBLE"],
 }
-# So many lines tell which columns a file has.
-_SAMPLED_LINES = 16
 # An error quotes no more of a value than this.
 _QUOTED_LETTERS = 80
 
@@ -113,27 +110,22 @@ def has_key(value: dict[str, Any], name: str, keys: Keys = KEYS) -> bool:
 
 
 def first_columns(path: Path, keys: Keys = KEYS) -> set[str]:
-    """Return which of our columns the first lines have, for a row or for its token.
+    """Return which of our columns the first line has, in itself or in its first layer.
 
     Raises:
-        TraceError: one JSON text over many lines that is not JSON.
+        TraceError: the first line is not JSON.
     """
-    columns: set[str] = set()
-    for _, text in islice(_first_lines(path, _rows_of(path)), _SAMPLED_LINES):
-        # Reading the file names a line that is not JSON.
-        with suppress(ValueError):
-            line = json.loads(text)
-            layers = line.get("layers") if isinstance(line, dict) else None
-            parts = [line, *(layers if isinstance(layers, list) else [])]
-            columns |= {
-                name
-                for name in keys
-                for part in parts
-                if isinstance(part, dict)
-                and any(part.get(key) is not None for key in keys[name])
-            }
+    first = _first_line(path, _rows_of(path))
+    line = first if isinstance(first, dict) else {}
+    layers = line.get("layers")
+    layer = layers[0] if isinstance(layers, list) and layers else None
 
-    return columns
+    parts = [line, layer] if isinstance(layer, dict) else [line]
+    return {
+        name
+        for name, candidates in keys.items()
+        if any(part.get(key) is not None for part in parts for key in candidates)
+    }
 
 
 def row_tables(path: Path, keys: Keys = KEYS) -> Iterator[RowTable]:
@@ -143,13 +135,10 @@ def row_tables(path: Path, keys: Keys = KEYS) -> Iterator[RowTable]:
         TraceError: a line that is not JSON, or not of the layout of the first one.
     """
     rows = _rows_of(path)
-    first = next(_first_lines(path, rows), None)
+    first = _first_line(path, rows)
     if first is None:
         return
-
-    number, text = first
-    with decoding(path, f"line {number}"):
-        layout = _layout_of(json.loads(text), rows.top_k, keys)
+    layout = _layout_of(first, rows.top_k, keys)
     reader = JsonLinesReader(layout.structure)
 
     held = [reader.parse(path, rows.held)] if rows.held else []
@@ -194,11 +183,14 @@ def _rows_of(path: Path) -> _Rows:
     return _Rows(0, [json.dumps(text).encode()], None)
 
 
-def _first_lines(path: Path, rows: _Rows) -> Iterator[tuple[int, bytes]]:
-    """The first lines of rows, with their numbers; none is blank."""
-    if rows.held or rows.skip is None:
-        return filled(rows.held)
-    return islice(filled(first_lines(path)), rows.skip, None)
+def _first_line(path: Path, rows: _Rows) -> Any:
+    """What the first line of rows holds; None without one."""
+    in_file = [] if rows.skip is None else first_lines(path)
+    lines = islice(filled(rows.held or in_file), 0 if rows.held else rows.skip, None)
+    for number, text in lines:
+        with decoding(path, f"line {number}"):
+            return json.loads(text)
+    return None
 
 
 def _is_header(value: Any) -> bool:
