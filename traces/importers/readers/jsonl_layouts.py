@@ -189,7 +189,7 @@ def _first_line(path: Path, rows: _Rows) -> Any:
     lines = islice(filled(rows.held or in_file), 0 if rows.held else rows.skip, None)
     for number, text in lines:
         with decoding(path, f"line {number}"):
-            return json.loads(text)
+            return json.loads(text.rstrip())
     return None
 
 
