@@ -13,6 +13,7 @@ Source: BigMoeOnEdge docs/telemetry.md, "Route trace".
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -340,17 +341,19 @@ def preamble(path: Path, words: str = "") -> Preamble:
     dense_bytes = 0
 
     # Comments may hold anything; only what is looked for must be readable.
-    lines = head(path, _PREAMBLE_BYTES).decode("utf-8", "replace").splitlines()
-    if not lines or lines[0].strip() != "# route_trace v1":
+    start = io.BytesIO(head(path, _PREAMBLE_BYTES))
+    lines = (line.decode("utf-8", "replace").rstrip("\r\n") for line in start)
+    version = next(lines, "nothing")
+    if version.strip() != "# route_trace v1":
         raise layout_error(
             path,
             "line 1",
             "# route_trace v1",
-            lines[0][:40] if lines else "nothing",
+            version[:40],
             "is there a newer moesim?",
         )
 
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines, start=2):
         if not line.startswith("#"):
             columns = _header_columns(path, number, line, names)
             return Preamble(
@@ -624,8 +627,9 @@ def _first_of(
     names: tuple[str, ...],
 ) -> Block:
     """Cells [N, K] with one value [N] in those columns in which their lines agree."""
+    # A copy lets go of the other values.
     return {
-        name: column[:, 0] if name in names else column
+        name: column[:, 0].copy() if name in names else column
         for name, column in cells.items()
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tempfile
@@ -37,12 +38,11 @@ def first_object(path: Path) -> Any:
     """Return the JSON value on the first line that is not empty, or None; never
     raises.
     """
-    for line in head(path).splitlines():
-        if line.strip():
-            try:
-                return json.loads(line)
-            except (ValueError, RecursionError):
-                return None
+    for _, line in filled(io.BytesIO(head(path))):
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError):
+            return None
 
     return None
 
