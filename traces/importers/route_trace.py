@@ -305,10 +305,13 @@ def _accesses(
     experts = block["experts"][rows]
     count, top_k = experts.shape
 
+    kinds = {field.name: field.type.to_pandas_dtype() for field in _RESIDENCY}
     columns = {
-        name: np.repeat(block[name][rows], top_k) for name in ("seq", "pos", "layer")
+        # Narrowed before there are K of each.
+        name: np.repeat(block[name][rows].astype(kinds[name]), top_k)
+        for name in ("seq", "pos", "layer")
     }
-    columns["slot"] = np.tile(np.arange(top_k), count)
+    columns["slot"] = np.tile(np.arange(top_k, dtype=kinds["slot"]), count)
     columns["expert"] = experts.reshape(-1)
     for name in _RESIDENCY_COLUMNS:
         known = name in residency
@@ -316,8 +319,7 @@ def _accesses(
         columns[name] = np.zeros(count * top_k) if column is None else column
 
     arrays = [
-        numbers(columns[field.name].astype(field.type.to_pandas_dtype()))
-        for field in _RESIDENCY
+        numbers(columns[name].astype(kind, copy=False)) for name, kind in kinds.items()
     ]
     return pa.Table.from_arrays(arrays, schema=_RESIDENCY)
 
