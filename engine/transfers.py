@@ -64,6 +64,7 @@ class Transfers(Generic[Op]):
     def __init__(self, world: World[Op], planner: Planner) -> None:
         self._world = world
         self._submit = world.submit
+        self._admission = world.admission
         self._planner = planner
         self._experts = planner.shape.experts
         self._writes_back = planner.policies.writes_back
@@ -71,7 +72,7 @@ class Transfers(Generic[Op]):
         # Keys are layer * E + expert; per GPU they are shifted by the whole model.
         self._model = planner.shape.layers * planner.shape.experts
         self._queued: dict[int, QueuedCopy[Op]] = {}
-        self._in_flight: set[int] = set()
+        self._coming: set[int] = set()  # queued or in flight
         self._awaiting_gpu: dict[int, Op] = {}  # product that waits for a copy
         self._reads: dict[int, PendingRead[Op]] = {}
         # Layer -> queued prefetches for it: (GPU, layer, expert) in queue order.
@@ -84,7 +85,7 @@ class Transfers(Generic[Op]):
         self._predicting = False
         # Reports of what happened while decisions were under way.
         self._unreported: list[tuple[Callable[..., bool], tuple[int, ...]]] = []
-        world.admission.decide = self._admit
+        self._admission.decide = self._admit
 
     # -- queueing ---------------------------------------------------------------------
 
@@ -98,15 +99,16 @@ class Transfers(Generic[Op]):
             return
 
         gpu = copies.gpu
+        self._outstanding[layer] += len(copies.experts)
+        if priority != DEMAND:
+            self._unawaited[layer] += len(copies.experts)
         for position, expert in enumerate(copies.experts):
             key = layer * self._experts + expert
             operation = self._world.copy(copies, position, step)
             operation.on_end = self._copied
             copy = QueuedCopy(operation, gpu, priority)
             self._queued[gpu * self._model + key] = copy
-            self._outstanding[layer] += 1
-            if priority != DEMAND:
-                self._unawaited[layer] += 1
+            self._coming.add(gpu * self._model + key)
             if priority == PREFETCH:
                 place = (gpu, layer, expert)
                 self._prefetches.setdefault(layer, {})[place] = None
@@ -133,7 +135,7 @@ class Transfers(Generic[Op]):
     @property
     def all_copied(self) -> bool:
         """Whether no copy to a GPU is queued or on its way."""
-        return not self._queued and not self._in_flight
+        return not self._coming
 
     @property
     def all_read(self) -> bool:
@@ -144,7 +146,7 @@ class Transfers(Generic[Op]):
         """Start a product as soon as its expert is on a GPU."""
         # As `_key`, whose call would be made for every product.
         key = gpu * self._model + product.layer * self._experts + product.expert
-        if key in self._queued or key in self._in_flight:
+        if key in self._coming:
             self._awaiting_gpu[key] = product
         else:
             self._submit(product)
@@ -170,8 +172,9 @@ class Transfers(Generic[Op]):
     def _settle(self, layer: int) -> None:
         """Count a copy that has landed or was given up."""
         self._outstanding[layer] -= 1
-        all_landed = self._outstanding[layer] == self._unawaited[layer]
-        if all_landed and layer in self._when_landed:
+        if layer not in self._when_landed:
+            return
+        if self._outstanding[layer] == self._unawaited[layer]:
             self._when_landed.pop(layer)()
 
     def _read(
@@ -206,7 +209,7 @@ class Transfers(Generic[Op]):
             layer: MoE layer whose gate has just chosen.
             active: int32 [A], the experts that it chose.
         """
-        self._world.admission.closed = True
+        self._admission.closed = True
         if not self._prefetches:
             return
         if self._planner.requeues:
@@ -222,7 +225,7 @@ class Transfers(Generic[Op]):
 
     def end_decisions(self) -> None:
         """Report what has landed meanwhile, and let queued operations start."""
-        self._world.admission.closed = False
+        self._admission.closed = False
         if self._unreported:
             for report, arguments in self._unreported:
                 report(*arguments)
@@ -240,20 +243,24 @@ class Transfers(Generic[Op]):
 
     def _take_back(self, gpu: int, layer: int, expert: int) -> None:
         """Forget a queued copy; the planner has forgotten it already."""
-        copy = self._forget(gpu, layer, expert)
+        key = gpu * self._model + layer * self._experts + expert
+        copy = self._forget(key)
+        self._coming.remove(key)
         self._settle(layer)
         if copy.read is None:
             self._world.withdraw(copy.operation, copy.priority)
         else:
             self._leave_read(copy)
 
-    def _forget(self, gpu: int, layer: int, expert: int) -> QueuedCopy[Op]:
-        key = layer * self._experts + expert
-        copy = self._queued.pop(gpu * self._model + key)
+    def _forget(self, key: int) -> QueuedCopy[Op]:
+        """Take a copy off the books of the queue, by its key on its GPU."""
+        copy = self._queued.pop(key)
+        operation = copy.operation
+        layer = operation.layer
         if copy.priority != DEMAND:
             self._unawaited[layer] -= 1
-        if copy.operation.kind == kinds.PREFETCH:
-            del self._prefetches[layer][gpu, layer, expert]
+        if operation.kind == kinds.PREFETCH:
+            del self._prefetches[layer][copy.gpu, layer, operation.expert]
         return copy
 
     def _leave_read(self, copy: QueuedCopy[Op]) -> None:
@@ -289,17 +296,18 @@ class Transfers(Generic[Op]):
             return START
 
         gpu = self._gpu_of[operation.lane]
+        key = gpu * self._model + layer * self._experts + expert
         planner = self._planner
         place = planner.start_copy(gpu, layer, expert, now_s)
         if place is None:
             if not planner.gives_up(gpu, layer, expert):
                 return WAIT
             planner.cancel_copy(gpu, layer, expert)
-            self._forget(gpu, layer, expert)
+            self._forget(key)
+            self._coming.remove(key)
             self._settle(layer)
             return DROP
-        self._forget(gpu, layer, expert)
-        self._in_flight.add(gpu * self._model + layer * self._experts + expert)
+        self._forget(key)
         self._world.placed(operation, gpu)
         if self._writes_back:
             for key in place.evicted:
@@ -336,9 +344,14 @@ class Transfers(Generic[Op]):
         gpu = self._gpu_of[operation.lane]
         layer = operation.layer
         expert = operation.expert
-        self.report(self._planner.landed, gpu, layer, expert)
+        # As `report`, whose call would be made for every copy.
+        landed = self._planner.landed
+        if self._admission.closed:
+            self._unreported.append((landed, (gpu, layer, expert)))
+        elif landed(gpu, layer, expert):
+            self._world.offer()
         key = gpu * self._model + layer * self._experts + expert
-        self._in_flight.remove(key)
+        self._coming.remove(key)
         product = self._awaiting_gpu.pop(key, None)
         if product is not None:
             self._submit(product)
@@ -351,7 +364,7 @@ class Transfers(Generic[Op]):
             report: one of its methods; answers whether a staging slot is free again.
             arguments: of it.
         """
-        if self._world.admission.closed:
+        if self._admission.closed:
             self._unreported.append((report, arguments))
         elif report(*arguments):
             self._world.offer()

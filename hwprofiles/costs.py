@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 _ACTIVATION = paths.link(paths.ACTIVATION)
+_NO_TABLE = np.empty(0)
 
 
 class _ControlCost(NamedTuple):
@@ -86,8 +87,8 @@ class Costs:
         self.shape = shape
         self._copy_factor = _pageable_factor(profile) if pageable else 1.0
         # Empty tables: the first look-up lies beyond their end and builds them.
-        self._cpu: list[np.ndarray] = [np.empty(0)] * shape.layers
-        self._gpu: list[np.ndarray] = [np.empty(0)] * shape.layers
+        self._cpu: list[np.ndarray] = [_NO_TABLE] * shape.layers
+        self._gpu: list[np.ndarray] = [_NO_TABLE] * shape.layers
         self._unequal = bool(shape.bytes_by_expert)
         self._by_size: dict[str, np.ndarray] = {}
         if self._unequal:
@@ -100,6 +101,15 @@ class Costs:
         self._join: _ControlCost | None = None
 
     # --- experts
+
+    def tables_s(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of one expert of `layer` by tokens on the CPU and on a GPU: float64
+        [T] each, as far as `cpu_s` and `gpu_s` were asked; empty where experts of a
+        layer differ in size.
+        """
+        if self._unequal:
+            return _NO_TABLE, _NO_TABLE
+        return self._cpu[layer], self._gpu[layer]
 
     def cpu_s(
         self, layer: int, tokens: np.ndarray, experts: np.ndarray | None = None

@@ -145,7 +145,7 @@ def _replay_layer(
         level.demand(work, layer, keys)
         # Copies take no time here: all have landed when the layer step ends.
         for key in keys.tolist():
-            level.start(key, 0.0, reserve=0)
+            level.start(key, 0.0)
         for expert in missing.tolist():
             memory.land(layer, expert)
 

@@ -128,7 +128,11 @@ class Machine:
         worker = self._worker_of[lane]
         if worker.busy:
             worker.push(operation, priority)
-        elif worker.waiting or self._gated[lane]:
+        elif self._gated[lane]:
+            worker.push(operation, priority)
+            if not self.admission.closed:
+                self._serve(worker)
+        elif worker.waiting:
             worker.push(operation, priority)
             self._serve(worker)
         else:
@@ -181,8 +185,10 @@ class Machine:
             operation.on_end(operation)
         if worker.kept:
             worker.kept = False
-        elif worker.waiting or worker.takers:
-            self._go_on(worker)
+        elif worker.takers:
+            worker.takers.popleft()()
+        elif worker.waiting and (following := worker.pick()) is not None:
+            self.start(following)
         else:
             worker.busy = False
 

@@ -10,8 +10,6 @@ from functools import cache, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from moesim.hwprofiles import lanes
 from moesim.hwprofiles.costs import seconds_by_expert
 from moesim.policies.base import CPU
@@ -96,7 +94,6 @@ class VirtualWorld:
             index[lanes.CPU.lane()],
             *(index[lanes.GPU.lane(gpu)] for gpu in gpus),
         ]
-        self._lane_of = np.array(self._compute_lanes, np.int8)
 
         # One thread may serve the first GPU's lane and control: then the model's.
         self._inline = machine.shares_worker(self._control, self._compute_lanes[1])
@@ -271,9 +268,8 @@ class VirtualWorld:
     def planned(self, plan: Plan) -> tuple[str]:
         """Note every access, and let control plan as long as planning takes."""
         work = plan.work
-        lanes = self._lane_of.take(plan.lanes)
         self._timeline.access(
-            work.step, work.layer, work.experts, work.tokens, lanes, work.state
+            work.step, work.layer, work.experts, work.tokens, plan.lanes, work.state
         )
         return (self._controls(PLAN, plan.planning_s),)
 

@@ -218,7 +218,7 @@ def test_nobody_is_named_for_an_expert_that_cannot_fit(cache):
     level.fill(np.array([0, 1]))
     level.memory.hold(0, np.array([0]))
     level.prefetch(work(experts=[0]), 2)
-    assert level.start(2, 0.0, reserve=1) is None
+    assert level.start(2, 0.0) is None
     assert level.cache.victims(np.array([2]), np.array([1])).tolist() == [1]
 
 

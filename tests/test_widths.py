@@ -25,7 +25,7 @@ from moesim.runtime.executor.trace_driven import shape_for
 from moesim.traces.errors import TraceError
 from moesim.traces.exporters.oracle_general import RECORD, export
 from moesim.traces.format.reader import open_trace
-from moesim.traces.format.schema import ModelShape, TraceHeader
+from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.shipped import resolve_trace
 from moesim.traces.stats.statistics import info
@@ -349,6 +349,27 @@ def test_costs_go_by_the_bytes_of_each_expert():
             assert costs.writeback_s(1, expert=expert) == alike.writeback_s(1)
     table = seconds_by_expert(model, costs.copy_s)
     assert table[0, 1] > table[0, 3] > table[0, 0] == table[1, 2]
+
+
+@pytest.mark.parametrize("sizes", [(), ((1 << 20, 4 << 20, 1 << 20, 2 << 20),)])
+def test_a_layer_step_is_planned_by_the_costs_of_its_own_experts(sizes):
+    """Also after a policy has asked for experts of mean size, and however many tokens
+    come: 5000 are beyond the first tables.
+    """
+    model = replace(SHAPE, layers=1, experts=4, expert_bytes=(2 << 20,))
+    if sizes:
+        model = model.with_bytes_by_expert(sizes)
+    costs = Costs(load_profile("rtx4060ti"), model)
+    planner = plan_of(model, System("greedy"), costs, slots=1, gpus=2, split="experts")
+    for tokens in (1, 5000, 1):
+        planner.cpu_s(0, np.array([2]))
+        planner.gpu_s(0, np.array([2]))
+        work = planner.plan(
+            routed(0, 0, 1, 3, tokens=[tokens, 1, 2]), 0, Phase.DECODE, 0.0
+        ).work
+        assert (work.cpu_s == costs.cpu_s(0, work.tokens, work.experts)).all()
+        gpu_s = costs.gpu_s(0, work.tokens, experts=work.experts)
+        assert (work.gpu_s == np.stack([gpu_s, gpu_s])).all()
 
 
 def test_a_bound_takes_the_smallest_experts():

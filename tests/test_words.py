@@ -159,8 +159,8 @@ def test_variables_say_what_they_hold():
 
 COMPILED = {
     "KernelView", "Work", "_best", "_largest_gain", "_on_gpu", "_pair", "belady_stack",
-    "list_schedule", "look_up", "name_absent", "operation", "pack_span",
-    "self._count_decode",
+    "greedy", "list_schedule", "look_up", "look_up_work", "missing", "name_absent",
+    "operation", "pack_span", "self._count_decode",
 }  # fmt: skip
 """Compiled functions: a keyword costs a call of theirs a microsecond, or is refused."""
 

@@ -31,12 +31,6 @@ UNLIMITED = 1 << 62
 _INSERTION_LIMIT = 48
 
 
-PLACEMENT = nb.Tuple((LANES, ORDER))(
-    SECONDS, SECONDS, SECONDS_BY_GPU, SECONDS_BY_GPU, SECONDS, nb.int64
-)
-"""``place(cpu_s, host_s, gpu_s, arrive_s, link_s, limit) -> (lanes, order)``."""
-
-
 @inlined
 def cost_s(
     lane: int,
@@ -96,7 +90,18 @@ def gap_order(
     return order
 
 
-@compiled(PLACEMENT)
+@compiled(
+    nb.void(
+        SECONDS,
+        SECONDS,
+        SECONDS_BY_GPU,
+        SECONDS_BY_GPU,
+        SECONDS,
+        nb.int64,
+        LANES,
+        ORDER,
+    )
+)
 def greedy(
     cpu_s: np.ndarray,
     host_s: np.ndarray,
@@ -104,7 +109,9 @@ def greedy(
     arrive_s: np.ndarray,
     link_s: np.ndarray,
     staging: int,
-) -> tuple[np.ndarray, np.ndarray]:
+    lanes: np.ndarray,
+    order: np.ndarray,
+) -> None:
     """Give each expert, largest gap first, to the lane that would end first; ties GPU
     first, then lower GPU.
 
@@ -112,15 +119,13 @@ def greedy(
     on a GPU waits for the copy under way on its link, `link_s` [G]; the next ones come
     behind the first, which has waited already.
 
-    Returns:
-        lanes int8 [A] and the order int64 [A] in which they were decided.
+    Fills in `lanes` int8 [A] and `order` int64 [A], in which they were decided: to
+    return new arrays would take a third longer.
 
     Source: DALI, Alg. 1; several GPUs as in our reading of its section 6.5.
     """
     gpus = len(gpu_s)
-    active = len(cpu_s)
-    order = gap_order(cpu_s, host_s, gpu_s, arrive_s)
-    lanes = np.empty(active, np.int8)
+    order[:] = gap_order(cpu_s, host_s, gpu_s, arrive_s)
     load_s = np.zeros(gpus + 1, np.float64)
     staging_left = np.full(gpus + 1, staging, np.int64)
     waited_s = np.zeros(gpus + 1, np.float64)
@@ -151,7 +156,6 @@ def greedy(
                 waited_s[chosen] = link_s[chosen - 1]
         load_s[chosen] = end_s
         lanes[i] = chosen
-    return lanes, order
 
 
 @called
@@ -169,15 +173,16 @@ def greedy_assign(
     state: State, work: Work, lanes: np.ndarray, order: np.ndarray
 ) -> bool:
     """Place by `greedy`; the staging limit is the state's first integer."""
-    result, decided = greedy(
+    greedy(
         work.cpu_s,
         work.host_s,
         work.gpu_s,
         work.arrive_s,
         work.link_s,
         state.integers[0],
+        lanes,
+        order,
     )
-    launch(lanes, order, result, decided)
     return False
 
 
@@ -270,8 +275,17 @@ def spread(
             if len(allowed) and not allowed[g, i]:
                 some_gpu_s[g, n] = np.inf
         n += 1
-    fastest, _ = greedy(
-        forever_s, forever_s, some_gpu_s, some_arrive_s, link_s, UNLIMITED
+    fastest = np.empty(count, np.int8)
+    decided = np.empty(count, np.int64)
+    greedy(
+        forever_s,
+        forever_s,
+        some_gpu_s,
+        some_arrive_s,
+        link_s,
+        UNLIMITED,
+        fastest,
+        decided,
     )
     n = 0
     for i in range(active):

@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from numba import types as nb
 
 from moesim.policies.assignment import _kernels
 from moesim.policies.assignment._gpu_choice import link_s
-from moesim.policies.assignment._kernels import PLACEMENT, cost_s, gap_order
+from moesim.policies.assignment._kernels import cost_s, gap_order
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from moesim.policies.compilation import inlined
+from moesim.policies.compilation import (
+    LANES,
+    ORDER,
+    SECONDS,
+    SECONDS_BY_GPU,
+    inlined,
+)
 from moesim.policies.parameters import expect
 from moesim.traces.compilation import linked
 
@@ -33,7 +40,12 @@ def _rank(
     return rank
 
 
-@linked(PLACEMENT, _kernels)
+@linked(
+    nb.Tuple((LANES, ORDER))(
+        SECONDS, SECONDS, SECONDS_BY_GPU, SECONDS_BY_GPU, SECONDS, nb.int64
+    ),
+    _kernels,
+)
 def beam_search(
     cpu_s: np.ndarray,
     host_s: np.ndarray,

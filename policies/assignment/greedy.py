@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from moesim.policies.assignment._gpu_choice import link_s
 from moesim.policies.assignment._kernels import UNLIMITED, greedy, greedy_assign
 from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
@@ -47,15 +49,20 @@ class Greedy(AssignmentPolicy):
     ) -> Assignment:
         """Place in one compiled pass."""
         del view
-        lanes_and_order = greedy(
+        active = len(work.experts)
+        lanes = np.empty(active, np.int8)
+        order = np.empty(active, np.int64)
+        greedy(
             work.cpu_s,
             work.host_s,
             work.gpu_s,
             work.arrive_s,
             link_s(work),
             self._staging_limit,
+            lanes,
+            order,
         )
-        return Assignment(*lanes_and_order)
+        return Assignment(lanes, order)
 
     def kernels(self) -> AssignmentKernels:
         """The same in compiled runs."""

@@ -117,7 +117,8 @@ def replay_accesses(  # noqa: C901, PLR0912 - one loop, compiled
             if rule == REPLAY_BELADY:
                 victims = outscored_victims(evicting, candidates, score)
             else:
-                victims = lowest_scores(candidates, score, score, len(evicting))
+                victims = np.empty(len(evicting), np.int64)
+                lowest_scores(candidates, score, score, victims)
             for n in range(len(evicting)):
                 if victims[n] >= 0:
                     resident[victims[n]] = False

@@ -7,38 +7,43 @@ A active experts, C candidates, M incoming.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
+
 from numba import types as nb
 
 from moesim.policies.compilation import EXPERT_IDS, KEYS, SECONDS
 from moesim.policies.kernels import ACCESSED, MOVED, VICTIMS, State, Work
 from moesim.traces.compilation import compiled
 
+if TYPE_CHECKING:
+    import numpy as np
+
 _SCORES = SECONDS
 _MUTABLE_SCORES = nb.float64[::1]
 
 
 @compiled(
-    nb.int64[::1](
+    nb.void(
         KEYS,
         _SCORES,
         _SCORES,
-        nb.int64,
+        nb.int64[::1],
     )
 )
 def lowest_scores(
     candidates: np.ndarray,
     score: np.ndarray,
     tie: np.ndarray,
-    count: int,
-) -> np.ndarray:
-    """Find the `count` candidates with the lowest score, then lowest `tie`, then lowest
-    key, in that order.
+    best: np.ndarray,
+) -> None:
+    """Find the candidates with the lowest score, then lowest `tie`, then lowest key, in
+    that order.
 
-    `candidates` int64 [C] ascending keys into `score` and `tie`. Returns int64 [count],
-    -1 where C < count.
+    `candidates` int64 [C] ascending keys into `score` and `tie`. Fills in `best` int64
+    [M], -1 where C < M.
     """
-    best = np.full(count, -1, np.int64)
+    count = len(best)
+    best[:] = -1
     kept = 0
     for key in candidates:
         # Insertion into a short sorted list: few experts leave at a time. Candidates
@@ -58,7 +63,6 @@ def lowest_scores(
         for j in range(kept - 1, rank, -1):
             best[j] = best[j - 1]
         best[rank] = key
-    return best
 
 
 @compiled(VICTIMS)
@@ -66,9 +70,7 @@ def lowest_victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
     """Choose by `lowest_scores`: the first row of scores, then the last one."""
-    best = lowest_scores(candidates, state.scores[0], state.scores[-1], len(incoming))
-    for n in range(len(incoming)):
-        chosen[n] = best[n]
+    lowest_scores(candidates, state.scores[0], state.scores[-1], chosen)
 
 
 @compiled(

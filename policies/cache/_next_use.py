@@ -55,7 +55,8 @@ def outscored_victims(
     its opponent is declined, an equal one admitted. `incoming` int64 [M], `candidates`
     int64 [C] ascending. Returns int64 [M].
     """
-    worst = lowest_scores(candidates, score, score, len(incoming))
+    worst = np.empty(len(incoming), np.int64)
+    lowest_scores(candidates, score, score, worst)
     victims = np.full(len(incoming), -1, np.int64)
 
     # Positions of `incoming`, best first; a few keys, so by insertion.

@@ -49,4 +49,6 @@ class ScoreBasedCache(CachePolicy):
         """Choose the lowest scores among `candidates`, lowest for the first of
         `incoming`.
         """
-        return lowest_scores(candidates, self.score, self.tie, len(incoming))
+        victims = np.empty(len(incoming), np.int64)
+        lowest_scores(candidates, self.score, self.tie, victims)
+        return victims

@@ -89,9 +89,7 @@ def _victims(
     uses = state.scores[_USES]
     last = state.scores[_LAST]
     _uses_per_age(score, uses, last, candidates, state.numbers[0])
-    best = lowest_scores(candidates, score, score, len(incoming))
-    for n in range(len(incoming)):
-        chosen[n] = best[n]
+    lowest_scores(candidates, score, score, chosen)
 
 
 class LFRU(ScoreBasedCache):

@@ -113,7 +113,7 @@ class HostMemory:
     def start_read(self, key: int, now_s: float) -> Place | None:
         """Take a place for a read that starts now; None if there is none."""
         landing_s = now_s + self._read_of_s[key]
-        place = self.level.start(key, landing_s, reserve=1)
+        place = self.level.start(key, landing_s)
         if place is not None:
             self._busy_until_s = landing_s
         return place

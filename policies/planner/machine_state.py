@@ -7,7 +7,7 @@ or was given up. It asks a policy only for the victim of a copy that starts.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from moesim.policies.planner.memory_level import Place
     from moesim.policies.planner.residency import CacheSize
     from moesim.traces.format.schema import ModelShape
-
-_RESERVED_SLOTS: Final = 1
-"""Staging slots that prefetches leave to demand: so it always finds one."""
 
 
 class MachineState:
@@ -166,19 +163,18 @@ class MachineState:
             The place, or None if there is none now.
         """
         level = self.gpu[gpu]
+        link = self.links[gpu]
         key = layer * self.experts + expert
-        landing_s = now_s + self.links[gpu].copy_of_s[key]
-        place = level.start(
-            key, landing_s, reserve=_RESERVED_SLOTS, may_stage=self._may_stage
-        )
+        landing_s = now_s + link.copy_of_s[key]
+        place = level.start(key, landing_s, self._may_stage)
         if place is None and level.is_demanded(key):
             # A prefetch that waits in staging is a guess; demand is not.
             idle = level.staged_prefetches(layer)
             if idle:
                 level.memory.drop_staged(*divmod(idle[0], self.experts))
-                place = level.start(key, landing_s, reserve=_RESERVED_SLOTS)
+                place = level.start(key, landing_s)
         if place is not None:
-            self.links[gpu].start(key, now_s)
+            link.start(key, landing_s)
         return place
 
     def gives_up(self, gpu: int, layer: int, expert: int) -> bool:
@@ -191,7 +187,7 @@ class MachineState:
             return level.is_hopeless(key)
         no_place = self.policies.prefetch.no_place
         if no_place == "stage":
-            return not level.staging_will_have_room(_RESERVED_SLOTS)
+            return not level.staging_will_have_room()
         return no_place == "drop"
 
     def cancel_copy(self, gpu: int, layer: int, expert: int) -> None:
@@ -293,12 +289,12 @@ class MachineState:
     # -- what decisions write down ----------------------------------------------------
 
     def queue(
-        self, kind: int, gpu: int, layer: int, keys: np.ndarray, read: list[bool]
+        self, kind: int, gpu: int, layer: int, keys: list[int], read: list[bool]
     ) -> Copies:
         """Put copies on the books of their link."""
-        self.links[gpu].enqueue(keys.tolist())
-        experts = (keys - layer * self.experts).tolist()
-        return Copies(kind, gpu, layer, experts, read)
+        self.links[gpu].enqueue(layer, keys)
+        first = layer * self.experts
+        return Copies(kind, gpu, layer, [key - first for key in keys], read)
 
     def need_in_host(
         self, work: LayerWork, layer: int, keys: np.ndarray, *, demanded: bool

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 NO_VICTIMS: Final[tuple[int, ...]] = ()
 
+_RESERVED_SLOTS: Final = 1
+"""Staging slots that prefetches leave to demand: so it always finds one."""
+
 
 class Place(NamedTuple):
     """The place that a starting copy has taken.
@@ -53,9 +56,9 @@ class Wish:
     __slots__ = ("demanded", "enters", "hurried", "leaving", "replaces", "room")
 
     # One is made for every copy, and keyword arguments would double its time.
-    def __init__(self) -> None:
+    def __init__(self, demanded: bool = False) -> None:
         self.enters = False
-        self.demanded = False
+        self.demanded = demanded
         self.hurried = False
         self.replaces = -1
         self.room = 0
@@ -106,6 +109,8 @@ class MemoryLevel:
         self._promised_bytes = [0] * len(memory.size.pool_bytes)
         self._equal_sizes = memory.equal_sizes
         self._bytes_of = np.array(memory.bytes_of, np.int64)
+        # A slice of it stands for one key, in a third of the time of a new array.
+        self._keys = np.arange(memory.state.size)
         self._admits_all = type(cache).admits is CachePolicy.admits
         self._in_launch_order = type(cache).precedence is CachePolicy.precedence
         self._notes_evictions = type(cache).evicted is not CachePolicy.evicted
@@ -151,12 +156,12 @@ class MemoryLevel:
         """Whether a copy of this expert is queued."""
         return key in self._wishes
 
-    def wished_among(self, keys: np.ndarray) -> list[int]:
+    def wished_among(self, keys: list[int]) -> list[int]:
         """Flat keys of those experts of which a copy is queued."""
         wishes = self._wishes
         if not wishes:
             return []
-        return [key for key in keys.tolist() if key in wishes]
+        return [key for key in keys if key in wishes]
 
     def is_demanded(self, key: int) -> bool:
         """Whether a layer step waits for the queued copy of this expert."""
@@ -201,29 +206,26 @@ class MemoryLevel:
         """
         wishes = self._wishes
         for key in keys.tolist():
-            wish = Wish()
-            wish.demanded = True
-            wishes[key] = wish
+            wishes[key] = Wish(True)
         entering = keys if self._admits_all else keys[self.cache.admits(work, keys)]
-        memory = self.memory
-        pool = memory.pool(layer)
         if not self._equal_sizes:
             self._demand_unequal(layer, entering)
             return
-        free = self._room(layer)
+        memory = self.memory
         size = memory.bytes_of[layer * memory.experts]
-        room = max(0, free // size)
-        if len(entering) > room and not self._in_launch_order:
+        room = max(0, self._room(layer) // size)
+        lacking = len(entering) - room
+        if lacking > 0 and not self._in_launch_order:
             entering = preferred(self.cache, self.name, entering)
         if room:
+            pool = memory.pool(layer)
             for key in entering[:room].tolist():
                 self._promise(key, pool, size, NO_VICTIMS)
-        if len(entering) <= room:
+        if lacking <= 0:
             return
 
-        incoming = entering[room:]
         candidates = memory.candidates(layer)
-        incoming = incoming[: len(candidates)]
+        incoming = entering[room : room + len(candidates)]
         if not len(incoming):
             return
         victims = self.cache.victims(incoming, candidates)
@@ -279,7 +281,7 @@ class MemoryLevel:
         """Wish for an absent expert of a coming layer."""
         wish = Wish()
         wish.enters = self._admits_all or bool(
-            self.cache.admits(work, np.array([key]))[0]
+            self.cache.admits(work, self._keys[key : key + 1])[0]
         )
         self._wishes[key] = wish
 
@@ -321,43 +323,42 @@ class MemoryLevel:
     def _keep_promises(self, layer: int, wish: Wish) -> None:
         """End the promises made to a wish that starts or is cancelled."""
         assert wish.leaving is not None
-        self._promised_bytes[self.memory.pool(layer)] -= wish.room
+        if wish.room:
+            self._promised_bytes[self.memory.pool(layer)] -= wish.room
         holds = self._holds
         for victim in wish.leaving:
             holds[victim] -= 1
 
     # -- starts -----------------------------------------------------------------------
 
-    def start(
-        self, key: int, landing_s: float, *, reserve: int, may_stage: bool = True
-    ) -> Place | None:
+    def start(self, key: int, landing_s: float, may_stage: bool = True) -> Place | None:
         """Take a place for a copy that starts now.
 
         Args:
             key: flat key of the expert, wished for.
             landing_s: when it is expected.
-            reserve: staging slots that must stay free, for demand.
             may_stage: whether a prefetch may go to staging.
 
         Returns:
             The place, or None if there is none now; then nothing has changed.
         """
         wish = self._wishes[key]
-        layer, expert = divmod(key, self.memory.experts)
+        memory = self.memory
+        layer, expert = divmod(key, memory.experts)
         if wish.leaving is not None:
             self._keep_promises(layer, wish)
         victims = self._make_room(key, layer, wish) if wish.enters else None
         if victims is not None:
             del self._wishes[key]
-            self.memory.enter(layer, expert, landing_s)
-            self.cache.admitted(np.array([key]))
-            return Place(staged=False, evicted=victims) if victims else _ENTERED
+            memory.enter(layer, expert, landing_s)
+            self.cache.admitted(self._keys[key : key + 1])
+            return Place(False, victims) if victims else _ENTERED
 
         # A swap belongs into the cache or nowhere, unless a layer step waits for it.
         stages = wish.demanded or (wish.replaces < 0 and may_stage)
-        if stages and self._can_stage(wish, reserve):
+        if stages and self._can_stage(wish):
             del self._wishes[key]
-            self.memory.stage(layer, expert, landing_s)
+            memory.stage(layer, expert, landing_s)
             return Place(staged=True)
         self._renew_promises(key, wish)
         return None
@@ -376,23 +377,22 @@ class MemoryLevel:
         """Evict what must leave for a copy; None if it gets no place in the cache."""
         if wish.replaces >= 0:
             return self._make_room_by_swap(key, wish.replaces)
-        free = self._room(layer)
+        # Whoever was promised leaves, unless somebody needs one of them after all.
+        promised = wish.leaving or NO_VICTIMS
+        for outgoing in promised:
+            if self._state[outgoing] != RESIDENT or self._holds[outgoing]:
+                promised = NO_VICTIMS
+                break
+        if promised and self._equal_sizes:
+            return self._evict(promised)
+        victims = list(promised)
         bytes_of = self.memory.bytes_of
         size = bytes_of[key]
-        # Whoever was promised leaves, unless somebody needs one of them after all.
-        victims = list(wish.leaving or NO_VICTIMS)
-        promised = 0
-        for outgoing in victims:
-            if not self._may_leave(outgoing):
-                victims = []
-                promised = 0
-                break
-            promised += bytes_of[outgoing]
-        free += promised
+        free = self._room(layer) + sum(bytes_of[outgoing] for outgoing in promised)
         # That may be too little: where experts differ in size, copies share what a
         # large victim leaves over, and one of them may start before it has left.
         while free < size:
-            incoming = np.array([key])
+            incoming = self._keys[key : key + 1]
             candidates = self._candidates(layer, wish)
             if victims:
                 candidates = candidates[~np.isin(candidates, victims)]
@@ -464,24 +464,21 @@ class MemoryLevel:
 
     # -- staging ----------------------------------------------------------------------
 
-    def _can_stage(self, wish: Wish, reserve: int) -> bool:
+    def _can_stage(self, wish: Wish) -> bool:
         """Whether a staging slot is free for this wish."""
         free = self._staging - self.memory.staged_total
         if wish.demanded:
             return free > 0
-        return free > reserve
+        return free > _RESERVED_SLOTS
 
-    def staging_will_have_room(self, reserve: int) -> bool:
+    def staging_will_have_room(self) -> bool:
         """Whether staging can take a prefetch once demand has done with its slots.
 
         What other prefetches have staged stays until their layers are over.
-
-        Args:
-            reserve: staging slots that must stay free, for demand.
         """
         memory = self.memory
         guesses = np.count_nonzero(memory.staged & ~self.used)
-        return bool(self._staging - guesses > reserve)
+        return bool(self._staging - guesses > _RESERVED_SLOTS)
 
     def staged_prefetches(self, layer: int) -> list[int]:
         """Landed staged experts that nobody computes now, most distant layer first.

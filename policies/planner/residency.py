@@ -246,23 +246,27 @@ class Residency:
 
     def candidates(self, layer: int) -> np.ndarray:
         """Flat keys, ascending, of unheld residents of this layer's pool."""
+        first = layer
+        end = layer + 1
         if self._global:
-            return unheld(self.state, self.holds, 0, self.layers)
-        return unheld(self.state, self.holds, layer, layer + 1)
+            first = 0
+            end = self.layers
+        keys = np.empty((end - first) * self.experts, np.int64)
+        return keys[: unheld(self.state, self.holds, first, end, keys)]
 
     def fill(self, keys: np.ndarray) -> None:
         """Make absent experts resident before the run starts, without a copy."""
         for key in keys.tolist():
-            self._take(key, 1)
+            self._take(key)
         self.state.reshape(-1)[keys] = RESIDENT
 
     def enter(self, layer: int, expert: int, landing_s: float) -> None:
         """Give an absent expert its place in the cache; its copy starts now."""
         key = layer * self.experts + expert
         assert self.state_of[key] == ABSENT, "a copy of what is there already"
-        self._take(key, 1)
         self.state_of[key] = IN_FLIGHT
         self.landing_of_s[key] = landing_s
+        self._take(key)
 
     def stage(self, layer: int, expert: int, landing_s: float) -> None:
         """Give an absent expert a staging slot; its copy starts now.
@@ -289,7 +293,9 @@ class Residency:
         assert self.state_of[key] == RESIDENT, "an absent expert was evicted"
         assert self.holds_of[key] == 0, "a held expert was evicted"
         self.state_of[key] = ABSENT
-        self._take(key, -1)
+        nbytes = self.bytes_of[key]
+        self._free_bytes[0 if self._global else key // self.experts] += nbytes
+        self._used_bytes -= nbytes
         if self.on_leave is not None:
             self.on_leave(key)
 
@@ -318,11 +324,13 @@ class Residency:
         """End the protection of one `hold`."""
         count_holds(self.holds, layer, experts, -1)
 
-    def _take(self, key: int, count: int) -> None:
+    def _take(self, key: int) -> None:
         pool = 0 if self._global else key // self.experts
-        taken = count * self.bytes_of[key]
-        free = self._free_bytes[pool] - taken
+        nbytes = self.bytes_of[key]
+        free = self._free_bytes[pool] - nbytes
         assert free >= 0, "more was placed than fits"
         self._free_bytes[pool] = free
-        self._used_bytes += taken
-        self.used_high_bytes = max(self.used_high_bytes, self._used_bytes)
+        used = self._used_bytes + nbytes
+        self._used_bytes = used
+        if used > self.used_high_bytes:  # noqa: PLR1730 - `max` takes as long as the rest
+            self.used_high_bytes = used

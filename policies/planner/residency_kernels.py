@@ -1,4 +1,7 @@
-"""Compiled loops over a memory's books: the planner's inner loops."""
+"""Compiled loops over a memory's books: the planner's inner loops.
+
+The caller brings the result arrays: returning new ones takes longer than the loops.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,6 @@ def look_up(
 ) -> None:
     """Fill in states and waiting times of a layer's active experts.
 
-    The caller brings the result arrays: returning new ones takes longer than the loop.
-
     Args:
         state: int8 [L, E].
         landing_s: float64 [L, E].
@@ -42,6 +43,60 @@ def look_up(
             wait_s[i] = absent_s
         else:
             wait_s[i] = max(0.0, landing_s[layer, expert] - now_s)
+
+
+@numba.njit(cache=True)
+def by_tokens(
+    cpu_table_s: np.ndarray,
+    gpu_table_s: np.ndarray,
+    tokens: np.ndarray,
+    cpu_s: np.ndarray,
+    gpu_s: np.ndarray,
+) -> bool:
+    """Look the seconds of experts up by their tokens, on both kinds of lanes.
+
+    Args:
+        cpu_table_s: float64 [T], by tokens.
+        gpu_table_s: likewise.
+        tokens: int32 [A].
+        cpu_s: float64 [A], result.
+        gpu_s: float64 [A], result.
+
+    Returns:
+        Whether the tables were long enough.
+    """
+    length = min(len(cpu_table_s), len(gpu_table_s))
+    for i in range(len(tokens)):
+        count = tokens[i]
+        if count >= length:
+            return False
+        cpu_s[i] = cpu_table_s[count]
+        gpu_s[i] = gpu_table_s[count]
+    return True
+
+
+@numba.njit(cache=True)
+def look_up_work(
+    state: np.ndarray,
+    landing_s: np.ndarray,
+    layer: int,
+    experts: np.ndarray,
+    now_s: float,
+    absent_s: float,
+    states: np.ndarray,
+    wait_s: np.ndarray,
+    cpu_table_s: np.ndarray,
+    gpu_table_s: np.ndarray,
+    tokens: np.ndarray,
+    cpu_s: np.ndarray,
+    gpu_s: np.ndarray,
+) -> bool:
+    """Look everything up that a layer step is planned by, in one call from Python.
+
+    As `look_up` and `by_tokens`, one after the other.
+    """
+    look_up(state, landing_s, layer, experts, now_s, absent_s, states, wait_s)
+    return by_tokens(cpu_table_s, gpu_table_s, tokens, cpu_s, gpu_s)
 
 
 @numba.njit(cache=True)
@@ -79,18 +134,20 @@ def missing(
     state: np.ndarray,
     layer: int,
     experts: np.ndarray,
-) -> np.ndarray:
-    """Flat keys, in launch order, of experts assigned to `lane` that are absent from a
-    memory.
+    keys: np.ndarray,
+) -> int:
+    """Find what is assigned to `lane` and absent from a memory: flat keys, in launch
+    order.
+
+    Fills in `keys` int64 [A], and returns how many there are.
     """
     first_key = layer * state.shape[1]
-    keys = np.empty(len(order), np.int64)
     count = 0
     for i in order:
         if lanes[i] == lane and state[layer, experts[i]] == ABSENT:
             keys[count] = first_key + experts[i]
             count += 1
-    return keys[:count]
+    return count
 
 
 @numba.njit(cache=True)
@@ -107,14 +164,19 @@ def distinct_members(chosen: np.ndarray, among: np.ndarray) -> bool:
 
 
 @numba.njit(cache=True)
-def unheld(state: np.ndarray, holds: np.ndarray, first: int, end: int) -> np.ndarray:
-    """Ascending flat keys of unheld residents in layers first..end-1."""
+def unheld(
+    state: np.ndarray, holds: np.ndarray, first: int, end: int, keys: np.ndarray
+) -> int:
+    """Find the unheld residents of layers first..end-1: flat keys, ascending.
+
+    Fills in `keys` int64, one for each expert of these layers at most, and returns how
+    many there are.
+    """
     experts = state.shape[1]
-    keys = np.empty((end - first) * experts, np.int64)
     count = 0
     for layer in range(first, end):
         for expert in range(experts):
             if state[layer, expert] == RESIDENT and holds[layer, expert] == 0:
                 keys[count] = layer * experts + expert
                 count += 1
-    return keys[:count]
+    return count

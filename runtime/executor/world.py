@@ -109,7 +109,6 @@ class RealWorld:
         self._back_link = index[kinds.D2H.lane()]
         self._ssd = index[kinds.SSD.lane()]
         self._control = index[kinds.CONTROL.lane()]
-        self._lane_of = np.array([self._cpu, self._gpu], np.int8)
         self._device_worker = lanes.worker(kinds.GPU.lane())
         self._elsewhere = [
             lanes.worker(name) is not lanes.control for name in self.lanes
@@ -215,9 +214,8 @@ class RealWorld:
         # Decisions have begun at the instant that the planner was told.
         self._decided_s = self._planner.now_s
         self._note(PLAN, work.layer, self._asked_s, self._planned_s)
-        lanes = self._lane_of[plan.lanes]
         self._timeline.access(
-            work.step, work.layer, work.experts, work.tokens, lanes, work.state
+            work.step, work.layer, work.experts, work.tokens, plan.lanes, work.state
         )
         job = self._memories.job
         if work.routing is not job.routed.routing:

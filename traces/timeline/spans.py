@@ -150,6 +150,7 @@ class Timeline:
         self._files: dict[str, NewFile] = {}
         self._open_writers = ExitStack()
         self._names = _names(self.lanes)
+        self._compute_lanes = _compute_lanes(self.lanes)
         self._is_closed = False
         self._sink = sink
         if self.out_dir is not None:
@@ -207,7 +208,7 @@ class Timeline:
         layer: int,
         experts: np.ndarray,
         tokens: np.ndarray,
-        lanes: np.ndarray,
+        codes: np.ndarray,
         states: np.ndarray,
     ) -> None:
         """Note the active experts of one layer step. The arrays are kept, not copied:
@@ -218,10 +219,10 @@ class Timeline:
             layer: MoE layer.
             experts: int [A].
             tokens: int [A], tokens routed to each.
-            lanes: int [A], index of the lane that computed each.
+            codes: int [A], lane code of each: 0 if the CPU computes it, else 1 + GPU.
             states: int [A], MISS, DELAYED or HIT.
         """
-        self._accesses.append((step, layer, experts, tokens, lanes, states))
+        self._accesses.append((step, layer, experts, tokens, codes, states))
 
     def step(
         self,
@@ -269,10 +270,14 @@ class Timeline:
         step, layer, *arrays = zip(*self._accesses, strict=True)
         self._accesses.clear()
         sizes = [len(experts) for experts in arrays[0]]
+        experts, tokens, codes, states = map(np.concatenate, arrays)
         columns = [
             np.repeat(step, sizes),
             np.repeat(layer, sizes),
-            *(np.concatenate(part) for part in arrays),
+            experts,
+            tokens,
+            self._compute_lanes[codes],
+            states,
         ]
         chunk = {
             name: values.astype(dtype)
@@ -429,6 +434,14 @@ class Timeline:
     def _path(self, table: str) -> Path:
         assert self.out_dir is not None
         return self.out_dir / f"{table}.parquet"
+
+
+def _compute_lanes(lanes: Sequence[str]) -> np.ndarray:
+    """Index of the lane of every lane code: the CPU's, then each GPU's."""
+    gpus = [name for name in lanes if name.startswith("gpu")]
+    gpus.sort(key=lambda name: int(name.removeprefix("gpu")))
+    index = {name: number for number, name in enumerate(lanes)}
+    return np.array([index.get("cpu", -1), *map(index.__getitem__, gpus)], np.int8)
 
 
 def _names(lanes: Sequence[str]) -> dict[tuple[str, str], tuple[str, ...]]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moesim.policies.planner.host_memory import HostMemory
     from moesim.policies.planner.machine_state import MachineState
     from moesim.policies.planner.plan import Launch
+    from moesim.policies.planner.residency import Residency
 
 
 def wish_for_missing(
@@ -32,22 +33,20 @@ def wish_for_missing(
     """
     level = machine.gpu[gpu]
     layer = work.layer
-    keys = missing(
-        launch.lanes, launch.order, gpu + 1, level.memory.state, layer, work.experts
-    )
-    if not len(keys):
-        return keys
-    queued = level.wished_among(keys)
+    keys = _missing(work, launch, gpu + 1, level.memory)
+    key_list = keys.tolist()
+    queued = level.wished_among(key_list)
     if queued:
         for key in queued:
             if not level.is_demanded(key):
                 _promote(machine, gpu, key, promoted)
-        keys = keys[np.isin(keys, queued, invert=True)]
-        if not len(keys):
-            return keys
+        key_list = [key for key in key_list if key not in queued]
+        keys = np.array(key_list, np.int64)
+    if not key_list:
+        return keys
     level.demand(work, layer, keys)
     read = machine.need_in_host(work, layer, keys, demanded=True)
-    copies.append(machine.queue(FETCH, gpu, layer, keys, read))
+    copies.append(machine.queue(FETCH, gpu, layer, key_list, read))
     return keys
 
 
@@ -117,9 +116,7 @@ def read_for_cpu(
 ) -> None:
     """Wish for reads of what the CPU computes; the layer step itself holds it."""
     layer = work.layer
-    keys = missing(
-        launch.lanes, launch.order, CPU, host.memory.state, layer, work.experts
-    )
+    keys = _missing(work, launch, CPU, host.memory)
     if not len(keys):
         return
     read = [not host.level.is_wished(key) for key in keys.tolist()]
@@ -128,6 +125,17 @@ def read_for_cpu(
     host.demand(work, layer, keys[read])
     experts = (keys - layer * machine.experts).tolist()
     copies.append(Copies(READ, -1, layer, experts, read))
+
+
+def _missing(
+    work: LayerWork, launch: Launch, lane: int, memory: Residency
+) -> np.ndarray:
+    """Flat keys, in launch order, of what a lane computes and its memory lacks."""
+    keys = np.empty(len(work.experts), np.int64)
+    count = missing(
+        launch.lanes, launch.order, lane, memory.state, work.layer, work.experts, keys
+    )
+    return keys[:count]
 
 
 def _promote(

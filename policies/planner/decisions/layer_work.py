@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.policies.base import ABSENT, LayerWork
-from moesim.policies.planner.residency_kernels import look_up
+from moesim.policies.planner.residency_kernels import look_up_work
 
 if TYPE_CHECKING:
     from moesim.policies.planner.machine_state import MachineState
@@ -29,8 +29,13 @@ def look(
     if machine.host is not None:
         host_s = machine.host.wait_s(layer, experts, now_s)
 
-    states = np.empty((len(gpus), active), np.int8)
+    costs = machine.costs
+    cpu_table_s, gpu_table_s = costs.tables_s(layer)
+    states = [np.empty(active, np.int8) for _ in gpus]
     arrive_s = np.empty((len(gpus), active))
+    cpu_s = np.empty(active)
+    gpu_s = np.empty((len(gpus), active))
+    tabulated = True
     # Links are idle in most layer steps.
     link_s: np.ndarray | None = None
     for row, gpu in enumerate(gpus):
@@ -41,7 +46,7 @@ def look(
             if link_s is None:
                 link_s = np.zeros(len(gpus))
             link_s[row] = left_s
-        look_up(
+        tabulated = look_up_work(
             memory.state,
             memory.landing_s,
             layer,
@@ -50,6 +55,11 @@ def look(
             left_s + link.first_copy_s[layer],
             states[row],
             arrive_s[row],
+            cpu_table_s,
+            gpu_table_s,
+            tokens,
+            cpu_s,
+            gpu_s[row],
         )
         if machine.host is not None or machine.unequal:
             # A copy starts when link and expert are there, whichever is later.
@@ -57,14 +67,11 @@ def look(
             copy_s = link.copy_s[layer, experts[absent]]
             arrive_s[row, absent] = np.maximum(left_s, host_s[absent]) + copy_s
 
-    costs = machine.costs
-    cpu_s = costs.cpu_s(layer, tokens, experts)
-    if len(gpus) == 1:
-        state = states[0]
-        gpu_s = costs.gpu_s(layer, tokens, gpus[0], experts)[None]
-    else:
-        state = states.max(axis=0)
-        gpu_s = np.stack([costs.gpu_s(layer, tokens, gpu, experts) for gpu in gpus])
+    if not tabulated:
+        # So many tokens for the first time, or sizes that differ.
+        cpu_s[:] = costs.cpu_s(layer, tokens, experts)
+        gpu_s[:] = costs.gpu_s(layer, tokens, experts=experts)
+    state = states[0] if len(gpus) == 1 else np.max(states, axis=0)
     return LayerWork(
         step,
         layer,

@@ -67,7 +67,7 @@ def _wish(
             level.promote(key)
         read = machine.need_in_host(work, layer, keys, demanded=awaited)
         kind = FETCH if awaited else PREFETCH
-        copies.append(machine.queue(kind, gpu, layer, keys, read))
+        copies.append(machine.queue(kind, gpu, layer, [key], read))
 
 
 def drop_late(

@@ -137,4 +137,4 @@ def wish(
     keys = np.array([key])
     read = machine.need_in_host(work, layer, keys, demanded=demanded)
     kind = FETCH if demanded else REPLACE
-    copies.append(machine.queue(kind, gpu, layer, keys, read))
+    copies.append(machine.queue(kind, gpu, layer, [key], read))
