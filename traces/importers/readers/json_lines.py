@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # A line must be shorter; DuckDB reads twice as much at a time.
-LINE_BYTES = 64 << 20
+LINE_BYTES = 16 << 20
 # Values that are yielded at a time, which stay in the processor's cache.
 PIECE_BYTES = 2 << 20
 # DuckDB returns so many lines at a time, fewer of long ones.
