@@ -142,7 +142,7 @@ def _rank(path: Path, key: str) -> Any:
     """The rank that the first record names."""
     number, text = next(filled(first_lines(path)))
     with decoding(path, f"line {number}"):
-        return json.loads(text)[key]
+        return json.loads(text.rstrip())[key]
 
 
 def read(

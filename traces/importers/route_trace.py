@@ -344,7 +344,8 @@ def preamble(path: Path, words: str = "") -> Preamble:
 
     # Comments may hold anything; only what is looked for must be readable.
     start = io.BytesIO(head(path, _PREAMBLE_BYTES))
-    lines = (line.decode("utf-8", "replace").rstrip("\r\n") for line in start)
+    text = io.TextIOWrapper(start, encoding="utf-8", errors="replace")
+    lines = (line.rstrip("\n") for line in text)
     version = next(lines, "nothing")
     if version.strip() != "# route_trace v1":
         raise layout_error(
@@ -355,6 +356,7 @@ def preamble(path: Path, words: str = "") -> Preamble:
             "is there a newer moesim?",
         )
 
+    number = 1
     for number, line in enumerate(lines, start=2):
         if not line.startswith("#"):
             columns = _header_columns(path, number, line, names)
@@ -382,7 +384,7 @@ def preamble(path: Path, words: str = "") -> Preamble:
 
     raise layout_error(
         path,
-        f"line {len(lines)}",
+        f"line {number}",
         "a header line behind the preamble",
         "the end of the file",
     )
