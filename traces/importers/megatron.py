@@ -32,8 +32,7 @@ from moesim.traces.importers.readers.names import layout_names
 from moesim.traces.importers.readers.options import NO_WEIGHTS
 from moesim.traces.importers.readers.sequence_rows import finished
 from moesim.traces.importers.readers.text import (
-    filled,
-    first_lines,
+    first_line,
     first_object,
     head,
     line_chunks,
@@ -139,8 +138,11 @@ def provenance(
 
 
 def _rank(path: Path, key: str) -> Any:
-    """The rank that the first record names."""
-    number, text = next(filled(first_lines(path)))
+    """The rank that the first record names; None without a record."""
+    first = first_line(path)
+    if first is None:
+        return None
+    number, text = first
     with decoding(path, f"line {number}"):
         return json.loads(text.rstrip())[key]
 

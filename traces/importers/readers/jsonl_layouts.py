@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ from moesim.traces.importers.readers.json_lines import (
     list_values,
 )
 from moesim.traces.importers.readers.names import NAMES, named_by
-from moesim.traces.importers.readers.text import filled, first_lines, first_object
+from moesim.traces.importers.readers.text import filled, first_line, first_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,7 +115,7 @@ def first_columns(path: Path, keys: Keys = KEYS) -> set[str]:
     Raises:
         TraceError: the first line is not JSON.
     """
-    first = _first_line(path, _rows_of(path))
+    first = _first_row(path, _rows_of(path))
     line = first if isinstance(first, dict) else {}
     layers = line.get("layers")
     layer = layers[0] if isinstance(layers, list) and layers else None
@@ -135,7 +135,7 @@ def row_tables(path: Path, keys: Keys = KEYS) -> Iterator[RowTable]:
         TraceError: a line that is not JSON, or not of the layout of the first one.
     """
     rows = _rows_of(path)
-    first = _first_line(path, rows)
+    first = _first_row(path, rows)
     if first is None:
         return
     layout = _layout_of(first, rows.top_k, keys)
@@ -183,14 +183,17 @@ def _rows_of(path: Path) -> _Rows:
     return _Rows(0, [json.dumps(text).encode()], None)
 
 
-def _first_line(path: Path, rows: _Rows) -> Any:
+def _first_row(path: Path, rows: _Rows) -> Any:
     """What the first line of rows holds; None without one."""
-    in_file = [] if rows.skip is None else first_lines(path)
-    lines = islice(filled(rows.held or in_file), 0 if rows.held else rows.skip, None)
-    for number, text in lines:
-        with decoding(path, f"line {number}"):
-            return json.loads(text.rstrip())
-    return None
+    numbered = next(filled(rows.held), None)
+    if numbered is None and rows.skip is not None:
+        numbered = first_line(path, rows.skip)
+    if numbered is None:
+        return None
+
+    number, text = numbered
+    with decoding(path, f"line {number}"):
+        return json.loads(text.rstrip())
 
 
 def _is_header(value: Any) -> bool:

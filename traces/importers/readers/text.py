@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 # Text copied at a time.
 TEXT_BYTES = 1 << 23
-# What is parsed to learn what a file says about itself.
-_FIRST_BYTES = 1 << 16
 # Text that is searched several times stays in the processor's cache; more would be in
 # memory that is new each time.
 _CHUNK_BYTES = 1 << 16
@@ -86,10 +85,16 @@ def _end_of_lines(path: Path) -> int | None:
     return size - cut if cut and newline >= 0 else None
 
 
-def first_lines(path: Path) -> list[bytes]:
-    """Return the first lines of a file, whole ones, some `_FIRST_BYTES` in all."""
+def first_line(path: Path, skip: int = 0) -> tuple[int, bytes] | None:
+    """Return the first line of a file that is not blank, with its number; None without
+    one.
+
+    Args:
+        path: the file.
+        skip: how many such lines are left out.
+    """
     with path.open("rb") as file:
-        return file.readlines(_FIRST_BYTES)
+        return next(islice(filled(file), skip, None), None)
 
 
 def filled(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
