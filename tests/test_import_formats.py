@@ -325,6 +325,14 @@ def test_route_trace_broken(tmp_path, old, new, message):
     refused(path, message)
 
 
+@pytest.mark.parametrize(("preamble", "line"), [("", 1), ("# model=x\n", 2)])
+def test_route_trace_that_ends_in_its_preamble(tmp_path, preamble, line):
+    (tmp_path / "dump").write_text("# route_trace v1\n" + preamble)
+    refused(
+        tmp_path / "dump", f"line {line}: expected a header line behind the preamble"
+    )
+
+
 # -- JSONL and plain tables ------------------------------------------------------------
 
 

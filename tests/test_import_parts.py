@@ -11,7 +11,7 @@ from test_importers import WRITERS, bring, write
 from moesim.traces.format import sorting
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import hf_router_logits, route_trace, sglang, vllm
-from moesim.traces.importers.readers import csv_columns, text
+from moesim.traces.importers.readers import csv_columns, json_lines
 
 
 def told(trace, columns=()):
@@ -33,7 +33,8 @@ def test_parts_of_any_size_are_the_whole(tmp_path, monkeypatch, name):
     options = WRITERS[name][2]
     columns = ("weights",) if "weights" in WRITERS[name][3] else ()
     whole = told(bring(source, options)[1], columns)
-    monkeypatch.setattr(text, "TEXT_BYTES", 40)
+    monkeypatch.setattr(json_lines, "PIECE_BYTES", 0)
+    monkeypatch.setattr(json_lines, "BATCH_LINES", 1)
     monkeypatch.setattr(csv_columns, "CSV_BYTES", 160)
     for module in (hf_router_logits, vllm, sglang, route_trace):
         monkeypatch.setattr(module, "BATCH_ROWS", 1)

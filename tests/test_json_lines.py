@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moesim.traces.errors import TraceError
 from moesim.traces.format.arrow import numbers, values
-from moesim.traces.importers.readers import jsonl_layouts, text
+from moesim.traces.importers.readers import json_lines, jsonl_layouts
 from moesim.traces.importers.readers.json_lines import (
     JsonLinesReader,
     columns_of,
@@ -28,46 +28,107 @@ from moesim.traces.importers.readers.json_lines import (
 ROW = {"pos": "DOUBLE", "name": "VARCHAR", "ids": ["DOUBLE"]}
 
 
-def parse(text, structure=ROW, number=1):
-    return JsonLinesReader(structure).parse("dump", number, text.encode())
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory):
+    return tmp_path_factory.mktemp("lines") / "dump"
 
 
-def test_two_lines_by_hand():
-    lines = parse('{"pos": 3, "ids": [1, 2], "name": "a"}\n{"ids": [], "pos": -0.5}')
-    columns = columns_of(lines.values)
-    assert columns["pos"].to_pylist() == [3.0, -0.5]
-    assert columns["name"].to_pylist() == ["a", None]
-    assert list_lengths(columns["ids"]).tolist() == [2, 0]
-    assert values(list_values(columns["ids"])).tolist() == [1, 2]
-    assert lines.parsed(1) == {"ids": [], "pos": -0.5}
+def pieces(path, text, structure=ROW, skip=0):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return list(JsonLinesReader(structure).read(path, skip))
 
 
-def test_blank_lines_are_left_out_and_counted():
-    lines = parse('\n \t\n{"pos": 1}\r\n\n{"pos": 2}\n', number=10)
-    assert lines.number.tolist() == [12, 14]
-    assert columns_of(lines.values)["pos"].to_pylist() == [1, 2]
+def read(*args):
+    """The lines of a small text, which is one piece."""
+    (lines,) = pieces(*args)
+    return lines
 
 
-def test_another_kind_is_null_and_a_number_in_quotes_is_a_number():
-    lines = parse('{"pos": [1]}\n{"pos": "x"}\n5\n{"pos": null}\n{"pos": "7"}')
+def test_two_lines_by_hand(dump):
+    text = '{"pos": 3, "ids": [1, 2], "name": "a"}\n{"ids": [], "pos": -0.5}'
+    in_memory = JsonLinesReader(ROW).parse(dump, text.encode().splitlines())
+    for lines in (read(dump, text), in_memory):
+        columns = columns_of(lines.values)
+        assert columns["pos"].to_pylist() == [3.0, -0.5]
+        assert columns["name"].to_pylist() == ["a", None]
+        assert list_lengths(columns["ids"]).tolist() == [2, 0]
+        assert values(list_values(columns["ids"])).tolist() == [1, 2]
+        assert lines.parsed(1) == {"ids": [], "pos": -0.5}
+        assert [lines.number(line) for line in range(2)] == [1, 2]
+
+
+def test_blank_lines_are_left_out_and_counted(dump):
+    text = '\n \t\n{"pos": 1}\r\n\n{"pos": 2}\n{"pos": 3}'
+    lines = read(dump, text)
+    assert [lines.number(line) for line in range(3)] == [3, 5, 6]
+    assert columns_of(lines.values)["pos"].to_pylist() == [1, 2, 3]
+
+    behind = read(dump, text, ROW, 2)
+    assert columns_of(behind.values)["pos"].to_pylist() == [3]
+    assert behind.number(0) == 6
+    assert behind.parsed(0) == {"pos": 3}
+
+
+def test_a_text_of_blank_lines_has_none(dump):
+    assert pieces(dump, "\n \n") == []
+
+
+def test_another_kind_is_null_and_a_number_in_quotes_is_a_number(dump):
+    lines = read(dump, '{"pos": [1]}\n{"pos": "x"}\n5\n{"pos": null}\n{"pos": "7"}')
     assert is_null(columns_of(lines.values)["pos"]).tolist() == [True] * 4 + [False]
     assert columns_of(lines.values)["pos"][4].as_py() == 7
 
 
 @pytest.mark.parametrize("odd", ["{", '{"pos": 1}}', '{"pos": tru}', "\x00", '{"a'])
-def test_the_first_line_that_is_not_json_is_named(odd):
-    with pytest.raises(TraceError, match="dump: line 8: expected a whole") as error:
-        parse(f'{{"pos": 1}}\n{odd}\n{{', number=7)
+def test_the_first_line_that_is_not_json_is_named(dump, odd):
+    text = f'\n{{"pos": 1}}\n{odd}\n{{'
+    with pytest.raises(TraceError, match="dump: line 3: expected a whole") as error:
+        pieces(dump, text)
     assert "\n" not in str(error.value)
+    with pytest.raises(TraceError, match="dump: line 2: expected a whole"):
+        JsonLinesReader(ROW).parse(dump, text.encode().split(b"\n")[1:])
 
 
-def test_bytes_that_are_no_text_are_named():
+def test_bytes_that_are_no_text_are_named(dump):
     with pytest.raises(TraceError, match="line 1: expected a whole"):
-        JsonLinesReader(ROW).parse("dump", 1, b'{"name": "\xff\xfe"}')
+        pieces(dump, b'{"name": "\xff\xfe"}')
 
 
-def test_quotes_in_a_structure_are_no_end_of_it():
-    assert columns_of(parse('{"a\'b": 4}', {"a'b": "DOUBLE"}).values)["a'b"][0].as_py()
+def test_half_of_a_surrogate_pair_is_named(dump):
+    """Python takes it, DuckDB does not."""
+    with pytest.raises(TraceError, match="line 2: expected JSON that can be read"):
+        pieces(dump, '{"name": "a"}\n{"name": "\\ud800"}')
+
+
+def test_a_line_that_is_too_long_is_refused(dump, monkeypatch):
+    monkeypatch.setattr(json_lines, "LINE_BYTES", 1 << 20)
+    # DuckDB allows more than it is told to, but not that much.
+    long = b'{"pos": 1' + b" " * (40 << 20) + b"}\n"
+    with pytest.raises(TraceError, match="expected JSON in lines of up to 1 MiB"):
+        pieces(dump, long)
+
+
+def test_quotes_in_a_structure_are_no_end_of_it(dump):
+    lines = read(dump, '{"a\'b": 4, "c\\"d": 5}', {"a'b": "DOUBLE", 'c"d': "DOUBLE"})
+    columns = columns_of(lines.values)
+    assert [columns[name].to_pylist() for name in ("a'b", 'c"d')] == [[4], [5]]
+
+
+@pytest.mark.parametrize("name", ["x*y", "a[b]c", "w?z", "x.gz", "~", "pos=7/x"])
+def test_a_name_is_no_pattern(tmp_path, name):
+    """Of one file, whatever else DuckDB reads into names."""
+    (tmp_path / "pos=7").mkdir()
+    for other in ("xzy", "abc", "wyz"):
+        (tmp_path / other).write_text('{"pos": 1}\n')
+    assert columns_of(read(tmp_path / name, '{"pos": 2}').values)["pos"][0].as_py() == 2
+
+
+def test_a_reading_that_is_left_does_not_disturb_the_next_one(dump):
+    text = "".join(f'{{"pos": {pos}}}\n' for pos in range(5000))
+    dump.write_text(text)
+    left = JsonLinesReader(ROW).read(dump)
+    next(left)
+    assert sum(len(piece.values) for piece in pieces(dump, text)) == 5000
 
 
 ANY_NUMBER = st.floats(allow_nan=False, allow_infinity=False) | st.integers(
@@ -81,13 +142,14 @@ ANY_NUMBER = st.floats(allow_nan=False, allow_infinity=False) | st.integers(
         st.tuples(ANY_NUMBER, st.lists(ANY_NUMBER, max_size=5), st.text()), min_size=1
     )
 )
-def test_what_python_reads_comes_back_to_the_last_bit(rows):
+def test_what_python_reads_comes_back_to_the_last_bit(dump, rows):
     """Numbers, lists and strings, as `json` writes them."""
-    lines = parse(
+    lines = read(
+        dump,
         "\n".join(
             json.dumps({"pos": pos, "ids": ids, "name": name})
             for pos, ids, name in rows
-        )
+        ),
     )
     columns = columns_of(lines.values)
     assert columns["pos"].to_pylist() == [float(pos) for pos, *_ in rows]
@@ -141,15 +203,17 @@ def test_layers_without_numbers_have_their_turn(tmp_path):
     assert table.line.tolist() == [0, 0, 0, 1, 1, 1]
 
 
-def test_lists_count_their_tokens_across_chunks(tmp_path, monkeypatch):
-    """A layer that does not rise begins a token, whether or not a chunk begins
+def test_lists_count_their_tokens_across_pieces(tmp_path, monkeypatch):
+    """A layer that does not rise begins a token, whether or not a piece begins
     there.
     """
     rows = [[0, 1, 2], [1, 3, 4], [0, 5, 6], [1, 7, 0], [1, 1, 2], [0, 3, 4]]
     expected = [0, 0, 1, 1, 2, 3]
-    for size in (1 << 20, 1):
-        monkeypatch.setattr(text, "TEXT_BYTES", size)
+    for lines in (2048, 1):
+        monkeypatch.setattr(json_lines, "PIECE_BYTES", 0)
+        monkeypatch.setattr(json_lines, "BATCH_LINES", lines)
         found = tables(tmp_path, '{"top_k": 2}', *map(json.dumps, rows))
+        assert len(found) == (1 if lines > 1 else len(rows))
         pos = [place for table in found for place in table.pos.to_pylist()]
         assert pos == expected
 

@@ -19,7 +19,7 @@ import numpy as np
 from numba import types as nb
 
 from moesim.policies.assignment._lagrangian_bounds import LAYER, Layer
-from moesim.policies.compilation import called, inlined
+from moesim.policies.compilation import SECONDS, called, inlined
 from moesim.traces.compilation import compiled
 
 # Relative improvement that is not worth looking for.
@@ -264,11 +264,12 @@ def _settled(layer: Layer) -> np.ndarray:
 
 @compiled(
     nb.Tuple((nb.int8[::1], nb.float64, nb.float64))(
-        LAYER, nb.float64[:, ::1], nb.float64[:, ::1]
+        LAYER, SECONDS, nb.float64[:, ::1], nb.float64[:, ::1]
     )
 )
 def dynamic_program(
     layer: Layer,
+    busy_s: np.ndarray,
     price: np.ndarray,
     remainder: np.ndarray,
 ) -> tuple[np.ndarray, float, float]:
@@ -280,6 +281,7 @@ def dynamic_program(
 
     Args:
         layer: costs and launch order.
+        busy_s: float64 [G] until when each GPU is taken before any expert.
         price: float64 [M, R] of `lagrangian_prices`; any prices are valid, good ones
             are fast.
         remainder: float64 [M, A + 1] of `priced_remainder`, for the same prices and
@@ -294,7 +296,7 @@ def dynamic_program(
     active = len(layer.cpu_s)
     start = np.zeros(1 + 3 * gpus)
     for g in range(gpus):
-        start[1 + 3 * g] = layer.busy_s[g]
+        start[1 + 3 * g] = busy_s[g]
         start[2 + 3 * g] = layer.link_s[g]
 
     lanes = np.zeros(active, np.int8)

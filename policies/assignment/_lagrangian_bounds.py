@@ -30,13 +30,14 @@ class Layer(NamedTuple):
     """A layer step as the solver sees it: experts are launched in `order`; links and
     arrivals keep it.
 
+    One more array in here makes the dynamic program a tenth slower (measured).
+
     Attributes:
         cpu_s: float64 [A] on the CPU.
         gpu_s: float64 [G, A] on each GPU once there.
         copy_s: float64 [G, A] on the link; 0 if no copy is needed.
         landing_s: float64 [G, A] landing of a copy in flight; 0 if there is none.
         link_s: float64 [G] from when each link is free.
-        busy_s: float64 [G] until when each GPU is taken before any expert.
         first_s: extra seconds of the first CPU expert.
         order: int64 [A].
     """
@@ -46,7 +47,6 @@ class Layer(NamedTuple):
     copy_s: np.ndarray
     landing_s: np.ndarray
     link_s: np.ndarray
-    busy_s: np.ndarray
     first_s: float
     order: np.ndarray
 
@@ -58,7 +58,6 @@ LAYER = nb.NamedTuple(
         nb.float64[:, ::1],
         nb.float64[:, ::1],
         nb.float64[:, ::1],
-        nb.float64[::1],
         nb.float64[::1],
         nb.float64,
         nb.int64[::1],

@@ -72,8 +72,11 @@ def optimal(work: LayerWork) -> Optimum:
     best: Optimum | None = None
     bound_s = np.inf
     for choice in product((False, True), repeat=len(waiting)):
-        layer = _modelled(work, refused=waiting[np.logical_not(choice)])
-        candidate = _solve(layer, free=len(work.experts))
+        refused = waiting[np.logical_not(choice)]
+        busy_s = work.link_s.copy()
+        busy_s[refused] = 0.0
+        layer = _modelled(work, refused)
+        candidate = _solve(layer, free=len(work.experts), busy_s=busy_s)
         bound_s = min(bound_s, candidate.bound_s)
         if best is None or candidate.makespan_s < best.makespan_s:
             best = candidate
@@ -177,14 +180,12 @@ def _modelled(work: LayerWork, refused: np.ndarray = _NO_GPU) -> Layer:
 
     Args:
         work: the layer step.
-        refused: GPUs that take no absent expert; the others wait for their links.
+        refused: GPUs that take no absent expert.
     """
     gpu_s = _gpu_cost_s(work)
     # Twice as fast as `zeros_like`.
     zeros = np.zeros(gpu_s.shape)
-    busy_s = link_s(work).copy()
     if len(refused):
-        busy_s[refused] = 0.0
         # More than any other assignment costs: the CPU takes every expert.
         forbidden_s = 1e3 * (1.0 + _cpu_cost_s(work).sum() + gpu_s.sum())
         gpu_s[refused] = np.where(_absent(work)[refused], forbidden_s, gpu_s[refused])
@@ -194,7 +195,6 @@ def _modelled(work: LayerWork, refused: np.ndarray = _NO_GPU) -> Layer:
         copy_s=zeros,
         landing_s=zeros,
         link_s=zeros[:, 0].copy(),
-        busy_s=busy_s,
         first_s=0.0,
         order=np.arange(len(work.experts)),
     )
@@ -220,7 +220,6 @@ def _scheduled(
         copy_s=copy_s,
         landing_s=landing_s,
         link_s=np.maximum(landing_s.max(axis=1), link_s(work)),
-        busy_s=np.zeros(len(work.gpu_s)),
         first_s=first_cpu_s(view),
         order=order,
     )
@@ -231,9 +230,15 @@ def _resident_everywhere(work: LayerWork) -> np.ndarray:
     return (work.arrive_s == 0.0).all(axis=0)
 
 
-def _solve(layer: Layer, free: int) -> Optimum:
+def _solve(layer: Layer, free: int, busy_s: np.ndarray | None = None) -> Optimum:
     """Solve with the first `free` experts of the order sorted by how much their lane
     matters.
+
+    Args:
+        layer: costs and launch order.
+        free: how many experts may be launched in any order.
+        busy_s: float64 [G] until when each GPU is taken before any expert; None where
+            all are idle.
     """
     price, regret = lagrangian_prices(layer)
 
@@ -242,5 +247,7 @@ def _solve(layer: Layer, free: int) -> Optimum:
     layer.order[:free] = highest_first(first, regret[first])
 
     remainder = priced_remainder(layer, price)
-    lanes, makespan_s, bound_s = dynamic_program(layer, price, remainder)
+    if busy_s is None:
+        busy_s = np.zeros(len(layer.gpu_s))
+    lanes, makespan_s, bound_s = dynamic_program(layer, busy_s, price, remainder)
     return Optimum(makespan_s, lanes, bound_s, layer.order)

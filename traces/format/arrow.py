@@ -85,3 +85,10 @@ def codes(
     known = [code_of.get(name, -1) for name in column.dictionary.to_pylist()]
     by_entry = np.array(known, dtype=np.int8)
     return np.asarray(by_entry[values(column.indices)])
+
+
+def batches_of(relation: Any, rows: int) -> Any:
+    """Return a relation of DuckDB as Arrow batches of about so many rows."""
+    # Older versions of DuckDB name it otherwise.
+    read = getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader
+    return read(rows)

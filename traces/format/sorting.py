@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
 from moesim.traces.errors import TraceError
 from moesim.traces.files import ScratchFolder
-from moesim.traces.format.arrow import numbers, values
+from moesim.traces.format.arrow import batches_of, numbers, values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -222,12 +222,6 @@ def _sorted(block: Block) -> Block:
 # -- rows that do not fit into memory --------------------------------------------------
 
 
-def _batches_of(relation: Any) -> Any:
-    """A relation as Arrow batches; older versions of DuckDB name it otherwise."""
-    read = getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader
-    return read(BATCH_ROWS)
-
-
 def _external(
     pieces: Iterable[Block],
     like: Block,
@@ -258,7 +252,7 @@ def _external(
             connection.execute("SET enable_progress_bar = false")
             try:
                 ordered = connection.from_arrow(reader).order(", ".join(keys))
-                for batch in _batches_of(ordered):
+                for batch in batches_of(ordered, BATCH_ROWS):
                     yield packing.unpacked(batch)
             except (duckdb.Error, pa.ArrowException, OSError) as error:
                 if errors:  # reading the file failed, not sorting

@@ -24,6 +24,7 @@ from moesim.traces.importers.readers.json_lines import (
     whole_numbers,
 )
 from moesim.traces.importers.readers.jsonl_layouts import (
+    first_columns,
     has_key,
     keys_of,
     row_tables,
@@ -83,12 +84,9 @@ def provenance(
 ) -> dict[str, Any]:
     """Remarks on what is missing."""
     # The first rows speak for all; a mixture is refused while reading.
-    first = next(row_tables(path, keys_of(path, map)), None)
-    if first is None:
-        raise layout_error(path, "rows", "at least one", "none")
-
-    notes = [] if first.weights is not None else [NO_WEIGHTS]
-    if first.phase is None and not prompt_tokens:
+    columns = first_columns(path, keys_of(path, map))
+    notes = [] if "weights" in columns else [NO_WEIGHTS]
+    if "phase" not in columns and not prompt_tokens:
         notes.append(PROMPT_TOKENS_NOTE)
     return {"notes": notes}
 

@@ -13,6 +13,7 @@ Source: BigMoeOnEdge docs/telemetry.md, "Route trace".
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -304,10 +305,13 @@ def _accesses(
     experts = block["experts"][rows]
     count, top_k = experts.shape
 
+    kinds = {field.name: field.type.to_pandas_dtype() for field in _RESIDENCY}
     columns = {
-        name: np.repeat(block[name][rows], top_k) for name in ("seq", "pos", "layer")
+        # Narrowed before there are K of each.
+        name: np.repeat(block[name][rows].astype(kinds[name]), top_k)
+        for name in ("seq", "pos", "layer")
     }
-    columns["slot"] = np.tile(np.arange(top_k), count)
+    columns["slot"] = np.tile(np.arange(top_k, dtype=kinds["slot"]), count)
     columns["expert"] = experts.reshape(-1)
     for name in _RESIDENCY_COLUMNS:
         known = name in residency
@@ -315,8 +319,7 @@ def _accesses(
         columns[name] = np.zeros(count * top_k) if column is None else column
 
     arrays = [
-        numbers(columns[field.name].astype(field.type.to_pandas_dtype()))
-        for field in _RESIDENCY
+        numbers(columns[name].astype(kind, copy=False)) for name, kind in kinds.items()
     ]
     return pa.Table.from_arrays(arrays, schema=_RESIDENCY)
 
@@ -340,17 +343,21 @@ def preamble(path: Path, words: str = "") -> Preamble:
     dense_bytes = 0
 
     # Comments may hold anything; only what is looked for must be readable.
-    lines = head(path, _PREAMBLE_BYTES).decode("utf-8", "replace").splitlines()
-    if not lines or lines[0].strip() != "# route_trace v1":
+    start = io.BytesIO(head(path, _PREAMBLE_BYTES))
+    text = io.TextIOWrapper(start, encoding="utf-8", errors="replace")
+    lines = (line.rstrip("\n") for line in text)
+    version = next(lines, "nothing")
+    if version.strip() != "# route_trace v1":
         raise layout_error(
             path,
             "line 1",
             "# route_trace v1",
-            lines[0][:40] if lines else "nothing",
+            version[:40],
             "is there a newer moesim?",
         )
 
-    for number, line in enumerate(lines, start=1):
+    number = 1
+    for number, line in enumerate(lines, start=2):
         if not line.startswith("#"):
             columns = _header_columns(path, number, line, names)
             return Preamble(
@@ -377,7 +384,7 @@ def preamble(path: Path, words: str = "") -> Preamble:
 
     raise layout_error(
         path,
-        f"line {len(lines)}",
+        f"line {number}",
         "a header line behind the preamble",
         "the end of the file",
     )
@@ -624,8 +631,9 @@ def _first_of(
     names: tuple[str, ...],
 ) -> Block:
     """Cells [N, K] with one value [N] in those columns in which their lines agree."""
+    # A copy lets go of the other values.
     return {
-        name: column[:, 0] if name in names else column
+        name: column[:, 0].copy() if name in names else column
         for name, column in cells.items()
     }
 

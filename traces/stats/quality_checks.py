@@ -274,10 +274,14 @@ def _repeats(first_choice: np.ndarray) -> bool:
     flat = second_half.reshape(-1)
     for period in range(1, min(LOOP_TOKENS, tokens // 2) + 1):
         lag = period * layers
-        equal = 0
+        needed = LOOP_LEAST * (len(flat) - lag)
+        # How many are equal, if all that are still to come are.
+        equal = len(flat) - lag
         for place in range(lag, len(flat)):
-            equal += flat[place] == flat[place - lag]
-        if equal >= LOOP_LEAST * (len(flat) - lag):
+            equal -= flat[place] != flat[place - lag]
+            if equal < needed:
+                break
+        if equal >= needed:
             return True
 
     return False

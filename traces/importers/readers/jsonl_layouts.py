@@ -21,7 +21,7 @@ from moesim.traces.importers.readers.json_lines import (
     list_values,
 )
 from moesim.traces.importers.readers.names import NAMES, named_by
-from moesim.traces.importers.readers.text import first_object, head, line_chunks
+from moesim.traces.importers.readers.text import filled, first_line, first_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +81,7 @@ class RowTable(NamedTuple):
         """Return the error of one row, quoting what its line has for column `name`."""
         line = int(self.line[row])
         value = self.lines.parsed(line)
-        place = f"line {self.lines.number[line]}: {name}"
+        place = f"line {self.lines.number(line)}: {name}"
 
         if isinstance(value, dict):
             key = next((key for key in self.keys[name] if key in value), None)
@@ -109,25 +109,42 @@ def has_key(value: dict[str, Any], name: str, keys: Keys = KEYS) -> bool:
     return any(key in value for key in keys[name])
 
 
+def first_columns(path: Path, keys: Keys = KEYS) -> set[str]:
+    """Return which of our columns the first line has, in itself or in its first layer.
+
+    Raises:
+        TraceError: the first line is not JSON.
+    """
+    first = _first_row(path, _rows_of(path))
+    line = first if isinstance(first, dict) else {}
+    layers = line.get("layers")
+    layer = layers[0] if isinstance(layers, list) and layers else None
+
+    parts = [line, layer] if isinstance(layer, dict) else [line]
+    return {
+        name
+        for name, candidates in keys.items()
+        if any(part.get(key) is not None for part in parts for key in candidates)
+    }
+
+
 def row_tables(path: Path, keys: Keys = KEYS) -> Iterator[RowTable]:
     """Read the rows of some lines at a time, at least one row each.
 
     Raises:
         TraceError: a line that is not JSON, or not of the layout of the first one.
     """
-    top_k, chunks = _chunks(path)
-    layout: _Layout | None = None
+    rows = _rows_of(path)
+    first = _first_row(path, rows)
+    if first is None:
+        return
+    layout = _layout_of(first, rows.top_k, keys)
+    reader = JsonLinesReader(layout.structure)
 
-    for number, data in chunks:
-        if layout is None:
-            first = _first_value(path, number, data)
-            if first is None:
-                continue
-            layout = _layout_of(first, top_k, keys)
-            reader = JsonLinesReader(layout.structure)
-
-        lines = reader.parse(path, number, data)
-        if not len(lines.number):
+    held = [reader.parse(path, rows.held)] if rows.held else []
+    behind = [] if rows.skip is None else reader.read(path, rows.skip)
+    for lines in chain(held, behind):
+        if not len(lines.place):
             continue
         table = layout.table(lines)
         if len(table.line):
@@ -137,26 +154,46 @@ def row_tables(path: Path, keys: Keys = KEYS) -> Iterator[RowTable]:
 # -- which lines hold rows -------------------------------------------------------------
 
 
-def _chunks(path: Path) -> tuple[int, Iterator[tuple[int, bytes]]]:
-    """The top-k of the header, 0 without one, and the lines of rows in chunks with the
-    number of their first line.
+class _Rows(NamedTuple):
+    """Where the rows of a file are.
+
+    Attributes:
+        top_k: as its header says, 0 without one.
+        held: rows in memory, as lines; they come first.
+        skip: how many lines of the file are no rows; None where none is.
     """
+
+    top_k: int
+    held: list[bytes]
+    skip: int | None
+
+
+def _rows_of(path: Path) -> _Rows:
     first = first_object(path)
+    if first is not None:
+        if not _is_header(first):
+            return _Rows(0, [], 0)
+        return _Rows(_header_top_k(path, first), _lists_in(first), 1)
 
-    if first is None:  # one JSON text over many lines
-        with decoding(path, "JSON"):
-            text = json.loads(path.read_text(encoding="utf-8"))
-        if _is_header(text):
-            return _header_top_k(path, text), iter([(1, _lists_in(text))])
-        return 0, iter([(1, json.dumps(text).encode())])
+    # One JSON text over many lines.
+    with decoding(path, "JSON"):
+        text = json.loads(path.read_text(encoding="utf-8"))
+    if _is_header(text):
+        return _Rows(_header_top_k(path, text), _lists_in(text), None)
+    return _Rows(0, [json.dumps(text).encode()], None)
 
-    if not _is_header(first):
-        return 0, line_chunks(path)
 
-    lines = head(path).splitlines()
-    header_lines = 1 + next(n for n, line in enumerate(lines) if line.strip())
-    behind = line_chunks(path, skip=header_lines)
-    return _header_top_k(path, first), chain([(1, _lists_in(first))], behind)
+def _first_row(path: Path, rows: _Rows) -> Any:
+    """What the first line of rows holds; None without one."""
+    numbered = next(filled(rows.held), None)
+    if numbered is None and rows.skip is not None:
+        numbered = first_line(path, rows.skip)
+    if numbered is None:
+        return None
+
+    number, text = numbered
+    with decoding(path, f"line {number}"):
+        return json.loads(text.rstrip())
 
 
 def _is_header(value: Any) -> bool:
@@ -171,29 +208,14 @@ def _header_top_k(
         return int(header["top_k"])
 
 
-def _lists_in(header: dict[str, Any]) -> bytes:
+def _lists_in(header: dict[str, Any]) -> list[bytes]:
     """The lists ``[layer, ids]`` that a header holds itself, as lines."""
-    rows = [
-        json.dumps(row)
+    return [
+        json.dumps(row).encode()
         for value in header.values()
         if isinstance(value, list) and value and isinstance(value[0], list)
         for row in value
     ]
-    return "\n".join(rows).encode()
-
-
-def _first_value(
-    path: Path,
-    number: int,
-    data: bytes,
-) -> Any:
-    """The value of the first line that is not blank; None where all are."""
-    for line, text in enumerate(data.splitlines(), start=number):
-        if text.strip():
-            with decoding(path, f"line {line}"):
-                return json.loads(text)
-
-    return None
 
 
 # -- layouts ---------------------------------------------------------------------------
@@ -259,7 +281,7 @@ class _RowLayout:
 
     def table(self, lines: JsonLines) -> RowTable:
         columns = columns_of(lines.values)
-        line = np.arange(len(lines.number))
+        line = np.arange(len(lines.place))
         keys = self._keys
         by_name = {name: _column(columns, name, keys) for name in keys}
         return RowTable(lines, line, keys, **by_name)
@@ -286,13 +308,13 @@ class _TokenLayout:
         layers = columns["layers"]
         if layers.null_count:
             first = int(is_null(layers).argmax())
-            place = f"line {lines.number[first]}"
+            place = f"line {lines.number(first)}"
             raise layout_error(lines.path, place, "a list of layers", "none")
 
         lengths = list_lengths(layers)
         if not lengths.all():
             first = int(lengths.argmin())
-            place = f"line {lines.number[first]}"
+            place = f"line {lines.number(first)}"
             raise layout_error(lines.path, place, "a list of layers", "an empty one")
         line = np.repeat(np.arange(len(lengths)), lengths)
         first_row = np.cumsum(lengths) - lengths
@@ -354,7 +376,7 @@ class _ListLayout:
             row = int(wrong.argmax())
             raise layout_error(
                 lines.path,
-                f"line {lines.number[line[row]]}",
+                f"line {lines.number(line[row])}",
                 f"[layer, {max(self._top_k, 1)} ids] as in the first row or header",
                 f"{lengths[row]} values",
             )
@@ -362,7 +384,7 @@ class _ListLayout:
         cells = list_values(rows)
         if cells.null_count:
             row = int(is_null(cells).argmax()) // (self._top_k + 1)
-            place = f"line {lines.number[line[row]]}"
+            place = f"line {lines.number(line[row])}"
             actual = lines.parsed(int(line[row]))
             raise layout_error(lines.path, place, "numbers", actual)
 

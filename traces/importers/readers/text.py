@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tempfile
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-# Text parsed at a time. A query of DuckDB costs some milliseconds whatever it holds: at
-# half a MiB they were half of the time per row.
+# Text copied at a time.
 TEXT_BYTES = 1 << 23
-# The first chunk is small, because it is parsed twice: the importer learns from it what
-# the file says about itself.
-_FIRST_BYTES = 1 << 16
-_COUNTED_BYTES = 1 << 18
+# Text that is searched several times stays in the processor's cache; more would be in
+# memory that is new each time.
+_CHUNK_BYTES = 1 << 16
 
 
 def head(
@@ -39,12 +37,11 @@ def first_object(path: Path) -> Any:
     """Return the JSON value on the first line that is not empty, or None; never
     raises.
     """
-    for line in head(path).splitlines():
-        if line.strip():
-            try:
-                return json.loads(line)
-            except (ValueError, RecursionError):
-                return None
+    for _, line in filled(io.BytesIO(head(path))):
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError):
+            return None
 
     return None
 
@@ -88,42 +85,25 @@ def _end_of_lines(path: Path) -> int | None:
     return size - cut if cut and newline >= 0 else None
 
 
-def _line_ends(data: bytes) -> int:
-    """How many lines end in some text."""
-    # numpy counts several times as fast as `bytes.count` does, in pieces that stay in
-    # the processor's cache.
-    text = np.frombuffer(data, np.uint8)
-    pieces = range(0, len(text), _COUNTED_BYTES)
-    return sum(
-        int(np.count_nonzero(text[first : first + _COUNTED_BYTES] == ord("\n")))
-        for first in pieces
-    )
-
-
-def line_chunks(
-    path: Path,
-    *,
-    skip: int = 0,
-) -> Iterator[tuple[int, bytes]]:
-    """Read whole lines: a few at first, then about `TEXT_BYTES` at a time.
+def first_line(path: Path, skip: int = 0) -> tuple[int, bytes] | None:
+    """Return the first line of a file that is not blank, with its number; None without
+    one.
 
     Args:
-        path: a text.
-        skip: lines before the first chunk.
-
-    Yields:
-        The number of the chunk's first line, from 1, and its bytes.
+        path: the file.
+        skip: how many such lines are left out.
     """
-    number = 1 + skip
-
     with path.open("rb") as file:
-        for _ in range(skip):
-            file.readline()
+        return next(islice(filled(file), skip, None), None)
 
-        size = min(_FIRST_BYTES, TEXT_BYTES)
-        while data := file.read(size):
-            data += file.readline()
-            yield number, data
-            size = TEXT_BYTES
 
-            number += _line_ends(data)
+def filled(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Number lines from 1, and leave out those that are blank."""
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def line_chunks(path: Path) -> Iterator[bytes]:
+    """Read whole lines, about `_CHUNK_BYTES` at a time."""
+    with path.open("rb") as file:
+        while data := file.read(_CHUNK_BYTES):
+            yield data + file.readline()
