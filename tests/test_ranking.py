@@ -64,6 +64,21 @@ def test_an_interval_covers_the_truth_as_often_as_it_says():
     assert 0.88 <= covered / 200 <= 0.98
 
 
+def test_seeds_that_change_nothing_are_no_repetitions():
+    """Four copies of one run made a lead of a ten thousandth certain."""
+    copies = [("a", [1.0, 2.0])] * 4 + [("b", [1.0, 2.0001])] * 4
+    frame = frame_of(copies, axes=("policy", "seed"), seed=[0, 1, 2, 3] * 2)
+    ranked = ranking(frame)
+    assert ranked["low_s"].isna().all()
+    assert "(2 and 4, which change nothing)" in sweep_text(frame)
+
+
+def test_seeds_that_change_something_are_repetitions():
+    drawn = [("a", [1.0 + place / 100]) for place in range(4)]
+    ranked = ranking(frame_of(drawn, axes=("policy", "seed"), seed=[0, 1, 2, 3]))
+    assert 1.0 <= ranked["low_s"].iloc[0] < ranked["high_s"].iloc[0] <= 1.03
+
+
 def test_too_few_sequences_give_no_interval_and_tie_only_when_equal():
     ranked = ranking(frame_of([("a", [1.0]), ("b", [1.0]), ("c", [1.0001])]))
     assert ranked["low_s"].isna().all()

@@ -59,3 +59,10 @@ def test_slots_of_all_cells_stand_in_the_head(command):
         "--hw", "rtx4060ti,rtx3080ti", "--steps", 4,
     )  # fmt: skip
     assert text.startswith("tiny, batch 1, 2 policies on 2 machines with 4 slots per ")
+
+
+def test_a_drawn_trace_is_told_as_json(command, tmp_path):
+    words = ("--shape", "layers=2,experts=4,top_k=1,expert_bytes=1MiB", "--tokens", 20)
+    code, out, _ = command("trace", "synth", tmp_path / "q.parquet", *words, "--json")
+    assert code == 0
+    assert json.loads(out)["rows"] == 40

@@ -130,6 +130,11 @@ class _Candidate:
             self.counts = np.full(self.seconds.shape, 1 / self.seconds.shape[1])
 
     @property
+    def is_repeated(self) -> bool:
+        """Whether its repetitions differ: seeds that change nothing repeat no run."""
+        return bool((self.seconds != self.seconds[:1]).any())
+
+    @property
     def value_s(self) -> float:
         """Seconds per token, or of the whole trace."""
         return float(self.seconds.sum() / self.counts.sum())
@@ -158,7 +163,9 @@ def _ranked(
     # A stable sort keeps equals in the order in which they were given.
     candidates = sorted(candidates, key=lambda each: (each.oracle, each.value_s))
     best = candidates[0]
-    draws = {id(each): _draws(each) for each in candidates}
+    # Equal copies of one run would look like a certain lead.
+    repeated = any(each.is_repeated for each in candidates)
+    draws = {id(each): _draws(each, repeated=repeated) for each in candidates}
     rows = []
     for each in candidates:
         drawn_s = draws[id(each)]
@@ -187,10 +194,10 @@ def _ranked(
     return rows
 
 
-def _draws(candidate: _Candidate) -> np.ndarray | None:
+def _draws(candidate: _Candidate, *, repeated: bool) -> np.ndarray | None:
     """What the candidate takes in each draw; None from too few samples."""
     repetitions, batches = candidate.seconds.shape
-    if max(repetitions, batches) < LEAST_SAMPLES:
+    if max(repetitions if repeated else 1, batches) < LEAST_SAMPLES:
         return None
     # The same seed for every candidate of equal shape: the draws are paired.
     rng = np.random.default_rng([repetitions, batches])

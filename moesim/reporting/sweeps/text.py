@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from moesim.reporting.sweeps.words import axis_head, axis_value
 from moesim.reporting.tables import aligned
 from moesim.reporting.units import ms, percent
-from moesim.sweeps.ranking import axes_of, ranking
+from moesim.sweeps.ranking import LEAST_SAMPLES, axes_of, ranking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,7 +123,11 @@ def note_lines(ranked: pd.DataFrame) -> list[str]:
     samples = int(ranked["samples"].min())
     runs = int(ranked["runs"].max())
     if ranked["low_s"].isna().any():
-        return [f"{NO_INTERVAL} ({samples} and {runs}); a tie is the same time exactly"]
+        counts = f"{samples} and {runs}"
+        # Such seeds repeat one run, so there is nothing to draw from.
+        if max(samples, runs) >= LEAST_SAMPLES:
+            counts += ", which change nothing"
+        return [f"{NO_INTERVAL} ({counts}); a tie is the same time exactly"]
     sizes = f"{samples} sequences and {runs} seeds"
     return [f"95 % intervals from {sizes}; a tie differs by less than they tell apart"]
 

@@ -1,5 +1,6 @@
 """`moesim trace synth`: synthetic traces."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,7 +8,7 @@ import typer
 
 from moesim.cli import output
 from moesim.cli.checks import check_places
-from moesim.cli.options import DrawSeed
+from moesim.cli.options import AsJson, DrawSeed
 
 
 def synth(
@@ -89,6 +90,7 @@ def synth(
         typer.Option(min=0, help="Generated tokens. Default: 512, or as in --like."),
     ] = None,
     seed: DrawSeed = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Draw a trace with the statistics of a real one (--like), or with stated ones
     (--shape).
@@ -127,6 +129,17 @@ def synth(
             progress=show,
             **stated,
         )
+    if as_json:
+        facts = {
+            "trace": str(target),
+            "rows": trace.rows,
+            "tokens": int(tokens),
+            "model": trace.shape.name,
+            "synthetic": True,
+            "seed": seed,
+        }
+        print(json.dumps(facts, indent=2))
+        return
     print(
         f"wrote {target}: {trace.rows:,} rows, {int(tokens):,} tokens; synthetic, and it"
         " says so"
