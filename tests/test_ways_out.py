@@ -66,3 +66,33 @@ def test_a_drawn_trace_is_told_as_json(command, tmp_path):
     code, out, _ = command("trace", "synth", tmp_path / "q.parquet", *words, "--json")
     assert code == 0
     assert json.loads(out)["rows"] == 40
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--host-cache", "lfu"),
+        ("--gpu-split", "experts"),
+        ("--prefetch-budget", "1MiB"),
+        ("--acceptance", "0.5"),
+        ("--context-tokens", "100", "--cache-ratio", "0.2"),
+        ("--slo", "ttft=1"),
+    ],
+)
+def test_an_option_without_effect_is_named(command, words):
+    code, _, err = command("replay", "tiny", "--steps", 4, *words)
+    assert code == 0
+    assert f"note: {words[0]} changes nothing: " in err
+
+
+def test_options_with_effect_and_defaults_are_not(command):
+    _, _, err = command("replay", "tiny", "--steps", 4)
+    assert "changes nothing" not in err
+    words = ("--prefetch", "next-gate", "--prefetch-budget", "1MiB")
+    _, _, err = command("replay", "tiny", "--steps", 4, *words)
+    assert "changes nothing" not in err
+
+
+def test_a_wrong_share_names_its_option(command):
+    run = command("hits", "tiny", "--cache-ratios", "0.1,2")
+    assert refused(run, "--cache-ratios", "expected shares between 0 and 1")

@@ -66,8 +66,16 @@ def split_policies(text: str, option: str) -> list[str]:
         raise typer.BadParameter(str(error), param_hint=option) from None
 
 
-def shares(text: str) -> tuple[float, ...]:
-    """Parse ``0.125,0.25,0.5``, each once."""
+def shares(text: str, option: str | None = None) -> tuple[float, ...]:
+    """Parse ``0.125,0.25,0.5``, each once.
+
+    Args:
+        text: the list.
+        option: for errors; typer names its own.
+
+    Raises:
+        typer.BadParameter: not such a list.
+    """
     try:
         numbers = tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
@@ -75,7 +83,8 @@ def shares(text: str) -> tuple[float, ...]:
     # NaN is a number to Python, but no share.
     if not numbers or not all(0 <= share <= 1 for share in numbers):
         raise typer.BadParameter(
-            f"expected shares between 0 and 1 such as 0.125,0.25,0.5, got {text!r}"
+            f"expected shares between 0 and 1 such as 0.125,0.25,0.5, got {text!r}",
+            param_hint=option,
         )
     return numbers
 

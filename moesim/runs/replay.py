@@ -184,6 +184,7 @@ def replay(
 
     warnings = synthetic_caveats(opened.header)
     warnings += _warnings(setup, planner, metrics)
+    warnings += _without_effect(setup, planner)
     effective = setup.effective_config(opened) | engine.described()
     run = Run(metrics, timeline, effective, warnings)
     if out is not None:
@@ -251,6 +252,40 @@ def _sink(
         watch(table, chunk)
 
     return both
+
+
+def _without_effect(setup: Setup, planner: Planner) -> list[str]:
+    """Options that were stated and that nothing in this run asks for."""
+    config = setup.config
+    usual = RunConfig()
+    idle = {
+        "host_cache": (
+            setup.memory.host is None,
+            "nothing limits host memory; --host-memory does",
+        ),
+        "gpu_split": (setup.profile.gpus == 1, "the machine has one GPU"),
+        "prefetch_budget_bytes": (
+            not planner.policies.prefetch.prefetches,
+            "nothing is prefetched; --prefetch names a policy",
+        ),
+        "acceptance": (
+            not config.passes.draft_tokens,
+            "no tokens are drafted; --draft-tokens says how many",
+        ),
+        "context_tokens": (
+            config.memory.is_stated,
+            "the size of the GPU's cache is stated",
+        ),
+        "slo": (
+            config.arrivals is None,
+            "no requests arrive; --arrivals says when",
+        ),
+    }
+    return [
+        f"--{name.removesuffix('_bytes').replace('_', '-')} changes nothing: {reason}"
+        for name, (is_idle, reason) in idle.items()
+        if is_idle and getattr(config, name) != getattr(usual, name)
+    ]
 
 
 def _warnings(setup: Setup, planner: Planner, metrics: dict[str, Any]) -> list[str]:

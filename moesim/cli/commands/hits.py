@@ -68,7 +68,7 @@ def hits(
     from moesim.reporting.text import save_table
 
     names = parsers.split_policies(caches, "--caches")
-    ratios = parsers.shares(cache_ratios)
+    ratios = parsers.shares(cache_ratios, "--cache-ratios")
     with bar("counting", len(names) * len(ratios)) as show:
         rates = hit_rates(config, names, ratios, progress=show)
 

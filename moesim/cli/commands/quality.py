@@ -131,7 +131,9 @@ def quality(
     check_device(device)
     progress.quiet_libraries()
     # Without ratios there is one setting, of the size that the options state.
-    ratios = () if cache_ratios is None else parsers.shares(cache_ratios)
+    ratios: tuple[float, ...] = ()
+    if cache_ratios is not None:
+        ratios = parsers.shares(cache_ratios, "--cache-ratios")
     with progress.bar("reading", 1.0) as show:
         result = library.quality(
             model,
