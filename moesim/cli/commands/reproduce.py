@@ -49,7 +49,7 @@ def reproduce(
             "--all",
             help=(
                 "All published records beside ours, speeds included, on drawn traces;"
-                " with --out. About ten minutes on two cores."
+                " with --out. About four minutes on two cores."
             ),
         ),
     ] = False,
