@@ -2,12 +2,13 @@
 
 Engines index arrays with these answers, so a wrong shape or a wrong type would show far
 from the policy, as wrong figures, or not at all. Our own policies are tested instead.
-What only an engine knows, such as the number of GPUs, it checks itself.
+What only an engine knows, such as the number of GPUs, it checks itself. Answers are
+on the critical path of every layer step, so what is right is seen soon.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,10 +60,12 @@ def _assign(
         raise _unexpected(where, "an Assignment", answer)
 
     count = len(work.experts)
-    lanes = _integers(answer.lanes, count, f"{where}: lanes")
+    lanes = _integers(answer.lanes, count, where, "lanes")
     order = answer.order
     if order is not None:
-        order = _integers(order, count, f"{where}: order")
+        order = _integers(order, count, where, "order")
+    if lanes is answer.lanes and order is answer.order:
+        return answer
     return answer._replace(lanes=lanes, order=order)
 
 
@@ -72,14 +75,26 @@ def _victims(
     # A policy may sort what it is shown.
     allowed = candidates.copy()
     victims = _integers(ask(incoming, candidates), len(incoming), where)
+    if victims.dtype != np.int64:
+        victims = victims.astype(np.int64)
 
-    chosen = victims[victims != -1]
-    if not np.isin(chosen, allowed).all() or len(set(chosen.tolist())) < len(chosen):
+    chosen = victims
+    if min(victims.tolist(), default=0) < 0:
+        chosen = victims[victims != -1]
+    if not _membership()(chosen, allowed):
         raise PolicyError(
             f"{where}: {victims.tolist()} are not distinct members of the"
             f" {len(allowed)} candidates, or -1 to decline"
         )
     return victims
+
+
+@cache
+def _membership() -> Callable[[np.ndarray, np.ndarray], bool]:
+    """Whether every chosen key is among ascending ones, none of them twice."""
+    from moesim.policies.planner.residency_kernels import distinct_members  # noqa: PLC0415 - compiled: names need not wait for it
+
+    return distinct_members
 
 
 def _by_score(
@@ -110,7 +125,7 @@ def _precedence(
 def _replacements(
     ask: Callable[..., Any], where: str, work: LayerWork, view: MachineView
 ) -> list[Swap]:
-    answer = _listed(ask(work, view), f"{where}: expected Swaps")
+    answer = _listed(ask(work, view), where, "Swaps")
     for swap in answer:
         if not isinstance(swap, Swap):
             raise _unexpected(where, "Swap(outgoing, incoming)", swap)
@@ -121,7 +136,7 @@ def _replacements(
 def _prefetch(
     ask: Callable[..., Any], where: str, work: LayerWork, view: MachineView
 ) -> Sequence[ExpertKey]:
-    answer = _listed(ask(work, view), f"{where}: expected ExpertKeys")
+    answer = _listed(ask(work, view), where, "ExpertKeys")
     return _keys(answer, where)
 
 
@@ -166,21 +181,24 @@ _CHECKS: dict[str, Callable[..., Any]] = {
 """Questions of all kinds of policies, which share no names."""
 
 
-def _integers(answer: Any, count: int, where: str) -> np.ndarray:
-    """`answer` as an array, if it holds `count` integers."""
+def _integers(answer: Any, count: int, where: str, part: str = "") -> np.ndarray:
+    """`answer`, or a part of it, as an array, if it holds `count` integers."""
     array = np.asarray(answer)
-    # An empty list has no numbers that could be of a wrong type.
-    are_integers = np.issubdtype(array.dtype, np.integer) or array.size == 0
-    if array.shape != (count,) or not are_integers:
-        raise _unexpected(where, f"an array of {count} integers", answer)
-    return array if array.size else array.astype(np.int64)
+    if array.shape == (count,):
+        if array.dtype.kind in "iu":
+            return array
+        # An empty list has no numbers that could be of a wrong type.
+        if not count:
+            return array.astype(np.int64)
+    where = f"{where}: {part}" if part else where
+    raise _unexpected(where, f"an array of {count} integers", answer)
 
 
-def _listed(answer: Any, where: str) -> list[Any]:
+def _listed(answer: Any, where: str, expected: str) -> list[Any]:
     try:
         return list(answer)
     except TypeError:
-        raise PolicyError(f"{where}, got {_shown(answer)}") from None
+        raise _unexpected(where, expected, answer) from None
 
 
 def _keys(answer: Sequence[Any], where: str) -> Sequence[ExpertKey]:
@@ -190,6 +208,8 @@ def _keys(answer: Sequence[Any], where: str) -> Sequence[ExpertKey]:
             layer, expert = key
         except (TypeError, ValueError):
             raise _unexpected(where, "ExpertKey(layer, expert)", key) from None
+        if type(layer) is int and type(expert) is int:
+            continue
         if not isinstance(layer, _INTEGER) or not isinstance(expert, _INTEGER):
             raise _unexpected(where, "integers in ExpertKey(layer, expert)", key)
     return answer

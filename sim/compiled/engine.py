@@ -654,8 +654,8 @@ class CompiledReplay:
             PolicyError: a policy answered something illegal.
             SimulationError: nothing ran although something was awaited.
         """
-        if error == memory.RAISED:
-            assert self._asked.raised is not None
+        # What a policy has raised comes first: the loop has gone on with no answer.
+        if self._asked.raised is not None:
             raise self._asked.raised
         names = self._planner.policies.names
         kind, problem = _ERRORS[error]
