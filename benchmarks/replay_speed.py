@@ -113,11 +113,11 @@ def _report_compiled(trace: Trace) -> None:
             f" {times:.1f} times SimPy's {1.0 / least['simpy']:,.0f}"
         )
 
-    print(f"  of the loop, machine code {_machine_code_s(trace) * 1e6:.2f} us each")
+    _report_machine_code(trace)
 
 
-def _machine_code_s(trace: Trace) -> float:
-    """Least CPU seconds of a layer step that the compiled loop itself takes."""
+def _report_machine_code(trace: Trace) -> None:
+    """Print least CPU time of a layer step that the compiled loop itself takes."""
     spent = [0.0]
     run_steps = compiled_engine.run_steps
 
@@ -133,7 +133,7 @@ def _machine_code_s(trace: Trace) -> float:
             spent[0] = 0.0
             _, count = _turn(trace, "compiled", None)
             least.append(spent[0] / count)
-    return min(least)
+    print(f"  of the loop, machine code {min(least) * 1e6:.2f} us each")
 
 
 def _report_rows(folder: Path) -> None:
@@ -156,7 +156,7 @@ def _report_rows(folder: Path) -> None:
             f"  {source.stem}, {label}: {trace.rows:,} rows in {seconds:.2f} s (target"
             f" {target:.1f}), {count / seconds:,.0f} layer steps/s"
         )
-    print(f"  of the loop, machine code {_machine_code_s(trace) * 1e6:.2f} us each")
+    _report_machine_code(trace)
 
 
 def _turn(trace: Trace, engine: str, kept: bool | None) -> tuple[float, int]:

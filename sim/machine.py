@@ -185,10 +185,8 @@ class Machine:
             operation.on_end(operation)
         if worker.kept:
             worker.kept = False
-        elif worker.takers:
-            worker.takers.popleft()()
-        elif worker.waiting and (following := worker.pick()) is not None:
-            self.start(following)
+        elif worker.waiting or worker.takers:
+            self._go_on(worker)
         else:
             worker.busy = False
 

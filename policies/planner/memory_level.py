@@ -380,7 +380,7 @@ class MemoryLevel:
         # Whoever was promised leaves, unless somebody needs one of them after all.
         promised = wish.leaving or NO_VICTIMS
         for outgoing in promised:
-            if self._state[outgoing] != RESIDENT or self._holds[outgoing]:
+            if not self._may_leave(outgoing):
                 promised = NO_VICTIMS
                 break
         if promised and self._equal_sizes:
